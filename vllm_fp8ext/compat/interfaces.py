@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every name inside vLLM that the plugin leans on, and why: data for `find_missing`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interface:
+    """One name inside vLLM that must exist."""
+
+    module: str
+    """The module that holds the name, dotted: `vllm.v1.engine.core`."""
+
+    name: str
+    """The name within the module, dotted: a function, a class, `Class.method` or `Class.attribute`."""
+
+    parameters: tuple[str, ...] = ()
+    """Parameters that the function, or the class when called, must accept by name."""
+
+    why: str
+    """What it is needed for, as a phrase that goes on from "needed to": `build the model anew`."""
+
+
+INTERFACES: tuple[Interface, ...] = (
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCore.add_request",
+        parameters=("request",),
+        why="hash requests that were waiting while an update was committed",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCore.batch_queue",
+        why="finish the steps in flight before weights are exchanged",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCore.step_with_batch_queue",
+        why="finish the steps in flight before weights are exchanged",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCore.post_step",
+        parameters=("model_executed",),
+        why="finish the steps in flight before weights are exchanged",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCoreProc.output_queue",
+        why="send the outputs of the last steps of the old weights",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCore.request_block_hasher",
+        why="keep the prefix cache of different weights apart",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCore.collective_rpc",
+        parameters=("method", "args"),
+        why="reach every worker",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCore.set_weight_version",
+        parameters=("weight_version",),
+        why="label each token with the weights that sampled it",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCoreProc._invoke_utility_method",
+        why="dispatch our method by its name",
+    ),
+    Interface(
+        module="vllm.v1.engine.core_client",
+        name="AsyncMPClient.call_utility_async",
+        parameters=("method",),
+        why="call the engine core from the API server",
+    ),
+    Interface(
+        module="vllm.v1.engine.async_llm",
+        name="AsyncLLM.engine_core",
+        why="call the engine core from the API server",
+    ),
+    Interface(
+        module="vllm.v1.core.sched.interface",
+        name="PauseState.PAUSED_ALL",
+        why="stop scheduling at a step boundary",
+    ),
+    Interface(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler.set_pause_state",
+        parameters=("pause_state",),
+        why="stop scheduling at a step boundary",
+    ),
+    Interface(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._preempt_request",
+        parameters=("request",),
+        why="hash a preempted request again",
+    ),
+    Interface(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler.reset_prefix_cache",
+        parameters=("reset_running_requests",),
+        why="recompute running requests after an update",
+    ),
+    Interface(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler.requests",
+        why="hash waiting requests again",
+    ),
+    Interface(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler.running",
+        why="tell running requests from waiting ones",
+    ),
+    Interface(
+        module="vllm.v1.core.kv_cache_manager",
+        name="KVCacheManager.block_pool",
+        why="evict the cached blocks of old weights",
+    ),
+    Interface(
+        module="vllm.v1.core.block_pool",
+        name="BlockPool.evict_blocks",
+        parameters=("block_ids",),
+        why="evict the cached blocks of old weights",
+    ),
+    Interface(
+        module="vllm.v1.request",
+        name="Request.update_block_hashes",
+        why="hash a request again",
+    ),
+    Interface(
+        module="vllm.v1.request",
+        name="Request._block_hasher",
+        why="hash a request again",
+    ),
+    Interface(
+        module="vllm.v1.request",
+        name="Request.cache_salt",
+        why="mix the epoch into a request's block hashes",
+    ),
+    Interface(
+        module="vllm.v1.worker.worker_base",
+        name="WorkerWrapperBase",
+        why="give each worker its twin",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu_worker",
+        name="Worker.load_model",
+        why="build the twin beside the model",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner.load_model",
+        why="build the twin in the model's memory pool",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner.model_memory_usage",
+        why="account for the twin before the KV cache is sized",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner.model_memory_usage",
+        why="account for the twin before the KV cache is sized",
+    ),
+    Interface(
+        module="vllm.model_executor.model_loader.default_loader",
+        name="DefaultModelLoader.get_all_weights",
+        parameters=("model_config", "model"),
+        why="learn which tensors an update must bring",
+    ),
+    Interface(
+        module="vllm.model_executor.model_loader.utils",
+        name="initialize_model",
+        parameters=("vllm_config", "model_config"),
+        why="build the twin",
+    ),
+    Interface(
+        module="vllm.config",
+        name="CompilationMode",
+        why="build the twin without compiling it",
+    ),
+    Interface(
+        module="vllm.config.compilation",
+        name="CompilationConfig.static_forward_context",
+        why="keep the twin's layers out of the live forward context",
+    ),
+    Interface(
+        module="vllm.config",
+        name="VllmConfig.additional_config",
+        why="read the settings",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization",
+        name="register_quantization_config",
+        parameters=("quantization",),
+        why="make --quantization accept blockfp8",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.base_config",
+        name="QuantizationConfig.get_quant_method",
+        parameters=("layer", "prefix"),
+        why="choose the method of each layer",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.base_config",
+        name="QuantizationConfig.override_quantization_method",
+        parameters=("hf_quant_cfg", "user_quant"),
+        why="take block-FP8 checkpoints",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.online.fp8",
+        name="OnlineLinearBase",
+        why="quantize each layer as soon as its last shard is loaded",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.kv_cache",
+        name="BaseKVCacheMethod",
+        parameters=("quant_config",),
+        why="serve static KV-cache scales",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.compressed_tensors.utils",
+        name="should_ignore_layer",
+        parameters=("layer_name", "ignore", "fused_mapping", "use_fnmatch"),
+        why="match ignored layers",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.utils.fp8_utils",
+        name="create_fp8_weight_parameter",
+        why="load block-FP8 checkpoints",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.utils.fp8_utils",
+        name="create_fp8_scale_parameter",
+        why="load block-FP8 checkpoints",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.utils.fp8_utils",
+        name="validate_fp8_block_shape",
+        why="load block-FP8 checkpoints",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.linear",
+        name="UnquantizedLinearMethod",
+        why="keep layers in the checkpoint's precision",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.vocab_parallel_embedding",
+        name="UnquantizedEmbeddingMethod",
+        why="keep embeddings in the checkpoint's precision",
+    ),
+    Interface(
+        module="vllm.model_executor.kernels.linear",
+        name="is_supported_and_can_implement_kernel",
+        parameters=("kernel", "config", "compute_capability"),
+        why="choose an FP8 GEMM kernel",
+    ),
+    Interface(
+        module="vllm.model_executor.kernels.linear",
+        name="DeepGemmFp8BlockScaledMMKernel",
+        why="multiply by FP8 weights on Hopper",
+    ),
+    Interface(
+        module="vllm.model_executor.kernels.linear",
+        name="CutlassFp8BlockScaledMMKernel",
+        why="multiply by FP8 weights without DeepGEMM",
+    ),
+    Interface(
+        module="vllm.model_executor.kernels.linear",
+        name="TritonFp8BlockScaledMMKernel",
+        why="multiply by FP8 weights without DeepGEMM and CUTLASS",
+    ),
+    Interface(
+        module="vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel",
+        name="Fp8BlockScaledMMLinearKernel.quant_fp8",
+        why="set the scale format of activations",
+    ),
+    Interface(
+        module="vllm.v1.engine.output_processor",
+        name="RequestState._weight_version_spans",
+        why="show weight versions",
+    ),
+    Interface(
+        module="vllm.outputs",
+        name="WeightVersionSpan",
+        parameters=("version", "start", "end"),
+        why="show weight versions",
+    ),
+    Interface(
+        module="vllm.entrypoints.openai.completion.serving",
+        name="OpenAIServingCompletion.completion_stream_generator",
+        parameters=("request", "result_generator"),
+        why="show weight versions",
+    ),
+    Interface(
+        module="vllm.entrypoints.openai.completion.serving",
+        name="OpenAIServingCompletion.request_output_to_completion_response",
+        parameters=("final_res_batch",),
+        why="show weight versions",
+    ),
+    Interface(
+        module="vllm.entrypoints.openai.chat_completion.serving",
+        name="OpenAIServingChat.chat_completion_stream_generator",
+        parameters=("request", "result_generator"),
+        why="show weight versions",
+    ),
+    Interface(
+        module="vllm.entrypoints.openai.chat_completion.serving",
+        name="OpenAIServingChat.chat_completion_full_generator",
+        parameters=("result_generator",),
+        why="show weight versions",
+    ),
+)

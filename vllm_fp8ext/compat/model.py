@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a second module tree of the served model, and records what a checkpoint brought.
+
+Replaces nothing; calls `initialize_model` a second time with a configuration whose forward context is empty, and wraps
+`DefaultModelLoader.get_all_weights` for the duration of the load. The recorder can go once vLLM tells the names, shapes and
+dtypes that a model was loaded from.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from vllm_fp8ext.weights.manifest import TensorSpec
+
+
+@contextmanager
+def recorded_checkpoint() -> Iterator[dict[str, TensorSpec]]:
+    """While entered, every tensor that the default loader reads is noted by name, in order."""
+    specs: dict[str, TensorSpec] = {}
+    original = DefaultModelLoader.get_all_weights
+
+    def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in original(self, *args, **kwargs):
+            specs[name] = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            yield name, tensor
+
+    DefaultModelLoader.get_all_weights = get_all_weights
+    try:
+        yield specs
+    finally:
+        DefaultModelLoader.get_all_weights = original
+
+
+def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:
+    """A second instance of the served model, uninitialized, that no part of the engine can find by name."""
+    shadow = copy.copy(config)
+    shadow.quant_config = copy.copy(config.quant_config)
+    shadow.quant_config.shadow = True
+    shadow.compilation_config = copy.copy(config.compilation_config)
+    shadow.compilation_config.static_forward_context = {}
+    shadow.compilation_config.mode = CompilationMode.NONE
+    shadow.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    shadow.compilation_config.custom_ops = ["all"]
+    with set_default_torch_dtype(config.model_config.dtype), device:
+        return initialize_model(vllm_config=shadow, model_config=shadow.model_config).eval()
+
+
+def checkpoint_specs(recorded: dict[str, TensorSpec], dtype: torch.dtype) -> list[TensorSpec]:
+    """What an update of a model loaded from these tensors brings: values, never scales."""
+    served = str(dtype).removeprefix("torch.")
+    specs = []
+    for spec in recorded.values():
+        if spec.name.endswith(("weight_scale_inv", "_scale", ".kv_scale")):
+            continue
+        dtype_name = served if spec.dtype.startswith("float8") else spec.dtype
+        specs.append(TensorSpec(spec.name, spec.shape, dtype_name))
+    return specs

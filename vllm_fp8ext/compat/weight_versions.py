@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows in `/v1/completions` and `/v1/chat/completions` which weights sampled which tokens.
+
+Each finished choice gets `weight_versions`: `[{"version", "epoch", "start", "end"}, …]` over its output tokens, in its final
+chunk when streaming. Replaces: the response builders of both endpoints, and `RequestState._weight_version_spans`, which knows no
+epochs. Can go once vLLM reports `CompletionOutput.weight_versions` on these endpoints as it does on `/inference/v1/generate`.
+"""
+
+import functools
+import inspect
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm.outputs import WeightVersionSpan
+from vllm.v1.engine.output_processor import RequestState
+
+from vllm_fp8ext.weights.labels import Label
+
+_MARK = "fp8ext_original"
+_FINISHED = '"finish_reason":"'
+
+
+@dataclass
+class EpochSpan(WeightVersionSpan):
+    """vLLM's span, with the server's epoch."""
+
+    epoch: int = 0
+
+
+def install() -> None:
+    """Idempotent."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    _wrap(RequestState, "_weight_version_spans", _with_epochs)
+    _wrap(OpenAIServingCompletion, "completion_stream_generator", _streaming)
+    _wrap(OpenAIServingCompletion, "request_output_to_completion_response", _completion)
+    _wrap(OpenAIServingChat, "chat_completion_stream_generator", _streaming)
+    _wrap(OpenAIServingChat, "chat_completion_full_generator", _chat)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(wrapped, _MARK, original)
+        setattr(owner, name, wrapped)
+
+
+def _with_epochs(original: Any) -> Any:
+    def spans(self: Any) -> list[EpochSpan] | None:
+        found = original(self)
+        if found is None:
+            return None
+        labels = [(Label.decode(span.version), span) for span in found]
+        return [EpochSpan(label.version, span.start, span.end, label.epoch) for label, span in labels]
+
+    return spans
+
+
+def _completion(original: Any) -> Any:
+    def build(self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
+        response = original(self, final_res_batch, *args, **kwargs)
+        _attach(response, (output for result in final_res_batch for output in result.outputs))
+        return response
+
+    return build
+
+
+def _chat(original: Any) -> Any:
+    async def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs: list[Any] = []
+
+        async def tap(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for result in results:
+                outputs[:] = result.outputs
+                yield result
+
+        response = await _call(original, self, tap, args, kwargs)
+        _attach(response, outputs)
+        return response
+
+    return build
+
+
+def _streaming(original: Any) -> Any:
+    async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+        spans: dict[int, Any] = {}
+
+        async def tap(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for item in results:
+                prompt, result = item if isinstance(item, tuple) else (0, item)
+                for output in result.outputs:
+                    if output.weight_versions is not None:
+                        spans[output.index + prompt * choices] = output.weight_versions
+                yield item
+
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        choices = bound.arguments["request"].n or 1
+        async for event in _call(original, self, tap, args, kwargs):
+            yield _annotated(event, spans) if spans and _FINISHED in event else event
+
+    return stream
+
+
+def _call(original: Any, self: Any, tap: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound.arguments["result_generator"] = tap(bound.arguments["result_generator"])
+    return original(*bound.args, **bound.kwargs)
+
+
+def _attach(response: Any, outputs: Iterable[Any]) -> None:
+    for choice, output in zip(getattr(response, "choices", ()), outputs, strict=False):
+        if output.weight_versions is not None:
+            choice.weight_versions = [asdict(span) for span in output.weight_versions]
+
+
+def _annotated(event: str, spans: dict[int, Any]) -> str:
+    prefix, _, body = event.partition("data: ")
+    data = json.loads(body)
+    for choice in data.get("choices", ()):
+        if choice.get("finish_reason") is not None and choice["index"] in spans:
+            choice["weight_versions"] = [asdict(span) for span in spans.pop(choice["index"])]
+    return f"{prefix}data: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n"

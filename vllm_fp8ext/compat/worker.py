@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives each worker its twin, and a method through which the engine reaches it.
+
+Replaces: `WorkerWrapperBase.load_model`, which otherwise falls through to the worker. Can go once vLLM calls plugins after a
+model was loaded and before the KV cache is sized.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from vllm_fp8ext.compat.refusals import refuse_unsupported
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.errors import ConfigError, UpdateError
+
+logger = logging.getLogger("vllm.fp8ext")
+
+
+def install() -> None:
+    """Add our methods to the class that wraps every worker. Idempotent."""
+    WorkerWrapperBase.load_model = load_model
+    WorkerWrapperBase.fp8ext = call
+
+
+def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load the model; under blockfp8 with live updates, build its twin in the same memory pool and account for it."""
+    worker, config = self.worker, self.vllm_config
+    if config.model_config.quantization != "blockfp8":
+        return worker.load_model(*args, **kwargs)
+    settings = Settings.parse(config.additional_config)
+    refuse_unsupported(config, settings)
+    if settings.staging == "none":
+        return worker.load_model(*args, **kwargs)
+
+    from vllm_fp8ext.compat.model import recorded_checkpoint
+
+    runner = worker.model_runner
+    original = runner.load_model
+
+    def load_with_twin(*inner: Any, **named: Any) -> Any:
+        with recorded_checkpoint() as recorded:
+            result = original(*inner, **named)
+        self.fp8ext_rank = _build(worker, config, runner, recorded)
+        return result
+
+    runner.load_model = load_with_twin
+    try:
+        return worker.load_model(*args, **kwargs)
+    finally:
+        del runner.load_model
+
+
+def call(self: Any, method: str, *args: Any) -> dict[str, Any]:
+    """Run one method of this worker's `Rank`; never raises."""
+    rank = getattr(self, "fp8ext_rank", None)
+    if rank is None:
+        message = "this server takes no updates: it was started with staging none, or from weights that were not recorded"
+        return {"error": UpdateError("updates-unavailable", message).as_dict()}
+    result = getattr(rank, method)(*args)
+    assert isinstance(result, dict)
+    return result
+
+
+def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any]) -> Any:
+    from vllm_fp8ext.compat.model import checkpoint_specs, initialize_shadow
+    from vllm_fp8ext.weights.rank import Rank
+    from vllm_fp8ext.weights.twin import Twin
+
+    if not recorded:
+        logger.warning(
+            "blockfp8: no live updates, because load format %r does not tell what it loaded", config.load_config.load_format
+        )
+        return None
+    model = runner.get_model()
+    device = next(model.parameters()).device
+    with torch.inference_mode(False), torch.no_grad():
+        shadow = initialize_shadow(config, device)
+        specs = checkpoint_specs(recorded, config.model_config.dtype)
+        tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+        twin = Twin(model, shadow, specs, worker.rank, tied)
+    cost = twin.exchange.bytes
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += cost
+    per_block = sum(spec.page_size_bytes for spec in worker.get_kv_cache_spec().values())
+    blocks = -(-cost // per_block) if per_block else 0
+    logger.info("blockfp8: the twin takes %.2f GiB, as much as %d KV-cache blocks", cost / (1 << 30), blocks)
+    wanted = config.cache_config.kv_cache_memory_bytes
+    if wanted and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if wanted > free:
+            raise ConfigError(
+                f"--kv-cache-memory-bytes {wanted}: only {free} bytes are free beside the model and its twin ({cost} bytes)"
+            )
+    return Rank(twin, worker.rank, blocks)

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every environment variable that this package reads."""
+
+ADMIN_KEY = "FP8EXT_ADMIN_KEY"
+"""Secret that guards the routes under `/fp8ext/v1`. Without it they are not mounted."""
+
+URL = "FP8EXT_URL"
+"""Default server of `fp8ext push` and other clients."""

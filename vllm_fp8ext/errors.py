@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error this package raises.
+
+    Fp8ExtError
+    ├── ConfigError           a setting, or a combination with one of vLLM's, that can't be served
+    ├── UnsupportedVllmError  the installed vLLM lacks an interface that is needed
+    └── UpdateError           an update was refused; the served weights are as they were
+"""
+
+from typing import Any
+
+__all__ = ["ConfigError", "Fp8ExtError", "UnsupportedVllmError", "UpdateError"]
+
+
+class Fp8ExtError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(Fp8ExtError, ValueError):
+    """A setting that is not valid, or not possible together with vLLM's own settings."""
+
+
+class UnsupportedVllmError(Fp8ExtError, RuntimeError):
+    """The installed vLLM lacks interfaces that blockfp8 builds on."""
+
+
+class UpdateError(Fp8ExtError):
+    """An update, or a step of one, was refused. Nothing that is served has changed.
+
+    `kind` is the last part of the problem type at the HTTP edge (`incomplete`, `unknown-tensor`, …), `status` the HTTP
+    status, `details` what a program may want to read.
+    """
+
+    def __init__(self, kind: str, message: str, *, status: int = 409, **details: Any) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.status = status
+        self.details = details
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain form that crosses process boundaries."""
+        return {"kind": self.kind, "message": str(self), "status": self.status, "details": self.details}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "UpdateError":
+        """The error that `as_dict` described."""
+        return cls(data["kind"], data["message"], status=data["status"], **data["details"])

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--quantization blockfp8`: which layer is served how."""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
+
+logger = logging.getLogger("vllm.fp8ext")
+
+METHOD = "blockfp8"
+
+
+class BlockFp8Config(QuantizationConfig):
+    """Blockwise FP8 for attention and MLP projections; embeddings, norms and lm_head stay as they are.
+
+    vLLM makes one with no arguments for a BF16, FP16 or FP32 checkpoint, and through `from_config` for a checkpoint that
+    is block FP8 already (DeepSeek's `weight` + `weight_scale_inv`).
+    """
+
+    def __init__(self, *, serialized: bool = False, kept: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.serialized = serialized
+        """Whether the checkpoint's projections are block FP8 already."""
+        self.kept = kept
+        """Modules that the checkpoint itself keeps unquantized."""
+        self.shadow = False
+        """Set on the copy that builds a twin: layers are laid out, nothing is loaded or quantized through vLLM."""
+
+    def get_name(self) -> str:
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 90
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take a block-FP8 checkpoint when the user asked for blockfp8; never change anybody else's choice."""
+        if user_quant != METHOD:
+            return None
+        return METHOD if _is_block_fp8(hf_quant_cfg) else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "BlockFp8Config":
+        if not _is_block_fp8(config):
+            raise ConfigError(
+                "blockfp8 takes BF16, FP16, FP32 or 128x128 block-FP8 checkpoints; this one's quantization_config says "
+                f"quant_method={config.get('quant_method')!r}, weight_block_size={config.get('weight_block_size')!r}"
+            )
+        kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+        return cls(serialized=True, kept=tuple(kept))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        self.kept = tuple(hf_to_vllm_mapper.apply_list(list(self.kept)))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        config = get_current_vllm_config()
+        settings = Settings.parse(config.additional_config)
+        if isinstance(layer, RoutedExperts):
+            raise ConfigError(f"blockfp8 does not serve mixture-of-experts models yet ({prefix})")
+        if isinstance(layer, MLAAttention):
+            raise ConfigError(f"blockfp8 does not serve multi-head latent attention (MLA) yet ({prefix})")
+        if isinstance(layer, Attention):
+            return self._kv_cache_method(settings, config.cache_config.cache_dtype)
+        if isinstance(layer, VocabParallelEmbedding):
+            return KeptEmbeddingMethod()
+        if isinstance(layer, LinearBase):
+            if self._ignored(prefix, settings):
+                return KeptLinearMethod()
+            return BlockFp8LinearMethod(settings.scale_format, serialized=self.serialized, shadow=self.shadow)
+        return None
+
+    def _ignored(self, prefix: str, settings: Settings) -> bool:
+        mapping = self.packed_modules_mapping
+        return should_ignore_layer(
+            prefix, ignore=settings.ignore, fused_mapping=mapping, use_fnmatch=True
+        ) or should_ignore_layer(prefix, ignore=self.kept, fused_mapping=mapping)
+
+    def _kv_cache_method(self, settings: Settings, cache_dtype: str) -> QuantizeMethodBase | None:
+        if not cache_dtype.startswith("fp8"):
+            return None
+        if settings.kv_scales != "static":
+            raise ConfigError(
+                f"--kv-cache-dtype {cache_dtype} needs a choice of K and V scales: set "
+                '--additional-config \'{"fp8ext": {"kv_scales": "static"}}\' to serve with the scales of the checkpoint, '
+                "or 1.0 where it has none; or leave the KV cache in 16 bits (--kv-cache-dtype auto)"
+            )
+        return BaseKVCacheMethod(self)
+
+
+def _is_block_fp8(config: dict[str, Any]) -> bool:
+    return config.get("quant_method") == "fp8" and config.get("weight_block_size") == [BLOCK, BLOCK]

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SHA-256 digests of what is served, per checkpoint tensor and rank; from a live model or from a checkpoint alone.
+
+A quantized piece's digest covers its codes (bytes, row by row) followed by the scales of every block that it touches
+(little-endian fp32, row by row); any other piece's covers its values in the served dtype, row by row. Digests are taken
+of the canonical layout, so they do not depend on the kernel that serves it. Importing this needs no vLLM.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kernels import quantize_weight
+from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, place
+
+Digests = dict[str, dict[str, str]]
+"""Hexadecimal digests by checkpoint name, then by rank (a string, as in JSON)."""
+
+QUANTIZED_SUFFIXES = tuple(
+    f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")
+)
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
+    """Digest of one piece of a served parameter: `values` are its codes when it is quantized."""
+    sha = hashlib.sha256(_bytes(place(values, piece)))
+    if scales is not None:
+        first = piece.origin[0]
+        last = first + piece.source[0][1] - piece.source[0][0]
+        sha.update(_bytes(scales[first // BLOCK : -(-last // BLOCK)]))
+    return sha.hexdigest()
+
+
+def checkpoint_digests(
+    directory: Path, manifest: Manifest | None = None, progress: Callable[[int, int], None] | None = None
+) -> Digests:
+    """Digests that a server with this manifest has after it took this checkpoint.
+
+    Without a manifest, that of a server with one rank, fp32 scales and no ignored layers is derived from the
+    checkpoint's names. `progress` is called with tensors done and tensors in all.
+
+    Raises:
+        UpdateError: the checkpoint is not one that the manifest takes.
+    """
+    index = checkpoint_index(directory)
+    if manifest is None:
+        manifest = default_manifest(spec for spec, _ in index.values())
+    missing = sorted(manifest.tensors.keys() - index.keys())
+    problems = manifest.problems(spec for spec, _ in index.values())
+    if missing or problems:
+        raise UpdateError(
+            "incomplete", f"{directory}: missing {missing[:8]}, problems {problems[:8]}", status=422, missing=missing
+        )
+    members: dict[tuple[int, str], dict[str, Piece]] = defaultdict(dict)
+    for name, pieces in manifest.pieces.items():
+        for piece in pieces:
+            members[piece.rank, piece.target][name] = piece
+    found: Digests = defaultdict(dict)
+    for count, group in enumerate(members.values()):
+        for (name, piece), value in zip(group.items(), _target_digests(group, index, manifest), strict=True):
+            found[name][str(piece.rank)] = value
+        if progress:
+            progress(count + 1, len(members))
+    return dict(sorted(found.items()))
+
+
+def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
+    """Every tensor of a folder of safetensors files (or of one file), by name.
+
+    Raises:
+        UpdateError: no such files, a broken file, or a name that occurs twice.
+    """
+    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else [directory]
+    if not files:
+        raise UpdateError("not-found", f"{directory}: expected *.safetensors files, found none", status=404)
+    index: dict[str, tuple[TensorSpec, Path]] = {}
+    for file in files:
+        for spec in read_header(file):
+            if spec.name in index:
+                raise UpdateError("duplicate-tensor", f"{spec.name} is in {index[spec.name][1]} and in {file}", status=422)
+            index[spec.name] = (spec, file)
+    return index
+
+
+def read_header(file: Path) -> list[TensorSpec]:
+    """Specs of the tensors of one safetensors file; the whole header is validated against the file's size.
+
+    Raises:
+        UpdateError: not a safetensors file, or one whose header does not fit its body.
+    """
+    try:
+        with safe_open(file, framework="pt") as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+            return [
+                TensorSpec(name, tuple(part.get_shape()), DTYPE_NAMES.get(part.get_dtype(), part.get_dtype()))
+                for name, part in slices.items()
+            ]
+    except FileNotFoundError:
+        raise UpdateError("not-found", f"{file}: no such file", status=404) from None
+    except Exception as error:
+        raise UpdateError("broken-safetensors", f"{file.name}: not a valid safetensors file: {error}", status=422) from None
+
+
+DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "F64": "float64"}
+"""safetensors' dtype names as torch's."""
+
+
+def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
+    """The manifest of a one-rank server of a Llama- or Qwen-like checkpoint with default settings.
+
+    Projections are quantized, q/k/v and gate/up in one matrix each; everything else is served as it is.
+    """
+    tensors = {spec.name: spec for spec in specs}
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for name, spec in tensors.items():
+        if not name.endswith(QUANTIZED_SUFFIXES):
+            pieces[name] = (_whole(name, spec, False, spec.shape, 0),)
+            continue
+        parts = [tensors[part] for part in _fused(name) if part in tensors]
+        rows = [part.shape[0] for part in parts]
+        position = parts.index(spec)
+        shape = (sum(rows), spec.shape[1])
+        pieces[name] = (_whole(parts[0].name, spec, True, shape, sum(rows[:position])),)
+    return Manifest(tensors, frozenset(), pieces, "fp32", 1)
+
+
+def _fused(name: str) -> tuple[str, ...]:
+    for group in FUSED:
+        for part in group:
+            if name.endswith(f"{part}.weight"):
+                return tuple(name.replace(f"{part}.weight", f"{other}.weight") for other in group)
+    return (name,)
+
+
+def _whole(target: str, spec: TensorSpec, quantized: bool, shape: tuple[int, ...], first: int) -> Piece:
+    return Piece(
+        rank=0,
+        target=target,
+        target_shape=shape,
+        source=tuple((0, size) for size in spec.shape),
+        origin=(first, *(0 for _ in spec.shape[1:])),
+        quantized=quantized,
+        dtype="bfloat16",
+    )
+
+
+def _target_digests(
+    group: Mapping[str, Piece], index: Mapping[str, tuple[TensorSpec, Path]], manifest: Manifest
+) -> list[str]:
+    """Digests of the pieces of one parameter of one rank."""
+    first = next(iter(group.values()))
+    dtype = getattr(torch, first.dtype)
+    values: Tensor = torch.zeros(first.target_shape, dtype=dtype)
+    scales: Tensor | None = None
+    quantized: dict[str, QuantizedTarget] = {}
+    if first.quantized:
+        values, scales = quantize_weight.empty_like(values)
+        scale_format = "pow2" if manifest.scale_format == "pow2" else "fp32"
+        quantized[first.target] = QuantizedTarget(values, scales, dtype, scale_format)
+    stager = Stager({name: (piece,) for name, piece in group.items()}, quantized, {first.target: values})
+    for name in group:
+        with safe_open(index[name][1], framework="pt") as reader:
+            stager.stage(name, reader.get_tensor(name))
+    return [digest(piece, values, scales) for piece in group.values()]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())

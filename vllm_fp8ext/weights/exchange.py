@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Swaps the contents of live and twin parameters, so that every address stays where CUDA graphs expect it."""
+
+import torch
+from torch import Tensor
+
+_WORKSPACE_BYTES = 64 << 20
+
+
+class Exchange:
+    """Pairs of equally laid out tensors whose contents are swapped together.
+
+    A swap is its own inverse: `run` twice restores everything. An interrupted `run` is undone before its error is raised;
+    when that fails too, `broken` is set and the contents are undefined.
+    """
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self.pairs = [(_flat(live), _flat(twin)) for live, twin in pairs]
+        self.broken = False
+        self._copies = 3  # copies done of the swap at hand
+        largest = max((live.numel() for live, _ in self.pairs), default=0)
+        device = self.pairs[0][0].device if self.pairs else torch.device("cpu")
+        self._workspace = torch.empty(min(largest, _WORKSPACE_BYTES), dtype=torch.uint8, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one side."""
+        return sum(live.numel() for live, _ in self.pairs)
+
+    def run(self) -> None:
+        """Swap everything, and wait until it is done."""
+        swapped: list[tuple[Tensor, Tensor]] = []
+        try:
+            for live, twin in self._slices():
+                swapped.append((live, twin))
+                self._swap(live, twin)
+            self._synchronize()
+        except BaseException:
+            self._undo(swapped)
+            raise
+
+    def _undo(self, swapped: list[tuple[Tensor, Tensor]]) -> None:
+        try:
+            if swapped and self._copies < 3:  # the last swap is half done
+                live, twin = swapped.pop()
+                if self._copies == 2:
+                    twin.copy_(live)
+                if self._copies >= 1:
+                    live.copy_(self._workspace[: live.numel()])
+            for live, twin in reversed(swapped):
+                self._swap(live, twin)
+            self._synchronize()
+        except BaseException:
+            self.broken = True
+            raise
+
+    def _swap(self, live: Tensor, twin: Tensor) -> None:
+        keep = self._workspace[: live.numel()]
+        self._copies = 0
+        keep.copy_(live)
+        self._copies = 1
+        live.copy_(twin)
+        self._copies = 2
+        twin.copy_(keep)
+        self._copies = 3
+
+    def _slices(self) -> list[tuple[Tensor, Tensor]]:
+        step = self._workspace.numel()
+        return [
+            (live[start : start + step], twin[start : start + step])
+            for live, twin in self.pairs
+            for start in range(0, live.numel(), step)
+        ]
+
+    def _synchronize(self) -> None:
+        if self._workspace.is_cuda:
+            torch.cuda.synchronize(self._workspace.device)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        raise ValueError(f"only contiguous tensors are exchanged, found strides {tensor.stride()}")
+    return tensor.detach().view(-1).view(torch.uint8)

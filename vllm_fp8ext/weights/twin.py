@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second copy of a rank's weights: what may differ between live and twin, and what is exchanged.
+
+Every tensor reachable from the two module trees is classified at start: *exchanged* (it holds checkpoint weights), *shared*
+(one storage serves both), *constant* (equal in both, never loaded), *derived* (rebuilt from exchanged ones), or KV-cache
+state. Anything else refuses the start: an update that forgets a tensor would serve a mixture.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.linear import CODES, SCALES, BlockFp8LinearMethod
+from vllm_fp8ext.weights.exchange import Exchange
+from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.weights.plan import trace
+from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
+
+_KV_STATE = frozenset(
+    f"_{name}_scale{suffix}" for name in ("q", "k", "v", "prob") for suffix in ("", "_cpu", "_float")
+) | {"kv_cache"}
+"""Tensors of an attention layer that belong to its KV cache, not to the weights."""
+_KV_PARAMETERS = frozenset(f"{name}_scale" for name in ("q", "k", "v", "prob"))
+"""Placeholders of an attention layer into which a checkpoint's scales are loaded; the live model has consumed them."""
+_DERIVED = frozenset({"dequantized"})
+
+
+class Twin:
+    """The twin of one rank, ready to be staged into and exchanged."""
+
+    def __init__(self, live: nn.Module, twin: nn.Module, specs: Iterable[TensorSpec], rank: int, tied: bool) -> None:
+        self.live = live
+        self.model = twin
+        _drop_kv_placeholders(twin)
+        layers = dict(_quantized_layers(twin))
+        pieces, ignored, tensors = _trace(twin, layers, list(specs), rank, tied)
+        quantized: dict[str, QuantizedTarget] = {}
+        formats = {layer.quant_method.scale_format for layer in layers.values()} or {"fp32"}
+        (self.scale_format,) = formats
+        device = next(live.parameters()).device
+        for path, layer in layers.items():
+            dtype = layer.weight.dtype
+            layer.quant_method.allocate(layer, device)
+            quantized[f"{path}.{CODES}"] = QuantizedTarget(
+                layer.weight.data, getattr(layer, SCALES).data, dtype, self.scale_format
+            )
+        self.quantized_paths = frozenset(quantized)
+        plain = {path: tensor.data for path, tensor in _parameters(twin).items() if path not in quantized}
+        self.stager = Stager(pieces, quantized, plain)
+        self.exchange = Exchange(_pairs(live, twin, _targets(pieces)))
+        self.manifest = Manifest(tensors, frozenset(ignored), pieces, self.scale_format, 1)
+
+    def commit(self) -> None:
+        """Swap live and twin contents and rebuild what is derived from the live ones."""
+        self.exchange.run()
+        for _, layer in _quantized_layers(self.live):
+            layer.quant_method.derive(layer)
+
+    def served(self, target: str, *, twin: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Live (or twin) values of a parameter, and its scales when it is quantized."""
+        path, _, name = target.rpartition(".")
+        module = (self.model if twin else self.live).get_submodule(path)
+        scales = getattr(module, SCALES) if target in self.quantized_paths else None
+        return getattr(module, name).data, scales
+
+    def addresses(self) -> dict[str, int]:
+        """Storage address of every exchanged live tensor, by path."""
+        tensors = dict(_reachable(self.live))
+        return {path: tensors[path].data_ptr() for path in sorted(_exchanged(tensors, _targets(self.stager.pieces)))}
+
+
+def _trace(
+    twin: nn.Module, layers: Mapping[str, nn.Module], specs: list[TensorSpec], rank: int, tied: bool
+) -> tuple[dict[str, tuple[Piece, ...]], set[str], dict[str, TensorSpec]]:
+    """Pieces by name, ignored names and required tensors."""
+    paths = frozenset(f"{path}.{CODES}" for path in layers)
+    pieces = trace(twin.load_weights, _parameters(twin), specs, quantized=paths, rank=rank)  # type: ignore[arg-type]
+    last = {(piece.target, piece.origin): name for name, parts in pieces.items() for piece in parts}
+    used = {
+        name: parts
+        for name, parts in pieces.items()
+        if any(last[piece.target, piece.origin] == name for piece in parts)
+    }
+    ignored = {spec.name for spec in specs} - used.keys()
+    if tied:
+        ignored.add("lm_head.weight")
+    return used, ignored - used.keys(), {spec.name: spec for spec in specs if spec.name in used}
+
+
+def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "quant_method", None), BlockFp8LinearMethod):
+            yield path, module
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _targets(pieces: Mapping[str, tuple[Piece, ...]]) -> frozenset[str]:
+    return frozenset(piece.target for parts in pieces.values() for piece in parts)
+
+
+def _pairs(live: nn.Module, twin: nn.Module, targets: frozenset[str]) -> list[tuple[Tensor, Tensor]]:
+    """Classify everything; returns each exchanged storage once.
+
+    Raises:
+        ConfigError: naming every tensor that could be forgotten by an exchange.
+    """
+    tensors, others = dict(_reachable(live)), dict(_reachable(twin))
+    exchanged = _exchanged(tensors, targets)
+    problems = [f"{path}: only in {'live' if path in tensors else 'twin'}" for path in sorted(
+        path for path in tensors.keys() ^ others.keys() if path.rpartition(".")[2] not in _KV_STATE | _DERIVED
+    )]
+    for path in sorted(tensors.keys() & others.keys()):
+        here, there = tensors[path], others[path]
+        if path in exchanged:
+            if here.shape != there.shape or here.dtype != there.dtype or here.stride() != there.stride():
+                problems.append(f"{path}: laid out differently in live {_layout(here)} and twin {_layout(there)}")
+        elif path.rpartition(".")[2] not in _KV_STATE | _DERIVED and not _same(here, there):
+            problems.append(f"{path}: neither loaded from the checkpoint nor equal in live and twin")
+    unknown = targets - tensors.keys()
+    problems += [f"{path}: a target of the checkpoint that live does not have" for path in sorted(unknown)]
+    groups, other_groups = _aliases(tensors, exchanged), _aliases(others, exchanged)
+    if not problems and set(groups.values()) != set(other_groups.values()):
+        problems.append("live and twin share storages in different ways")
+    if problems:
+        raise ConfigError("this model's weights can't be updated live:\n  " + "\n  ".join(problems))
+    return [(tensors[min(paths)], others[min(paths)]) for paths in groups.values()]
+
+
+def _exchanged(tensors: Mapping[str, Tensor], targets: frozenset[str]) -> set[str]:
+    """Paths of all tensors that share a storage with a target, and of the scales beside quantized targets."""
+    direct = targets | {f"{path.rpartition('.')[0]}.{SCALES}" for path in targets}
+    storages = {tensors[path].untyped_storage().data_ptr() for path in direct & tensors.keys()}
+    return {path for path, tensor in tensors.items() if tensor.untyped_storage().data_ptr() in storages}
+
+
+def _aliases(tensors: Mapping[str, Tensor], exchanged: set[str]) -> dict[int, frozenset[str]]:
+    groups: dict[int, set[str]] = defaultdict(set)
+    for path in exchanged:
+        if path in tensors:
+            groups[tensors[path].untyped_storage().data_ptr()].add(path)
+    return {storage: frozenset(paths) for storage, paths in groups.items()}
+
+
+def _reachable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every non-empty tensor of a module tree: parameters, buffers, attributes, and attributes of plain objects."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        named = {**module._parameters, **module._buffers, **vars(module)}
+        for name, value in named.items():
+            if not name.startswith(("_parameters", "_buffers", "_modules")):
+                for suffix, tensor in _tensors_in(value, depth=2):
+                    yield f"{path}.{name}{suffix}".lstrip("."), tensor
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.numel():
+            yield "", value
+    elif depth == 0 or isinstance(value, nn.Module | type):
+        return
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from ((f"[{key}]{rest}", tensor) for rest, tensor in _tensors_in(item, depth - 1))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from ((f"[{index}]{rest}", tensor) for rest, tensor in _tensors_in(item, depth - 1))
+    elif type(value).__module__.startswith("vllm") and hasattr(value, "__dict__"):
+        for key, item in vars(value).items():
+            yield from ((f".{key}{rest}", tensor) for rest, tensor in _tensors_in(item, depth - 1))
+
+
+def _drop_kv_placeholders(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "kv_cache_dtype"):
+            for name in _KV_PARAMETERS & module._parameters.keys():
+                delattr(module, name)
+
+
+def _same(here: Tensor, there: Tensor) -> bool:
+    if here.shape != there.shape or here.dtype != there.dtype:
+        return False
+    if here.untyped_storage().data_ptr() == there.untyped_storage().data_ptr():
+        return True
+    return torch.equal(here.contiguous().view(torch.uint8), there.contiguous().to(here.device).view(torch.uint8))
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} strides {list(tensor.stride())}"
