@@ -13,9 +13,7 @@ from vllm_fp8ext.compat.engine_client import EngineCalls
 from vllm_fp8ext.compat.weight_versions import install as show_weight_versions
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.environment import ADMIN_KEY
-from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
-from vllm_fp8ext.serve.problems import on_update_error
 from vllm_fp8ext.serve.routes import Backend, router
 from vllm_fp8ext.serve.spool import Spool
 
@@ -38,7 +36,6 @@ class Fp8ExtEndpoints:
         if not key:
             logger.warning("fp8ext: no weight-update routes, because %s is not set; set it to a secret to have them", ADMIN_KEY)
             return
-        app.add_exception_handler(UpdateError, on_update_error)
         app.include_router(router(AdminKey(key), self._backend))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors as RFC 9457 problem documents."""
 
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.schema import PROBLEM, Problem
 
 MEDIA_TYPE = "application/problem+json"
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": description, "content": {MEDIA_TYPE: {}}}
+    status: {"model": Problem, "description": description}
     for status, description in (
         (400, "The body is broken"),
         (401, "No admin key"),
@@ -41,7 +45,28 @@ def problem(error: UpdateError) -> JSONResponse:
     return JSONResponse(body, status_code=error.status, media_type=MEDIA_TYPE, headers=headers)
 
 
-async def on_update_error(_: Request, error: Exception) -> JSONResponse:
-    """Exception handler of the API server."""
-    assert isinstance(error, UpdateError)
-    return problem(error)
+def guarded_route(key: AdminKey) -> type[APIRoute]:
+    """A route class that asks for the key before it reads anything, and answers every refusal with a problem document."""
+
+    class GuardedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                try:
+                    key.check(request.headers.get("authorization"))
+                    return await handle(request)
+                except UpdateError as error:
+                    return problem(error)
+                except RequestValidationError as error:
+                    return problem(_invalid(error))
+
+            return guarded
+
+    return GuardedRoute
+
+
+def _invalid(error: RequestValidationError) -> UpdateError:
+    found = [{"where": ".".join(map(str, item["loc"])), "message": item["msg"]} for item in error.errors()]
+    detail = "; ".join(f"{item['where']}: {item['message']}" for item in found)
+    return UpdateError("invalid-request", detail, status=422, problems=found)

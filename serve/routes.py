@@ -7,18 +7,19 @@ from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.security import HTTPBearer
+from pydantic import Field
 from starlette.requests import ClientDisconnect
 
 from vllm_fp8ext.compat.engine_client import EngineCalls
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.auth import AdminKey
-from vllm_fp8ext.serve.problems import RESPONSES
+from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
 from vllm_fp8ext.serve.spool import Spool
 
-ChunkNumber = Annotated[int, schema.Field(ge=0, le=1_000_000)]
+ChunkNumber = Annotated[int, Field(ge=0, le=1_000_000)]
 
 _WORK: set[asyncio.Task[Any]] = set()
 """Work that goes on when its client has gone."""
@@ -48,16 +49,13 @@ class Backend:
 
 def router(key: AdminKey, backend: Backend) -> APIRouter:
     """All routes, behind the admin key."""
-    bearer = HTTPBearer(auto_error=False, scheme_name="fp8extAdminKey", description="FP8EXT_ADMIN_KEY")
-
-    def admin(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
-        key.check(authorization)
-
+    documented = HTTPBearer(auto_error=False, scheme_name="fp8extAdminKey", description="FP8EXT_ADMIN_KEY")
     routes = APIRouter(
         prefix=schema.PREFIX,
         tags=["fp8ext"],
-        dependencies=[Depends(admin), Depends(bearer)],
+        dependencies=[Depends(documented)],
         responses=RESPONSES,
+        route_class=guarded_route(key),
     )
 
     @routes.get("/weights", response_model=schema.Weights, summary="What is served")

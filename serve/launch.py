@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fp8ext serve`: vLLM's own server with the routes and their key arranged."""
+
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vllm_fp8ext.environment import ADMIN_KEY
+
+PLUGIN = "fp8ext"
+
+
+def command(model: str, arguments: Sequence[str]) -> list[str]:
+    """The command line that serves `model`; `--quantization blockfp8` unless the arguments say otherwise."""
+    chosen = any(argument.split("=")[0] in ("--quantization", "-q") for argument in arguments)
+    quantization = [] if chosen else ["--quantization", "blockfp8"]
+    module = "vllm.entrypoints.openai.api_server"
+    return [sys.executable, "-m", module, "--model", model, *quantization, *arguments]
+
+
+def environment(base: Mapping[str, str]) -> tuple[dict[str, str], Path | None]:
+    """`base` with the plugin allowed and a key set, and the file that holds the key if one had to be made."""
+    plugins = [name for name in base.get("VLLM_PLUGINS", "").split(",") if name]
+    env = {**base, "VLLM_PLUGINS": ",".join(dict.fromkeys([*plugins, PLUGIN]))}
+    if env.get(ADMIN_KEY):
+        return env, None
+    env[ADMIN_KEY] = secrets.token_urlsafe(32)
+    return env, _key_file(env[ADMIN_KEY])
+
+
+def _key_file(key: str) -> Path:
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    descriptor, name = tempfile.mkstemp(prefix="fp8ext-", suffix=".key", dir=folder)  # mode 0600
+    with os.fdopen(descriptor, "w") as file:
+        file.write(key + "\n")
+    return Path(name)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo itself: what it does, what must hold, and the table that it shows."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+from vllm_fp8ext.checkpoints import EARLY, LATE, problems
+from vllm_fp8ext.demo.server import Server
+from vllm_fp8ext.demo.traffic import Stream, accuracy, answers, stream
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve import schema
+
+_TOKENS = 240
+_BACKGROUND = 7
+
+
+@dataclass
+class Report:
+    """Rows of the table, and whether each is as it should be."""
+
+    rows: list[tuple[str, str, bool]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, what: str, value: str, ok: bool = True) -> None:
+        self.rows.append((what, value, ok))
+
+    @property
+    def ok(self) -> bool:
+        return all(ok for _, _, ok in self.rows)
+
+    def table(self) -> Table:
+        table = Table(title="fp8ext demo", title_justify="left")
+        table.add_column("what")
+        table.add_column("found")
+        table.add_column("")
+        for what, value, ok in self.rows:
+            table.add_row(what, value, "[green]ok[/]" if ok else "[bold red]NOT OK[/]")
+        return table
+
+
+def run(count: int, json_file: Path | None) -> int:
+    """Run everything; 0 when all is as it should be, 1 when not."""
+    console = Console()
+    report = Report()
+    with tempfile.TemporaryDirectory(prefix="fp8ext-demo-") as folder:
+        try:
+            _run(count, Path(folder), report, console)
+        except (RuntimeError, UpdateError) as error:
+            report.add("ran to its end", str(error), False)
+    console.print(report.table())
+    if json_file:
+        rows = [{"what": what, "found": value, "ok": ok} for what, value, ok in report.rows]
+        json_file.write_text(json.dumps({"ok": report.ok, "rows": rows, **report.data}, indent=1) + "\n")
+    return 0 if report.ok else 1
+
+
+def _run(count: int, folder: Path, report: Report, console: Console) -> None:
+    asked = problems(count)
+    length = ["--max-model-len", "256"]
+    with (
+        Server(EARLY, folder / "fp8.log", arguments=length) as fp8,
+        Server(EARLY, folder / "bf16.log", arguments=length, settings={"ignore": ["*"]}) as bf16,
+    ):
+        with _step(console, "starting two real servers on the early checkpoint (blockfp8, and BF16 beside it)"):
+            fp8.wait()
+            bf16.wait()
+        with _step(console, f"asking {count} held-out problems, before the update"):
+            before = {name: accuracy(answers(s.url, asked), asked) for name, s in (("fp8", fp8), ("bf16", bf16))}
+        with _step(console, "pushing the late checkpoint while requests run"):
+            update, streams = asyncio.run(_push_under_traffic(fp8))
+            with bf16.client() as client:
+                client.push(LATE, version="late")
+        with _step(console, f"asking {count} held-out problems, after the update"):
+            found = answers(fp8.url, asked)
+            after = {"fp8": accuracy(found, asked), "bf16": accuracy(answers(bf16.url, asked), asked)}
+        _add_accuracy(report, before, after)
+        _add_update(report, update, streams)
+        with _step(console, "comparing digests, and trying updates that must be refused"):
+            _add_digests(report, fp8)
+            served = fp8.client().digests().model_dump()
+            for name, kind, spoil in (("NaN in one tensor", "non-finite", _nan), ("q_proj alone", "incomplete", _lone)):
+                _add_refusal(report, fp8, name, kind, spoil(folder))
+            same = answers(fp8.url, asked) == found and fp8.client().digests().model_dump() == served
+            report.add("answers and digests after both refusals", "unchanged" if same else "changed", same)
+
+
+async def _push_under_traffic(server: Server) -> tuple[schema.Update, list[Stream]]:
+    """Streams that straddle the commit; the first one is the witness."""
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        begun = [asyncio.Event() for _ in range(1 + _BACKGROUND)]
+        prompts = [problem.prompt for problem in problems(len(begun), seed=1)]
+        running = [
+            asyncio.create_task(stream(client, prompt, _TOKENS, event))
+            for prompt, event in zip(prompts, begun, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        with server.client() as weights:
+            update = await asyncio.to_thread(weights.push, LATE, version="late")
+        return update, await asyncio.gather(*running)
+
+
+def _add_accuracy(report: Report, before: dict[str, float], after: dict[str, float]) -> None:
+    report.data["accuracy"] = {"before": before, "after": after}
+    for name, label in (("bf16", "BF16"), ("fp8", "FP8")):
+        ok = before[name] < 0.5 and after[name] > 0.98
+        report.add(f"accuracy {label}", f"{before[name]:.1%} early → {after[name]:.1%} late", ok)
+
+
+def _add_update(report: Report, update: schema.Update, streams: list[Stream]) -> None:
+    witness = next((s for s in streams if len(s.weight_versions) > 1), streams[0])
+    spans = [f"{span['version']} [{span['start']}, {span['end']})" for span in witness.weight_versions]
+    report.add("a request that straddles the commit", ", ".join(spans), len(spans) == 2)
+    report.add("requests that straddle the commit", f"{sum(len(s.weight_versions) == 2 for s in streams)} of {len(streams)}")
+    seconds = update.seconds
+    report.add("bytes", f"{update.bytes:,} in {len(update.chunks)} chunk(s)")
+    phases = ", ".join(f"{name} {seconds[name] * 1e3:.1f}" for name in ("staging", "prepare", "drain", "exchange", "caches"))
+    report.add("phases, ms", f"{phases}; total {seconds['total'] * 1e3:.0f}")
+    stall = max(s.longest_gap for s in streams)
+    report.add("stall", f"{stall * 1e3:.1f} ms longest gap in a stream; engine paused {seconds['pause'] * 1e3:.1f} ms")
+    error = update.quantization_error or 0.0
+    report.add("quantization error", f"{error:.2%} of the weights' norm", 0 < error < 0.05)
+    report.data["update"] = update.model_dump()
+    report.data["stall_seconds"] = stall
+    report.data["weight_versions"] = witness.weight_versions
+
+
+def _add_digests(report: Report, server: Server) -> None:
+    served = server.client().digests()
+    line = [sys.executable, "-m", "vllm_fp8ext.cli", "digest", str(LATE), "--json"]
+    alone = json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
+    same = served.digests == alone
+    report.add("served digests and `fp8ext digest`", f"{len(alone)} tensors {'equal' if same else 'DIFFER'}", same)
+
+
+def _add_refusal(report: Report, server: Server, name: str, kind: str, checkpoint: Path) -> None:
+    with server.client() as client:
+        try:
+            client.push(checkpoint, version="bad")
+            report.add(f"push with {name}", "was accepted", False)
+        except UpdateError as error:
+            detail = str(error) if len(str(error)) < 90 else f"{str(error)[:90]}…"
+            report.add(f"push with {name}", f"refused: {error.kind} ({detail})", error.kind == kind)
+
+
+def _nan(folder: Path) -> Path:
+    tensors = load_file(LATE / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    return _saved(tensors, folder / "nan.safetensors")
+
+
+def _lone(folder: Path) -> Path:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    return _saved({name: load_file(LATE / "model.safetensors")[name]}, folder / "lone.safetensors")
+
+
+def _saved(tensors: dict[str, torch.Tensor], file: Path) -> Path:
+    save_file(tensors, file)
+    return file
+
+
+@contextmanager
+def _step(console: Console, what: str) -> Iterator[None]:
+    with console.status(what):
+        yield
+    console.print(f"[green]✓[/] {what}")

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts and stops a real server in a process of its own."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from vllm_fp8ext.environment import ADMIN_KEY
+from vllm_fp8ext.serve.client import Client
+from vllm_fp8ext.serve.launch import command, environment
+
+MODEL = "model"
+"""Name under which every server here serves its model."""
+_STOP_SECONDS = 20
+
+
+class Server:
+    """`fp8ext serve` on a free port of this machine, with its log in a file."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        settings: dict[str, Any] | None = None,
+        arguments: Sequence[str] = (),
+        variables: dict[str, str] | None = None,
+    ) -> None:
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.key = secrets.token_urlsafe(16)
+        self.log = log
+        env, _ = environment({**os.environ, ADMIN_KEY: self.key, **(variables or {})})
+        line = command(
+            str(model),
+            [
+                *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL),
+                *("--enforce-eager", "--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(64 << 20)),
+                *("--additional-config", json.dumps({"fp8ext": settings or {}})),
+                *arguments,
+            ],
+        )
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                line, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self, seconds: float = 300) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            RuntimeError: it ended, or took too long; with the end of its log.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with code {self.process.returncode}:\n{self.tail()}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=2).is_success:
+                    return
+            time.sleep(0.2)
+        raise RuntimeError(f"the server did not answer within {seconds:g} s:\n{self.tail()}")
+
+    def client(self) -> Client:
+        """A client of the weight-update routes."""
+        return Client(self.url, self.key)
+
+    def tail(self, lines: int = 25) -> str:
+        """The end of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End the server and everything that it started."""
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_STOP_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
