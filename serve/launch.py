@@ -18,7 +18,8 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
     chosen = any(argument.split("=")[0] in ("--quantization", "-q") for argument in arguments)
     quantization = [] if chosen else ["--quantization", "blockfp8"]
     module = "vllm.entrypoints.openai.api_server"
-    return [sys.executable, "-m", module, "--model", model, *quantization, *arguments]
+    # -P: the working directory must not shadow packages (this project's own folder `kernels` is one that would)
+    return [sys.executable, "-P", "-m", module, "--model", model, *quantization, *arguments]
 
 
 def environment(base: Mapping[str, str]) -> tuple[dict[str, str], Path | None]:

@@ -19,7 +19,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from vllm_fp8ext.checkpoints import EARLY, LATE, problems
-from vllm_fp8ext.demo.server import Server
+from vllm_fp8ext.demo.server import SMALL, Server
 from vllm_fp8ext.demo.traffic import Stream, accuracy, answers, stream
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
@@ -70,10 +70,9 @@ def run(count: int, json_file: Path | None) -> int:
 
 def _run(count: int, folder: Path, report: Report, console: Console) -> None:
     asked = problems(count)
-    length = ["--max-model-len", "256"]
     with (
-        Server(EARLY, folder / "fp8.log", arguments=length) as fp8,
-        Server(EARLY, folder / "bf16.log", arguments=length, settings={"ignore": ["*"]}) as bf16,
+        Server(EARLY, folder / "fp8.log", arguments=SMALL) as fp8,
+        Server(EARLY, folder / "bf16.log", arguments=SMALL, settings={"ignore": ["*"]}) as bf16,
     ):
         with _step(console, "starting two real servers on the early checkpoint (blockfp8, and BF16 beside it)"):
             fp8.wait()

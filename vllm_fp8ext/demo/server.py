@@ -22,6 +22,11 @@ from vllm_fp8ext.serve.launch import command, environment
 
 MODEL = "model"
 """Name under which every server here serves its model."""
+SMALL = (
+    *("--max-model-len", "256", "--max-num-seqs", "32", "--enforce-eager"),
+    *("--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(64 << 20)),
+)
+"""vLLM's options for the tiny model: a quick start and little memory."""
 _STOP_SECONDS = 20
 
 
@@ -46,7 +51,6 @@ class Server:
             str(model),
             [
                 *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL),
-                *("--enforce-eager", "--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(64 << 20)),
                 *("--additional-config", json.dumps({"fp8ext": settings or {}})),
                 *arguments,
             ],

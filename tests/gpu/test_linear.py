@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The served linear layer on a Hopper GPU against the reference numerics."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vllm_fp8ext.checkpoints import EARLY
+from vllm_fp8ext.kernels import reference
+
+pytestmark = pytest.mark.gpu
+
+TENSOR_CORE = 2.0**-12
+"""Relative error of FP8 tensor-core accumulation over one block of 128: products are summed with about 13 fractional bits
+below the largest one, then promoted to fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
+BF16 = 2.0**-8
+"""Relative rounding of the BF16 result."""
+SHAPES = [(6144, 4096), (4096, 12288), (192, 256), (200, 384), (256, 200)]
+
+
+@pytest.fixture(scope="module")
+def config():
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=str(EARLY), quantization="blockfp8", max_model_len=256).create_engine_config()
+    with set_current_vllm_config(config):
+        yield config
+
+
+def _layer(config, weight: Tensor, scale_format: str) -> tuple[nn.Module, object]:
+    from vllm_fp8ext.linear import BlockFp8LinearMethod
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        method = BlockFp8LinearMethod(scale_format)
+        layer = nn.Module()
+        method.create_weights(layer, weight.shape[1], [weight.shape[0]], weight.shape[1], weight.shape[0], torch.bfloat16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    method.process_weights_after_loading(layer)
+    return layer, method
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_linear_stays_within_the_bound(config, shape, tokens, scale_format):
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    weight = (torch.randn(shape, generator=generator, device="cuda") * 0.05).bfloat16()
+    weight[:, ::97] *= 10
+    x = torch.randn(tokens, shape[1], generator=generator, device="cuda").bfloat16()
+    x[:, ::61] *= 30
+    layer, method = _layer(config, weight, scale_format)
+    codes, scales = reference.quantize_weight(weight.cpu(), scale_format)
+    assert torch.equal(layer.weight.cpu().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(layer.weight_scale_inv.cpu(), scales)
+    out = method.apply(layer, x).double().cpu()
+    x_values = reference.dequantize_activation(*reference.quantize_activation(x.cpu(), scale_format)).double()
+    w_values = reference.dequantize_weight(codes, scales).double()
+    exact = x_values @ w_values.T
+    bound = TENSOR_CORE * (x_values.abs() @ w_values.abs().T) + BF16 * exact.abs()
+    assert bool(torch.isfinite(out).all())
+    assert float(((out - exact).abs() / bound).max()) < 1.0
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+def test_quantizer_on_the_gpu_is_bit_for_bit_the_cpus(scale_format):
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(1030, 1500, generator=generator) * torch.rand(1030, 1, generator=generator) ** 8).bfloat16()
+    here, there = reference.quantize_weight(weight, scale_format), reference.quantize_weight(weight.cuda(), scale_format)
+    assert torch.equal(here[0].view(torch.uint8), there[0].cpu().view(torch.uint8))
+    assert torch.equal(here[1], there[1].cpu())
