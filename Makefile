@@ -13,7 +13,7 @@ demo: setup
 	@$(VENV)/bin/fp8ext demo
 
 test: setup
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -P -m pytest
 
 check: setup
 	@VENV=$(VENV) scripts/check

@@ -38,7 +38,7 @@ class Settings(BaseModel):
     spool_dir: str = "/dev/shm"
     """Where uploaded chunks wait until every rank has staged them."""
 
-    spool_bytes: int = Field(default=GIB, ge=1 << 20)
+    spool_bytes: int = Field(default=4 * GIB, ge=1 << 20)
     """Largest total size of waiting chunks, and so of one chunk. An upload beyond it waits."""
 
     deadline_seconds: float = Field(default=600.0, gt=0)
