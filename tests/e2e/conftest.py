@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers on tiny models, each started once per test session, two at a time."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_fp8ext.checkpoints import EARLY, LATE
+from vllm_fp8ext.demo.server import SMALL, Server
+
+TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+OPTIONS = (*SMALL, "--block-size", "32", "--max-logprobs", "128", "--enable-prompt-tokens-details")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one folder that servers may read checkpoints from."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """One server with one rank and one with two, both on the early checkpoint."""
+    logs = tmp_path_factory.mktemp("logs")
+    settings = {"allowed_dirs": [str(folder)]}
+    started = {
+        "tp1": Server(EARLY, logs / "tp1.log", arguments=OPTIONS, settings=settings),
+        "tp2": Server(
+            EARLY,
+            logs / "tp2.log",
+            arguments=(*OPTIONS, *TWO_RANKS),
+            settings=settings,
+            variables={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        ),
+    }
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Server.wait, started.values()))
+        yield started
+    finally:
+        for server in started.values():
+            server.stop()
+
+
+@pytest.fixture(params=["tp1", "tp2"])
+def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
+    """Each of the two servers, serving the early checkpoint."""
+    return on_early(servers[request.param])
+
+
+@pytest.fixture
+def single(servers: dict[str, Server]) -> Server:
+    """The server with one rank, serving the early checkpoint."""
+    return on_early(servers["tp1"])
+
+
+def on_early(server: Server) -> Server:
+    """Make sure that no update is open and that the early checkpoint is served."""
+    with server.client() as client:
+        weights = client.weights()
+        if weights.update:
+            client.abandon(weights.update)
+        if weights.version not in ("early", "epoch-0"):
+            client.push(EARLY, version="early")
+    return server
+
+
+@pytest.fixture(scope="session")
+def spoiled(folder: Path) -> Callable[..., Path]:
+    """Writes the late checkpoint with changes: `spoiled(name, tensor=replacement)`; None leaves a tensor out."""
+
+    def write(file: str, **changes: torch.Tensor | None) -> Path:
+        tensors = load_file(LATE / "model.safetensors")
+        for name, tensor in changes.items():
+            tensors.pop(name.replace("__", "."), None)
+            if tensor is not None:
+                tensors[name.replace("__", ".")] = tensor.contiguous()
+        path = folder / f"{file}.safetensors"
+        save_file(tensors, path)
+        return path
+
+    return write

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold after any number of updates, on one rank and on two."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from vllm_fp8ext.checkpoints import EARLY, LATE
+from vllm_fp8ext.demo.server import Server
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.safetensors_file import bodies, ranges_of
+from vllm_fp8ext.weights.digest import checkpoint_digests
+from vllm_fp8ext.weights.manifest import Manifest
+
+from .ask import complete, outputs, state
+
+
+@pytest.fixture(scope="session")
+def cold(servers: dict[str, Server]) -> dict[str, dict]:
+    """What each server serves before its first update."""
+    return {name: state(server) for name, server in servers.items()}
+
+
+def test_random_updates_end_as_cold_starts_do(cold, server: Server, servers, spoiled: Callable[..., Path]):
+    name = next(name for name, other in servers.items() if other is server)
+    generator = torch.Generator().manual_seed(0)
+    odd = spoiled("random", model__layers__0__mlp__down_proj__weight=torch.randn(256, 640, generator=generator).half())
+    expected = {}
+    with server.client() as client:
+        manifest = Manifest.from_dict(client.manifest())
+        for label, checkpoint in (("early", EARLY), ("late", LATE), ("odd", odd)):
+            expected[label] = checkpoint_digests(checkpoint, manifest)
+        choose = random.Random(1)
+        served, previous = "early", None
+        for _ in range(8):
+            epoch = client.weights().epoch
+            if previous and choose.random() < 0.35:
+                client.rollback(choose.choice(["keep", "recompute"]))
+                served, previous = previous, served
+            else:
+                label, path = choose.choice([("early", EARLY), ("late", LATE), ("odd", odd)])
+                running = choose.choice(["keep", "recompute"])
+                client.push(path, version=label, running=running, chunk_bytes=choose.choice([1 << 18, 1 << 20, 1 << 30]))
+                served, previous = label, served
+            now = client.digests()
+            assert client.weights().epoch == epoch + 1
+            assert now.digests == expected[served]
+            assert now.addresses == cold[name]["digests"]["addresses"]
+        client.push(EARLY, version="early")
+        assert client.digests().digests == cold[name]["digests"]["digests"] == expected["early"]
+    assert outputs(server) == cold[name]["outputs"]
+
+
+def test_chunks_come_in_any_order_and_again(server: Server):
+    parts = bodies(ranges_of(LATE), 1 << 17)
+    order = list(range(len(parts)))
+    random.Random(2).shuffle(order)
+    with server.client() as client:
+        update = client.open(version="late")
+        for n in [*order, *order[:3]]:
+            update = client.put_chunk(update.id, n, parts[n].read(), parts[n].length)
+        assert update.tensors_missing == 0
+        assert client.prepare(update.id).state == "prepared"
+        committed = client.commit(update.id)
+        assert client.commit(update.id) == committed
+        assert client.digests().digests == checkpoint_digests(LATE, Manifest.from_dict(client.manifest()))
+
+
+def test_staging_changes_nothing_that_is_served(server: Server):
+    before = state(server)
+    with server.client() as client:
+        update = client.open(version="late")
+        body = bodies(ranges_of(LATE), 1 << 30)[0]
+        client.put_chunk(update.id, 0, body.read(), body.length)
+        assert state(server) == before
+        client.prepare(update.id)
+        assert state(server) == before
+        client.abandon(update.id)
+    assert state(server) == before
+
+
+def test_generation_goes_on_while_an_update_is_staged(server: Server):
+    arrivals: list[float] = []
+    stop = threading.Event()
+
+    def generate() -> None:
+        while not stop.is_set():
+            complete(server, "123+456=", 4, ignore_eos=True)
+            arrivals.append(time.perf_counter())
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    try:
+        with server.client() as client:
+            update = client.open()
+            body = bodies(ranges_of(LATE), 1 << 30)[0]
+            spans = []
+            for _ in range(20):
+                start = time.perf_counter()
+                client.put_chunk(update.id, 0, body.read(), body.length)
+                spans.append((start, time.perf_counter()))
+            client.abandon(update.id)
+    finally:
+        stop.set()
+        thread.join()
+    assert sum(start < moment < end for moment in arrivals for start, end in spans) >= 3
+
+
+def test_rollback_needs_previous_weights(server: Server):
+    with server.client() as client:
+        client.push(LATE, version="late")
+        update = client.open()
+        part = bodies(ranges_of(EARLY), 1 << 17)[0]
+        client.put_chunk(update.id, 0, part.read(), part.length)
+        assert client.weights().previous_version is None
+        client.abandon(update.id)
+        with pytest.raises(UpdateError) as refused:
+            client.rollback()
+        assert (refused.value.kind, refused.value.status) == ("no-previous", 409)
+
+
+def test_load_from_the_servers_disk(server: Server, spoiled: Callable[..., Path]):
+    with server.client() as client:
+        update = client.load(spoiled("plain"), version="late")
+        assert update.result["version"] == "late"
+        assert client.digests().digests == checkpoint_digests(LATE, Manifest.from_dict(client.manifest()))
+
+
+def test_other_dtypes_are_converted_as_on_load(single: Server, spoiled: Callable[..., Path]):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    wide = torch.randn(128, 256, generator=torch.Generator().manual_seed(5)) * 0.1
+    with single.client() as client:
+        manifest = Manifest.from_dict(client.manifest())
+        found = []
+        for tensor in (wide, wide.bfloat16()):
+            checkpoint = spoiled("wide", **{name.replace(".", "__"): tensor})
+            client.push(checkpoint, version="wide")
+            found.append(client.digests().digests)
+            assert found[-1] == checkpoint_digests(checkpoint, manifest)
+    assert found[0] == found[1]
+
+
+def test_digest_command_needs_no_vllm_and_agrees(single: Server, tmp_path: Path):
+    """In a process where importing vLLM fails."""
+    import json
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "from vllm_fp8ext.cli import main; sys.argv = ['fp8ext', 'digest', sys.argv[1], '--json']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(LATE)], capture_output=True, text=True, check=True)
+    with single.client() as client:
+        client.push(LATE, version="late")
+        assert json.loads(done.stdout) == client.digests().digests
+
+
+def test_push_command(single: Server):
+    from click.testing import CliRunner
+
+    from vllm_fp8ext.cli import cli
+
+    done = CliRunner().invoke(cli, ["push", str(LATE), "--url", single.url, "--key", single.key, "--version", "late"])
+    assert done.exit_code == 0, done.output
+    assert "version late" in done.output
+    with single.client() as client:
+        assert client.weights().version == "late"
+
+
+def test_base_epoch_guards(server: Server):
+    with server.client() as client:
+        epoch = client.weights().epoch
+        with pytest.raises(UpdateError) as refused:
+            client.push(LATE, base_epoch=epoch + 1)
+        assert refused.value.kind == "stale-base"
+        assert client.push(LATE, base_epoch=epoch).result["epoch"] == epoch + 1
+
+
+def test_health_while_updating(server: Server):
+    with server.client() as client:
+        update = client.open()
+        assert client.weights().state == "updating"
+        assert httpx.get(f"{server.url}/health", timeout=10).is_success
+        client.abandon(update.id)
+        assert client.weights().state == "serving"
