@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak GPU memory while a BF16 checkpoint is loaded and quantized layer by layer, against the FP8 model that remains.
 
-    python benchmarks/load_memory.py --shape Qwen3-8B --device cuda --out benchmarks/results/load_memory_h200.json
+python benchmarks/load_memory.py --shape Qwen3-8B --device cuda --out benchmarks/results/load_memory_h200.json
 """
 
 import argparse
@@ -20,7 +20,9 @@ def main() -> int:
     from generated import SHAPES, write_checkpoint
     from provenance import provenance
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--out", type=Path)
@@ -63,7 +65,11 @@ def _measure(checkpoint: str) -> dict[str, Any]:
     )
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     layers = [2 * m.weight.numel() for m in model.modules() if hasattr(m, "weight_scale_inv")]
-    return {**seen, "extra_bytes": seen["peak_bytes"] - seen["model_bytes"], "largest_bf16_layer_bytes": max(layers)}
+    return {
+        **seen,
+        "extra_bytes": seen["peak_bytes"] - seen["model_bytes"],
+        "largest_bf16_layer_bytes": max(layers),
+    }
 
 
 if __name__ == "__main__":

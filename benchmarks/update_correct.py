@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def main() -> int:
         for seed, checkpoint in enumerate((a, b)):
             start = time.perf_counter()
             size = write_checkpoint(checkpoint, options.shape, seed, options.device)
-            console.print(f"{checkpoint.name}: {size / 1e9:.1f} GB generated in {time.perf_counter() - start:.0f} s")
+            console.print(
+                f"{checkpoint.name}: {size / 1e9:.1f} GB generated in {time.perf_counter() - start:.0f} s"
+            )
         found = _updated(options, a, b, folder, cases, console)
         _cold(options, b, folder, found, cases, console)
     table = Table("case", "seconds", "equal")
@@ -72,7 +75,11 @@ def _updated(
         case("update to B from files", time.perf_counter() - start, **_summary(update))
         start = time.perf_counter()
         digests_b, outputs_b = client.digests(), _outputs(server.url)
-        case("digests and outputs of B", time.perf_counter() - start, differ_from_a=digests_b.digests != digests_a.digests)
+        case(
+            "digests and outputs of B",
+            time.perf_counter() - start,
+            differ_from_a=digests_b.digests != digests_a.digests,
+        )
         case("addresses after the update", 0.0, equal=digests_b.addresses == digests_a.addresses)
         with _Streaming(server.url) as streaming:
             start = time.perf_counter()
@@ -84,7 +91,7 @@ def _updated(
         case("outputs of A after two updates = cold start's", 0.0, equal=_outputs(server.url) == outputs_a)
         rolled = client.rollback()
         same = client.digests()
-        case("rollback to B", sum(rolled.seconds.values()), pause_seconds=rolled.seconds["pause"])
+        case("rollback to B", rolled.seconds["pause"], pause_seconds=rolled.seconds["pause"])
         case("digests of B after the rollback", 0.0, equal=same.digests == digests_b.digests)
         case("addresses after everything", 0.0, equal=same.addresses == digests_a.addresses)
     return {"digests": digests_b.digests, "outputs": outputs_b}
@@ -97,7 +104,14 @@ def _cold(
         seconds = _timed(server.wait, 900)
         console.print(f"cold start on B: {seconds:.0f} s")
         equal = client.digests().digests == found["digests"]
-        cases.append({"model": options.shape, "case": "digests of B = cold start's", "seconds": seconds, "equal": equal})
+        cases.append(
+            {
+                "model": options.shape,
+                "case": "digests of B = cold start's",
+                "seconds": seconds,
+                "equal": equal,
+            }
+        )
         start = time.perf_counter()
         alone = checkpoint_digests(b, Manifest.from_dict(client.manifest()))
         cases.append(
@@ -126,7 +140,9 @@ def _server(options: Any, model: Path, log: Path, allowed: str) -> Server:
         *("--skip-tokenizer-init", "--max-model-len", "1024", "--max-num-seqs", "16"),
         *("--tensor-parallel-size", str(options.tp), *options.serve),
     ]
-    return Server(model, log, arguments=arguments, settings={"allowed_dirs": [allowed], **json.loads(options.settings)})
+    return Server(
+        model, log, arguments=arguments, settings={"allowed_dirs": [allowed], **json.loads(options.settings)}
+    )
 
 
 def _outputs(url: str) -> list[list[int]]:
@@ -148,7 +164,7 @@ class _Streaming:
     def __init__(self, url: str) -> None:
         self._url = url
         self._stop = threading.Event()
-        self._arrivals: list[float] = []
+        self._arrivals: list[list[float]] = []
         self._spans: list[list[str]] = []
         self._thread = threading.Thread(target=self._run)
 
@@ -161,19 +177,24 @@ class _Streaming:
         self._thread.join()
 
     def result(self) -> dict[str, Any]:
-        gaps = [later - earlier for earlier, later in zip(self._arrivals, self._arrivals[1:], strict=False)]
+        gaps = [b - a for times in self._arrivals for a, b in pairwise(times)]
         mixed = [spans for spans in self._spans if len(spans) > 1]
-        return {"stall_seconds": max(gaps, default=None), "straddling": mixed[:1], "streamed": len(self._arrivals)}
+        return {
+            "stall_seconds": max(gaps, default=None),
+            "straddling": mixed[:1],
+            "streamed": sum(map(len, self._arrivals)),
+        }
 
     def _run(self) -> None:
         body = {"model": MODEL, "prompt": _PROMPTS[0], "max_tokens": 900, "temperature": 0, "stream": True}
         body["ignore_eos"] = True
         body["return_token_ids"] = True
         while not self._stop.is_set():
+            self._arrivals.append([])
             with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=600) as reply:
                 for line in reply.iter_lines():
                     if line.startswith("data: {"):
-                        self._arrivals.append(time.perf_counter())
+                        self._arrivals[-1].append(time.perf_counter())
                         for choice in json.loads(line[6:])["choices"]:
                             if "weight_versions" in choice:
                                 self._spans.append([span["version"] for span in choice["weight_versions"]])
@@ -195,13 +216,17 @@ def _timed(work: Any, *arguments: Any) -> float:
 
 
 def _options() -> Any:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--device", default="cpu", help="where weights are generated")
     parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
     parser.add_argument("--settings", default="{}", help="more fp8ext settings, as JSON")
-    parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve, as words without dashes: a=b")
+    parser.add_argument(
+        "--serve", nargs="*", default=[], help="more options of vllm serve, as words without dashes: a=b"
+    )
     parser.add_argument("--out", type=Path, help="JSON results")
     options = parser.parse_args()
     options.serve = [word for pair in options.serve for word in (f"--{pair}".split("=", 1))]

@@ -4,6 +4,8 @@
 The CPU backend runs on it, and so do layers on a GPU whose shape no FP8 kernel takes.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def reference_linear(x_MK: Tensor, weight_NK: Tensor, scale_format: str) -> Tens
     step = max(1, _LARGEST_SLICE // x_MK.shape[1])
     for start in range(0, x_MK.shape[0], step):
         rows = slice(start, start + step)
-        quantized = reference.quantize_activation(x_MK[rows], _format(scale_format))
+        quantized = reference.quantize_activation(x_MK[rows], cast("ScaleFormat", scale_format))
         out[rows] = torch.nn.functional.linear(reference.dequantize_activation(*quantized), weight_NK)
     return out
 
@@ -32,7 +34,3 @@ def reference_linear(x_MK: Tensor, weight_NK: Tensor, scale_format: str) -> Tens
 @reference_linear.register_fake
 def _(x_MK: Tensor, weight_NK: Tensor, scale_format: str) -> Tensor:
     return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
-
-
-def _format(scale_format: str) -> ScaleFormat:
-    return "pow2" if scale_format == "pow2" else "fp32"

@@ -39,8 +39,9 @@ def blocks(size: int) -> int:
 def scale_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     """Scale of each block from its largest magnitude.
 
-    `amax` is fp32 of any shape, finite and ≥ 0. `fp32`: `amax / 448`, rounded once. `pow2`: the smallest power of two
-    that is ≥ amax / 448, decided exactly (448 times a power of two is exact in fp32), not by rounding a rounded quotient.
+    `amax` is fp32 of any shape, ≥ 0; NaN and infinity stay what they are. `fp32`: `amax / 448`, rounded once.
+    `pow2`: the smallest power of two that is ≥ amax / 448, decided exactly (448 times a power of two is exact in
+    fp32), not by rounding a rounded quotient.
     """
     amax = amax.clamp_min(AMAX_FLOOR)
     # a tensor divisor: true division everywhere, where a Python number may become a multiplication by its reciprocal
@@ -52,7 +53,8 @@ def scale_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     mantissa, exponent = torch.frexp(quotient)
     power = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).to(exponent.dtype))
     power = torch.where(power * FP8_MAX < amax, power * 2, power)
-    return torch.where(power * (FP8_MAX / 2) >= amax, power / 2, power)
+    power = torch.where(power * (FP8_MAX / 2) >= amax, power / 2, power)
+    return torch.where(torch.isfinite(amax), power, amax)
 
 
 def is_pow2(scales: Tensor) -> bool:
@@ -106,7 +108,9 @@ def gemm(x_codes_MK: Tensor, x_scales_MKb: Tensor, codes_NK: Tensor, scales_NbKb
     )
 
 
-def gemm_error_bound(x_codes_MK: Tensor, x_scales_MKb: Tensor, codes_NK: Tensor, scales_NbKb: Tensor) -> Tensor:
+def gemm_error_bound(
+    x_codes_MK: Tensor, x_scales_MKb: Tensor, codes_NK: Tensor, scales_NbKb: Tensor
+) -> Tensor:
     """Largest absolute error of an fp32 GEMM of these operands against exact arithmetic, float64 `[M, N]`.
 
     A dot product of length K in fp32, in any order, errs by at most `gamma_K * sum |x||w|` with
@@ -124,7 +128,7 @@ def expand(codes: Tensor) -> Tensor:
     """E4M3 codes as fp32, exactly.
 
     Moves sign, exponent and mantissa into an FP16 number and corrects the exponent bias by 2^8: several times faster than
-    the conversion on CPUs. Codes are finite (quantizers never make NaN).
+    the conversion on CPUs. NaN codes are not: weights have none.
     """
     if codes.device.type != "cpu":
         return codes.float()

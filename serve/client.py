@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's side of `/fp8ext/v1`: the one place that knows the HTTP API. Needs neither torch nor vLLM."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,9 +124,10 @@ class Client:
         Raises:
             ValueError: the checkpoint can't be read.
         """
-        parts = bodies(ranges_of(Path(checkpoint)), chunk_bytes)
-        total = sum(part.length for part in parts)
+        ranges = ranges_of(Path(checkpoint))
         update = self.open(version=version, base_epoch=base_epoch, running=running)
+        parts = bodies(ranges, min(chunk_bytes, (update.max_chunk_bytes or chunk_bytes * 2) // 2))
+        total = sum(part.length for part in parts)
         try:
             sent = 0
             for n, part in enumerate(parts):
@@ -137,10 +139,10 @@ class Client:
             raise
 
     def _abandon_quietly(self, id: str) -> None:
-        try:
+        with contextlib.suppress(
+            UpdateError, httpx.HTTPError
+        ):  # the error that led here is the one to report
             self.abandon(id)
-        except (UpdateError, httpx.HTTPError):
-            pass  # the error that led here is the one to report
 
     def _update(self, method: str, path: str, **request: Any) -> schema.Update:
         return schema.Update.model_validate(self._call(method, path, **request))
@@ -157,7 +159,9 @@ def _refused(response: httpx.Response) -> UpdateError:
     try:
         body = response.json()
         kind = str(body["type"]).removeprefix(schema.PROBLEM)
-        details = {key: value for key, value in body.items() if key not in ("type", "title", "status", "detail")}
+        details = {
+            key: value for key, value in body.items() if key not in ("type", "title", "status", "detail")
+        }
         return UpdateError(kind, body["detail"], status=response.status_code, **details)
     except (ValueError, KeyError, TypeError):
         message = f"HTTP {response.status_code} from {response.request.url}: {response.text[:200]}"

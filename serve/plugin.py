@@ -17,7 +17,7 @@ from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.routes import Backend, router
 from vllm_fp8ext.serve.spool import Spool
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.fp8ext")
 
 
 class Fp8ExtEndpoints:
@@ -34,7 +34,10 @@ class Fp8ExtEndpoints:
         show_weight_versions()
         key = os.environ.get(ADMIN_KEY)
         if not key:
-            logger.warning("fp8ext: no weight-update routes, because %s is not set; set it to a secret to have them", ADMIN_KEY)
+            logger.warning(
+                "fp8ext: no weight-update routes, because %s is not set; set it to a secret to have them",
+                ADMIN_KEY,
+            )
             return
         app.include_router(router(AdminKey(key), self._backend))
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors as RFC 9457 problem documents."""
 
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,10 +14,12 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.schema import PROBLEM, Problem
 
+logger = logging.getLogger("vllm.fp8ext")
+
 MEDIA_TYPE = "application/problem+json"
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": description}
+    status: {"description": description, "content": {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}}
     for status, description in (
         (400, "The body is broken"),
         (401, "No admin key"),
@@ -28,6 +31,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         (422, "The tensors, or the request, are not what the engine takes"),
         (500, "The engine failed"),
         (504, "The engine did not answer in time"),
+        (507, "The spool folder is full"),
     )
 }
 
@@ -60,6 +64,9 @@ def guarded_route(key: AdminKey) -> type[APIRoute]:
                     return problem(error)
                 except RequestValidationError as error:
                     return problem(_invalid(error))
+                except Exception as error:
+                    logger.exception("fp8ext: %s %s failed", request.method, request.url.path)
+                    return problem(UpdateError("internal", f"{type(error).__name__}: {error}", status=500))
 
             return guarded
 

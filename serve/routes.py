@@ -75,7 +75,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.post("/updates", response_model=schema.Update, status_code=201, summary="Open an update")
     async def open_update(body: schema.OpenUpdate) -> Any:
-        return await backend.engine("open", **body.model_dump())
+        return {**await backend.engine("open", **body.model_dump()), "max_chunk_bytes": backend.spool.limit}
 
     @routes.get("/updates/{id}", response_model=schema.Update, summary="Where an update stands")
     async def get_update(id: schema.UpdateId) -> Any:
@@ -96,7 +96,9 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         await backend.engine("update", id=id)
         return await _finished(_receive(backend, id, str(n), request))
 
-    @routes.post("/updates/{id}/files", response_model=schema.Update, summary="Read tensors from the server's disk")
+    @routes.post(
+        "/updates/{id}/files", response_model=schema.Update, summary="Read tensors from the server's disk"
+    )
     async def post_files(id: schema.UpdateId, body: schema.Files) -> Any:
         return await _finished(_read(backend, id, backend.allowed(body.path)))
 
@@ -126,7 +128,9 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> dict[str, Any]:
     length = request.headers.get("content-length")
     if length is not None and not length.isdecimal():
-        raise UpdateError("length-required", f"Content-Length: expected a number, found {length!r}", status=400)
+        raise UpdateError(
+            "length-required", f"Content-Length: expected a number, found {length!r}", status=400
+        )
     async with backend.spool.receive(_body(request), int(length) if length else None) as file:
         staged = await backend.engine.job("stage", id=id, chunk=chunk, path=str(file))
     update: dict[str, Any] = staged["update"]
@@ -145,18 +149,22 @@ async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        problems = [problem for error in errors for problem in error.details.get("problems", [error.as_dict()])]
+        problems = [
+            problem for error in errors for problem in error.details.get("problems", [error.as_dict()])
+        ]
         message = "; ".join(str(error) for error in errors)
         raise UpdateError("invalid-tensors", message, status=max(e.status for e in errors), problems=problems)
     return await backend.engine("update", id=id)
 
 
 async def _load(backend: Backend, body: schema.Load, path: Path) -> dict[str, Any]:
-    opened = await backend.engine("open", version=body.version, base_epoch=body.base_epoch, running=body.running)
+    opened = await backend.engine(
+        "open", version=body.version, base_epoch=body.base_epoch, running=body.running
+    )
     try:
         await _read(backend, opened["id"], path)
         return await backend.engine("commit", id=opened["id"])
-    except UpdateError:
+    except BaseException:
         await _outcome(backend.engine("abandon", id=opened["id"]))
         raise
 

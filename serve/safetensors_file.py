@@ -107,5 +107,5 @@ def _ranges(file: Path) -> list[Range]:
             for name, entry in header.items()
             if name != "__metadata__"
         ]
-    except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"{file}: not a safetensors file: {error}") from None

@@ -24,8 +24,12 @@ class Body(BaseModel):
 class OpenUpdate(Body):
     """`POST /updates`."""
 
-    id: UpdateId | None = Field(None, description="Chosen by the client, so that opening can be repeated safely.")
-    version: Version | None = Field(None, description="The trainer's label; `epoch-N` when absent. May repeat.")
+    id: UpdateId | None = Field(
+        None, description="Chosen by the client, so that opening can be repeated safely."
+    )
+    version: Version | None = Field(
+        None, description="The trainer's label; `epoch-N` when absent. May repeat."
+    )
     base_epoch: int | None = Field(None, ge=0, description="Refuse unless this epoch is served.")
     partial: bool = Field(False, description="Reserved: every tensor must be sent.")
     running: Running = Field("keep", description="What happens to running requests at the commit.")
@@ -34,7 +38,9 @@ class OpenUpdate(Body):
 class Files(Body):
     """`POST /updates/{id}/files`."""
 
-    path: Path = Field(description="A safetensors file, or a folder of them, under a folder that the operator allowed.")
+    path: Path = Field(
+        description="A safetensors file, or a folder of them, under a folder that the operator allowed."
+    )
 
 
 class Load(Body):
@@ -78,8 +84,13 @@ class Update(BaseModel):
     seconds: dict[str, float] = Field(
         description="`staging`, `prepare`, `drain`, `exchange`, `caches`, `pause` and `total`, as far as they happened."
     )
-    quantization_error: float | None = Field(description="‖w - dequantized‖ / ‖w‖ over all quantized weights.")
-    result: dict[str, Any] | None = Field(description="After the commit: `epoch`, `version`, `pause_seconds`.")
+    quantization_error: float | None = Field(
+        description="‖w - dequantized‖ / ‖w‖ over all quantized weights."
+    )
+    max_chunk_bytes: int | None = Field(None, description="Largest body of one chunk; told on opening.")
+    result: dict[str, Any] | None = Field(
+        description="After the commit: `epoch`, `version`, `pause_seconds`."
+    )
 
 
 class LastUpdate(BaseModel):
@@ -99,7 +110,9 @@ class Weights(BaseModel):
     state: Literal["serving", "updating", "poisoned"]
     poisoned: str | None
     update: str | None = Field(description="The open update.")
-    previous_version: str | None = Field(description="What a rollback would serve; null when the twin no longer holds it.")
+    previous_version: str | None = Field(
+        description="What a rollback would serve; null when the twin no longer holds it."
+    )
     previous_epoch: int | None
     scale_format: Literal["fp32", "pow2"]
     kv_scales: str | None
@@ -124,7 +137,9 @@ class Digests(BaseModel):
     epoch: int
     version: str
     digests: dict[str, dict[str, str]] = Field(description="SHA-256 by checkpoint tensor, then by rank.")
-    addresses: list[str] = Field(description="By rank, a SHA-256 over the storage addresses of the served weights.")
+    addresses: list[str] = Field(
+        description="By rank, a SHA-256 over the storage addresses of the served weights."
+    )
 
 
 class Problem(BaseModel):

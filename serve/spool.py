@@ -37,14 +37,18 @@ class Spool:
             raise UpdateError("length-required", "expected a Content-Length header", status=411)
         if length > self.limit:
             raise UpdateError(
-                "chunk-too-large", f"a chunk may have {self.limit} bytes, found {length}", status=413, limit=self.limit
+                "chunk-too-large",
+                f"a chunk may have {self.limit} bytes, found {length}",
+                status=413,
+                limit=self.limit,
             )
         async with self._room:
             await self._room.wait_for(lambda: self._used + length <= self.limit)
             self._used += length
-        descriptor, name = tempfile.mkstemp(suffix=".safetensors", dir=self.folder)
+        name = ""
         try:
-            with os.fdopen(descriptor, "wb", buffering=0) as file:
+            descriptor, name = tempfile.mkstemp(suffix=".safetensors", dir=self.folder)
+            with os.fdopen(descriptor, "wb") as file:
                 received = 0
                 async for piece in body:
                     received += len(piece)
@@ -53,11 +57,17 @@ class Spool:
                     file.write(piece)
             if received != length:
                 raise UpdateError(
-                    "truncated", f"the body should have {length} bytes, found {received}", status=400, expected=length
+                    "truncated",
+                    f"the body should have {length} bytes, found {received}",
+                    status=400,
+                    expected=length,
                 )
             yield Path(name)
+        except OSError as error:
+            raise UpdateError("spool-failed", f"{self.folder}: {error}", status=507) from error
         finally:
-            os.unlink(name)
+            if name:
+                os.unlink(name)
             async with self._room:
                 self._used -= length
                 self._room.notify_all()

@@ -11,6 +11,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import torch
 
     gpus = torch.cuda.device_count()
-    needs = [(2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0) for item in items]
-    config.hook.pytest_deselected(items=[item for item, need in zip(items, needs, strict=True) if need > gpus])
+    needs = [
+        (2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0)
+        for item in items
+    ]
+    config.hook.pytest_deselected(
+        items=[item for item, need in zip(items, needs, strict=True) if need > gpus]
+    )
     items[:] = [item for item, need in zip(items, needs, strict=True) if need <= gpus]

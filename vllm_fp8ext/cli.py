@@ -10,7 +10,14 @@ from typing import Any
 import click
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from vllm_fp8ext import __version__
@@ -19,10 +26,14 @@ from vllm_fp8ext.errors import Fp8ExtError
 
 errors = Console(stderr=True)
 
-url_option = click.option("--url", envvar=URL, default="http://127.0.0.1:8000", show_default=True, help="The server's root.")
+url_option = click.option(
+    "--url", envvar=URL, default="http://127.0.0.1:8000", show_default=True, help="The server's root."
+)
 key_option = click.option("--key", envvar=ADMIN_KEY, help=f"The admin key [{ADMIN_KEY}].")
 key_file_option = click.option(
-    "--key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file that holds the admin key."
+    "--key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file that holds the admin key.",
 )
 
 
@@ -54,7 +65,11 @@ def serve(context: click.Context, model: str) -> None:
 @click.option("--version", help="Label of these weights (the training step, say).")
 @click.option("--base-epoch", type=int, help="Refuse unless this epoch is served.")
 @click.option(
-    "--running", type=click.Choice(["keep", "recompute"]), default="keep", show_default=True, help="What becomes of running requests."
+    "--running",
+    type=click.Choice(["keep", "recompute"]),
+    default="keep",
+    show_default=True,
+    help="What becomes of running requests.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the final state as JSON.")
 def push(
@@ -70,7 +85,13 @@ def push(
     """Send CHECKPOINT (a folder of safetensors, or one file) to a server and serve it."""
     from vllm_fp8ext.serve.client import Client
 
-    columns = (TextColumn("sending"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("sending"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
     with Client(url, _key(key, key_file)) as client, Progress(*columns, console=errors) as bar:
         task = bar.add_task("sending", total=None)
         update = client.push(
@@ -94,13 +115,20 @@ def push(
 
 @cli.command()
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.option("--manifest", type=click.Path(exists=True, path_type=Path), help="A server's manifest, saved as JSON.")
+@click.option(
+    "--manifest", type=click.Path(exists=True, path_type=Path), help="A server's manifest, saved as JSON."
+)
 @click.option("--url", envvar=URL, help="Take the manifest from this server.")
 @key_option
 @key_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as the server does.")
 def digest(
-    checkpoint: Path, manifest: Path | None, url: str | None, key: str | None, key_file: Path | None, as_json: bool
+    checkpoint: Path,
+    manifest: Path | None,
+    url: str | None,
+    key: str | None,
+    key_file: Path | None,
+    as_json: bool,
 ) -> None:
     """Digests that a server has once it serves CHECKPOINT. Needs torch, not vLLM.
 
@@ -131,7 +159,9 @@ def digest(
 
 @cli.command()
 @click.option("--problems", default=300, show_default=True, help="Held-out problems asked each time.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here."
+)
 def demo(problems: int, json_file: Path | None) -> None:
     """Serve a tiny model that adds numbers, and update it while it answers. Everything it needs is in the package."""
     from vllm_fp8ext.demo.run import run

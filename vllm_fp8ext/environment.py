@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every environment variable that this package reads."""
+"""Every environment variable of this package."""
 
 ADMIN_KEY = "FP8EXT_ADMIN_KEY"
 """Secret that guards the routes under `/fp8ext/v1`. Without it they are not mounted."""

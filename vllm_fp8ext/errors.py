@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error this package raises.
 
-    Fp8ExtError
-    ├── ConfigError           a setting, or a combination with one of vLLM's, that can't be served
-    ├── UnsupportedVllmError  the installed vLLM lacks an interface that is needed
-    └── UpdateError           an update was refused; the served weights are as they were
+Fp8ExtError
+├── ConfigError           a setting, or a combination with one of vLLM's, that can't be served
+├── UnsupportedVllmError  the installed vLLM lacks an interface that is needed
+└── UpdateError           an update was refused; the served weights are as they were
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ConfigError", "Fp8ExtError", "UnsupportedVllmError", "UpdateError"]
+__all__ = ["ConfigError", "Fp8ExtError", "UnsupportedVllmError", "UpdateError", "described"]
 
 
 class Fp8ExtError(Exception):
@@ -45,3 +47,23 @@ class UpdateError(Fp8ExtError):
     def from_dict(cls, data: dict[str, Any]) -> "UpdateError":
         """The error that `as_dict` described."""
         return cls(data["kind"], data["message"], status=data["status"], **data["details"])
+
+
+def described(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Turn exceptions into results, `{"error": …}`, where raising would do harm.
+
+    An exception on one rank leaves the other ranks' replies unread, and every later answer is another call's.
+    """
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return method(*args, **kwargs)
+        except UpdateError as error:
+            return {"error": error.as_dict()}
+        except Exception as error:
+            return {
+                "error": UpdateError("internal", f"{type(error).__name__}: {error}", status=500).as_dict()
+            }
+
+    return call

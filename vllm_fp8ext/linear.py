@@ -147,7 +147,9 @@ class BlockFp8LinearMethod(OnlineLinearBase):
     def _check_serialized(self, layer: torch.nn.Module) -> None:
         scales = getattr(layer, SCALES).data
         if not bool((torch.isfinite(scales) & (scales > 0)).all()):
-            raise ConfigError("block-FP8 checkpoint: expected positive finite weight_scale_inv, found other values")
+            raise ConfigError(
+                "block-FP8 checkpoint: expected positive finite weight_scale_inv, found other values"
+            )
         if self.scale_format == "pow2" and not reference.is_pow2(scales):
             raise ConfigError(
                 "scale_format pow2 with a block-FP8 checkpoint whose scales are not powers of two would round its weights "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions that the end-to-end tests put to a server."""
 
+import time
 from typing import Any
 
 import httpx
@@ -13,9 +14,36 @@ _SAMPLE = problems(3, seed=3)
 
 def complete(server: Server, prompt: str | list[int], tokens: int = 8, **more: Any) -> dict[str, Any]:
     """One greedy completion, as the server's JSON."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "return_token_ids": True, **more}
-    reply: dict[str, Any] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "return_token_ids": True,
+        **more,
+    }
+    reply: dict[str, Any] = (
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    )
     return reply
+
+
+def arrival_times(server: Server, prompt: str, tokens: int) -> list[float]:
+    """When each token of a streamed completion came."""
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    found = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                found.append(time.perf_counter())
+    return found
 
 
 def outputs(server: Server) -> list[list[int]]:

@@ -19,13 +19,22 @@ SHAPES = [(6144, 4096), (4096, 12288), (192, 256), (200, 384), (256, 200)]
 
 
 @pytest.fixture(scope="module")
-def config():
+def config(tmp_path_factory: pytest.TempPathFactory):
     from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(model=str(EARLY), quantization="blockfp8", max_model_len=256).create_engine_config()
     with set_current_vllm_config(config):
+        rendezvous = tmp_path_factory.mktemp("rendezvous") / "store"
+        init_distributed_environment(1, 0, f"file://{rendezvous}", 0)
+        initialize_model_parallel(1, 1)
         yield config
+        cleanup_dist_env_and_memory()
 
 
 def _layer(config, weight: Tensor, scale_format: str) -> tuple[nn.Module, object]:
@@ -35,7 +44,9 @@ def _layer(config, weight: Tensor, scale_format: str) -> tuple[nn.Module, object
     try:
         method = BlockFp8LinearMethod(scale_format)
         layer = nn.Module()
-        method.create_weights(layer, weight.shape[1], [weight.shape[0]], weight.shape[1], weight.shape[0], torch.bfloat16)
+        method.create_weights(
+            layer, weight.shape[1], [weight.shape[0]], weight.shape[1], weight.shape[0], torch.bfloat16
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     layer.weight = nn.Parameter(weight, requires_grad=False)
@@ -68,7 +79,12 @@ def test_linear_stays_within_the_bound(config, shape, tokens, scale_format):
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 def test_quantizer_on_the_gpu_is_bit_for_bit_the_cpus(scale_format):
     generator = torch.Generator().manual_seed(1)
-    weight = (torch.randn(1030, 1500, generator=generator) * torch.rand(1030, 1, generator=generator) ** 8).bfloat16()
-    here, there = reference.quantize_weight(weight, scale_format), reference.quantize_weight(weight.cuda(), scale_format)
+    weight = (
+        torch.randn(1030, 1500, generator=generator) * torch.rand(1030, 1, generator=generator) ** 8
+    ).bfloat16()
+    here, there = (
+        reference.quantize_weight(weight, scale_format),
+        reference.quantize_weight(weight.cuda(), scale_format),
+    )
     assert torch.equal(here[0].view(torch.uint8), there[0].cpu().view(torch.uint8))
     assert torch.equal(here[1], there[1].cpu())

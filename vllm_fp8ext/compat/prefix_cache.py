@@ -46,7 +46,11 @@ class EpochPrefixCache:
         if not recompute:
             pool = scheduler.kv_cache_manager.block_pool
             pool.evict_blocks(
-                {block.block_id for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None}
+                {
+                    block.block_id
+                    for block in pool.blocks
+                    if block.ref_cnt == 0 and block.block_hash is not None
+                }
             )
 
     def _hash(self, request: Any) -> list[Any]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows in `/v1/completions` and `/v1/chat/completions` which weights sampled which tokens.
 
-Each finished choice gets `weight_versions`: `[{"version", "epoch", "start", "end"}, …]` over its output tokens, in its final
-chunk when streaming. Replaces: the response builders of both endpoints, and `RequestState._weight_version_spans`, which knows no
-epochs. Can go once vLLM reports `CompletionOutput.weight_versions` on these endpoints as it does on `/inference/v1/generate`.
+Each finished choice gets `weight_versions`: `[{"version", "epoch", "start", "end"}, …]` over its output tokens, in its
+final chunk when streaming. Replaces: the response builders of both endpoints, and `RequestState._weight_version_spans`,
+which knows no epochs. Can go once vLLM reports `CompletionOutput.weight_versions` on these endpoints as it does on
+`/inference/v1/generate`.
 """
 
 import functools

@@ -14,7 +14,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_fp8ext.compat.refusals import refuse_unsupported
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.errors import ConfigError, UpdateError, described
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -53,6 +53,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         del runner.load_model
 
 
+@described
 def call(self: Any, method: str, *args: Any) -> dict[str, Any]:
     """Run one method of this worker's `Rank`; never raises."""
     rank = getattr(self, "fp8ext_rank", None)
@@ -71,7 +72,8 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
 
     if not recorded:
         logger.warning(
-            "blockfp8: no live updates, because load format %r does not tell what it loaded", config.load_config.load_format
+            "blockfp8: no live updates, because load format %r does not tell what it loaded",
+            config.load_config.load_format,
         )
         return None
     model = runner.get_model()

@@ -20,12 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from vllm_fp8ext.checkpoints import EARLY, LATE, problems
 from vllm_fp8ext.demo.server import SMALL, Server
-from vllm_fp8ext.demo.traffic import Stream, accuracy, answers, stream
+from vllm_fp8ext.demo.traffic import Completion, accuracy, answers, traffic
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 
 _TOKENS = 240
-_BACKGROUND = 7
+_RUNNING = 8
+_STREAMED = 2
 
 
 @dataclass
@@ -74,11 +75,15 @@ def _run(count: int, folder: Path, report: Report, console: Console) -> None:
         Server(EARLY, folder / "fp8.log", arguments=SMALL) as fp8,
         Server(EARLY, folder / "bf16.log", arguments=SMALL, settings={"ignore": ["*"]}) as bf16,
     ):
-        with _step(console, "starting two real servers on the early checkpoint (blockfp8, and BF16 beside it)"):
+        with _step(
+            console, "starting two real servers on the early checkpoint (blockfp8, and BF16 beside it)"
+        ):
             fp8.wait()
             bf16.wait()
         with _step(console, f"asking {count} held-out problems, before the update"):
-            before = {name: accuracy(answers(s.url, asked), asked) for name, s in (("fp8", fp8), ("bf16", bf16))}
+            before = {
+                name: accuracy(answers(s.url, asked), asked) for name, s in (("fp8", fp8), ("bf16", bf16))
+            }
         with _step(console, "pushing the late checkpoint while requests run"):
             update, streams = asyncio.run(_push_under_traffic(fp8))
             with bf16.client() as client:
@@ -91,25 +96,27 @@ def _run(count: int, folder: Path, report: Report, console: Console) -> None:
         with _step(console, "comparing digests, and trying updates that must be refused"):
             _add_digests(report, fp8)
             served = fp8.client().digests().model_dump()
-            for name, kind, spoil in (("NaN in one tensor", "non-finite", _nan), ("q_proj alone", "incomplete", _lone)):
+            for name, kind, spoil in (
+                ("NaN in one tensor", "non-finite", _nan),
+                ("q_proj alone", "incomplete", _lone),
+            ):
                 _add_refusal(report, fp8, name, kind, spoil(folder))
             same = answers(fp8.url, asked) == found and fp8.client().digests().model_dump() == served
             report.add("answers and digests after both refusals", "unchanged" if same else "changed", same)
 
 
-async def _push_under_traffic(server: Server) -> tuple[schema.Update, list[Stream]]:
-    """Streams that straddle the commit; the first one is the witness."""
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        begun = [asyncio.Event() for _ in range(1 + _BACKGROUND)]
-        prompts = [problem.prompt for problem in problems(len(begun), seed=1)]
-        running = [
-            asyncio.create_task(stream(client, prompt, _TOKENS, event))
-            for prompt, event in zip(prompts, begun, strict=True)
-        ]
-        await asyncio.gather(*(event.wait() for event in begun))
-        with server.client() as weights:
-            update = await asyncio.to_thread(weights.push, LATE, version="late")
-        return update, await asyncio.gather(*running)
+async def _push_under_traffic(server: Server) -> tuple[schema.Update, list[Completion]]:
+    prompts = [problem.prompt for problem in problems(_RUNNING, seed=1)]
+    with server.client() as weights:
+        weights.weights()
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await traffic(
+                client,
+                prompts,
+                _TOKENS,
+                lambda: asyncio.to_thread(weights.push, LATE, version="late"),
+                streamed=_STREAMED,
+            )
 
 
 def _add_accuracy(report: Report, before: dict[str, float], after: dict[str, float]) -> None:
@@ -119,22 +126,28 @@ def _add_accuracy(report: Report, before: dict[str, float], after: dict[str, flo
         report.add(f"accuracy {label}", f"{before[name]:.1%} early → {after[name]:.1%} late", ok)
 
 
-def _add_update(report: Report, update: schema.Update, streams: list[Stream]) -> None:
-    witness = next((s for s in streams if len(s.weight_versions) > 1), streams[0])
-    spans = [f"{span['version']} [{span['start']}, {span['end']})" for span in witness.weight_versions]
-    report.add("a request that straddles the commit", ", ".join(spans), len(spans) == 2)
-    report.add("requests that straddle the commit", f"{sum(len(s.weight_versions) == 2 for s in streams)} of {len(streams)}")
+def _add_update(report: Report, update: schema.Update, streams: list[Completion]) -> None:
+    straddling = [seen for seen in streams if seen.straddles]
+    witness = straddling[0].weight_versions if straddling else []
+    spans = ", ".join(f"{span['version']} [{span['start']}, {span['end']})" for span in witness)
+    report.add("a request that straddles the commit", spans or "none", len(witness) == 2)
+    report.add("requests that straddle the commit", f"{len(straddling)} of {len(streams)}")
     seconds = update.seconds
     report.add("bytes", f"{update.bytes:,} in {len(update.chunks)} chunk(s)")
-    phases = ", ".join(f"{name} {seconds[name] * 1e3:.1f}" for name in ("staging", "prepare", "drain", "exchange", "caches"))
+    phases = ", ".join(
+        f"{name} {seconds[name] * 1e3:.1f}" for name in ("staging", "prepare", "drain", "exchange", "caches")
+    )
     report.add("phases, ms", f"{phases}; total {seconds['total'] * 1e3:.0f}")
-    stall = max(s.longest_gap for s in streams)
-    report.add("stall", f"{stall * 1e3:.1f} ms longest gap in a stream; engine paused {seconds['pause'] * 1e3:.1f} ms")
+    stall = max(seen.longest_gap for seen in streams)
+    report.add(
+        "stall",
+        f"{stall * 1e3:.1f} ms longest gap in a stream; engine paused {seconds['pause'] * 1e3:.1f} ms",
+    )
     error = update.quantization_error or 0.0
     report.add("quantization error", f"{error:.2%} of the weights' norm", 0 < error < 0.05)
     report.data["update"] = update.model_dump()
     report.data["stall_seconds"] = stall
-    report.data["weight_versions"] = witness.weight_versions
+    report.data["weight_versions"] = witness
 
 
 def _add_digests(report: Report, server: Server) -> None:
@@ -142,7 +155,9 @@ def _add_digests(report: Report, server: Server) -> None:
     line = [sys.executable, "-m", "vllm_fp8ext.cli", "digest", str(LATE), "--json"]
     alone = json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
     same = served.digests == alone
-    report.add("served digests and `fp8ext digest`", f"{len(alone)} tensors {'equal' if same else 'DIFFER'}", same)
+    report.add(
+        "served digests and `fp8ext digest`", f"{len(alone)} tensors {'equal' if same else 'DIFFER'}", same
+    )
 
 
 def _add_refusal(report: Report, server: Server, name: str, kind: str, checkpoint: Path) -> None:

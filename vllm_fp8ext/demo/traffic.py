@@ -3,9 +3,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from openai import AsyncOpenAI
 
@@ -14,14 +14,21 @@ from vllm_fp8ext.demo.server import MODEL
 
 _CONCURRENCY = 32
 
+T = TypeVar("T")
+
 
 @dataclass
-class Stream:
-    """One streamed completion: when each event with text came, and which weights sampled its tokens."""
+class Completion:
+    """One completion: which weights sampled its tokens and, when it was streamed, when each event came."""
 
     arrivals: list[float] = field(default_factory=list)
     text: str = ""
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def straddles(self) -> bool:
+        """Whether more than one set of weights sampled its tokens."""
+        return len(self.weight_versions) > 1
 
     @property
     def longest_gap(self) -> float:
@@ -53,17 +60,67 @@ def accuracy(found: Sequence[str], problems: Sequence[Problem]) -> float:
     return sum(text == problem.answer for text, problem in zip(found, problems, strict=True)) / len(problems)
 
 
-async def stream(client: AsyncOpenAI, prompt: str, tokens: int, first: asyncio.Event | None = None) -> Stream:
-    """Stream `tokens` tokens of a completion; `first` is set when they begin to arrive."""
-    seen = Stream()
+async def traffic(
+    client: AsyncOpenAI,
+    prompts: Sequence[str],
+    tokens: int,
+    during: Callable[[], Awaitable[T]],
+    *,
+    streamed: int,
+) -> tuple[T, list[Completion]]:
+    """Keep one request per prompt running, each begun again when it ends, while `during` is awaited.
+
+    The first `streamed` of them are streamed; the others come whole, which keeps the client's own work from slowing
+    the server down. Returns what `during` gave and all completions, those included that were running when it ended.
+    """
+    ended = asyncio.Event()
+    begun = asyncio.Semaphore(0)
+    completions: list[Completion] = []
+
+    async def keep_asking(prompt: str, ask: Callable[..., Awaitable[None]]) -> None:
+        while not ended.is_set():
+            seen = Completion()
+            completions.append(seen)
+            await ask(client, prompt, tokens, seen, begun)
+
+    asked = [(prompt, _stream if number < streamed else _whole) for number, prompt in enumerate(prompts)]
+    workers = [asyncio.create_task(keep_asking(prompt, ask)) for prompt, ask in asked]
+    try:
+        for _ in workers:
+            await begun.acquire()
+        result = await during()
+    finally:
+        ended.set()
+        await asyncio.gather(*workers)
+    return result, completions
+
+
+async def _stream(
+    client: AsyncOpenAI, prompt: str, tokens: int, seen: Completion, begun: asyncio.Semaphore
+) -> None:
     events = await client.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     async for event in events:
-        if first and len(seen.arrivals) >= 3:
-            first.set()
         for choice in event.choices:
+            if not seen.arrivals:
+                begun.release()
             seen.arrivals.append(time.perf_counter())
             seen.text += choice.text
             seen.weight_versions += getattr(choice, "weight_versions", None) or []
-    return seen
+
+
+async def _whole(
+    client: AsyncOpenAI, prompt: str, tokens: int, seen: Completion, begun: asyncio.Semaphore
+) -> None:
+    begun.release()
+    reply = await client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True}
+    )
+    seen.text = reply.choices[0].text
+    seen.weight_versions = reply.choices[0].weight_versions

@@ -2,14 +2,16 @@
 """SHA-256 digests of what is served, per checkpoint tensor and rank; from a live model or from a checkpoint alone.
 
 A quantized piece's digest covers its codes (bytes, row by row) followed by the scales of every block that it touches
-(little-endian fp32, row by row); any other piece's covers its values in the served dtype, row by row. Digests are taken
-of the canonical layout, so they do not depend on the kernel that serves it. Importing this needs no vLLM.
+(little-endian fp32, row by row); any other piece's covers its values in the served dtype, row by row. A tensor that a rank
+serves in several pieces has the SHA-256 of their hexadecimal digests, in the manifest's order. Digests are taken of the
+canonical layout, so they do not depend on the kernel that serves it. Importing this needs no vLLM.
 """
 
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import quantize_weight
-from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, place
 
@@ -58,19 +60,32 @@ def checkpoint_digests(
     problems = manifest.problems(spec for spec, _ in index.values())
     if missing or problems:
         raise UpdateError(
-            "incomplete", f"{directory}: missing {missing[:8]}, problems {problems[:8]}", status=422, missing=missing
+            "incomplete",
+            f"{directory}: missing {missing[:8]}, problems {problems[:8]}",
+            status=422,
+            missing=missing,
         )
-    members: dict[tuple[int, str], dict[str, Piece]] = defaultdict(dict)
+    members: dict[tuple[int, str], dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
     for name, pieces in manifest.pieces.items():
         for piece in pieces:
-            members[piece.rank, piece.target][name] = piece
-    found: Digests = defaultdict(dict)
+            members[piece.rank, piece.target][name].append(piece)
+    by_piece: dict[tuple[str, Piece], str] = {}
     for count, group in enumerate(members.values()):
-        for (name, piece), value in zip(group.items(), _target_digests(group, index, manifest), strict=True):
-            found[name][str(piece.rank)] = value
+        by_piece |= _target_digests(group, index, manifest)
         if progress:
             progress(count + 1, len(members))
-    return dict(sorted(found.items()))
+    return {
+        name: {
+            str(rank): combine([by_piece[name, piece] for piece in pieces if piece.rank == rank])
+            for rank in sorted({piece.rank for piece in pieces})
+        }
+        for name, pieces in sorted(manifest.pieces.items())
+    }
+
+
+def combine(digests: list[str]) -> str:
+    """The digest of a tensor from those of its pieces on one rank."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
@@ -86,7 +101,9 @@ def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
     for file in files:
         for spec in read_header(file):
             if spec.name in index:
-                raise UpdateError("duplicate-tensor", f"{spec.name} is in {index[spec.name][1]} and in {file}", status=422)
+                raise UpdateError(
+                    "duplicate-tensor", f"{spec.name} is in {index[spec.name][1]} and in {file}", status=422
+                )
             index[spec.name] = (spec, file)
     return index
 
@@ -107,10 +124,18 @@ def read_header(file: Path) -> list[TensorSpec]:
     except FileNotFoundError:
         raise UpdateError("not-found", f"{file}: no such file", status=404) from None
     except Exception as error:
-        raise UpdateError("broken-safetensors", f"{file.name}: not a valid safetensors file: {error}", status=422) from None
+        raise UpdateError(
+            "broken-safetensors", f"{file.name}: not a valid safetensors file: {error}", status=422
+        ) from None
 
 
-DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "F64": "float64"}
+DTYPE_NAMES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+    "F64": "float64",
+}
 """safetensors' dtype names as torch's."""
 
 
@@ -149,28 +174,32 @@ def _whole(target: str, spec: TensorSpec, quantized: bool, shape: tuple[int, ...
         source=tuple((0, size) for size in spec.shape),
         origin=(first, *(0 for _ in spec.shape[1:])),
         quantized=quantized,
-        dtype="bfloat16",
+        dtype="float16" if spec.dtype == "float16" else "bfloat16",
     )
 
 
 def _target_digests(
-    group: Mapping[str, Piece], index: Mapping[str, tuple[TensorSpec, Path]], manifest: Manifest
-) -> list[str]:
+    group: Mapping[str, list[Piece]], index: Mapping[str, tuple[TensorSpec, Path]], manifest: Manifest
+) -> dict[tuple[str, Piece], str]:
     """Digests of the pieces of one parameter of one rank."""
-    first = next(iter(group.values()))
+    first = next(iter(group.values()))[0]
     dtype = getattr(torch, first.dtype)
     values: Tensor = torch.zeros(first.target_shape, dtype=dtype)
     scales: Tensor | None = None
     quantized: dict[str, QuantizedTarget] = {}
     if first.quantized:
         values, scales = quantize_weight.empty_like(values)
-        scale_format = "pow2" if manifest.scale_format == "pow2" else "fp32"
+        scale_format = cast("ScaleFormat", manifest.scale_format)
         quantized[first.target] = QuantizedTarget(values, scales, dtype, scale_format)
-    stager = Stager({name: (piece,) for name, piece in group.items()}, quantized, {first.target: values})
+    pieces = {name: tuple(parts) for name, parts in group.items()}
+    stager = Stager(pieces, quantized, {first.target: values})
     for name in group:
         with safe_open(index[name][1], framework="pt") as reader:
-            stager.stage(name, reader.get_tensor(name))
-    return [digest(piece, values, scales) for piece in group.values()]
+            try:
+                stager.stage(name, reader.get_tensor(name))
+            except NonFiniteError as error:
+                raise UpdateError("non-finite", f"{name}: {error}", status=422) from None
+    return {(name, piece): digest(piece, values, scales) for name, parts in pieces.items() for piece in parts}
 
 
 def _bytes(tensor: Tensor) -> memoryview:

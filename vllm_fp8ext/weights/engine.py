@@ -12,10 +12,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.weights.digest import read_header
 from vllm_fp8ext.weights.labels import Label, default_version
 from vllm_fp8ext.weights.manifest import Manifest, merge
@@ -25,6 +25,7 @@ logger = logging.getLogger("vllm.fp8ext")
 
 Result = dict[str, Any]
 KEPT_SESSIONS = 16
+KEPT_RESULTS = 64
 
 
 class Core(Protocol):
@@ -65,9 +66,10 @@ class UpdateEngine:
         self.sessions: dict[str, Session] = {}
         self.jobs: dict[int, Job] = {}
         self._results: dict[int, list[Result | None]] = {}
+        self._done: dict[int, Result] = {}
         self._ids = itertools.count(1)
         self._manifest: Manifest | None = None
-        self._cost: Result = {}
+        self._cost: Result = {"twin_bytes": [], "twin_kv_blocks": 0}
         self._last: Result | None = None
         self._operations: dict[str, Callable[..., Result]] = {
             "status": self.status,
@@ -83,19 +85,15 @@ class UpdateEngine:
             "digests": self.digests,
         }
 
+    @described
     def handle(self, operation: str, arguments: Result) -> Result:
         """Run one operation; errors come back described."""
-        try:
-            return self._operations[operation](**arguments)
-        except UpdateError as error:
-            return {"error": error.as_dict()}
-        except Exception as error:
-            logger.exception("fp8ext: operation %s failed", operation)
-            return {"error": UpdateError("internal", f"{type(error).__name__}: {error}", status=500).as_dict()}
+        return self._operations[operation](**arguments)
 
     def status(self) -> Result:
         """What is served, and what stands by."""
-        self._known_manifest()
+        if self.core.settings.staging != "none":
+            self._known_manifest()
         updating = self._open_session()
         state = "poisoned" if self.poisoned else "updating" if updating else "serving"
         return {
@@ -131,7 +129,9 @@ class UpdateEngine:
         if id is not None and id in self.sessions:
             return self.sessions[id].as_dict()
         if partial:
-            raise UpdateError("unsupported", "partial updates are not supported yet: send every tensor", status=422)
+            raise UpdateError(
+                "unsupported", "partial updates are not supported yet: send every tensor", status=422
+            )
         busy = self._open_session()
         if busy is not None:
             raise UpdateError("update-open", f"update {busy.id} is open: one at a time", open=busy.id)
@@ -147,6 +147,7 @@ class UpdateEngine:
     def stage(self, id: str, chunk: str, path: str) -> Result:
         """Start to stage a safetensors file as one chunk of an update; returns a job."""
         session = self._session(id)
+        self._reap()
         specs = read_header(Path(path))
         session.receive(chunk, specs, Path(path).stat().st_size)
         if self.previous is not None or len(session.chunks) == 1:
@@ -156,9 +157,23 @@ class UpdateEngine:
         return self._start("stage", "stage", path, names, session=session.id, chunk=chunk)
 
     def poll(self, job: int) -> Result:
-        """Progress of a job: `done` once every rank is."""
+        """Progress of a job: `done`, with its result, once every rank is."""
+        if job in self._done:
+            return {"done": True, **self._done.pop(job)}
         if job not in self.jobs:
             raise UpdateError("unknown-job", f"no job {job}", status=404)
+        return self._advance(job)
+
+    def _reap(self) -> None:
+        """Take in finished jobs whose caller may have stopped to poll."""
+        for job in list(self.jobs):
+            result = self._advance(job)
+            if result.pop("done"):
+                self._done[job] = result
+        for job in list(self._done)[:-KEPT_RESULTS]:
+            del self._done[job]
+
+    def _advance(self, job: int) -> Result:
         outcomes = self._results[job]
         fresh = self.core.ranks("poll", job)
         tensors = 0
@@ -180,6 +195,7 @@ class UpdateEngine:
     def prepare(self, id: str) -> Result:
         """Validate an update as a whole."""
         session = self._session(id)
+        self._reap()
         start = time.perf_counter()
         session.prepare(self.live.epoch)
         session.seconds.setdefault("prepare", time.perf_counter() - start)
@@ -192,7 +208,12 @@ class UpdateEngine:
             return session.as_dict()
         self.prepare(id)
         label = Label(self.live.epoch + 1, session.version)
-        phases = self._exchange(label, session.running)
+        try:
+            phases = self._exchange(label, session.running)
+        except UpdateError:
+            if self.poisoned:
+                session.forget()
+            raise
         session.seconds.update(phases)
         session.seconds["total"] = time.time() - session.opened_at
         session.commit({"epoch": label.epoch, "version": label.version, "pause_seconds": phases["pause"]})
@@ -214,7 +235,9 @@ class UpdateEngine:
         """Serve the previous weights again, as a new epoch."""
         self._known_manifest()
         if self.previous is None:
-            raise UpdateError("no-previous", "no previous weights: no update was committed, or a newer one was begun")
+            raise UpdateError(
+                "no-previous", "no previous weights: no update was committed, or a newer one was begun"
+            )
         label = Label(self.live.epoch + 1, self.previous.version)
         phases = self._exchange(label, Running(running))
         return {"epoch": label.epoch, "version": label.version, "seconds": phases}
@@ -222,7 +245,7 @@ class UpdateEngine:
     def digests(self) -> Result:
         """Start to compute the digests of the served weights; returns a job."""
         self._known_manifest()
-        return self._start("digests", "digests", False)
+        return self._start("digests", "digests")
 
     def _exchange(self, label: Label, running: Running) -> dict[str, float]:
         """The commit proper, on a step boundary: all ranks or none. Returns the seconds of each phase."""
@@ -231,14 +254,20 @@ class UpdateEngine:
         start = time.perf_counter()
         drain = self.core.pause()
         exchanged = time.perf_counter()
+        healing = self.poisoned is not None
         self._swap_all()
         caches = time.perf_counter()
-        self.previous, self.live = self.live, label
-        self.core.enter_epoch(label.epoch, recompute=running is Running.RECOMPUTE)
-        self.core.label(label)
+        self.previous, self.live = None if healing else self.live, label
+        try:
+            self.core.enter_epoch(label.epoch, recompute=healing or running is Running.RECOMPUTE)
+            self.core.label(label)
+        except Exception as error:
+            self._poison(f"the caches could not be separated from the old weights: {error}")
         self.core.resume()
         end = time.perf_counter()
-        logger.info("fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, (end - start) * 1e3)
+        logger.info(
+            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, (end - start) * 1e3
+        )
         return {"drain": drain, "exchange": caches - exchanged, "caches": end - caches, "pause": end - start}
 
     def _swap_all(self) -> None:
@@ -253,14 +282,19 @@ class UpdateEngine:
         swapped = [rank for rank, result in enumerate(results) if "error" not in result]
         undone = self.core.ranks("exchange", swapped) if swapped else []
         if any(result["broken"] for result in failures) or any("error" in result for result in undone):
-            self.poisoned = str(error)
-            self.previous = None
-            raise UpdateError("poisoned", f"the commit failed half-way: {error}", status=500)
+            self._poison(str(error))
         if self.poisoned is None:
             self.core.resume()
         raise error
 
-    def _start(self, kind: str, method: str, *args: Any, session: str | None = None, chunk: str | None = None) -> Result:
+    def _poison(self, reason: str) -> NoReturn:
+        """Nobody knows what is served: stay paused until a full update has been staged and committed."""
+        self.poisoned, self.previous = reason, None
+        raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=500)
+
+    def _start(
+        self, kind: str, method: str, *args: Any, session: str | None = None, chunk: str | None = None
+    ) -> Result:
         job = next(self._ids)
         started = self._all(method, job, *args)
         self.jobs[job] = Job(kind, session, chunk, self.live.epoch, time.perf_counter())
@@ -288,12 +322,14 @@ class UpdateEngine:
         session = self.sessions.get(job.session or "")
         if session is None:
             return {"error": UpdateError("unknown-update", f"no update {job.session}", status=404).as_dict()}
-        problems = [{"kind": "internal", "detail": error["message"]} for error in errors]
-        problems += _distinct([problem for result in results for problem in result.get("problems", ())])
-        session.staged(job.chunk or "", problems)
+        problems = _distinct([problem for result in results for problem in result.get("problems", ())])
+        faults = [{"kind": error["kind"], "detail": error["message"]} for error in errors]
+        session.staged(job.chunk or "", problems + faults)
         session.seconds["staging"] = session.seconds.get("staging", 0.0) + time.perf_counter() - job.started
         session.squared_error += sum(result.get("squared_error", 0.0) for result in results)
         session.squared_norm += sum(result.get("squared_norm", 0.0) for result in results)
+        if errors:
+            return {"error": errors[0]}
         if problems:
             return {"error": refusal(problems).as_dict()}
         return {"update": session.as_dict()}
@@ -309,7 +345,9 @@ class UpdateEngine:
     def _known_manifest(self) -> Manifest:
         if self._manifest is None:
             if self.core.quantization != "blockfp8":
-                raise UpdateError("updates-unavailable", "this server was not started with --quantization blockfp8")
+                raise UpdateError(
+                    "updates-unavailable", "this server was not started with --quantization blockfp8"
+                )
             parts = self._all("describe")
             self._manifest = merge(Manifest.from_dict(part["manifest"]) for part in parts)
             self._cost = {

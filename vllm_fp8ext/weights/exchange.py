@@ -38,6 +38,7 @@ class Exchange:
         except BaseException:
             self._undo(swapped)
             raise
+        self.broken = False
 
     def _undo(self, swapped: list[tuple[Tensor, Tensor]]) -> None:
         try:

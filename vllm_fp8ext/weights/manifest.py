@@ -83,7 +83,12 @@ class Manifest:
                 )
             if spec.dtype not in DTYPES:
                 found.append(
-                    {"kind": "wrong-dtype", "tensor": spec.name, "expected": list(DTYPES), "found": spec.dtype}
+                    {
+                        "kind": "wrong-dtype",
+                        "tensor": spec.name,
+                        "expected": list(DTYPES),
+                        "found": spec.dtype,
+                    }
                 )
         return found
 
@@ -106,7 +111,8 @@ class Manifest:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Manifest":
         tensors = {
-            name: TensorSpec(name, tuple(entry["shape"]), entry["dtype"]) for name, entry in data["tensors"].items()
+            name: TensorSpec(name, tuple(entry["shape"]), entry["dtype"])
+            for name, entry in data["tensors"].items()
         }
         pieces = {
             name: tuple(_piece(piece) for piece in entry["pieces"]) for name, entry in data["tensors"].items()
@@ -124,8 +130,12 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
     first = ranks[0]
     for other in ranks[1:]:
         if other.tensors != first.tensors or other.scale_format != first.scale_format:
-            raise UpdateError("rank-mismatch", "the ranks of this engine disagree on the tensors they take", status=500)
-    pieces = {name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in first.tensors}
+            raise UpdateError(
+                "rank-mismatch", "the ranks of this engine disagree on the tensors they take", status=500
+            )
+    pieces = {
+        name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in first.tensors
+    }
     ignored = frozenset.intersection(*(rank.ignored for rank in ranks))
     return Manifest(first.tensors, ignored, pieces, first.scale_format, len(ranks))
 

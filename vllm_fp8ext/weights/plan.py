@@ -7,6 +7,7 @@ model code at all: any tensor can come at any time, in any order, on any thread.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def trace(
         try:
             with recorder:
                 load_weights([(spec.name, source)])
-            pieces[spec.name] = tuple(
+            pieces[spec.name] = _merged(
                 _piece(path, parameters[path], path in quantized, source, rank, *views)
                 for path, *views in recorder.copies
                 if views[0].numel()
@@ -78,7 +79,13 @@ class _Recorder(TorchDispatchMode):
 
 
 def _piece(
-    path: str, parameter: Tensor, quantized: bool, whole: Tensor, rank: int, source: Tensor, destination: Tensor
+    path: str,
+    parameter: Tensor,
+    quantized: bool,
+    whole: Tensor,
+    rank: int,
+    source: Tensor,
+    destination: Tensor,
 ) -> Piece:
     if source.shape != destination.shape:
         raise ConfigError(f"shape {list(source.shape)} is broadcast to {list(destination.shape)}")
@@ -94,6 +101,26 @@ def _piece(
         quantized=quantized,
         dtype=str(parameter.dtype).removeprefix("torch."),
     )
+
+
+def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Pieces that continue each other's rows, in the tensor and in the parameter, as one."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        rows = last.source[0][1] - last.source[0][0] if last and last.source else 0
+        if (
+            last
+            and rows
+            and (last.target, last.source[1:], last.origin[1:])
+            == (piece.target, piece.source[1:], piece.origin[1:])
+            and last.source[0][1] == piece.source[0][0]
+            and last.origin[0] + rows == piece.origin[0]
+        ):
+            merged[-1] = replace(last, source=((last.source[0][0], piece.source[0][1]), *last.source[1:]))
+        else:
+            merged.append(piece)
+    return tuple(merged)
 
 
 def _box(view: Tensor, shape: torch.Size) -> tuple[tuple[int, int], ...]:

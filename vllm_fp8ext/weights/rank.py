@@ -5,7 +5,6 @@ Staging and digests run on one thread of their own, one job after the other, so 
 the worker's main thread, between steps.
 """
 
-import functools
 import hashlib
 import queue
 import threading
@@ -17,28 +16,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kernels.reference import NonFiniteError
-from vllm_fp8ext.weights.digest import digest
+from vllm_fp8ext.weights.digest import combine, digest
 from vllm_fp8ext.weights.twin import Twin
 
 Result = dict[str, Any]
-
-
-def described(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Turn exceptions into results: an exception on one rank would leave the other ranks' replies unread."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Result:
-        try:
-            return method(*args, **kwargs)
-        except UpdateError as error:
-            return {"error": error.as_dict()}
-        except Exception as error:
-            failure = UpdateError("internal", f"{type(error).__name__}: {error}", status=500)
-            return {"error": failure.as_dict()}
-
-    return call
 
 
 class Rank:
@@ -74,10 +57,10 @@ class Rank:
         return self._start(job, lambda: self._stage(job, Path(path), names))
 
     @described
-    def digests(self, job: int, twin: bool) -> Result:
-        """Start to compute this rank's digests of the live (or the twin's) weights, and a SHA-256 over the path and storage
+    def digests(self, job: int) -> Result:
+        """Start to compute this rank's digests of the live weights, and a SHA-256 over the path and storage
         address of each: the same as long as none has moved."""
-        return self._start(job, lambda: self._digests(twin))
+        return self._start(job, self._digests)
 
     @described
     def poll(self, job: int) -> Result:
@@ -89,7 +72,7 @@ class Rank:
 
     @described
     def exchange(self, only: list[int] | None = None) -> Result:
-        """Swap live and twin contents, on this rank or on the ranks named. A failure is undone; `broken` if that failed too."""
+        """Swap live and twin contents, unless other ranks are named. A failure is undone; `broken` if that failed."""
         if only is not None and self.rank not in only:
             return {}
         start = time.perf_counter()
@@ -136,12 +119,10 @@ class Rank:
         seconds = time.perf_counter() - start
         return {"problems": problems, "squared_error": error, "squared_norm": norm, "seconds": seconds}
 
-    def _digests(self, twin: bool) -> Result:
+    def _digests(self) -> Result:
         listed = "\n".join(f"{path} {address}" for path, address in self.twin.addresses().items())
         found = {}
         for name, pieces in self.twin.stager.pieces.items():
-            for piece in pieces:
-                values, scales = self.twin.served(piece.target, twin=twin)
-                found[name] = digest(piece, values, scales)
+            found[name] = combine([digest(piece, *self.twin.served(piece.target)) for piece in pieces])
         addresses = hashlib.sha256(listed.encode()).hexdigest()
         return {"rank": self.rank, "digests": found, "addresses": addresses}

@@ -73,13 +73,16 @@ class Session:
         specs = list(specs)
         existing = self.chunks.get(key)
         if existing is not None and not existing.staged and not existing.problems:
-            raise UpdateError("chunk-busy", f"chunk {key} is still being staged: send it again when it is done")
+            raise UpdateError(
+                "chunk-busy", f"chunk {key} is still being staged: send it again when it is done"
+            )
         problems = self.manifest.problems(specs)
         for other_key, other in self.chunks.items():
             if other_key != key:
                 repeated = {spec.name for spec in specs} & other.names - self.manifest.ignored
                 problems += [
-                    {"kind": "duplicate-tensor", "tensor": name, "chunk": other_key} for name in sorted(repeated)
+                    {"kind": "duplicate-tensor", "tensor": name, "chunk": other_key}
+                    for name in sorted(repeated)
                 ]
         if problems:
             raise refusal(problems)
@@ -141,6 +144,11 @@ class Session:
         self.state = State.COMMITTED
         self.result = result
 
+    def forget(self) -> None:
+        """What was staged is lost: everything must be sent again."""
+        self.state = State.OPEN
+        self.chunks.clear()
+
     def abandon(self) -> None:
         """Give the update up. Idempotent; a committed one can't be."""
         if self.state is State.COMMITTED:
@@ -187,10 +195,14 @@ class Session:
 def refusal(problems: list[dict[str, Any]]) -> UpdateError:
     """One error for everything wrong with a chunk; its kind is the problems' when they agree."""
     kinds = {problem["kind"] for problem in problems}
-    lines = [" ".join(f"{key} {value}" for key, value in problem.items() if key != "kind") for problem in problems]
+    lines = [
+        " ".join(f"{key} {value}" for key, value in problem.items() if key != "kind") for problem in problems
+    ]
     described = [f"{problem['kind']}: {line}" for problem, line in zip(problems, lines, strict=True)]
     kind = kinds.pop() if len(kinds) == 1 else "invalid-tensors"
-    return UpdateError(kind, f"{len(problems)} problems: {_some(described, '; ')}", status=422, problems=problems)
+    return UpdateError(
+        kind, f"{len(problems)} problems: {_some(described, '; ')}", status=422, problems=problems
+    )
 
 
 def _some(items: list[str], separator: str = ", ", limit: int = 8) -> str:

@@ -32,7 +32,9 @@ class Strip:
 class QuantizedTarget:
     """Codes and scales of one twin parameter `[N, K]`."""
 
-    def __init__(self, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype, scale_format: ScaleFormat) -> None:
+    def __init__(
+        self, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype, scale_format: ScaleFormat
+    ) -> None:
         self.codes = codes_NK
         self.scales = scales_NbKb
         self.dtype = dtype
@@ -109,9 +111,11 @@ class Stager:
                 more_error, more_norm = target.write(piece.origin[0], source)
                 error, norm = error + more_error, norm + more_norm
                 continue
-            if not bool(torch.isfinite(source).all()):
-                raise NonFiniteError(f"{name}: expected finite values, found NaN or infinity")
-            place(self.plain[piece.target], piece).copy_(source)
+            destination = place(self.plain[piece.target], piece)
+            values = source.to(destination.dtype)
+            if not bool(torch.isfinite(values).all()):
+                raise NonFiniteError(f"{piece.target}: expected finite values, found NaN or infinity")
+            destination.copy_(values)
         return error, norm
 
 

@@ -32,7 +32,9 @@ _DERIVED = frozenset({"dequantized"})
 class Twin:
     """The twin of one rank, ready to be staged into and exchanged."""
 
-    def __init__(self, live: nn.Module, twin: nn.Module, specs: Iterable[TensorSpec], rank: int, tied: bool) -> None:
+    def __init__(
+        self, live: nn.Module, twin: nn.Module, specs: Iterable[TensorSpec], rank: int, tied: bool
+    ) -> None:
         self.live = live
         self.model = twin
         _drop_kv_placeholders(twin)
@@ -55,22 +57,35 @@ class Twin:
         self.manifest = Manifest(tensors, frozenset(ignored), pieces, self.scale_format, 1)
 
     def commit(self) -> None:
-        """Swap live and twin contents and rebuild what is derived from the live ones."""
+        """Swap live and twin contents and rebuild what is derived from the live ones; all of it or nothing."""
         self.exchange.run()
+        try:
+            self._derive()
+        except BaseException:
+            self.exchange.run()
+            self.exchange.broken = True  # unless what was derived before can be derived again
+            self._derive()
+            self.exchange.broken = False
+            raise
+
+    def _derive(self) -> None:
         for _, layer in _quantized_layers(self.live):
             layer.quant_method.derive(layer)
 
-    def served(self, target: str, *, twin: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Live (or twin) values of a parameter, and its scales when it is quantized."""
+    def served(self, target: str) -> tuple[Tensor, Tensor | None]:
+        """Live values of a parameter, and its scales when it is quantized."""
         path, _, name = target.rpartition(".")
-        module = (self.model if twin else self.live).get_submodule(path)
+        module = self.live.get_submodule(path)
         scales = getattr(module, SCALES) if target in self.quantized_paths else None
         return getattr(module, name).data, scales
 
     def addresses(self) -> dict[str, int]:
         """Storage address of every exchanged live tensor, by path."""
         tensors = dict(_reachable(self.live))
-        return {path: tensors[path].data_ptr() for path in sorted(_exchanged(tensors, _targets(self.stager.pieces)))}
+        return {
+            path: tensors[path].data_ptr()
+            for path in sorted(_exchanged(tensors, _targets(self.stager.pieces)))
+        }
 
 
 def _trace(
@@ -78,7 +93,7 @@ def _trace(
 ) -> tuple[dict[str, tuple[Piece, ...]], set[str], dict[str, TensorSpec]]:
     """Pieces by name, ignored names and required tensors."""
     paths = frozenset(f"{path}.{CODES}" for path in layers)
-    pieces = trace(twin.load_weights, _parameters(twin), specs, quantized=paths, rank=rank)  # type: ignore[arg-type]
+    pieces = trace(twin.load_weights, _parameters(twin), specs, quantized=paths, rank=rank)
     last = {(piece.target, piece.origin): name for name, parts in pieces.items() for piece in parts}
     used = {
         name: parts
@@ -113,14 +128,21 @@ def _pairs(live: nn.Module, twin: nn.Module, targets: frozenset[str]) -> list[tu
     """
     tensors, others = dict(_reachable(live)), dict(_reachable(twin))
     exchanged = _exchanged(tensors, targets)
-    problems = [f"{path}: only in {'live' if path in tensors else 'twin'}" for path in sorted(
-        path for path in tensors.keys() ^ others.keys() if path.rpartition(".")[2] not in _KV_STATE | _DERIVED
-    )]
+    problems = [
+        f"{path}: only in {'live' if path in tensors else 'twin'}"
+        for path in sorted(
+            path
+            for path in tensors.keys() ^ others.keys()
+            if path.rpartition(".")[2] not in _KV_STATE | _DERIVED
+        )
+    ]
     for path in sorted(tensors.keys() & others.keys()):
         here, there = tensors[path], others[path]
         if path in exchanged:
             if here.shape != there.shape or here.dtype != there.dtype or here.stride() != there.stride():
-                problems.append(f"{path}: laid out differently in live {_layout(here)} and twin {_layout(there)}")
+                problems.append(
+                    f"{path}: laid out differently in live {_layout(here)} and twin {_layout(there)}"
+                )
         elif path.rpartition(".")[2] not in _KV_STATE | _DERIVED and not _same(here, there):
             problems.append(f"{path}: neither loaded from the checkpoint nor equal in live and twin")
     unknown = targets - tensors.keys()
@@ -187,7 +209,9 @@ def _same(here: Tensor, there: Tensor) -> bool:
         return False
     if here.untyped_storage().data_ptr() == there.untyped_storage().data_ptr():
         return True
-    return torch.equal(here.contiguous().view(torch.uint8), there.contiguous().to(here.device).view(torch.uint8))
+    return torch.equal(
+        here.contiguous().view(torch.uint8), there.contiguous().to(here.device).view(torch.uint8)
+    )
 
 
 def _layout(tensor: Tensor) -> str:

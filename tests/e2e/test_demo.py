@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fp8ext demo` itself, and that it tells when something is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_fp8ext.demo import run as demo
+
+
+def test_demo(tmp_path: Path):
+    results = tmp_path / "demo.json"
+    line = [
+        sys.executable,
+        "-P",
+        "-m",
+        "vllm_fp8ext.cli",
+        "demo",
+        "--problems",
+        "200",
+        "--json",
+        str(results),
+    ]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(results.read_text())
+    assert found["ok"]
+    assert len(found["rows"]) == 12
+    assert found["accuracy"]["before"]["fp8"] < 0.5
+    assert found["accuracy"]["after"]["fp8"] > 0.98
+    assert [span["version"] for span in found["weight_versions"]] == ["epoch-0", "late"]
+
+
+def test_exit_code_when_a_row_is_not_ok(monkeypatch, capsys):
+    monkeypatch.setattr(
+        demo, "_run", lambda count, folder, report, console: report.add("a row", "found", False)
+    )
+    assert demo.run(1, None) == 1
+    assert "NOT OK" in capsys.readouterr().out
+
+
+def test_exit_code_when_a_server_does_not_start(monkeypatch, capsys):
+    def fail(*_: object) -> None:
+        raise RuntimeError("the server ended with code 1")
+
+    monkeypatch.setattr(demo, "_run", fail)
+    assert demo.run(1, None) == 1
+    assert "ended with code 1" in capsys.readouterr().out

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a commit does to running requests, to the prefix cache, and to what responses say about it."""
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from vllm_fp8ext.checkpoints import EARLY, LATE
+from vllm_fp8ext.demo.server import MODEL, Server
+from vllm_fp8ext.demo.traffic import Completion, traffic
+from vllm_fp8ext.serve.client import Client
+from vllm_fp8ext.serve.safetensors_file import bodies, ranges_of
+
+from .ask import complete, metric
+
+BLOCK = 32
+"""Tokens in a KV-cache block of these servers."""
+PROMPT = "123+456=9750" * 8
+"""96 tokens: three full blocks."""
+
+
+def _straddle(server: Server, running: str, prompt: str = "111+222=", tokens: int = 230) -> Completion:
+    """A completion of `prompt` during which the late checkpoint, staged before, was committed."""
+
+    async def commit(weights: Client, id: str) -> None:
+        await asyncio.sleep(0.15)
+        await asyncio.to_thread(weights.commit, id)
+
+    async def run(weights: Client, id: str) -> list[Completion]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            _, found = await traffic(client, [prompt] * 4, tokens, lambda: commit(weights, id), streamed=0)
+        return found
+
+    body = bodies(ranges_of(LATE), 1 << 30)[0]
+    with server.client() as weights:
+        update = weights.open(version="late", running=running)  # type: ignore[arg-type]
+        weights.put_chunk(update.id, 0, body.read(), body.length)
+        found = asyncio.run(run(weights, update.id))
+    return next(seen for seen in found if seen.straddles)
+
+
+def _cached(server: Server, prompt: str) -> int:
+    """Tokens of a prompt that were found in the prefix cache."""
+    details = complete(server, prompt, 1)["usage"]["prompt_tokens_details"]
+    return details["cached_tokens"] if details else 0
+
+
+def _check_spans(spans: list[dict[str, Any]], tokens: int, *versions: str) -> None:
+    assert [span["version"] for span in spans] == list(versions)
+    assert spans[0]["start"] == 0
+    assert spans[-1]["end"] == tokens
+    assert all(a["end"] == b["start"] and b["epoch"] == a["epoch"] + 1 for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize("running", ["keep", "recompute"])
+def test_a_running_request_gets_both_weights(server: Server, running: str):
+    with server.client() as client:
+        old = client.weights().version
+    preempted = metric(server, "vllm:num_preemptions_total")
+    found = _straddle(server, running)
+    _check_spans(found.weight_versions, 230, old, "late")
+    assert len(found.text) > 0
+    more = metric(server, "vllm:num_preemptions_total") - preempted
+    assert more >= 1 if running == "recompute" else more == 0
+
+
+def test_recompute_continues_as_the_new_weights_would(single: Server):
+    """After the commit every token is what the new weights sample for all that stands before it."""
+    with single.client() as client:
+        old = client.weights().version
+    found = _straddle(single, "recompute", tokens=120)
+    _check_spans(found.weight_versions, 120, old, "late")
+    switch = found.weight_versions[1]["start"]
+    fresh = complete(single, "111+222=" + found.text[:switch], 120 - switch, ignore_eos=True)["choices"][0]
+    assert "<" not in found.text
+    same = 0
+    for ours, theirs in zip(found.text[switch:], fresh["text"], strict=False):
+        if ours != theirs:
+            break
+        same += 1
+    assert same >= min(8, 120 - switch)
+
+
+def test_cached_blocks_are_not_found_across_epochs(server: Server):
+    with server.client() as client:
+        _cached(server, PROMPT)
+        assert _cached(server, PROMPT) >= BLOCK
+        for change in (
+            lambda: client.push(LATE, version="late"),
+            lambda: client.rollback(),
+            lambda: client.push(LATE, version="late", running="recompute"),
+            lambda: client.rollback("recompute"),
+        ):
+            change()
+            assert _cached(server, PROMPT) == 0
+            assert _cached(server, PROMPT) >= BLOCK
+
+
+def test_a_kept_request_leaves_nothing_behind_in_the_cache(server: Server):
+    """Its later blocks hold K and V that mix both weights: no request of the new epoch may find them."""
+    found = _straddle(server, "keep", prompt=PROMPT, tokens=100)
+    assert len(found.weight_versions) == 2
+    assert _cached(server, PROMPT) == 0
+    assert len(found.text) >= 2 * BLOCK
+    assert 0 < _cached(server, PROMPT + found.text) <= len(PROMPT)
+
+
+def test_weight_versions_with_the_openai_client(server: Server):
+    with server.client() as client:
+        client.push(EARLY, version="step 7")
+        epoch = client.weights().epoch
+    expected = [{"version": "step 7", "epoch": epoch, "start": 0, "end": 5}]
+    openai = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 5,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    messages: Any = [{"role": "user", "content": "123+456="}]
+    completion = openai.completions.create(prompt=["1+", "2+"], n=2, **{**options, "temperature": 1})
+    assert [choice.weight_versions for choice in completion.choices] == [expected] * 4  # type: ignore[attr-defined]
+    chat = openai.chat.completions.create(messages=messages, **options)
+    assert chat.choices[0].weight_versions == expected  # type: ignore[attr-defined]
+    for events in (
+        openai.completions.create(prompt="123+456=", stream=True, **options),
+        openai.chat.completions.create(messages=messages, stream=True, **options),
+    ):
+        choices = [choice for event in events for choice in event.choices]
+        carrying = [choice for choice in choices if hasattr(choice, "weight_versions")]
+        assert [choice.weight_versions for choice in carrying] == [expected]
+        assert carrying[0].finish_reason == "length"
+    openai.close()
+
+
+def test_a_repeated_version_is_still_two_spans(server: Server):
+    with server.client() as client:
+        client.push(EARLY, version="late")
+    _check_spans(_straddle(server, "keep").weight_versions, 230, "late", "late")

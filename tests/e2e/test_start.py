@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting a server: what is refused and how, and other kinds of checkpoints."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+
+from vllm_fp8ext.checkpoints import EARLY, LATE, problems
+from vllm_fp8ext.demo.server import SMALL, Server
+from vllm_fp8ext.demo.traffic import accuracy, answers
+from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.weights.digest import checkpoint_digests
+from vllm_fp8ext.weights.manifest import Manifest
+
+from .ask import complete
+
+
+@pytest.fixture(scope="module")
+def block_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The late checkpoint in DeepSeek's format."""
+    folder = tmp_path_factory.mktemp("block_fp8")
+    tensors = {}
+    for name, tensor in load_file(LATE / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"] = reference.quantize_weight(tensor)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((LATE / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_bytes((LATE / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An FP32 checkpoint with biases, untied embeddings and no dimension that is a multiple of 128."""
+    folder = tmp_path_factory.mktemp("ragged")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=192,
+        intermediate_size=328,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((LATE / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def others(
+    block_fp8: Path, ragged: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Server]]:
+    """A server on each of these checkpoints, the first with an FP8 KV cache."""
+    logs = tmp_path_factory.mktemp("logs")
+    started = {
+        "block_fp8": Server(
+            block_fp8,
+            logs / "block_fp8.log",
+            arguments=(*SMALL, "--kv-cache-dtype", "fp8"),
+            settings={"kv_scales": "static"},
+        ),
+        "ragged": Server(
+            ragged,
+            logs / "ragged.log",
+            arguments=(*SMALL, "--dtype", "bfloat16"),
+            settings={"scale_format": "pow2"},
+        ),
+    }
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Server.wait, started.values()))
+        yield started
+    finally:
+        for server in started.values():
+            server.stop()
+
+
+def test_a_block_fp8_checkpoint_is_served_as_it_is(others: dict[str, Server]):
+    server = others["block_fp8"]
+    asked = problems(40)
+    with server.client() as client:
+        assert client.weights().kv_scales == "static"
+        manifest = Manifest.from_dict(client.manifest())
+        assert client.digests().digests == checkpoint_digests(LATE, manifest)
+        assert accuracy(answers(server.url, asked), asked) > 0.95
+        client.push(EARLY, version="early")
+        assert client.digests().digests == checkpoint_digests(EARLY, manifest)
+        assert accuracy(answers(server.url, asked), asked) < 0.6
+
+
+def test_ragged_fp32_with_biases(others: dict[str, Server], ragged: Path):
+    server = others["ragged"]
+    prompt = "12+34=5678"
+    before = complete(server, prompt, 12, ignore_eos=True)["choices"][0]["token_ids"]
+    with server.client() as client:
+        manifest = Manifest.from_dict(client.manifest())
+        assert "model.layers.0.self_attn.q_proj.bias" in manifest.tensors
+        assert client.digests().digests == checkpoint_digests(ragged, manifest)
+        cold = client.digests()
+        zeros = {name: torch.zeros(spec.shape) for name, spec in manifest.tensors.items()}
+        other = ragged / "other"
+        other.mkdir()
+        save_file(zeros, other / "model.safetensors")
+        client.push(other)
+        assert client.digests().digests == checkpoint_digests(other, manifest) != cold.digests
+        client.push(ragged / "model.safetensors")
+        again = client.digests()
+        assert (again.digests, again.addresses) == (cold.digests, cold.addresses)
+    assert complete(server, prompt, 12, ignore_eos=True)["choices"][0]["token_ids"] == before
+
+
+def test_the_served_model_of_ragged_shapes_is_the_reference(others: dict[str, Server], ragged: Path):
+    """Fused q, k and v in one block grid; power-of-two scales; biases."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(ragged, dtype=torch.bfloat16).eval()
+    for layer in model.model.layers:
+        _fuse(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
+        _fuse(layer.self_attn, ("o_proj",))
+        _fuse(layer.mlp, ("gate_proj", "up_proj"))
+        _fuse(layer.mlp, ("down_proj",))
+    tokens = [5, 9, 14, 20, 33, 47, 60, 71]
+    with torch.inference_mode():
+        expected = torch.log_softmax(model(torch.tensor([tokens])).logits.float(), -1)[0, :-1]
+    reply = complete(others["ragged"], tokens, 1, prompt_logprobs=5)["choices"][0]["prompt_logprobs"][1:]
+    differences = [
+        abs(entry["logprob"] - float(expected[position, int(token)]))
+        for position, row in enumerate(reply)
+        for token, entry in row.items()
+    ]
+    assert sum(differences) / len(differences) < 0.05
+
+
+def _fuse(parent: Any, names: tuple[str, ...]) -> None:
+    """Replace projections by slices of one fused layer in the reference numerics."""
+    weight = torch.cat([getattr(parent, name).weight.data for name in names])
+    codes, scales = reference.quantize_weight(weight, "pow2")
+    start = 0
+    for name in names:
+        module = getattr(parent, name)
+        rows = module.weight.shape[0]
+        module.forward = _slice(codes, scales, start, rows, module.bias)
+        start += rows
+
+
+def _slice(codes: Any, scales: Any, start: int, rows: int, bias: Any) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        out = reference.gemm(*reference.quantize_activation(flat, "pow2"), codes, scales)[
+            :, start : start + rows
+        ]
+        out = out.to(x.dtype)
+        return (out if bias is None else out + bias).view(*x.shape[:-1], rows)
+
+    return forward
+
+
+REFUSED = {
+    "unknown key": (
+        ["--additional-config", '{"fp8ext": {"scale_fromat": "pow2"}}'],
+        {},
+        "scale_fromat: unknown key; the keys are",
+    ),
+    "wrong value": (
+        ["--additional-config", '{"fp8ext": {"scale_format": "e8m0"}}'],
+        {},
+        "scale_format: Input should be 'fp32' or 'pow2'",
+    ),
+    "FP8 KV cache": (["--kv-cache-dtype", "fp8"], {}, "needs a choice of K and V scales"),
+    "LoRA": (["--enable-lora"], {}, "--enable-lora: adapters are not part of an update"),
+    "dev mode": ([], {"VLLM_SERVER_DEV_MODE": "1"}, "it opens weight routes that need no key"),
+    "pow2 on fp32 scales": (
+        ["--additional-config", '{"fp8ext": {"scale_format": "pow2"}}'],
+        {},
+        "would round its weights",
+    ),
+    "mixture of experts": (["--load-format", "dummy"], {}, "does not serve mixture-of-experts models yet"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(block_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code and output of each start that must fail; two at a time."""
+    moe = tmp_path_factory.mktemp("moe")
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 1,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 4,
+        "vocab_size": 128,
+    }
+    Qwen3MoeConfig(
+        **shape, **heads, num_experts_per_tok=2, architectures=["Qwen3MoeForCausalLM"]
+    ).save_pretrained(moe)
+    models = {"pow2 on fp32 scales": block_fp8, "mixture of experts": moe}
+
+    def start(case: str) -> tuple[int, str]:
+        arguments, variables, _ = REFUSED[case]
+        line = [
+            sys.executable,
+            "-P",
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(models.get(case, EARLY)),
+        ]
+        line += ["--quantization", "blockfp8", *SMALL, *arguments, "--port", "0", "--skip-tokenizer-init"]
+        env = {**os.environ, **variables, "VLLM_PLUGINS": "fp8ext", "FP8EXT_ADMIN_KEY": "k"}
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=240)
+        return done.returncode, done.stdout + done.stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(REFUSED, pool.map(start, REFUSED), strict=True))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_start(refused: dict[str, tuple[int, str]], case: str):
+    code, output = refused[case]
+    assert code != 0
+    assert REFUSED[case][2] in output
+
+
+def test_the_literal_command_without_plugins_and_key(tmp_path: Path):
+    """`vllm serve MODEL --quantization blockfp8` just works; without a key there are no routes, and one line says so."""
+    vllm = Path(sys.executable).with_name("vllm")
+    server = Server.__new__(Server)  # only its helpers: this one is started by vLLM's own command
+    from vllm_fp8ext.demo.server import _free_port
+
+    server.port = _free_port()
+    server.url = f"http://127.0.0.1:{server.port}"
+    server.log = tmp_path / "literal.log"
+    env = {key: value for key, value in os.environ.items() if key != "FP8EXT_ADMIN_KEY"} | {
+        "VLLM_PLUGINS": "fp8ext"
+    }
+    line = [str(vllm), "serve", str(LATE), "--quantization", "blockfp8", "--port", str(server.port), *SMALL]
+    with server.log.open("wb") as log:
+        line += ["--served-model-name", "model"]
+        server.process = subprocess.Popen(
+            line, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    with server:
+        server.wait()
+        asked = problems(20)
+        assert accuracy(answers(server.url, asked), asked) > 0.9
+        assert httpx.get(f"{server.url}/fp8ext/v1/weights", timeout=10).status_code == 404
+        assert (
+            server.log.read_text().count("no weight-update routes, because FP8EXT_ADMIN_KEY is not set") == 1
+        )

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference linear operator against float64, and the contract that compilers hold it to."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_fp8ext.kernels import linear, reference
+from vllm_fp8ext.kernels.linear import reference_linear
+from vllm_fp8ext.kernels.reference import ScaleFormat
+
+SIZES = st.one_of(st.integers(1, 9), st.sampled_from((127, 128, 129, 256)), st.integers(1, 300))
+ROUND_OFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def operands(
+    m: int, n: int, k: int, seed: int, dtype: torch.dtype, scale_format: ScaleFormat
+) -> tuple[Tensor, ...]:
+    """An activation, and codes and scales of a weight."""
+    noise = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(m, k, generator=noise), torch.randn(n, k, generator=noise) * 0.1
+    return x.to(dtype), *reference.quantize_weight(weight, scale_format)
+
+
+@given(
+    st.integers(1, 20),
+    SIZES,
+    SIZES,
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(tuple(ROUND_OFF)),
+    st.sampled_from(("fp32", "pow2")),
+    st.sampled_from((1, 700, 1 << 24)),
+)
+@settings(max_examples=50, deadline=None)
+def test_linear_is_the_reference_gemm_rounded_once(
+    m: int, n: int, k: int, seed: int, dtype: torch.dtype, scale_format: ScaleFormat, slice_elements: int
+) -> None:
+    """Within the bound of an fp32 GEMM, plus half a step of the output's dtype (2^-25 below FP16's normal
+    numbers)."""
+    x, codes, scales = operands(m, n, k, seed, dtype, scale_format)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_LARGEST_SLICE", slice_elements)
+        out = reference_linear(x, reference.dequantize_weight(codes, scales), scale_format)
+    assert (out.shape, out.dtype) == ((m, n), dtype)
+    every = *reference.quantize_activation(x, scale_format), codes, scales
+    exact = (
+        reference.dequantize_activation(*every[:2]).double()
+        @ reference.dequantize_weight(*every[2:]).double().T
+    )
+    bound = reference.gemm_error_bound(*every)
+    rounding = (exact.abs() + bound) * ROUND_OFF[dtype] + 2.0**-25
+    assert ((out.double() - exact).abs() <= bound + rounding).all()
+
+
+def test_slices_cover_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, codes, scales = operands(11, 40, 130, 3, torch.bfloat16, "fp32")
+    rows = []
+    whole = reference.quantize_activation
+
+    def spy(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        rows.append(x_MK.shape[0])
+        return whole(x_MK, scale_format)
+
+    monkeypatch.setattr(reference, "quantize_activation", spy)
+    monkeypatch.setattr(linear, "_LARGEST_SLICE", 4 * 130)
+    reference_linear(x, reference.dequantize_weight(codes, scales), "fp32")
+    assert rows == [4, 4, 3]
+
+
+def test_no_tokens_make_no_output() -> None:
+    out = reference_linear(torch.empty(0, 130, dtype=torch.bfloat16), torch.ones(7, 130), "fp32")
+    assert (out.shape, out.dtype) == ((0, 7), torch.bfloat16)
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("dtype", list(ROUND_OFF))
+def test_the_operator_keeps_its_contract(dtype: torch.dtype, scale_format: ScaleFormat) -> None:
+    """Schema, fake implementation and tracing agree with what the operator does."""
+    x, codes, scales = operands(3, 20, 130, 4, dtype, scale_format)
+    torch.library.opcheck(reference_linear, (x, reference.dequantize_weight(codes, scales), scale_format))
+
+
+def test_an_unknown_scale_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 'fp32' or 'pow2', found 'e8m0'"):
+        reference_linear(torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(2, 2), "e8m0")

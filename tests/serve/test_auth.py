@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which Authorization headers are taken."""
+
+import pytest
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.auth import AdminKey
+
+KEY = "k3y-with-Ümlaut"
+
+
+@pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY} "])
+def test_the_key_is_taken(header: str) -> None:
+    AdminKey(KEY).check(header)
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Token {KEY}"])
+def test_no_key_is_401(header: str | None) -> None:
+    with pytest.raises(UpdateError, match="Authorization: Bearer") as caught:
+        AdminKey(KEY).check(header)
+    assert (caught.value.kind, caught.value.status) == ("no-key", 401)
+
+
+@pytest.mark.parametrize("token", [KEY[:-1], KEY + "x", KEY.lower().upper(), f"{KEY} {KEY}", "None", "*"])
+def test_a_wrong_key_is_403_and_is_not_repeated(token: str) -> None:
+    with pytest.raises(UpdateError) as caught:
+        AdminKey(KEY).check(f"Bearer {token}")
+    assert (caught.value.kind, caught.value.status, caught.value.details) == ("wrong-key", 403, {})
+    assert KEY not in str(caught.value)
+
+
+def test_the_key_itself_is_not_kept() -> None:
+    assert KEY not in repr(vars(AdminKey(KEY)))

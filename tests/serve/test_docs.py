@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation against the code: what a user can set, meet or click is there."""
+
+import ast
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from vllm_fp8ext import environment
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.serve.schema import PREFIX
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+HTTP_API = PROJECT / "docs" / "http-api.md"
+PAGES = sorted(
+    page
+    for folder in (PROJECT, *(PROJECT / name for name in ("docs", "examples", "benchmarks")))
+    for page in (folder.glob("*.md") if folder == PROJECT else folder.rglob("*.md"))
+)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@cache
+def sources() -> tuple[ast.Module, ...]:
+    """Every Python file of the two rooms that raise problems, each once."""
+    files = [path for folder in ("vllm_fp8ext", "serve") for path in (PROJECT / folder).rglob("*.py")]
+    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in files if path.resolve() == path)
+
+
+def problem_kinds() -> set[str]:
+    """First arguments of `UpdateError`, values of `"kind"` in dictionaries, and of names called `kind`."""
+    return {kind for tree in sources() for node in ast.walk(tree) for kind in _kinds(node)}
+
+
+def _kinds(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Call(func=ast.Name(id="UpdateError"), args=[first, *_]):
+            yield from _strings(first)
+        case ast.Dict():
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "kind":
+                    yield from _strings(value)
+        case ast.Assign(targets=[ast.Name(id="kind")], value=value):
+            yield from _strings(value)
+
+
+def _strings(node: ast.expr) -> Iterator[str]:
+    match node:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.IfExp(body=body, orelse=other):
+            yield from _strings(body)
+            yield from _strings(other)
+
+
+def table(heading: str) -> set[str]:
+    """The names in the first column of a section's table."""
+    section = HTTP_API.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+
+
+def defaults() -> dict[str, str]:
+    """The second column of the table of settings."""
+    section = HTTP_API.read_text(encoding="utf-8").partition("\n## Settings\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", section, re.MULTILINE))
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, made as GitHub makes them."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_pages_and_kinds_are_found() -> None:
+    assert {"README.md", "CHANGELOG.md", "http-api.md", "numerics.md"} <= {page.name for page in PAGES}
+    assert {"no-key", "invalid-tensors", "non-finite", "wrong-dtype", "http"} <= problem_kinds()
+
+
+def test_every_setting_is_named_with_its_default() -> None:
+    assert table("Settings") == set(Settings.model_fields)
+    found = Settings().model_dump(mode="json")
+    for name, default in defaults().items():
+        assert Settings.parse({"fp8ext": {name: _json(default)}}).model_dump(mode="json") == found, name
+
+
+def _json(text: str) -> object:
+    return None if text == "null" else ast.literal_eval(text)
+
+
+def test_every_environment_variable_is_named() -> None:
+    variables = {value for name, value in vars(environment).items() if name.isupper()}
+    assert variables
+    assert variables <= table("Environment variables")
+
+
+def test_every_problem_is_named_and_none_beside() -> None:
+    assert problem_kinds() - {"http"} == table("Problems")
+    assert "`http`" in HTTP_API.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_relative_links_resolve(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_shell_blocks_are_shell(page: Path) -> None:
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language == "bash":
+            done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+            assert done.returncode == 0, block + done.stderr
+
+
+def test_every_route_has_an_example() -> None:
+    """In a block that is run, so that a test can run them all as one script."""
+    document = json.loads((PROJECT / "docs" / "openapi.json").read_text(encoding="utf-8"))
+    routes = {
+        f"{method.upper()} {re.sub(r'{[^}]+}', '*', path.removeprefix(PREFIX))}"
+        for path, methods in document["paths"].items()
+        for method in methods
+    }
+    blocks = BLOCK.findall(HTTP_API.read_text(encoding="utf-8"))
+    script = "".join(block for language, block in blocks if language == "bash").replace("\\\n", " ")
+    called = set()
+    for options, path in re.findall(r'curl ([^|)]*?)"\$API([^"]*)"', script):
+        method = "PUT" if " -T " in options else (re.findall(r"-X (\w+)", options) or ["GET"])[0]
+        called.add(f"{method} {re.sub(r'[$][A-Z]+|(?<=chunks/)[0-9]+', '*', path)}")
+    assert called == routes

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command and the environment of `fp8ext serve`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_fp8ext.environment import ADMIN_KEY
+from vllm_fp8ext.serve.launch import command, environment
+
+START = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"]
+"""`-P`, so that the working directory's folders (`kernels`, say) shadow no package."""
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_blockfp8_unless_something_else_is_chosen() -> None:
+    assert command("org/model", []) == [*START, "--quantization", "blockfp8"]
+    assert command("org/model", ["--port", "1"]) == [*START, "--quantization", "blockfp8", "--port", "1"]
+
+
+@pytest.mark.parametrize(
+    "chosen", [["--quantization", "fp8"], ["--quantization=fp8"], ["-q", "fp8"], ["-q=fp8"]]
+)
+def test_a_chosen_quantization_stays(chosen: list[str]) -> None:
+    assert command("org/model", ["--port", "1", *chosen]) == [*START, "--port", "1", *chosen]
+
+
+def test_similar_arguments_are_no_choice() -> None:
+    assert "blockfp8" in command("org/model", ["--quantization-param-path", "x"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "fp8ext"),
+        ("", "fp8ext"),
+        ("other", "other,fp8ext"),
+        ("fp8ext", "fp8ext"),
+        ("a,,fp8ext,b", "a,fp8ext,b"),
+    ],
+)
+def test_the_plugin_is_allowed_beside_others(before: str | None, after: str) -> None:
+    base = {ADMIN_KEY: "secret", **({} if before is None else {"VLLM_PLUGINS": before})}
+    assert environment(base) == ({ADMIN_KEY: "secret", "VLLM_PLUGINS": after}, None)
+
+
+def test_the_rest_of_the_environment_stays_and_the_given_one_is_not_changed() -> None:
+    base = {"PATH": "/bin", ADMIN_KEY: "secret"}
+    assert environment(base)[0] == {"PATH": "/bin", ADMIN_KEY: "secret", "VLLM_PLUGINS": "fp8ext"}
+    assert base == {"PATH": "/bin", ADMIN_KEY: "secret"}
+
+
+@pytest.mark.parametrize("base", [{}, {ADMIN_KEY: ""}])
+def test_a_missing_key_is_made_and_kept_where_only_the_user_reads_it(
+    base: dict[str, str], runtime_dir: Path
+) -> None:
+    env, file = environment(base)
+    assert file is not None
+    assert file.parent == runtime_dir
+    assert file.read_text() == env[ADMIN_KEY] + "\n"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len(env[ADMIN_KEY]) >= 32
+    assert environment(base)[0][ADMIN_KEY] != env[ADMIN_KEY]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals on their way out of a guarded route, and back into errors by the client."""
+
+import json
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.testclient import TestClient
+from pydantic import BaseModel
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.client import Client
+from vllm_fp8ext.serve.problems import MEDIA_TYPE, RESPONSES, guarded_route, problem
+from vllm_fp8ext.serve.schema import PROBLEM, Problem
+
+HEADERS = {"Authorization": "Bearer secret"}
+
+
+class Request(BaseModel):
+    count: int
+
+
+@pytest.fixture
+def http() -> TestClient:
+    routes = APIRouter(route_class=guarded_route(AdminKey("secret")), responses=RESPONSES)
+
+    @routes.post("/echo")
+    async def echo(body: Request) -> int:
+        return body.count
+
+    @routes.get("/refused")
+    async def refused() -> None:
+        raise UpdateError("incomplete", "2 are missing", status=422, missing=["a", "b"])
+
+    app = FastAPI()
+    app.include_router(routes)
+    return TestClient(app)
+
+
+def test_a_right_key_gets_through(http: TestClient) -> None:
+    response = http.post("/echo", json={"count": 3}, headers=HEADERS)
+    assert (response.status_code, response.json()) == (200, 3)
+
+
+def test_the_key_is_asked_for_before_the_body_is_read(http: TestClient) -> None:
+    response = http.post("/echo", content=b"{ not json")
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.headers["content-type"] == MEDIA_TYPE
+    wrong = http.post("/echo", content=b"{ not json", headers={"Authorization": "Bearer other"})
+    assert wrong.status_code == 403
+    assert "www-authenticate" not in wrong.headers
+
+
+def test_a_refusal_is_a_problem_document(http: TestClient) -> None:
+    response = http.get("/refused", headers=HEADERS)
+    assert response.status_code == 422
+    assert response.headers["content-type"] == MEDIA_TYPE
+    assert response.json() == {
+        "type": PROBLEM + "incomplete",
+        "title": "incomplete",
+        "status": 422,
+        "detail": "2 are missing",
+        "missing": ["a", "b"],
+    }
+    Problem.model_validate(response.json())
+
+
+@pytest.mark.parametrize("body", [{"json": {"count": "many"}}, {"json": {}}, {"content": b"{ not json"}])
+def test_an_invalid_request_is_a_problem_document_too(http: TestClient, body: dict) -> None:
+    response = http.post("/echo", headers=HEADERS, **body)
+    assert response.status_code == 422
+    assert response.headers["content-type"] == MEDIA_TYPE
+    found = response.json()
+    assert found["type"] == PROBLEM + "invalid-request"
+    assert found["problems"]
+    assert all(item["where"].startswith("body") and item["message"] for item in found["problems"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UpdateError("stale-base", "the update was made for epoch 1", expected=1, found=2),
+        UpdateError("no-key", "expected a key", status=401),
+        UpdateError(
+            "invalid-tensors", "ä; ö", status=422, problems=[{"kind": "wrong-shape", "expected": [1, 2]}]
+        ),
+    ],
+    ids=lambda error: error.kind,
+)
+def test_the_client_raises_what_the_server_raised(
+    error: UpdateError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = problem(error)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(document.status_code, content=document.body, headers=dict(document.headers))
+
+    original = httpx.Client
+    monkeypatch.setattr(
+        httpx, "Client", lambda **options: original(transport=httpx.MockTransport(answer), **options)
+    )
+    with Client("http://server") as client, pytest.raises(UpdateError) as caught:
+        client.weights()
+    assert caught.value.as_dict() == error.as_dict()
+    assert UpdateError.from_dict(json.loads(json.dumps(error.as_dict()))).as_dict() == error.as_dict()
+
+
+def test_details_cannot_hide_the_problem_itself() -> None:
+    body = json.loads(problem(UpdateError("paused", "resume first", title="x", type="y", detail="z")).body)
+    assert (body["type"], body["title"], body["detail"]) == (PROBLEM + "paused", "paused", "resume first")

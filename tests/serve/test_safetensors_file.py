@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies against the safetensors library, and the files that are refused."""
+
+import json
+import struct
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from vllm_fp8ext.serve import safetensors_file
+from vllm_fp8ext.serve.safetensors_file import Body, bodies, ranges_of
+
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.uint8,
+    torch.int64,
+)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
+    lambda n: n != "__metadata__"
+)
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> list[dict[str, Tensor]]:
+    """Files of tensors of all dtypes and of any names, scalars and empty ones among them."""
+    noise = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    files: list[dict[str, Tensor]] = [{} for _ in range(draw(st.integers(1, 3)))]
+    for name in draw(st.lists(NAMES, unique=True, max_size=8)):
+        shape = draw(st.lists(st.integers(0, 7), max_size=3))
+        values = torch.randint(0, 256, [*shape, 8], generator=noise, dtype=torch.uint8)
+        dtype = draw(st.sampled_from(DTYPES))
+        files[draw(st.integers(0, len(files) - 1))][name] = values.view(dtype)[..., 0].contiguous()
+    return files
+
+
+def raw(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """What is compared: a NaN in a tensor is not equal to itself, its bytes are."""
+    return {
+        name: (tensor.dtype, tuple(tensor.shape), bytes(tensor.clone().untyped_storage()))
+        for name, tensor in tensors.items()
+    }
+
+
+@given(checkpoints(), st.one_of(st.integers(0, 200), st.just(1 << 30)))
+@settings(max_examples=100, deadline=None)
+def test_bodies_are_safetensors_of_the_same_bytes(files: list[dict[str, Tensor]], limit: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for index, tensors in enumerate(files):
+            save_file(tensors, folder / f"{index}.safetensors", metadata={"format": "pt"})
+        ranges = ranges_of(folder)
+        found: dict[str, Tensor] = {}
+        for body in bodies(ranges, limit):
+            content = b"".join(body.read())
+            assert len(content) == body.length
+            assert len(body.ranges) == 1 or sum(part.size for part in body.ranges) <= limit
+            tensors = load(content)
+            assert not tensors.keys() & found.keys()
+            found |= tensors
+            (folder / "body").write_bytes(content)
+            with safe_open(folder / "body", framework="pt") as reader:
+                assert raw({name: reader.get_tensor(name) for name in reader.keys()}) == raw(tensors)  # noqa: SIM118
+    assert raw(found) == raw({name: tensor for tensors in files for name, tensor in tensors.items()})
+
+
+@given(st.lists(st.integers(0, 50), max_size=12), st.integers(0, 120))
+def test_bodies_are_filled_in_order(sizes: list[int], limit: int) -> None:
+    """No body could have taken the first tensor of the next one."""
+    ranges = [
+        safetensors_file.Range(str(index), "U8", (size,), Path("none"), 0, size)
+        for index, size in enumerate(sizes)
+    ]
+    groups = [body.ranges for body in bodies(ranges, limit)]
+    assert [part for group in groups for part in group] == ranges
+    assert all(groups)
+    for group, following in pairwise(groups):
+        assert sum(part.size for part in group) + following[0].size > limit
+
+
+def test_a_header_is_padded_so_that_tensors_are_aligned(tmp_path: Path) -> None:
+    for length in range(1, 9):
+        save_file({"n" * length: torch.ones(3)}, tmp_path / "model.safetensors")
+        [body] = bodies(ranges_of(tmp_path / "model.safetensors"), 0)
+        assert len(body.header) % 8 == 0
+
+
+def test_a_body_comes_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "_PIECE", 100)
+    save_file({"a": torch.arange(250, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    [body] = bodies(ranges_of(tmp_path), 1 << 20)
+    assert [len(piece) for piece in body.read()][1:] == [100, 100, 50]
+
+
+def test_nothing_makes_no_body() -> None:
+    assert bodies([], 100) == []
+    assert Body(()).length == len(Body(()).header)
+
+
+def test_only_safetensors_files_of_a_folder_are_read(tmp_path: Path) -> None:
+    save_file({"b": torch.ones(1)}, tmp_path / "2.safetensors")
+    save_file({"a": torch.ones(1)}, tmp_path / "1.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert [part.name for part in ranges_of(tmp_path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", [".", "missing", "missing.safetensors"])
+def test_a_checkpoint_that_is_not_there(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="found none"):
+        ranges_of(tmp_path / name)
+
+
+def with_header(header: object) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x08",
+        b"not safetensors at all",
+        struct.pack("<Q", 1 << 60) + b"{}",
+        struct.pack("<Q", 2) + b"\xff\xff",
+        struct.pack("<Q", 3) + b"{}}",
+        with_header([]),
+        with_header("text"),
+        with_header({"a": []}),
+        with_header({"a": {"dtype": "U8", "shape": [1]}}),
+        with_header({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}),
+        with_header({"a": {"dtype": "U8", "shape": 1, "data_offsets": [0, 1]}}),
+        with_header({"a": {"dtype": "U8", "shape": [1], "data_offsets": ["0", "1"]}}),
+    ],
+)
+def test_what_is_not_safetensors_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file"):
+        ranges_of(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [-1, -500])
+def test_a_truncated_file_is_refused_before_it_is_sent_to_its_end(tmp_path: Path, keep: int) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(400, dtype=torch.uint8), "b": torch.ones(400, dtype=torch.uint8)}, file)
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        list(bodies(ranges_of(file), 1 << 20)[0].read())

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: their defaults, and every mistake named at once with what is valid."""
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.errors import ConfigError
+
+
+def refused(section: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Settings.parse({"fp8ext": section})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("config", [None, {}, {"fp8ext": {}}, {"another plugin": {"scale_format": "int3"}}])
+def test_everything_has_a_default(config: dict | None) -> None:
+    assert Settings.parse(config) == Settings()
+    assert Settings().scale_format == "fp32"
+    assert Settings().staging == "shadow"
+    assert Settings().allowed_dirs == ()
+
+
+def test_what_json_can_say_is_taken() -> None:
+    section = {
+        "scale_format": "pow2",
+        "ignore": ["*.o_proj", "model.layers.0.*"],
+        "staging": "none",
+        "kv_scales": "static",
+        "allowed_dirs": ["/data"],
+        "spool_dir": "/tmp",
+        "spool_bytes": 1 << 20,
+        "deadline_seconds": 5,
+    }
+    settings = Settings.parse({"fp8ext": section})
+    assert settings.model_dump() == {
+        **section,
+        "ignore": tuple(section["ignore"]),
+        "allowed_dirs": ("/data",),
+    }
+    assert isinstance(settings.deadline_seconds, float)
+
+
+def test_an_unknown_key_is_named_with_the_known_ones() -> None:
+    message = refused({"scale_fromat": "pow2"})
+    assert '--additional-config "fp8ext" is not valid' in message
+    assert "scale_fromat: unknown key" in message
+    assert all(name in message for name in Settings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "valid"),
+    [
+        ("scale_format", "e8m0", "'fp32' or 'pow2'"),
+        ("scale_format", None, "'fp32' or 'pow2'"),
+        ("staging", "disk", "'shadow' or 'none'"),
+        ("kv_scales", "dynamic", "'static'"),
+        ("ignore", "*.o_proj", "tuple"),
+        ("ignore", [1], "string"),
+        ("allowed_dirs", {"/data": 1}, "tuple"),
+        ("spool_dir", 3, "string"),
+        ("spool_bytes", 1000, "1048576"),
+        ("spool_bytes", "1GiB", "integer"),
+        ("spool_bytes", 2e9, "integer"),
+        ("deadline_seconds", 0, "greater than 0"),
+        ("deadline_seconds", -1.0, "greater than 0"),
+        ("deadline_seconds", float("nan"), "greater than 0"),
+        ("deadline_seconds", "60", "number"),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_valid_ones(key: str, value: object, valid: str) -> None:
+    message = refused({key: value})
+    [line] = message.splitlines()[1:]
+    assert line.strip().startswith(key)
+    assert valid in line
+    assert "found" in line
+
+
+def test_every_mistake_is_in_one_error() -> None:
+    message = refused({"scale_format": "e8m0", "stagign": "none", "spool_bytes": 0})
+    assert {line.split(":")[0].strip() for line in message.splitlines()[1:]} == {
+        "scale_format",
+        "stagign",
+        "spool_bytes",
+    }
+
+
+@pytest.mark.parametrize("section", [None, [], "pow2", 3])
+def test_a_section_that_is_no_object_is_refused(section: object) -> None:
+    assert "expected an object" in refused(section)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Settings().scale_format = "pow2"  # type: ignore[misc]
+
+
+def test_every_field_says_what_it_is() -> None:
+    """The docstring under each field is what the documentation shows."""
+    import ast
+    import inspect
+
+    [definition] = [
+        node for node in ast.parse(inspect.getsource(Settings)).body if isinstance(node, ast.ClassDef)
+    ]
+    body = definition.body
+    fields = [index for index, node in enumerate(body) if isinstance(node, ast.AnnAssign)]
+    assert [body[index].target.id for index in fields] == list(Settings.model_fields)
+    assert all(isinstance(getattr(body[index + 1], "value", None), ast.Constant) for index in fields)

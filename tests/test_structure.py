@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may import whom, held by reading the sources and by importing them where torch and vLLM can't be."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+PACKAGE = "vllm_fp8ext"
+LINKED = ("kernels", "serve", "loadtest")
+"""Top-level folders that are parts of the package."""
+FOLDERS = (PACKAGE, *LINKED, "tests", "scripts", "examples", "benchmarks", "docs")
+TOUCH_VLLM = ("vllm_fp8ext.linear", "vllm_fp8ext.quantization")
+"""Modules that may import vLLM, besides those of vllm_fp8ext.compat."""
+LIGHT = (
+    "vllm_fp8ext",
+    "vllm_fp8ext.register",
+    "vllm_fp8ext.errors",
+    "vllm_fp8ext.environment",
+    "vllm_fp8ext.checkpoints",
+    "vllm_fp8ext.config",
+    "vllm_fp8ext.cli",
+    "vllm_fp8ext.serve.client",
+    "vllm_fp8ext.serve.schema",
+    "vllm_fp8ext.serve.safetensors_file",
+    "vllm_fp8ext.serve.launch",
+    "vllm_fp8ext.weights.labels",
+    "vllm_fp8ext.weights.manifest",
+    "vllm_fp8ext.weights.session",
+)
+"""Modules that need neither torch nor vLLM: for trainers, for the command line, and in every process of
+vLLM."""
+TORCH_ALONE = (
+    "vllm_fp8ext.kernels.reference",
+    "vllm_fp8ext.kernels.quantize_weight",
+    "vllm_fp8ext.kernels.linear",
+    "vllm_fp8ext.weights.digest",
+    "vllm_fp8ext.weights.staging",
+    "vllm_fp8ext.weights.exchange",
+    "vllm_fp8ext.weights.plan",
+    "vllm_fp8ext.weights.engine",
+)
+"""Modules that need no vLLM: a trainer computes codes and digests with them."""
+
+
+@cache
+def sources() -> dict[Path, ast.Module]:
+    """Every Python file of the project, links left out so that each comes once."""
+    files = [path for folder in FOLDERS for path in (PROJECT / folder).rglob("*.py")]
+    return {path: ast.parse(path.read_text()) for path in files if path.resolve() == path}
+
+
+def module_of(path: Path) -> str:
+    """The name by which a file is imported."""
+    parts = path.relative_to(PROJECT).with_suffix("").parts
+    if parts[0] in LINKED:
+        parts = (PACKAGE, *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in it; for `from a import b` both `a` and `a.b`."""
+    for node in ast.walk(sources()[path]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module_of(path).split(".")
+                keep = len(package) - node.level + (path.name == "__init__.py")
+                base = ".".join([*package[:keep], *filter(None, [base])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                yield str(node.args[0].value)
+
+
+def within(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def offenders(importers: tuple[str, ...], *packages: str, besides: tuple[str, ...] = ()) -> list[str]:
+    """Imports of these packages (but for `besides`) in the importers' files."""
+    return [
+        f"{path.relative_to(PROJECT)} imports {name}"
+        for path in sources()
+        if within(module_of(path), *importers)
+        for name in imports(path)
+        if within(name, *packages) and not within(name, *besides)
+    ]
+
+
+def imported_without(blocked: tuple[str, ...], module: str) -> subprocess.CompletedProcess[str]:
+    """Import a module in a new process in which some packages can't be imported."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import {module}"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
+
+
+def test_the_sources_are_found() -> None:
+    names = {module_of(path) for path in sources()}
+    assert {
+        "vllm_fp8ext",
+        "vllm_fp8ext.kernels.reference",
+        "vllm_fp8ext.serve.client",
+        "tests.test_structure",
+    } <= names
+    assert {"vllm_fp8ext.compat.worker", *TOUCH_VLLM, *LIGHT, *TORCH_ALONE} <= names
+
+
+def test_imports_are_read_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+import a.b as c
+from d import e
+def f():
+    from g.h import i
+    import_module("j.k")
+from . import l
+from ..m import n
+"""
+    path = PROJECT / "vllm_fp8ext" / "weights" / "invented.py"
+    monkeypatch.setattr(sys.modules[__name__], "sources", lambda: {path: ast.parse(text)})
+    assert set(imports(path)) == {
+        *("a.b", "d", "d.e", "g.h", "g.h.i", "j.k"),
+        *("vllm_fp8ext.weights", "vllm_fp8ext.weights.l", "vllm_fp8ext.m", "vllm_fp8ext.m.n"),
+    }
+
+
+def test_kernels_import_nothing_above_them() -> None:
+    kernels = f"{PACKAGE}.kernels"
+    assert offenders((kernels,), "vllm", PACKAGE, besides=(PACKAGE + ".kernels",)) == []
+
+
+def test_only_a_few_rooms_import_vllm() -> None:
+    importers = [
+        f"{path.relative_to(PROJECT)} imports {name}"
+        for path in sources()
+        if within(module_of(path), PACKAGE) and not within(module_of(path), f"{PACKAGE}.compat", *TOUCH_VLLM)
+        for name in imports(path)
+        if within(name, "vllm")
+    ]
+    assert importers == []
+
+
+def test_the_engine_side_does_not_import_the_server_side() -> None:
+    engine = tuple(
+        f"{PACKAGE}.{name}" for name in ("weights", "compat", "linear", "quantization", "config", "errors")
+    )
+    assert (
+        offenders(engine, f"{PACKAGE}.serve", f"{PACKAGE}.loadtest", f"{PACKAGE}.demo", f"{PACKAGE}.cli")
+        == []
+    )
+
+
+def test_the_server_side_does_not_import_who_uses_it() -> None:
+    assert (
+        offenders((f"{PACKAGE}.serve",), *(f"{PACKAGE}.{name}" for name in ("loadtest", "demo", "cli"))) == []
+    )
+
+
+def test_the_load_test_uses_only_the_client_and_the_schema() -> None:
+    allowed = tuple(
+        f"{PACKAGE}.{name}"
+        for name in ("serve.client", "serve.schema", "loadtest", "errors", "environment", "checkpoints")
+    )
+    found = offenders((f"{PACKAGE}.loadtest",), PACKAGE, "vllm", besides=allowed)
+    bases = {f"imports {name}" for name in (PACKAGE, f"{PACKAGE}.serve", f"{PACKAGE}.__version__")}
+    assert [line for line in found if not any(line.endswith(base) for base in bases)] == []
+
+
+def test_nothing_imports_the_linked_folders_by_their_bare_names() -> None:
+    """A top-level `kernels` is another package, which transformers imports."""
+    found = [
+        f"{path.relative_to(PROJECT)} imports {name}"
+        for path in sources()
+        for name in imports(path)
+        if within(name, *LINKED)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_without_torch_and_vllm(module: str) -> None:
+    done = imported_without(("torch", "vllm"), module)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_numerics_import_without_vllm() -> None:
+    done = imported_without(("vllm",), ", ".join(TORCH_ALONE))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_blocked_module_is_noticed() -> None:
+    assert "import of torch halted" in imported_without(("torch",), "vllm_fp8ext.kernels.reference").stderr
+
+
+def test_importing_sets_nothing_up() -> None:
+    """No logging handlers and no environment variables come from an import."""
+    program = f"""
+import logging, os
+before = dict(os.environ)
+import {", ".join(LIGHT)}
+assert dict(os.environ) == before, "the environment changed"
+assert not logging.root.handlers, "logging was set up"
+assert not logging.getLogger("vllm.fp8ext").handlers, "logging was set up"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_file_begins_with_its_license() -> None:
+    """After a `#!` line where there is one."""
+    line = "# SPDX-License-Identifier: Apache-2.0"
+    without = [
+        str(path.relative_to(PROJECT))
+        for path in sources()
+        if line not in [text for text in path.read_text().splitlines()[:2] if not text.startswith("#!")][:1]
+    ]
+    assert without == []

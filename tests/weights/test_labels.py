@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labels through the one string that vLLM carries."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_fp8ext.weights.labels import Label, default_version
+
+
+@given(st.integers(0, 2**63), st.text())
+def test_labels_survive_whatever_the_version_is(epoch: int, version: str) -> None:
+    label = Label(epoch, version)
+    assert Label.decode(label.encode()) == label
+
+
+@given(st.tuples(st.integers(0, 99), st.text(max_size=3)), st.tuples(st.integers(0, 99), st.text(max_size=3)))
+def test_different_labels_are_different_strings(first: tuple[int, str], second: tuple[int, str]) -> None:
+    """Spans are told apart by the string alone: a version that comes again in another epoch is another
+    label."""
+    assert (Label(*first).encode() == Label(*second).encode()) == (first == second)
+
+
+@pytest.mark.parametrize("text", ["default", "", "7", "epoch-3"])
+def test_a_string_that_is_no_label_is_epoch_zero(text: str) -> None:
+    assert Label.decode(text) == Label(0, "epoch-0")
+
+
+def test_default_version() -> None:
+    assert default_version(12) == "epoch-12"

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest as JSON, of several ranks, and what it refuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.manifest import DTYPES, Manifest, Piece, TensorSpec, merge
+
+
+def manifest(rank: int = 0, ignored: frozenset[str] = frozenset({"lm_head"})) -> Manifest:
+    """One rank of two: half of a projection, and a norm that both serve."""
+    tensors = {
+        "q": TensorSpec("q", (256, 64), "bfloat16"),
+        "norm": TensorSpec("norm", (64,), "float32"),
+    }
+    pieces = {
+        "q": (
+            Piece(
+                rank, "qkv", (192, 64), ((rank * 128, rank * 128 + 128), (0, 64)), (0, 0), True, "bfloat16"
+            ),
+        ),
+        "norm": (Piece(rank, "norm", (64,), ((0, 64),), (0,), False, "bfloat16"),),
+    }
+    return Manifest(tensors, ignored, pieces, "fp32", 1)
+
+
+BOXES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3).map(tuple)
+PIECES = st.builds(
+    Piece,
+    rank=st.integers(0, 7),
+    target=st.text(),
+    target_shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    source=BOXES,
+    origin=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    quantized=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    names = draw(st.lists(st.text(), unique=True, max_size=4))
+    shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+    tensors = {name: TensorSpec(name, draw(shapes), draw(st.sampled_from(DTYPES))) for name in names}
+    pieces = {name: tuple(draw(st.lists(PIECES, max_size=2))) for name in names}
+    ignored = draw(st.frozensets(st.text(), max_size=3))
+    return Manifest(
+        tensors, ignored, pieces, draw(st.sampled_from(("fp32", "pow2"))), draw(st.integers(1, 8))
+    )
+
+
+@given(manifests())
+@settings(max_examples=60, deadline=None)
+def test_a_manifest_survives_json(original: Manifest) -> None:
+    again = Manifest.from_dict(json.loads(json.dumps(original.as_dict())))
+    assert again == original
+    assert list(again.tensors) == sorted(original.tensors)
+
+
+def test_the_json_names_the_dtypes_that_may_be_sent() -> None:
+    assert manifest().as_dict()["dtypes"] == ["bfloat16", "float16", "float32"]
+
+
+def test_merge_gathers_the_pieces_of_all_ranks() -> None:
+    first, second = manifest(0, frozenset({"lm_head", "bias"})), manifest(1)
+    merged = merge([first, second])
+    assert merged.world_size == 2
+    assert merged.tensors == first.tensors
+    assert merged.ignored == {"lm_head"}
+    assert [piece.rank for piece in merged.pieces["q"]] == [0, 1]
+    assert [piece.source[0] for piece in merged.pieces["q"]] == [(0, 128), (128, 256)]
+    assert merge(iter([first])) == first
+
+
+def test_a_rank_that_serves_nothing_of_a_tensor_has_no_piece_in_the_whole() -> None:
+    first, second = manifest(0), manifest(1)
+    merged = merge([first, replace(second, pieces={"q": second.pieces["q"]})])
+    assert [piece.rank for piece in merged.pieces["norm"]] == [0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(manifest(1), scale_format="pow2"),
+        replace(manifest(1), tensors={"q": TensorSpec("q", (256, 64), "bfloat16")}),
+        replace(manifest(1), tensors={**manifest().tensors, "q": TensorSpec("q", (128, 64), "bfloat16")}),
+    ],
+    ids=["scale format", "names", "shapes"],
+)
+def test_ranks_that_disagree_are_refused(other: Manifest) -> None:
+    with pytest.raises(UpdateError) as caught:
+        merge([manifest(0), other])
+    assert (caught.value.kind, caught.value.status) == ("rank-mismatch", 500)
+
+
+def test_every_problem_is_found() -> None:
+    brought = [
+        TensorSpec("q", (256, 65), "int8"),
+        TensorSpec("norm", (64,), "float16"),
+        TensorSpec("stranger", (1,), "bfloat16"),
+        TensorSpec("lm_head", (9, 9), "int8"),
+    ]
+    assert manifest().problems(brought) == [
+        {"kind": "wrong-shape", "tensor": "q", "expected": [256, 64], "found": [256, 65]},
+        {"kind": "wrong-dtype", "tensor": "q", "expected": list(DTYPES), "found": "int8"},
+        {"kind": "unknown-tensor", "tensor": "stranger"},
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_that_may_be_sent_is_torchs(dtype: str) -> None:
+    spec = TensorSpec("q", (256, 64), dtype)
+    assert manifest().problems([spec]) == []
+    assert spec.torch_dtype == getattr(torch, dtype)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staging in pieces against quantizing the whole."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_fp8ext.kernels import quantize_weight, reference
+from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
+from vllm_fp8ext.weights.manifest import Piece
+from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
+
+BF16 = torch.bfloat16
+
+
+def random(rows: int, columns: int, seed: int) -> Tensor:
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=noise) * torch.rand(rows, 1, generator=noise)
+
+
+def target(
+    rows: int, columns: int, scale_format: ScaleFormat = "fp32", dtype: torch.dtype = BF16
+) -> QuantizedTarget:
+    """A destination full of what a forgotten element would show."""
+    codes, scales = quantize_weight.empty_like(torch.empty(rows, columns))
+    codes.view(torch.uint8).fill_(0x7F)
+    return QuantizedTarget(codes, scales.fill_(float("nan")), dtype, scale_format)
+
+
+def holds(staged: QuantizedTarget, weight: Tensor) -> bool:
+    """Whether codes and scales are, bit for bit, those of the whole weight."""
+    codes, scales = reference.quantize_weight(weight.to(staged.dtype), staged.scale_format)
+    same_codes = torch.equal(staged.codes.view(torch.uint8), codes.view(torch.uint8))
+    return same_codes and torch.equal(staged.scales.view(torch.uint8), scales.view(torch.uint8))
+
+
+def piece(
+    name: str, shape: tuple[int, ...], source: tuple[tuple[int, int], ...], origin: tuple[int, ...]
+) -> Piece:
+    return Piece(0, name, shape, source, origin, len(shape) == 2, "bfloat16")
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
+    """Row ranges that cover a parameter, of any sizes, and the parameter's columns."""
+    sizes = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(90, 300)), min_size=1, max_size=6))
+    bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+    return list(pairwise(bounds)), draw(st.sampled_from((1, 5, 127, 129, 260)))
+
+
+@given(
+    partitions(),
+    st.data(),
+    st.sampled_from(("fp32", "pow2")),
+    st.sampled_from((torch.bfloat16, torch.float16)),
+    st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_pieces_in_any_order_make_the_whole(
+    partition: tuple[list[tuple[int, int]], int],
+    data: st.DataObject,
+    scale_format: ScaleFormat,
+    served: torch.dtype,
+    sent: torch.dtype,
+) -> None:
+    """Some pieces come twice, with other values first: only the last values of each count."""
+    ranges, columns = partition
+    rows = ranges[-1][1]
+    weight = random(rows, columns, data.draw(st.integers(0, 2**32 - 1))).to(sent)
+    staged = target(rows, columns, scale_format, served)
+    stager = Stager(
+        {
+            f"part{index}": (piece("fused", (rows, columns), ((0, stop - start), (0, columns)), (start, 0)),)
+            for index, (start, stop) in enumerate(ranges)
+        },
+        {"fused": staged},
+        {},
+    )
+    indexes = range(len(ranges))
+    wrong = data.draw(st.lists(st.sampled_from(indexes), max_size=4), label="sent with other values first")
+    last = data.draw(st.permutations(indexes), label="order")
+    garbage = random(rows, columns, 99).to(sent) * 50
+    # an early piece may come anywhere before its final version
+    order = [(index, True) for index in last]
+    for index in wrong:
+        order.insert(data.draw(st.integers(0, order.index((index, True)))), (index, False))
+    for index, final in order:
+        start, stop = ranges[index]
+        stager.stage(f"part{index}", (weight if final else garbage)[start:stop])
+    assert holds(staged, weight)
+
+
+@given(partitions(), st.data(), st.integers(0, 2**32 - 1))
+@settings(max_examples=80, deadline=None)
+def test_sums_of_all_pieces_are_those_of_the_whole(
+    partition: tuple[list[tuple[int, int]], int], data: st.DataObject, seed: int
+) -> None:
+    """Each row counts once, when its block is final."""
+    ranges, columns = partition
+    weight = random(ranges[-1][1], columns, seed).bfloat16()
+    staged = target(*weight.shape)
+    order = data.draw(st.permutations(ranges))
+    sums = torch.tensor([staged.write(start, weight[start:stop]) for start, stop in order]).sum(0)
+    whole = quantize_weight.quantize_weight(weight, *quantize_weight.empty_like(weight), "fp32")
+    assert sums.tolist() == pytest.approx(list(whole), rel=1e-4, abs=1e-12)
+
+
+@given(partitions(), st.data(), st.sampled_from((float("nan"), float("inf"), -float("inf"))))
+@settings(max_examples=60, deadline=None)
+def test_a_non_finite_value_is_refused_by_the_call_that_brings_it(
+    partition: tuple[list[tuple[int, int]], int], data: st.DataObject, value: float
+) -> None:
+    """In a whole block or in a strip that still waits for other rows; and sending the piece again repairs
+    it."""
+    ranges, columns = partition
+    weight = random(ranges[-1][1], columns, 3).bfloat16()
+    bad = weight.clone()
+    row = data.draw(st.integers(0, weight.shape[0] - 1))
+    bad[row, data.draw(st.integers(0, columns - 1))] = value
+    staged = target(*weight.shape)
+    for start, stop in ranges:
+        if start <= row < stop:
+            with pytest.raises(NonFiniteError):
+                staged.write(start, bad[start:stop])
+        else:
+            staged.write(start, bad[start:stop])
+    for start, stop in ranges:
+        if start <= row < stop:
+            staged.write(start, weight[start:stop])
+    assert holds(staged, weight)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 256), slice(0, 40)], ids=["whole blocks", "strip"])
+def test_a_value_beyond_the_served_dtype_is_refused_in_a_quantized_layer(rows: slice) -> None:
+    weight = torch.ones(300, 8)
+    weight[30, 3] = 70_000.0
+    staged = target(300, 8, dtype=torch.float16)
+    with pytest.raises(NonFiniteError):
+        staged.write(0, weight[rows])
+
+
+def test_a_value_beyond_the_served_dtype_is_refused_in_a_plain_parameter() -> None:
+    """70,000 is finite in fp32, and infinite once it is served in FP16."""
+    norm = torch.zeros(4, dtype=torch.float16)
+    stager = Stager({"norm": (piece("norm", (4,), ((0, 4),), (0,)),)}, {}, {"norm": norm})
+    with pytest.raises(NonFiniteError):
+        stager.stage("norm", torch.tensor([1.0, 2.0, 70_000.0, 3.0]))
+    assert norm.tolist() == [0.0] * 4
+
+
+def test_reset_forgets_half_filled_strips() -> None:
+    """Rows of an update that was given up must not complete a block of the next one."""
+    old, new = random(BLOCK, 20, 1).bfloat16(), random(BLOCK, 20, 2).bfloat16()
+    staged = target(BLOCK, 20)
+    stager = Stager(
+        {
+            "top": (piece("fused", (BLOCK, 20), ((0, 50), (0, 20)), (0, 0)),),
+            "bottom": (piece("fused", (BLOCK, 20), ((0, 78), (0, 20)), (50, 0)),),
+        },
+        {"fused": staged},
+        {},
+    )
+    stager.stage("top", old[:50])
+    stager.reset()
+    assert stager.stage("bottom", new[50:]) == (0.0, 0.0)
+    assert (staged.codes.view(torch.uint8) == 0x7F).all()
+    stager.stage("top", new[:50])
+    assert holds(staged, new)
+
+
+def test_plain_targets_are_copied_where_the_piece_lies() -> None:
+    """A shard of the columns into padded rows; what the piece does not fill stays."""
+    embedding = torch.full((8, 3), -1.0, dtype=BF16)
+    source = torch.arange(30.0).view(5, 6)
+    stager = Stager({"embed": (piece("embed", (8, 3), ((1, 5), (3, 6)), (2, 0)),)}, {}, {"embed": embedding})
+    assert stager.stage("embed", source) == (0.0, 0.0)
+    expected = torch.full((8, 3), -1.0, dtype=BF16)
+    expected[2:6] = source[1:5, 3:6].bfloat16()
+    assert torch.equal(embedding, expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_values_never_reach_a_plain_parameter(value: float) -> None:
+    norm = torch.zeros(4, dtype=BF16)
+    stager = Stager({"norm": (piece("norm", (4,), ((0, 4),), (0,)),)}, {}, {"norm": norm})
+    with pytest.raises(NonFiniteError, match="norm"):
+        stager.stage("norm", torch.tensor([1.0, value, 2.0, 3.0]))
+    assert norm.tolist() == [0.0] * 4
+
+
+def test_only_the_served_part_is_read() -> None:
+    """What another rank serves may hold anything."""
+    weight = random(200, 64, 5).bfloat16()
+    staged = target(200, 32)
+    stager = Stager({"down": (piece("down", (200, 32), ((0, 200), (32, 64)), (0, 0)),)}, {"down": staged}, {})
+    sent = weight.clone()
+    sent[:, :32] = float("nan")
+    stager.stage("down", sent)
+    assert holds(staged, weight[:, 32:])
+
+
+def test_one_tensor_may_fill_several_parameters() -> None:
+    """A name with several pieces (a projection that is fused in the checkpoint, too) fills all of them, plain
+    ones too."""
+    weight = random(300, 16, 6).bfloat16()
+    first, second, plain = target(140, 16), target(100, 16), torch.zeros(60, 16, dtype=BF16)
+    stager = Stager(
+        {
+            "all": (
+                piece("second", (100, 16), ((140, 240), (0, 16)), (0, 0)),
+                piece("first", (140, 16), ((0, 140), (0, 16)), (0, 0)),
+                piece("plain", (60, 16), ((240, 300), (0, 16)), (0, 0)),
+            )
+        },
+        {"first": first, "second": second},
+        {"plain": plain},
+    )
+    error, norm = stager.stage("all", weight)
+    assert holds(first, weight[:140])
+    assert holds(second, weight[140:240])
+    assert torch.equal(plain, weight[240:])
+    assert norm == pytest.approx(weight[:240].double().square().sum().item(), rel=1e-5)
+    assert 0 < error < norm
