@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,14 @@ from safetensors.torch import load_file, save_file
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import SMALL, Server
 
+from .ask import state
+
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
 OPTIONS = (*SMALL, "--block-size", "32", "--max-logprobs", "128", "--enable-prompt-tokens-details")
+
+
+COLD: dict[str, dict[str, Any]] = {}
+"""What each server served before its first update."""
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +47,7 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(Server.wait, started.values()))
+        COLD.update({name: state(server) for name, server in started.items()})
         yield started
     finally:
         for server in started.values():
@@ -64,7 +72,7 @@ def on_early(server: Server) -> Server:
         weights = client.weights()
         if weights.update:
             client.abandon(weights.update)
-        if weights.version not in ("early", "epoch-0"):
+        if weights.epoch and weights.version != "early":
             client.push(EARLY, version="early")
     return server
 

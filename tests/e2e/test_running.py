@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a commit does to running requests, to the prefix cache, and to what responses say about it."""
 
-import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import MODEL, Server
-from vllm_fp8ext.demo.traffic import Completion, traffic
-from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.safetensors_file import bodies, ranges_of
 
 from .ask import complete, metric
@@ -22,27 +21,28 @@ PROMPT = "123+456=9750" * 8
 """96 tokens: three full blocks."""
 
 
-def _straddle(server: Server, running: str, prompt: str = "111+222=", tokens: int = 230) -> Completion:
+def _straddle(
+    server: Server, running: str, prompt: str = "111+222=", tokens: int = 230, version: str = "late"
+) -> dict[str, Any]:
     """A completion of `prompt` during which the late checkpoint, staged before, was committed."""
-
-    async def commit(weights: Client, id: str) -> None:
-        await asyncio.sleep(0.15)
-        await asyncio.to_thread(weights.commit, id)
-
-    async def run(weights: Client, id: str) -> list[Completion]:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            _, found = await traffic(client, [prompt] * 4, tokens, lambda: commit(weights, id), streamed=0)
-        return found
-
     body = bodies(ranges_of(LATE), 1 << 30)[0]
-    with server.client() as weights:
-        update = weights.open(version="late", running=running)  # type: ignore[arg-type]
-        weights.put_chunk(update.id, 0, body.read(), body.length)
-        found = asyncio.run(run(weights, update.id))
-    return next(seen for seen in found if seen.straddles)
+    for attempt in range(8):
+        with server.client() as weights:
+            weights.push(EARLY, version="early")
+        with server.client() as weights, ThreadPoolExecutor(1) as pool:
+            update = weights.open(version=version, running=running)  # type: ignore[arg-type]
+            weights.put_chunk(update.id, 0, body.read(), body.length)
+            # a changed first character: each attempt has a prefix of its own
+            asked = pool.submit(complete, server, f"{attempt}{prompt[1:]}", tokens, ignore_eos=True)
+            time.sleep(0.1)
+            weights.commit(update.id)
+            choice: dict[str, Any] = asked.result()["choices"][0]
+        if len(choice["weight_versions"]) > 1:
+            return {**choice, "prompt": f"{attempt}{prompt[1:]}"}
+    pytest.fail("no request straddled a commit")
 
 
-def _cached(server: Server, prompt: str) -> int:
+def _cached(server: Server, prompt: str | list[int]) -> int:
     """Tokens of a prompt that were found in the prefix cache."""
     details = complete(server, prompt, 1)["usage"]["prompt_tokens_details"]
     return details["cached_tokens"] if details else 0
@@ -57,31 +57,20 @@ def _check_spans(spans: list[dict[str, Any]], tokens: int, *versions: str) -> No
 
 @pytest.mark.parametrize("running", ["keep", "recompute"])
 def test_a_running_request_gets_both_weights(server: Server, running: str):
-    with server.client() as client:
-        old = client.weights().version
     preempted = metric(server, "vllm:num_preemptions_total")
     found = _straddle(server, running)
-    _check_spans(found.weight_versions, 230, old, "late")
-    assert len(found.text) > 0
+    _check_spans(found["weight_versions"], 230, "early", "late")
     more = metric(server, "vllm:num_preemptions_total") - preempted
     assert more >= 1 if running == "recompute" else more == 0
 
 
 def test_recompute_continues_as_the_new_weights_would(single: Server):
     """After the commit every token is what the new weights sample for all that stands before it."""
-    with single.client() as client:
-        old = client.weights().version
-    found = _straddle(single, "recompute", tokens=120)
-    _check_spans(found.weight_versions, 120, old, "late")
-    switch = found.weight_versions[1]["start"]
-    fresh = complete(single, "111+222=" + found.text[:switch], 120 - switch, ignore_eos=True)["choices"][0]
-    assert "<" not in found.text
-    same = 0
-    for ours, theirs in zip(found.text[switch:], fresh["text"], strict=False):
-        if ours != theirs:
-            break
-        same += 1
-    assert same >= min(8, 120 - switch)
+    found = _straddle(single, "recompute")
+    tokens, switch = found["token_ids"], found["weight_versions"][1]["start"]
+    before = found["prompt_token_ids"] + tokens[:switch]
+    fresh = complete(single, before, len(tokens) - switch, ignore_eos=True)["choices"][0]["token_ids"]
+    assert fresh[:16] == tokens[switch:][:16]
 
 
 def test_cached_blocks_are_not_found_across_epochs(server: Server):
@@ -101,11 +90,10 @@ def test_cached_blocks_are_not_found_across_epochs(server: Server):
 
 def test_a_kept_request_leaves_nothing_behind_in_the_cache(server: Server):
     """Its later blocks hold K and V that mix both weights: no request of the new epoch may find them."""
-    found = _straddle(server, "keep", prompt=PROMPT, tokens=100)
-    assert len(found.weight_versions) == 2
-    assert _cached(server, PROMPT) == 0
-    assert len(found.text) >= 2 * BLOCK
-    assert 0 < _cached(server, PROMPT + found.text) <= len(PROMPT)
+    found = _straddle(server, "keep", prompt=PROMPT, tokens=150)
+    assert _cached(server, found["prompt"]) == 0
+    whole = found["prompt_token_ids"] + found["token_ids"]
+    assert 0 < _cached(server, whole) <= len(found["prompt_token_ids"])
 
 
 def test_weight_versions_with_the_openai_client(server: Server):
@@ -137,6 +125,6 @@ def test_weight_versions_with_the_openai_client(server: Server):
 
 
 def test_a_repeated_version_is_still_two_spans(server: Server):
+    _check_spans(_straddle(server, "keep", version="early")["weight_versions"], 230, "early", "early")
     with server.client() as client:
-        client.push(EARLY, version="late")
-    _check_spans(_straddle(server, "keep").weight_versions, 230, "late", "late")
+        client.push(EARLY, version="early")

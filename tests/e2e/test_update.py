@@ -19,16 +19,11 @@ from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
 from .ask import arrival_times, outputs, state
+from .conftest import COLD
 
 
-@pytest.fixture(scope="session")
-def cold(servers: dict[str, Server]) -> dict[str, dict]:
-    """What each server serves before its first update."""
-    return {name: state(server) for name, server in servers.items()}
-
-
-def test_random_updates_end_as_cold_starts_do(cold, server: Server, servers, spoiled: Callable[..., Path]):
-    name = next(name for name, other in servers.items() if other is server)
+def test_random_updates_end_as_cold_starts_do(server: Server, servers, spoiled: Callable[..., Path]):
+    cold = COLD[next(name for name, other in servers.items() if other is server)]
     generator = torch.Generator().manual_seed(0)
     odd = spoiled(
         "random", model__layers__0__mlp__down_proj__weight=torch.randn(256, 640, generator=generator).half()
@@ -58,10 +53,10 @@ def test_random_updates_end_as_cold_starts_do(cold, server: Server, servers, spo
             now = client.digests()
             assert client.weights().epoch == epoch + 1
             assert now.digests == expected[served]
-            assert now.addresses == cold[name]["digests"]["addresses"]
+            assert now.addresses == cold["digests"]["addresses"]
         client.push(EARLY, version="early")
-        assert client.digests().digests == cold[name]["digests"]["digests"] == expected["early"]
-    assert outputs(server) == cold[name]["outputs"]
+        assert client.digests().digests == cold["digests"]["digests"] == expected["early"]
+    assert outputs(server) == cold["outputs"]
 
 
 def test_chunks_come_in_any_order_and_again(server: Server):

