@@ -55,7 +55,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        model_max_length=256,
+        model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = TEMPLATE
@@ -73,7 +73,7 @@ def build_model() -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=256,
+        max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         attention_bias=False,

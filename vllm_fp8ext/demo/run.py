@@ -24,9 +24,9 @@ from vllm_fp8ext.demo.traffic import Completion, accuracy, answers, traffic
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 
-_TOKENS = 240
-_RUNNING = 8
-_STREAMED = 2
+_TOKENS = 1500
+_RUNNING = 12
+_STREAMED = 1
 
 
 @dataclass

@@ -23,7 +23,7 @@ from vllm_fp8ext.serve.launch import command, environment
 MODEL = "model"
 """Name under which every server here serves its model."""
 SMALL = (
-    *("--max-model-len", "256", "--max-num-seqs", "32", "--enforce-eager"),
+    *("--max-model-len", "2048", "--max-num-seqs", "32", "--enforce-eager"),
     *("--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(64 << 20)),
 )
 """vLLM's options for the tiny model: a quick start and little memory."""

@@ -70,21 +70,27 @@ async def traffic(
 ) -> tuple[T, list[Completion]]:
     """Keep one request per prompt running, each begun again when it ends, while `during` is awaited.
 
-    The first `streamed` of them are streamed; the others come whole, which keeps the client's own work from slowing
-    the server down. Returns what `during` gave and all completions, those included that were running when it ended.
+    The first asks for `tokens` tokens, the others for fewer. The first `streamed` of them are streamed; the others come
+    whole, which keeps the client's own work from slowing the server down. Returns what `during` gave and all completions,
+    those included that were running when it ended.
     """
     ended = asyncio.Event()
     begun = asyncio.Semaphore(0)
     completions: list[Completion] = []
 
-    async def keep_asking(prompt: str, ask: Callable[..., Awaitable[None]]) -> None:
+    # of different lengths: requests that all end at once would leave gaps, and the commit would find the server idle
+    lengths = [tokens - number * tokens // (2 * len(prompts)) for number in range(len(prompts))]
+
+    async def keep_asking(prompt: str, ask: Callable[..., Awaitable[None]], length: int) -> None:
         while not ended.is_set():
             seen = Completion()
             completions.append(seen)
-            await ask(client, prompt, tokens, seen, begun)
+            await ask(client, prompt, length, seen, begun)
 
-    asked = [(prompt, _stream if number < streamed else _whole) for number, prompt in enumerate(prompts)]
-    workers = [asyncio.create_task(keep_asking(prompt, ask)) for prompt, ask in asked]
+    workers = [
+        asyncio.create_task(keep_asking(prompt, _stream if number < streamed else _whole, lengths[number]))
+        for number, prompt in enumerate(prompts)
+    ]
     try:
         for _ in workers:
             await begun.acquire()
