@@ -22,7 +22,7 @@ PROMPT = "123+456=9750" * 8
 
 
 def _straddle(
-    server: Server, running: str, prompt: str = "111+222=", tokens: int = 600, version: str = "late"
+    server: Server, running: str, prompt: str = "111+222=", tokens: int = 230, version: str = "late"
 ) -> dict[str, Any]:
     """A completion of `prompt` during which the late checkpoint, staged before, was committed."""
     body = bodies(ranges_of(LATE), 1 << 30)[0]
@@ -59,7 +59,7 @@ def _check_spans(spans: list[dict[str, Any]], tokens: int, *versions: str) -> No
 def test_a_running_request_gets_both_weights(server: Server, running: str):
     preempted = metric(server, "vllm:num_preemptions_total")
     found = _straddle(server, running)
-    _check_spans(found["weight_versions"], 600, "early", "late")
+    _check_spans(found["weight_versions"], 230, "early", "late")
     more = metric(server, "vllm:num_preemptions_total") - preempted
     assert more >= 1 if running == "recompute" else more == 0
 
@@ -125,6 +125,6 @@ def test_weight_versions_with_the_openai_client(server: Server):
 
 
 def test_a_repeated_version_is_still_two_spans(server: Server):
-    _check_spans(_straddle(server, "keep", version="early")["weight_versions"], 600, "early", "early")
+    _check_spans(_straddle(server, "keep", version="early")["weight_versions"], 230, "early", "early")
     with server.client() as client:
         client.push(EARLY, version="early")

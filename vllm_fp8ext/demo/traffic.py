@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from openai import AsyncOpenAI
@@ -30,10 +31,10 @@ class Completion:
         """Whether more than one set of weights sampled its tokens."""
         return len(self.weight_versions) > 1
 
-    @property
-    def longest_gap(self) -> float:
-        """Longest time between two events, in seconds."""
-        return max((b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)), default=0.0)
+    def longest_gap(self, start: float, stop: float) -> float:
+        """Longest time without an event that overlaps this span of time, in seconds."""
+        gaps = [b - a for a, b in pairwise(self.arrivals) if b >= start and a <= stop]
+        return max(gaps, default=0.0)
 
 
 def answers(url: str, problems: Sequence[Problem]) -> list[str]:
