@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a commit does to running requests, to the prefix cache, and to what responses say about it."""
 
-import time
-from concurrent.futures import ThreadPoolExecutor
+import json
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 from openai import OpenAI
 
@@ -22,24 +22,27 @@ PROMPT = "123+456=9750" * 8
 
 
 def _straddle(
-    server: Server, running: str, prompt: str = "111+222=", tokens: int = 230, version: str = "late"
+    server: Server, running: str, prompt: str = "111+222=", tokens: int = 1000, version: str = "late"
 ) -> dict[str, Any]:
-    """A completion of `prompt` during which the late checkpoint, staged before, was committed."""
+    """A streamed completion; when its first token came, the late checkpoint, staged before, was committed."""
     body = bodies(ranges_of(LATE), 1 << 30)[0]
-    for attempt in range(8):
-        with server.client() as weights:
-            weights.push(EARLY, version="early")
-        with server.client() as weights, ThreadPoolExecutor(1) as pool:
-            update = weights.open(version=version, running=running)  # type: ignore[arg-type]
-            weights.put_chunk(update.id, 0, body.read(), body.length)
-            # a changed first character: each attempt has a prefix of its own
-            asked = pool.submit(complete, server, f"{attempt}{prompt[1:]}", tokens, ignore_eos=True)
-            time.sleep(0.1)
-            weights.commit(update.id)
-            choice: dict[str, Any] = asked.result()["choices"][0]
-        if len(choice["weight_versions"]) > 1:
-            return {**choice, "prompt": f"{attempt}{prompt[1:]}"}
-    pytest.fail("no request straddled a commit")
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    asked |= {"ignore_eos": True, "return_token_ids": True}
+    found: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": [], "token_ids": [], "weight_versions": []}
+    with server.client() as weights:
+        weights.push(EARLY, version="early")
+        update = weights.open(version=version, running=running)  # type: ignore[arg-type]
+        weights.put_chunk(update.id, 0, body.read(), body.length)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=300) as reply:
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                choice = json.loads(line[6:])["choices"][0]
+                if not found["token_ids"]:
+                    weights.commit(update.id)
+                for name in ("prompt_token_ids", "token_ids", "weight_versions"):
+                    found[name] += choice.get(name) or []
+    return found
 
 
 def _cached(server: Server, prompt: str | list[int]) -> int:
@@ -59,7 +62,7 @@ def _check_spans(spans: list[dict[str, Any]], tokens: int, *versions: str) -> No
 def test_a_running_request_gets_both_weights(server: Server, running: str):
     preempted = metric(server, "vllm:num_preemptions_total")
     found = _straddle(server, running)
-    _check_spans(found["weight_versions"], 230, "early", "late")
+    _check_spans(found["weight_versions"], 1000, "early", "late")
     more = metric(server, "vllm:num_preemptions_total") - preempted
     assert more >= 1 if running == "recompute" else more == 0
 
@@ -90,7 +93,7 @@ def test_cached_blocks_are_not_found_across_epochs(server: Server):
 
 def test_a_kept_request_leaves_nothing_behind_in_the_cache(server: Server):
     """Its later blocks hold K and V that mix both weights: no request of the new epoch may find them."""
-    found = _straddle(server, "keep", prompt=PROMPT, tokens=150)
+    found = _straddle(server, "keep", prompt=PROMPT, tokens=300)
     assert _cached(server, found["prompt"]) == 0
     whole = found["prompt_token_ids"] + found["token_ids"]
     assert 0 < _cached(server, whole) <= len(found["prompt_token_ids"])
@@ -125,6 +128,6 @@ def test_weight_versions_with_the_openai_client(server: Server):
 
 
 def test_a_repeated_version_is_still_two_spans(server: Server):
-    _check_spans(_straddle(server, "keep", version="early")["weight_versions"], 230, "early", "early")
+    _check_spans(_straddle(server, "keep", version="early")["weight_versions"], 1000, "early", "early")
     with server.client() as client:
         client.push(EARLY, version="early")
