@@ -1,26 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference linear layer as one opaque operator, so that compilers neither split it nor change its rounding.
+"""Linear layers as opaque operators: compilers neither split them nor change their rounding.
 
-The CPU backend runs on it, and so do layers on a GPU whose shape no FP8 kernel takes.
+Each looks at the number of tokens when it runs and takes the kernel that its caller chose for so many. Two take what
+comes before the layer along, so that activations are quantized where they are made.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels import decode_gemm, reference
+from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import ScaleFormat
 
 _LARGEST_SLICE = 1 << 24
 """Activation elements converted at once: bounds the fp32 temporaries to 64 MiB each."""
+
+Gemm = Callable[[Quantized, Tensor, Tensor, torch.dtype], Tensor]
+"""`x @ weight.T` `[M, N]` of quantized activations, codes and scales of the weight, and the dtype of the result."""
+
+DECODE_GEMM = "decode_gemm"
+
+
+def in_slices(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, _dtype: torch.dtype) -> Tensor:
+    """The GEMM for few tokens, as often as many tokens need it: for shapes that no other kernel takes."""
+    m, step = x.codes.shape[0], decode_gemm.TOKENS[-1]
+    parts = [
+        Quantized(x.codes[start : start + step], x.scales[start : start + step])
+        for start in range(0, m, step)
+    ]
+    return torch.cat([decode_gemm.decode_gemm(part, codes_NK, scales_NbKb, None, "fp32") for part in parts])
+
+
+GEMMS: dict[str, Gemm] = {DECODE_GEMM: in_slices}
+"""Kernels for many tokens, by name. An engine adds those that it has."""
+
+
+@torch.library.custom_op("fp8ext::linear", mutates_args=())
+def linear(
+    x_MK: Tensor,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    bias_N: Tensor | None,
+    scale_format: str,
+    decode_tokens: int,
+    gemm: str,
+) -> Tensor:
+    """`x @ weight.T (+ bias)` `[M, N]` in the dtype of `x_MK`, which is quantized per token and 128 columns.
+
+    Up to `decode_tokens` tokens (BF16 then) are taken by `decode_gemm`, more by `GEMMS[gemm]`.
+    """
+    from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+
+    form = cast("ScaleFormat", scale_format)
+    if 0 < x_MK.shape[0] <= decode_tokens:
+        x_MK = x_MK if decode_gemm.aligned(x_MK) else x_MK.contiguous()
+        return decode_gemm.decode_gemm(x_MK, codes_NK, scales_NbKb, bias_N, form)
+    return _many(quantize_activation(x_MK, form), codes_NK, scales_NbKb, bias_N, gemm, x_MK.dtype)
+
+
+@torch.library.custom_op("fp8ext::rmsnorm_linear", mutates_args=())
+def rmsnorm_linear(
+    x_MK: Tensor,
+    residual_MK: Tensor | None,
+    norm_K: Tensor,
+    epsilon: float,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    bias_N: Tensor | None,
+    scale_format: str,
+    decode_tokens: int,
+    gemm: str,
+) -> tuple[Tensor, Tensor]:
+    """`linear` of the RMSNorm of `x_MK (+ residual_MK)`, and that sum, the new residual (empty without a residual)."""
+    from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
+
+    quantized, added = rmsnorm_quantize(x_MK, residual_MK, norm_K, epsilon, cast("ScaleFormat", scale_format))
+    out = _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
+    return out, x_MK.new_empty(0) if residual_MK is None else added
+
+
+@torch.library.custom_op("fp8ext::silu_mul_linear", mutates_args=())
+def silu_mul_linear(
+    gate_up_M2K: Tensor,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    bias_N: Tensor | None,
+    scale_format: str,
+    decode_tokens: int,
+    gemm: str,
+) -> Tensor:
+    """`linear` of `silu(gate) * up`."""
+    from vllm_fp8ext.kernels.silu_mul_quantize import silu_mul_quantize
+
+    quantized = silu_mul_quantize(gate_up_M2K, cast("ScaleFormat", scale_format))
+    return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, gate_up_M2K.dtype)
+
+
+def _quantized(
+    x: Quantized,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    bias_N: Tensor | None,
+    decode_tokens: int,
+    gemm: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    if 0 < x.codes.shape[0] <= decode_tokens:
+        return decode_gemm.decode_gemm(x, codes_NK, scales_NbKb, bias_N, "fp32")
+    return _many(x, codes_NK, scales_NbKb, bias_N, gemm, dtype)
+
+
+def _many(
+    x: Quantized,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    bias_N: Tensor | None,
+    gemm: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    if not x.codes.shape[0]:
+        return x.codes.new_empty(0, codes_NK.shape[0], dtype=dtype)
+    out = GEMMS[gemm](x, codes_NK, scales_NbKb, dtype)
+    return out if bias_N is None else out.add_(bias_N)
 
 
 @torch.library.custom_op("fp8ext::reference_linear", mutates_args=())
 def reference_linear(x_MK: Tensor, weight_NK: Tensor, scale_format: str) -> Tensor:
     """Quantize `x_MK` (BF16 or FP16) per token and 128 columns, multiply by a dequantized fp32 weight.
 
-    `weight_NK` is `reference.dequantize_weight` of the served codes. Returns `[M, N]` in the dtype of `x_MK`.
+    `weight_NK` is `reference.dequantize_weight` of the served codes. Returns `[M, N]` in the dtype of `x_MK`. The CPU
+    backend runs on it, and so do layers on a GPU whose shape no FP8 kernel takes.
     """
     out = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
     step = max(1, _LARGEST_SLICE // x_MK.shape[1])
@@ -29,6 +141,29 @@ def reference_linear(x_MK: Tensor, weight_NK: Tensor, scale_format: str) -> Tens
         quantized = reference.quantize_activation(x_MK[rows], cast("ScaleFormat", scale_format))
         out[rows] = torch.nn.functional.linear(reference.dequantize_activation(*quantized), weight_NK)
     return out
+
+
+@linear.register_fake
+def _(x_MK: Tensor, codes_NK: Tensor, *_rest: object) -> Tensor:
+    return x_MK.new_empty(x_MK.shape[0], codes_NK.shape[0])
+
+
+@rmsnorm_linear.register_fake
+def _(
+    x_MK: Tensor,
+    residual_MK: Tensor | None,
+    _norm_K: Tensor,
+    _epsilon: float,
+    codes_NK: Tensor,
+    *_rest: object,
+) -> tuple[Tensor, Tensor]:
+    added = x_MK.new_empty(0) if residual_MK is None else x_MK.new_empty(x_MK.shape)
+    return x_MK.new_empty(x_MK.shape[0], codes_NK.shape[0]), added
+
+
+@silu_mul_linear.register_fake
+def _(gate_up_M2K: Tensor, codes_NK: Tensor, *_rest: object) -> Tensor:
+    return gate_up_M2K.new_empty(gate_up_M2K.shape[0], codes_NK.shape[0])
 
 
 @reference_linear.register_fake

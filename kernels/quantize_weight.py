@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight quantization straight into its destination: the one path of load, update and digest."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,9 @@ from vllm_fp8ext.kernels import reference
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 
 _SLICE_ELEMENTS = 1 << 22
-"""Elements quantized at once: bounds each fp32 temporary to 16 MiB."""
+"""Elements quantized at once on a CPU: bounds each fp32 temporary to 16 MiB."""
+_COPIED_ELEMENTS = 1 << 24
+"""Elements copied to the GPU at once."""
 
 
 def empty_like(weight_NK: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -25,24 +29,53 @@ def quantize_weight(
 ) -> tuple[float, float]:
     """Quantize `weight_NK` into `codes_NK` and `scales_NbKb` (`reference.quantize_weight`, bit for bit).
 
-    The weight may be of any floating dtype on any device; the work is done where the codes are, a few rows at a time, so
-    that the extra memory stays under 150 MiB whatever the size of the layer. Returns the squared quantization error and
-    the squared norm of the weight.
+    The weight may be of any floating dtype on any device; the work is done where the codes are, a few rows at a time where
+    that needs temporaries, so that these stay under 150 MiB whatever the size of the layer. Returns the squared
+    quantization error and the squared norm of the weight.
 
     Raises:
-        NonFiniteError: NaN or infinity; rows before it are already written.
+        NonFiniteError: NaN or infinity; some or all of the codes are already written.
     """
-    rows, columns = weight_NK.shape
-    step = max(1, _SLICE_ELEMENTS // (columns * BLOCK)) * BLOCK
-    sums = torch.zeros(2, dtype=torch.float64, device=codes_NK.device)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        source = weight_NK[start:stop].to(codes_NK.device)
+    if codes_NK.is_cuda:
+        return _on_gpu(weight_NK, codes_NK, scales_NbKb, scale_format)
+    sums = torch.zeros(2, dtype=torch.float64)
+    for rows, row_blocks in _slices(weight_NK, _SLICE_ELEMENTS):
+        source = weight_NK[rows].to(codes_NK.device)
         codes, scales = reference.quantize_weight(source, scale_format)
-        codes_NK[start:stop] = codes
-        scales_NbKb[start // BLOCK : reference.blocks(stop)] = scales
+        codes_NK[rows] = codes
+        scales_NbKb[row_blocks] = scales
         values = source.float()
         sums[0] += (reference.dequantize_weight(codes, scales) - values).square().sum()
         sums[1] += values.square().sum()
     error, norm = sums.tolist()
     return error, norm
+
+
+def _on_gpu(
+    weight_NK: Tensor, codes_NK: Tensor, scales_NbKb: Tensor, scale_format: ScaleFormat
+) -> tuple[float, float]:
+    from vllm_fp8ext.kernels import quantize_weight_triton
+
+    sums_NbKb2 = torch.empty(*scales_NbKb.shape, 2, dtype=torch.float32, device=codes_NK.device)
+    ready = weight_NK.device == codes_NK.device and weight_NK.dtype in quantize_weight_triton.DTYPES
+    for rows, row_blocks in _slices(weight_NK, weight_NK.numel() if ready else _COPIED_ELEMENTS):
+        source = weight_NK[rows].to(codes_NK.device)
+        if source.dtype not in quantize_weight_triton.DTYPES:
+            source = source.float()
+        quantize_weight_triton.launch(
+            source, codes_NK[rows], scales_NbKb[row_blocks], scale_format, sums_NbKb2[row_blocks]
+        )
+    finite = torch.isfinite(scales_NbKb).all().double()
+    error, norm, good = torch.cat([sums_NbKb2.double().sum(dim=(0, 1)), finite[None]]).tolist()
+    if not good:
+        raise reference.NonFiniteError("weight: expected finite values, found NaN or infinity")
+    return error, norm
+
+
+def _slices(weight_NK: Tensor, elements: int) -> Iterator[tuple[slice, slice]]:
+    """Rows of about so many elements, and the rows of blocks that they are."""
+    rows, columns = weight_NK.shape
+    step = max(1, elements // (columns * BLOCK)) * BLOCK
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield slice(start, stop), slice(start // BLOCK, reference.blocks(stop))

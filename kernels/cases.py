@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests and benchmarks run the kernels on, and how exact they must be."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.decode_gemm import Config
+from vllm_fp8ext.kernels.reference import BLOCK
+
+LINEAR = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "o": (4096, 4096)}
+"""Projections of Qwen3-8B, `(N, K)`."""
+LAYERS = 36
+DECODE_TOKENS = (1, 8, 16, 32, 64)
+PREFILL_TOKENS = (4096, 8192)
+
+CUTS = (
+    Config(rows=128, splits=1),
+    Config(rows=64, splits=1, early=True),
+    Config(rows=64, splits=2, stages=3),
+    Config(rows=192, splits=2, early=True),
+    Config(rows=128, splits=4, early=True),
+    Config(rows=192, splits=4),
+    Config(rows=256, splits=8),
+    Config(rows=64, splits=8, early=True),
+    Config(rows=128, splits=16),
+)
+"""Of every kind that `decode_gemm` can be cut by."""
+DECODE_SHAPES = (
+    (8, 128, 128, False),
+    (1, 4096, 4096, False),
+    (8, 4096, 4096, True),
+    (16, 6144, 4096, False),
+    (33, 200, 1040, True),
+    (64, 4100, 2048, False),
+    (5, 20001, 1024, True),
+    (24, 300, 6400, False),
+    (100, 512, 4096, False),
+)
+"""Tokens, rows, columns, and whether there is a bias: for `decode_gemm`."""
+
+TENSOR_CORE = BLOCK * 2.0**-13
+"""Error of Hopper's FP8 tensor cores over one block, relative to its largest product: each of 128 products is cut about 13
+bits below the largest one before they are added; blocks are then added in fp32 (DeepSeek-V3, arXiv 2412.19437, section
+3.3.2)."""
+BF16 = 2.0**-8
+"""Relative rounding of a BF16 result."""
+
+
+def weight(n: int, k: int, device: str, seed: int = 0) -> Tensor:
+    """A BF16 weight with outlier columns."""
+    noise = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(n, k, generator=noise, device=device) * 0.02
+    values[:, ::97] *= 10
+    return values.bfloat16()
+
+
+def activations(m: int, k: int, device: str, seed: int = 0) -> Tensor:
+    """BF16 activations with outlier channels."""
+    noise = torch.Generator(device).manual_seed(seed + 1)
+    values = torch.randn(m, k, generator=noise, device=device)
+    values[:, ::61] *= 30
+    return values.bfloat16()
+
+
+KINDS = ("normal", "heavy", "zeros", "floor", "subnormal", "large", "edge")
+"""Distributions of `awkward`."""
+
+
+def awkward(rows: int, columns: int, kind: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Finite values on the CPU that quantizers get wrong most easily, zeros of both signs among them.
+
+    `heavy`: tails over many powers of two; `zeros`: whole blocks of them; `floor`: magnitudes around
+    `reference.AMAX_FLOOR`; `large`: near the end of the range, but where a code rounded up can still be scaled back;
+    `edge`: up to 448 times a power of two, or to a neighbour, where the scale of format `pow2` changes and quotients lie
+    in the middle of two codes.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=noise)
+    if kind == "heavy":
+        values *= torch.exp(4 * torch.randn(rows, columns, generator=noise))
+    elif kind == "zeros":
+        values[: 2 * BLOCK, :BLOCK] *= 0.0
+    elif kind == "floor":
+        values *= 5e-11
+    elif kind == "subnormal":
+        values *= 2.0**-130
+    elif kind == "large":
+        values = values.clamp(-1, 1) * 3e38
+    elif kind == "edge":
+        edge, exponent = (
+            int(torch.randint(low, high, (), generator=noise)) for low, high in ((0, 3), (-9, 7))
+        )
+        limit = (446.0, 448.0, 450.0)[edge]
+        values = (values * 400).clamp(-limit, limit) * 2.0**exponent
+    elif kind != "normal":
+        raise ValueError(f"kind: expected one of {KINDS}, found {kind!r}")
+    values[::7, ::5] = -0.0
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype)
+
+
+def gemm_error(
+    out_MN: Tensor,
+    x_codes_MK: Tensor,
+    x_scales_MKb: Tensor,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    bias_N: Tensor | None = None,
+) -> float:
+    """Largest error of a BF16 GEMM of these operands, as a part of its bound: right if below 1. NaN is infinite."""
+    x_values = reference.dequantize_activation(x_codes_MK, x_scales_MKb).double()
+    x_largest = _block_maxima(x_values)
+    worst = 0.0
+    for rows in _row_slices(codes_NK.shape[0]):
+        blocks = slice(rows.start // BLOCK, reference.blocks(rows.stop))
+        values = reference.dequantize_weight(codes_NK[rows], scales_NbKb[blocks]).double()
+        exact = x_values @ values.T
+        if bias_N is not None:
+            exact += bias_N[rows].double()
+        bound = TENSOR_CORE * (x_largest @ _block_maxima(values).T) + BF16 * exact.abs() + 1e-30
+        ratio = ((out_MN[:, rows].double() - exact).abs() / bound).nan_to_num(nan=float("inf")).max()
+        worst = max(worst, float(ratio))
+    return worst
+
+
+def _row_slices(n: int) -> Iterator[slice]:
+    step = 32 * BLOCK
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def _block_maxima(values: Tensor) -> Tensor:
+    """Largest magnitude of each row in every 128 columns."""
+    return torch.stack([part.abs().amax(1) for part in values.split(BLOCK, 1)], 1)

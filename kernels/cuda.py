@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA C++ without a compiler on the machine: NVRTC, which comes with torch, and the driver, both through ctypes.
+
+Nothing is loaded at import. Kernels are compiled for `sm_90a` at first use and live as long as the process.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_fp8ext.environment import CACHE
+from vllm_fp8ext.kernels import compiled
+
+ARCHITECTURE = "sm_90a"
+MOST_SHARED_BYTES = 227 * 1024
+"""Shared memory that one block can have on Hopper."""
+
+_MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT, _ANY_CLUSTER_SIZE = 8, 9, 14
+_CLUSTER, _PROGRAMMATIC = 4, 6
+"""Values of CUfunction_attribute and CUlaunchAttributeID (cuda.h)."""
+
+
+class CudaError(RuntimeError):
+    """The driver or NVRTC refused something."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class TensorMap(ctypes.Structure):
+    """A CUtensorMap: 128 bytes, of which the copy engine wants an address that is a multiple of 64."""
+
+    _fields_ = (("opaque", ctypes.c_ulonglong * 16),)
+
+
+def compile_source(source: str, headers: Mapping[str, str], defines: Mapping[str, int]) -> bytes:
+    """Machine code for `sm_90a` of a CUDA C++ source; `headers` are what it includes, by name.
+
+    Kept on disk, under `FP8EXT_CACHE` (default `~/.cache/vllm-fp8ext`), by everything that it is made from.
+    """
+    nvrtc = _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    made_from = [
+        source,
+        *itertools.chain(*sorted(headers.items())),
+        ARCHITECTURE,
+        str(sorted(defines.items())),
+    ]
+    name = hashlib.sha256("\0".join([*made_from, f"{major.value}.{minor.value}"]).encode()).hexdigest()
+    file = _cache() / f"{name}.cubin"
+    with contextlib.suppress(OSError):
+        return file.read_bytes()
+    code = _compiled(nvrtc, source, headers, defines)
+    with contextlib.suppress(OSError):  # a disk that takes nothing only makes the next start slower
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            part.write(code)
+        os.replace(part.name, file)
+    return code
+
+
+def _cache() -> Path:
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "vllm-fp8ext")
+
+
+def _compiled(
+    nvrtc: ctypes.CDLL, source: str, headers: Mapping[str, str], defines: Mapping[str, int]
+) -> bytes:
+    compiled.note("nvrtc")
+    program = ctypes.c_void_p()
+    names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
+    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
+    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in defines.items()]
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    if nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"kernel.cu", len(headers), texts, names
+    ):
+        raise CudaError("NVRTC made no program")
+    try:
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+        if failed:
+            raise CudaError(f"NVRTC: {_nvrtc_bytes(program, 'ProgramLog').decode(errors='replace')}")
+        return _nvrtc_bytes(program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class Kernel:
+    """One loaded kernel of the current device; `cluster`: blocks of a cluster."""
+
+    def __init__(self, machine_code: bytes, name: str, threads: int, cluster: int) -> None:
+        self.threads, self.cluster = threads, cluster
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._resident: dict[int, int] = {}
+        _check("cuModuleLoadData", ctypes.byref(self._module), machine_code)
+        _check("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+        _check("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, MOST_SHARED_BYTES)
+        # the same share for all: kernels of different shares cannot run on one multiprocessor at once
+        _check("cuFuncSetAttribute", self._function, _SHARED_CARVEOUT, 100)
+        if cluster > 8:
+            _check("cuFuncSetAttribute", self._function, _ANY_CLUSTER_SIZE, 1)
+
+    def resident_blocks(self, shared_bytes: int) -> int:
+        """Blocks with so much shared memory that the device runs at once."""
+        if shared_bytes not in self._resident:
+            count = ctypes.c_int()
+            launch, _keep = self._launch(self.cluster, shared_bytes, 0, (self._cluster_attribute(),))
+            _check("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(launch))
+            self._resident[shared_bytes] = count.value * self.cluster
+        return self._resident[shared_bytes]
+
+    def launch(
+        self, blocks: int, shared_bytes: int, stream: int, arguments: Sequence[Any], *, early: bool = False
+    ) -> None:
+        """Queue the kernel on a stream.
+
+        `arguments`: ctypes values, in order. `early`: start before the previous kernel of the stream has ended; the kernel
+        itself waits where it must.
+        """
+        attributes = [self._cluster_attribute()]
+        if early:
+            attributes.append(_Attribute(_PROGRAMMATIC, 0, (1,)))
+        launch, _keep = self._launch(blocks, shared_bytes, stream, attributes)
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
+        _check("cuLaunchKernelEx", ctypes.byref(launch), self._function, pointers, None)
+
+    def _cluster_attribute(self) -> _Attribute:
+        return _Attribute(_CLUSTER, 0, (self.cluster, 1, 1))
+
+    def _launch(
+        self, blocks: int, shared_bytes: int, stream: int, attributes: Sequence[_Attribute]
+    ) -> tuple[_Launch, ctypes.Array[_Attribute]]:
+        array = (_Attribute * len(attributes))(*attributes)
+        grid, block = (blocks, 1, 1), (self.threads, 1, 1)
+        return _Launch(grid, block, shared_bytes, stream, array, len(attributes)), array
+
+
+def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple[int, int]) -> TensorMap:
+    """Describe a matrix of bytes, `shape` rows and columns, `pitch` bytes between rows, for copies of `box` rows and columns
+    into shared memory with the 128-byte swizzle. What lies outside the matrix is read as zeros."""
+    storage = (ctypes.c_byte * (ctypes.sizeof(TensorMap) + 64))()
+    found = TensorMap.from_buffer(storage, -ctypes.addressof(storage) % 64)
+    uint8, no_interleave, swizzle_128, promote_256, zeros = 0, 0, 3, 3, 0
+    _check(
+        "cuTensorMapEncodeTiled",
+        ctypes.byref(found),
+        uint8,
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_ulonglong * 2)(shape[1], shape[0]),
+        (ctypes.c_ulonglong * 1)(pitch),
+        (ctypes.c_uint * 2)(box[1], box[0]),
+        (ctypes.c_uint * 2)(1, 1),
+        no_interleave,
+        swizzle_128,
+        promote_256,
+        zeros,
+    )
+    return found
+
+
+def _check(function: str, *arguments: Any) -> None:
+    driver = _driver()
+    status = getattr(driver, function)(*arguments)
+    if status:
+        message = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(message))
+        raise CudaError(f"{function}: {(message.value or b'error').decode()} ({status})")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """The newest NVRTC among the packages that torch installs, else the system's."""
+    found = [
+        path
+        for entry in sys.path
+        for pattern in ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*")
+        for path in (Path(entry) / "nvidia").glob(pattern)
+    ]
+    for path in sorted(found, reverse=True):
+        # NVRTC looks for this part of itself by bare name: have it loaded already
+        for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(builtins))
+        return ctypes.CDLL(str(path))
+    for name in ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name)
+    raise CudaError("found no libnvrtc: pip install nvidia-cuda-nvrtc of torch's CUDA version")
+
+
+def _nvrtc_bytes(program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(_nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(_nvrtc(), f"nvrtcGet{what}")(program, buffer)
+    return buffer.raw

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`reference.quantize_activation` on a GPU in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_fp8ext.kernels.quantized import Quantized, empty
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, scale_of
+
+GROUPS = 8
+"""Groups of 128 columns that a program takes."""
+
+
+@triton.jit(do_not_specialize=["scales_column"])
+def _quantize_activation(
+    x_MK,
+    codes_MK,
+    scales_MKb,
+    K,
+    x_row,
+    scales_column,
+    POW2: tl.constexpr,
+    SHORT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One program, `GROUPS` groups of one token."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = columns < K
+    x = tl.load(x_MK + token * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
+    tl.store(codes_MK + token * K + columns, codes_of(x, scale[:, None], SHORT, HARDWARE), mask=inside)
+    tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
+
+
+def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+    """Codes and scales of `x_MK` (BF16, FP16 or fp32, columns contiguous)."""
+    m, k = x_MK.shape
+    codes, scales = empty(m, k, x_MK.device)
+    early = x_MK.is_cuda
+    if m:
+        _quantize_activation[(m, -(-blocks(k) // GROUPS))](
+            x_MK,
+            codes.view(torch.uint8),
+            scales,
+            k,
+            x_MK.stride(0),
+            scales.stride(1),
+            POW2=scale_format == "pow2",
+            SHORT=x_MK.dtype.itemsize == 2,
+            HARDWARE=early,
+            EARLY=early,
+            GROUPS=GROUPS,
+            SIZE=BLOCK,
+            num_warps=4,
+            **({"launch_pdl": True} if early else {}),
+        )
+    return Quantized(codes, scales)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`reference.quantize_weight` on a GPU: one launch, one read of the weight, codes and scales straight into place."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, scale_of
+
+WARPS = 8
+"""Warps of a program: 64 values in flight in each thread."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What it reads."""
+
+
+@triton.jit
+def _quantize_weight(
+    weight_NK,
+    codes_NK,
+    scales_NbKb,
+    sums_NbKb2,
+    N,
+    K,
+    weight_row,
+    weight_column,
+    codes_row,
+    scales_row,
+    POW2: tl.constexpr,
+    SHORT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr,
+    SUMS: tl.constexpr,
+    EARLY: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One program, one block of 128x128."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    column_blocks = tl.cdiv(K, SIZE)
+    row_block = (tl.program_id(0) // column_blocks).to(tl.int64)
+    column_block = tl.program_id(0) % column_blocks
+    rows = row_block * SIZE + tl.arange(0, SIZE)[:, None]
+    columns = column_block * SIZE + tl.arange(0, SIZE)[None, :]
+    if EVEN:
+        inside = None
+        x = tl.load(weight_NK + rows * weight_row + columns * weight_column).to(tl.float32)
+    else:
+        inside = (rows < N) & (columns < K)
+        x = tl.load(weight_NK + rows * weight_row + columns * weight_column, mask=inside, other=0.0).to(
+            tl.float32
+        )
+    scale = scale_of(tl.max(tl.max(magnitude_bits(x), axis=1), axis=0), POW2)
+    codes = codes_of(x, scale, SHORT, HARDWARE)
+    tl.store(codes_NK + rows * codes_row + columns, codes, mask=inside)
+    tl.store(scales_NbKb + row_block * scales_row + column_block, scale)
+    if SUMS:
+        lost = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale - x
+        to = sums_NbKb2 + (row_block * column_blocks + column_block) * 2
+        tl.store(to, tl.sum(tl.sum(lost * lost, axis=1), axis=0))
+        tl.store(to + 1, tl.sum(tl.sum(x * x, axis=1), axis=0))
+
+
+def launch(
+    weight_NK: Tensor,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    scale_format: ScaleFormat,
+    sums_NbKb2: Tensor | None = None,
+    *,
+    warps: int = WARPS,
+    early: bool = True,
+) -> None:
+    """Queue the quantization of `weight_NK` (BF16, FP16 or fp32) into `codes_NK` and `scales_NbKb`; waits for nothing.
+
+    A block with NaN or infinity gets a scale that is not finite: the scales are their own flags. The codes' and the scales'
+    rows may lie apart, their columns not. `sums_NbKb2`: fp32 `[Nb, Kb, 2]`, takes each block's squared quantization error
+    and squared norm. `early`: be launched before the previous kernel of the stream has ended, and wait for its end inside.
+    """
+    early = early and weight_NK.is_cuda
+    rows, columns = weight_NK.shape
+    if codes_NK.shape != weight_NK.shape or codes_NK.stride(1) != 1 or scales_NbKb.stride(1) != 1:
+        raise ValueError(
+            f"quantize_weight: expected codes {list(weight_NK.shape)} with contiguous columns and scales likewise, found "
+            f"shape {list(codes_NK.shape)} with strides {codes_NK.stride()} and {scales_NbKb.stride()}"
+        )
+    _quantize_weight[(blocks(rows) * blocks(columns),)](
+        weight_NK,
+        codes_NK.view(torch.uint8),
+        scales_NbKb,
+        scales_NbKb if sums_NbKb2 is None else sums_NbKb2,
+        rows,
+        columns,
+        weight_NK.stride(0),
+        weight_NK.stride(1),
+        codes_NK.stride(0),
+        scales_NbKb.stride(0),
+        POW2=scale_format == "pow2",
+        SHORT=weight_NK.dtype != torch.float32,
+        HARDWARE=weight_NK.is_cuda,
+        EVEN=rows % BLOCK == 0 and columns % BLOCK == 0,
+        SUMS=sums_NbKb2 is not None,
+        EARLY=early,
+        SIZE=BLOCK,
+        num_warps=warps,
+        **({"launch_pdl": True} if early else {}),
+    )

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SiLU of the gate times the up projection, and activation quantization, in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.quantized import Quantized, empty
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
+
+GROUPS = 8
+"""Groups of 128 columns that a program takes."""
+
+
+def silu_mul_quantize_reference(gate_up_M2K: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """What the kernel computes: vLLM's `SiluAndMul` (SiLU in fp32, rounded to the dtype before the product and after it),
+    then `reference.quantize_activation`."""
+    gate, up = gate_up_M2K.chunk(2, dim=1)
+    return reference.quantize_activation(torch.nn.functional.silu(gate) * up, scale_format)
+
+
+@triton.jit(do_not_specialize=["scales_column"])
+def _silu_mul_quantize(
+    gate_up_M2K,
+    codes_MK,
+    scales_MKb,
+    K,
+    row,
+    scales_column,
+    POW2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One program, `GROUPS` groups of one token."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = columns < K
+    dtype = gate_up_M2K.dtype.element_ty
+    at = gate_up_M2K + token * row + columns
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + K, mask=inside, other=0.0).to(tl.float32)
+    silu = rounded(tl.div_rn(gate, 1.0 + tl.exp(-gate)), dtype, HARDWARE)
+    values = rounded(silu * up, dtype, HARDWARE)
+    scale = scale_of(tl.max(magnitude_bits(values), axis=1), POW2)
+    tl.store(codes_MK + token * K + columns, codes_of(values, scale[:, None], True, HARDWARE), mask=inside)
+    tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
+
+
+def silu_mul_quantize(gate_up_M2K: Tensor, scale_format: ScaleFormat) -> Quantized:
+    """Codes and scales of `silu(gate) * up`; `gate_up_M2K` holds gate, then up, BF16 or FP16, columns contiguous."""
+    m, k = gate_up_M2K.shape[0], gate_up_M2K.shape[1] // 2
+    codes, scales = empty(m, k, gate_up_M2K.device)
+    early = gate_up_M2K.is_cuda
+    if m:
+        _silu_mul_quantize[(m, -(-blocks(k) // GROUPS))](
+            gate_up_M2K,
+            codes.view(torch.uint8),
+            scales,
+            k,
+            gate_up_M2K.stride(0),
+            scales.stride(1),
+            POW2=scale_format == "pow2",
+            HARDWARE=early,
+            EARLY=early,
+            GROUPS=GROUPS,
+            SIZE=BLOCK,
+            num_warps=4,
+            **({"launch_pdl": True} if early else {}),
+        )
+    return Quantized(codes, scales)

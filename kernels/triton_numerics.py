@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`reference.py` for Triton kernels: scales and codes, bit for bit."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from vllm_fp8ext.kernels import compiled
+
+AMAX_FLOOR_BITS = tl.constexpr(0x2EDBE6FF)
+"""1e-10 as fp32. Magnitudes compare like their bits, and NaN is larger than all of them."""
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MANTISSA_BITS = tl.constexpr(0x7FFFFF)
+MANTISSA_448 = tl.constexpr(0x600000)
+"""448 is 1.75 * 2^8: the bits after the point."""
+
+_SHORT_DIVISION = tl.constexpr(
+    "{ .reg .f32 g<4>, r, m; .reg .b16 low, high;"
+    + "".join(
+        # g = x * y; r = g * scale - x; g -= r * y: the signs are such that -0 stays -0
+        f"mul.rn.f32 g{i}, ${1 + i}, ${5 + i}; neg.f32 m, ${1 + i}; fma.rn.f32 r, g{i}, ${9 + i}, m;"
+        f"neg.f32 m, ${5 + i}; fma.rn.f32 g{i}, r, m, g{i};"
+        for i in range(4)
+    )
+    + "cvt.rn.satfinite.e4m3x2.f32 low, g1, g0; cvt.rn.satfinite.e4m3x2.f32 high, g3, g2;"
+    "mov.b32 $0, {low, high}; }"
+)
+"""Codes of four values x ($1 to $4), with y ($5 to $8) the reciprocals of the scales ($9 to $12)."""
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of |x| for fp32 `x`. Their maximum is that of the magnitudes, except that it keeps NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(amax_bits, POW2: tl.constexpr):
+    """`reference.scale_of` of magnitudes given by their bits."""
+    bits = tl.maximum(amax_bits, AMAX_FLOOR_BITS)
+    if POW2:
+        # smallest 2^k with 448 * 2^k >= 1.f * 2^e
+        power = ((bits >> 23) - 8 + ((bits & MANTISSA_BITS) > MANTISSA_448).to(tl.int32)) << 23
+        return tl.where(bits >= INFINITY_BITS, bits, power).to(tl.float32, bitcast=True)
+    return tl.div_rn(bits.to(tl.float32, bitcast=True), 448.0)
+
+
+@triton.jit
+def codes_of(x, scale, SHORT: tl.constexpr, HARDWARE: tl.constexpr):
+    """E4M3 codes of `x / scale`, as bytes. `scale` has the shape of `x`, or one that broadcasts to it.
+
+    `SHORT`: `x` holds BF16 or FP16 values. One reciprocal and one correction then give the correctly rounded quotient
+    (tried for every pair of mantissas, see the test), for a third of a division's instructions. Quotients can exceed 448
+    by a rounding, which the conversion takes back: no clamp is needed.
+
+    `HARDWARE`: false in Triton's interpreter, which neither fuses multiply-adds nor rounds conversions right.
+    """
+    if HARDWARE and SHORT:
+        return tl.inline_asm_elementwise(
+            _SHORT_DIVISION,
+            "=r" + ",r" * 12,
+            [x, tl.div_rn(1.0, scale), scale],
+            tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    quotient = tl.div_rn(x, scale)
+    if HARDWARE:
+        return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return _encode(quotient)
+
+
+@triton.jit
+def _encode(quotient):
+    """fp32 to E4M3 in integers: to nearest, of two equally near codes the even one, at most 448."""
+    bits = magnitude_bits(quotient)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2^-6 codes are multiples of 2^-9, the distance of fp32 numbers from 2^14 on
+    subnormal = (tl.abs(quotient) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.minimum(tl.where(bits < 0x3C800000, subnormal, normal), 0x7E)
+    code = tl.where(bits > INFINITY_BITS, 0x7F, code)
+    negative = quotient.to(tl.int32, bitcast=True) < 0
+    return (code | tl.where(negative, 0x80, 0)).to(tl.uint8)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """fp32 `x` rounded to BF16 or FP16, as fp32."""
+    if HARDWARE or dtype != tl.bfloat16:
+        return x.to(dtype).to(tl.float32)
+    bits = x.to(tl.uint32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+def _note(*_: Any, **__: Any) -> None:
+    compiled.note("triton")
+
+
+triton.knobs.runtime.jit_post_compile_hook = _note
