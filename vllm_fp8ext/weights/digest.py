@@ -21,6 +21,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.weights.safetensors_header import file_tensors
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, place
 
 Digests = dict[str, dict[str, str]]
@@ -99,44 +100,14 @@ def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
         raise UpdateError("not-found", f"{directory}: expected *.safetensors files, found none", status=404)
     index: dict[str, tuple[TensorSpec, Path]] = {}
     for file in files:
-        for spec in read_header(file):
+        for stored in file_tensors(file):
+            spec = stored.spec
             if spec.name in index:
                 raise UpdateError(
                     "duplicate-tensor", f"{spec.name} is in {index[spec.name][1]} and in {file}", status=422
                 )
             index[spec.name] = (spec, file)
     return index
-
-
-def read_header(file: Path) -> list[TensorSpec]:
-    """Specs of the tensors of one safetensors file; the whole header is validated against the file's size.
-
-    Raises:
-        UpdateError: not a safetensors file, or one whose header does not fit its body.
-    """
-    try:
-        with safe_open(file, framework="pt") as reader:
-            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
-            return [
-                TensorSpec(name, tuple(part.get_shape()), DTYPE_NAMES.get(part.get_dtype(), part.get_dtype()))
-                for name, part in slices.items()
-            ]
-    except FileNotFoundError:
-        raise UpdateError("not-found", f"{file}: no such file", status=404) from None
-    except Exception as error:
-        raise UpdateError(
-            "broken-safetensors", f"{file.name}: not a valid safetensors file: {error}", status=422
-        ) from None
-
-
-DTYPE_NAMES = {
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F8_E4M3": "float8_e4m3fn",
-    "F64": "float64",
-}
-"""safetensors' dtype names as torch's."""
 
 
 def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:

@@ -1,73 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """The update engine: one per engine core, between steps. Sessions in, calls to the ranks out.
 
-Every operation returns at once; what takes long (staging, digests) is a job that the caller polls. An operation never raises:
-it returns its result, or `{"error": …}`.
+Every operation returns at once; what takes long (staging, the canary, digests) is a job that the caller polls, and so is a
+commit that waits for running requests. An operation never raises: it returns its result, or `{"error": …}`.
 """
 
-import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-from vllm_fp8ext.config import Settings
+from vllm_fp8ext.config import METHOD
 from vllm_fp8ext.errors import UpdateError, described
-from vllm_fp8ext.weights.digest import read_header
+from vllm_fp8ext.weights.canary import Canary, canary_of, judge
+from vllm_fp8ext.weights.claims import Claim, opening_problems
+from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
+from vllm_fp8ext.weights.jobs import Jobs, Result
 from vllm_fp8ext.weights.labels import Label, default_version
-from vllm_fp8ext.weights.manifest import Manifest, merge
+from vllm_fp8ext.weights.manifest import Manifest, TensorSpec, merge
 from vllm_fp8ext.weights.session import Running, Session, State, refusal
+from vllm_fp8ext.weights.totals import Totals
 
 logger = logging.getLogger("vllm.fp8ext")
 
-Result = dict[str, Any]
 KEPT_SESSIONS = 16
-KEPT_RESULTS = 64
-
-
-class Core(Protocol):
-    """What the update engine needs of an engine core (`compat.engine_core.CoreAccess`)."""
-
-    settings: Settings
-    quantization: str | None
-    kv_cache_dtype: str
-
-    def ranks(self, method: str, *args: Any) -> list[Result]: ...
-    def pause(self) -> float: ...
-    def resume(self) -> None: ...
-    def paused(self) -> bool: ...
-    def label(self, label: Label) -> None: ...
-    def enter_epoch(self, epoch: int, *, recompute: bool) -> None: ...
-
-
-@dataclass(frozen=True)
-class Job:
-    """Work under way on the ranks' own threads."""
-
-    kind: str
-    session: str | None
-    chunk: str | None
-    epoch: int
-    started: float
 
 
 class UpdateEngine:
     """State of live updates in one engine."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, clock: Callable[[], float] = time.time) -> None:
         self.core = core
-        self.live = Label(0, default_version(0))
-        self.previous: Label | None = None
-        """What the twin holds, when it holds complete weights."""
-        self.poisoned: str | None = None
+        self.totals = Totals()
+        self.step = ExchangeStep(core, self.totals)
+        self.jobs = Jobs(core.ranks)
         self.sessions: dict[str, Session] = {}
-        self.jobs: dict[int, Job] = {}
-        self._results: dict[int, list[Result | None]] = {}
-        self._done: dict[int, Result] = {}
-        self._ids = itertools.count(1)
+        self._canaries: dict[str, Canary] = {}
+        self._clock = clock
         self._manifest: Manifest | None = None
         self._cost: Result = {"twin_bytes": [], "twin_kv_blocks": 0}
         self._last: Result | None = None
@@ -75,8 +46,9 @@ class UpdateEngine:
             "status": self.status,
             "manifest": self.manifest,
             "open": self.open,
+            "check": self.check,
             "stage": self.stage,
-            "poll": self.poll,
+            "poll": self.jobs.poll,
             "update": self.update,
             "prepare": self.prepare,
             "commit": self.commit,
@@ -88,28 +60,35 @@ class UpdateEngine:
     @described
     def handle(self, operation: str, arguments: Result) -> Result:
         """Run one operation; errors come back described."""
+        now = self._clock()
+        for session in self.sessions.values():
+            if session.expire(now):
+                self.totals.ended(session.state)
+        self.step.tick()
         return self._operations[operation](**arguments)
 
     def status(self) -> Result:
         """What is served, and what stands by."""
         if self.core.settings.staging != "none":
             self._known_manifest()
-        updating = self._open_session()
-        state = "poisoned" if self.poisoned else "updating" if updating else "serving"
+        step, updating = self.step, self._open_session()
+        state = "poisoned" if step.poisoned else "updating" if updating else "serving"
         return {
-            "epoch": self.live.epoch,
-            "version": self.live.version,
+            "epoch": step.live.epoch,
+            "version": step.live.version,
             "state": state,
-            "poisoned": self.poisoned,
+            "poisoned": step.poisoned,
             "update": updating.id if updating else None,
-            "previous_version": self.previous.version if self.previous else None,
-            "previous_epoch": self.previous.epoch if self.previous else None,
+            "previous_version": step.previous.version if step.previous else None,
+            "previous_epoch": step.previous.epoch if step.previous else None,
             "scale_format": self.core.settings.scale_format,
             "kv_scales": self.core.settings.kv_scales,
             "kv_cache_dtype": self.core.kv_cache_dtype,
             "staging": self.core.settings.staging,
+            "stall_seconds": step.stall_seconds,
             **self._cost,
             "last_update": self._last,
+            "totals": self.totals.as_dict(),
         }
 
     def manifest(self) -> Result:
@@ -121,7 +100,10 @@ class UpdateEngine:
         version: str | None = None,
         base_epoch: int | None = None,
         running: str = Running.KEEP,
+        wait_seconds: float | None = None,
         partial: bool = False,
+        tensors: Mapping[str, Any] | None = None,
+        canary: Mapping[str, Any] | None = None,
         id: str | None = None,
     ) -> Result:
         """Open an update. With an `id` that was opened before, that one is returned."""
@@ -135,91 +117,96 @@ class UpdateEngine:
         busy = self._open_session()
         if busy is not None:
             raise UpdateError("update-open", f"update {busy.id} is open: one at a time", open=busy.id)
-        identifier = id or uuid.uuid4().hex
-        label = version if version is not None else default_version(self.live.epoch + 1)
-        session = Session(identifier, label, Running(running), manifest, base_epoch)
-        session.check_base(self.live.epoch)
-        self.sessions[identifier] = session
+        claims = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
+        problems = opening_problems(claims, manifest)
+        if problems:
+            raise refusal(problems)
+        session = Session(
+            id=id or uuid.uuid4().hex,
+            version=version if version is not None else default_version(self.step.live.epoch + 1),
+            running=Running(running),
+            manifest=manifest,
+            opened_at=self._clock(),
+            lifetime=self.core.settings.update_lifetime_seconds,
+            base_epoch=base_epoch,
+            wait_seconds=wait_seconds,
+            claims=claims,
+        )
+        session.check_base(self.step.live.epoch)
+        self._canaries[session.id] = canary_of(
+            canary, self.core.settings, self.core.vocabulary, self.core.longest_prompt
+        )
+        self.sessions[session.id] = session
         for old in list(self.sessions)[:-KEPT_SESSIONS]:
             del self.sessions[old]
+            self._canaries.pop(old, None)
         return session.as_dict()
 
-    def stage(self, id: str, chunk: str, path: str) -> Result:
-        """Start to stage a safetensors file as one chunk of an update; returns a job."""
+    def check(self, id: str) -> Result:
+        """Require that an update takes chunks, before a long body is read."""
         session = self._session(id)
-        self._reap()
-        specs = read_header(Path(path))
-        session.receive(chunk, specs, Path(path).stat().st_size)
-        if self.previous is not None or len(session.chunks) == 1:
-            self.previous = None
-            self._all("begin")
-        names = [spec.name for spec in specs if spec.name in session.manifest.tensors]
-        return self._start("stage", "stage", path, names, session=session.id, chunk=chunk)
+        session.require_live("send a chunk to")
+        session.touch(self._clock())
+        return {}
 
-    def poll(self, job: int) -> Result:
-        """Progress of a job: `done`, with its result, once every rank is."""
-        if job in self._done:
-            return {"done": True, **self._done.pop(job)}
-        if job not in self.jobs:
-            raise UpdateError("unknown-job", f"no job {job}", status=404)
-        return self._advance(job)
-
-    def _reap(self) -> None:
-        """Take in finished jobs whose caller may have stopped to poll."""
-        for job in list(self.jobs):
-            result = self._advance(job)
-            if result.pop("done"):
-                self._done[job] = result
-        for job in list(self._done)[:-KEPT_RESULTS]:
-            del self._done[job]
-
-    def _advance(self, job: int) -> Result:
-        outcomes = self._results[job]
-        fresh = self.core.ranks("poll", job)
-        tensors = 0
-        for rank, result in enumerate(fresh):
-            if outcomes[rank] is None and (result.get("done") or "error" in result):
-                outcomes[rank] = result
-            tensors = max(tensors, result.get("tensors", 0))
-        finished = [outcome for outcome in outcomes if outcome is not None]
-        if len(finished) < len(outcomes):
-            return {"done": False, "tensors": tensors}
-        described = self.jobs.pop(job)
-        del self._results[job]
-        return {"done": True, **self._finish(described, finished)}
+    def stage(self, id: str, chunk: str, source: Result, tensors: list[Any], size: int) -> Result:
+        """Start to stage a chunk: `tensors` of `[name, shape, dtype, start, bytes]` in a `Source`; returns a job."""
+        session = self._session(id)
+        self.jobs.reap()
+        specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype, *_ in tensors]
+        session.receive(chunk, specs, size)
+        session.touch(self._clock())
+        self.step.lose_previous()
+        used = [tensor for tensor in tensors if tensor[0] in session.manifest.tensors]
+        hashes = {name: claim.sha256 for name, claim in session.claims.items() if claim.sha256}
+        wanted = {tensor[0]: hashes[tensor[0]] for tensor in used if tensor[0] in hashes}
+        finish = partial(self._staged, session, chunk, time.perf_counter())
+        return self.jobs.start("stage", session.id, source, used, wanted, finish=finish)
 
     def update(self, id: str) -> Result:
         """Where an update stands."""
         return self._session(id).as_dict()
 
     def prepare(self, id: str) -> Result:
-        """Validate an update as a whole."""
+        """Validate an update as a whole: complete, and its canary sings on the twin. A job unless that was done before."""
         session = self._session(id)
-        self._reap()
-        start = time.perf_counter()
-        session.prepare(self.live.epoch)
-        session.seconds.setdefault("prepare", time.perf_counter() - start)
-        return session.as_dict()
+        self.jobs.reap()
+        session.touch(self._clock())
+        if session.state in (State.PREPARED, State.COMMITTED):
+            if session.state is State.PREPARED:
+                session.check_base(self.step.live.epoch)
+            return session.as_dict()
+        session.check(self.step.live.epoch)
+        canary = self._canaries[id]
+        finish = partial(self._sung, session, canary, session.revision, time.perf_counter())
+        return self.jobs.start("sing", canary.prompts, finish=finish)
 
     def commit(self, id: str) -> Result:
-        """Serve an update's weights from the next step on. Prepares it if nobody did. Idempotent."""
+        """Serve a prepared update's weights from the next step on; `{"waiting": requests}` while it waits. Idempotent."""
         session = self._session(id)
         if session.state is State.COMMITTED:
             return session.as_dict()
-        self.prepare(id)
-        label = Label(self.live.epoch + 1, session.version)
+        session.require_prepared()
+        session.check_base(self.step.live.epoch)
+        session.touch(self._clock())
+        label = Label(self.step.live.epoch + 1, session.version)
         try:
-            phases = self._exchange(label, session.running)
+            phases = self.step.run(session.id, label, session.running, session.wait_seconds)
         except UpdateError:
-            if self.poisoned:
+            if self.step.poisoned:
                 session.forget()
             raise
+        if phases is None:
+            return {"waiting": self.core.unfinished()}
         session.seconds.update(phases)
-        session.seconds["total"] = time.time() - session.opened_at
+        session.seconds["total"] = self._clock() - session.opened_at
         session.commit({"epoch": label.epoch, "version": label.version, "pause_seconds": phases["pause"]})
+        self.totals.ended(session.state)
+        self.totals.took(session.seconds)
+        self.totals.bytes += session.bytes
         self._last = {
             "id": session.id,
-            "bytes": session.as_dict()["bytes"],
+            "bytes": session.bytes,
             "seconds": dict(session.seconds),
             "quantization_error": session.quantization_error,
         }
@@ -228,127 +215,80 @@ class UpdateEngine:
     def abandon(self, id: str) -> Result:
         """Give an update up; the served weights are as they were."""
         session = self._session(id)
-        session.abandon()
+        if session.abandon():
+            self.totals.ended(session.state)
+        self.step.stop_waiting(session.id)
         return session.as_dict()
 
-    def rollback(self, running: str = Running.KEEP) -> Result:
-        """Serve the previous weights again, as a new epoch."""
+    def rollback(self, running: str = Running.KEEP, wait_seconds: float | None = None) -> Result:
+        """Serve the previous weights again, as a new epoch; `{"waiting": requests}` while it waits."""
         self._known_manifest()
-        if self.previous is None:
+        if self.step.previous is None:
             raise UpdateError(
                 "no-previous", "no previous weights: no update was committed, or a newer one was begun"
             )
-        label = Label(self.live.epoch + 1, self.previous.version)
-        phases = self._exchange(label, Running(running))
+        label = Label(self.step.live.epoch + 1, self.step.previous.version)
+        phases = self.step.run("rollback", label, Running(running), wait_seconds)
+        if phases is None:
+            return {"waiting": self.core.unfinished()}
+        self.totals.ended("rolled-back")
+        self.totals.took(phases)
         return {"epoch": label.epoch, "version": label.version, "seconds": phases}
 
     def digests(self) -> Result:
         """Start to compute the digests of the served weights; returns a job."""
         self._known_manifest()
-        return self._start("digests", "digests")
+        return self.jobs.start("digests", finish=partial(self._digested, self.step.live))
 
-    def _exchange(self, label: Label, running: Running) -> dict[str, float]:
-        """The commit proper, on a step boundary: all ranks or none. Returns the seconds of each phase."""
-        if self.poisoned is None and self.core.paused():
-            raise UpdateError("paused", "the engine is paused or asleep: resume it first")
-        start = time.perf_counter()
-        drain = self.core.pause()
-        exchanged = time.perf_counter()
-        healing = self.poisoned is not None
-        self._swap_all()
-        caches = time.perf_counter()
-        self.previous, self.live = None if healing else self.live, label
-        try:
-            self.core.enter_epoch(label.epoch, recompute=healing or running is Running.RECOMPUTE)
-            self.core.label(label)
-        except Exception as error:
-            self._poison(f"the caches could not be separated from the old weights: {error}")
-        self.core.resume()
-        end = time.perf_counter()
-        logger.info(
-            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, (end - start) * 1e3
-        )
-        return {"drain": drain, "exchange": caches - exchanged, "caches": end - caches, "pause": end - start}
-
-    def _swap_all(self) -> None:
-        """Exchange on every rank. When some fail (each undoes its own part), the others swap back; if that fails too, no
-        rank can be trusted and the engine is poisoned: it stays paused until a full update heals it."""
-        results = self.core.ranks("exchange")
-        failures = [result for result in results if "error" in result]
-        if not failures:
-            self.poisoned = None
-            return
-        error = UpdateError.from_dict(failures[0]["error"])
-        swapped = [rank for rank, result in enumerate(results) if "error" not in result]
-        undone = self.core.ranks("exchange", swapped) if swapped else []
-        if any(result["broken"] for result in failures) or any("error" in result for result in undone):
-            self._poison(str(error))
-        if self.poisoned is None:
-            self.core.resume()
-        raise error
-
-    def _poison(self, reason: str) -> NoReturn:
-        """Nobody knows what is served: stay paused until a full update has been staged and committed."""
-        self.poisoned, self.previous = reason, None
-        raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=500)
-
-    def _start(
-        self, kind: str, method: str, *args: Any, session: str | None = None, chunk: str | None = None
-    ) -> Result:
-        job = next(self._ids)
-        started = self._all(method, job, *args)
-        self.jobs[job] = Job(kind, session, chunk, self.live.epoch, time.perf_counter())
-        self._results[job] = [None] * len(started)
-        return {"job": job}
-
-    def _finish(self, job: Job, results: list[Result]) -> Result:
+    def _staged(self, session: Session, chunk: str, started: float, results: list[Result]) -> Result:
         errors = [result["error"] for result in results if "error" in result]
-        if job.kind == "digests":
-            if errors:
-                raise UpdateError.from_dict(errors[0])
-            if job.epoch != self.live.epoch:
-                return {"stale": True}
-            names: dict[str, dict[str, str]] = {}
-            for result in results:
-                for name, value in result["digests"].items():
-                    names.setdefault(name, {})[str(result["rank"])] = value
-            addresses = [result["addresses"] for result in results]
-            return {
-                "epoch": job.epoch,
-                "version": self.live.version,
-                "digests": dict(sorted(names.items())),
-                "addresses": addresses,
-            }
-        session = self.sessions.get(job.session or "")
-        if session is None:
-            return {"error": UpdateError("unknown-update", f"no update {job.session}", status=404).as_dict()}
         problems = _distinct([problem for result in results for problem in result.get("problems", ())])
         faults = [{"kind": error["kind"], "detail": error["message"]} for error in errors]
-        session.staged(job.chunk or "", problems + faults)
-        session.seconds["staging"] = session.seconds.get("staging", 0.0) + time.perf_counter() - job.started
-        session.squared_error += sum(result.get("squared_error", 0.0) for result in results)
-        session.squared_norm += sum(result.get("squared_norm", 0.0) for result in results)
+        session.staged(chunk, problems + faults, _summed(results))
+        session.touch(self._clock())
+        session.seconds["staging"] = session.seconds.get("staging", 0.0) + time.perf_counter() - started
         if errors:
-            return {"error": errors[0]}
+            raise UpdateError.from_dict(errors[0])
         if problems:
-            return {"error": refusal(problems).as_dict()}
+            raise refusal(problems)
         return {"update": session.as_dict()}
 
-    def _all(self, method: str, *args: Any) -> list[Result]:
-        """Call every rank; the first error of any is raised."""
-        results = self.core.ranks(method, *args)
+    def _sung(
+        self, session: Session, canary: Canary, revision: int, started: float, results: list[Result]
+    ) -> Result:
+        _raise_first(results)
+        session.canary_perplexity = judge(canary, results)
+        session.check(self.step.live.epoch)
+        session.prepared(revision)
+        session.touch(self._clock())
+        session.seconds["prepare"] = time.perf_counter() - started
+        return session.as_dict()
+
+    def _digested(self, served: Label, results: list[Result]) -> Result:
+        _raise_first(results)
+        if served != self.step.live:
+            return {"stale": True}
+        names: dict[str, dict[str, str]] = {}
         for result in results:
-            if "error" in result:
-                raise UpdateError.from_dict(result["error"])
-        return results
+            for name, value in result["digests"].items():
+                names.setdefault(name, {})[str(result["rank"])] = value
+        return {
+            "epoch": served.epoch,
+            "version": served.version,
+            "digests": dict(sorted(names.items())),
+            "addresses": [result["addresses"] for result in results],
+        }
 
     def _known_manifest(self) -> Manifest:
         if self._manifest is None:
-            if self.core.quantization != "blockfp8":
+            if self.core.quantization != METHOD:
                 raise UpdateError(
                     "updates-unavailable", "this server was not started with --quantization blockfp8"
                 )
-            parts = self._all("describe")
+            parts = self.core.ranks("describe")
+            _raise_first(parts)
+            own = canary_of(None, self.core.settings, self.core.vocabulary, self.core.longest_prompt)
+            _raise_first(self.core.ranks("rehearse", own.prompts))
             self._manifest = merge(Manifest.from_dict(part["manifest"]) for part in parts)
             self._cost = {
                 "twin_bytes": [part["twin_bytes"] for part in parts],
@@ -366,7 +306,23 @@ class UpdateEngine:
         return next((session for session in self.sessions.values() if session.live), None)
 
 
+def _raise_first(results: list[Result]) -> None:
+    for result in results:
+        if "error" in result:
+            raise UpdateError.from_dict(result["error"])
+
+
 def _distinct(problems: list[Result]) -> list[Result]:
     """Problems of all ranks, each tensor once."""
     seen = {(problem["kind"], problem["tensor"]): problem for problem in problems}
     return [{key: value for key, value in problem.items() if key != "rank"} for problem in seen.values()]
+
+
+def _summed(results: list[Result]) -> dict[str, tuple[float, float]]:
+    """Squared quantization error and squared norm by tensor, over all ranks."""
+    sums: dict[str, tuple[float, float]] = {}
+    for result in results:
+        for name, (error, norm) in result.get("errors", {}).items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + error, before[1] + norm
+    return sums

@@ -32,6 +32,7 @@ class Exchange:
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
             for live, twin in self._slices():
+                self._copies = 0
                 swapped.append((live, twin))
                 self._swap(live, twin)
             self._synchronize()
@@ -57,7 +58,6 @@ class Exchange:
 
     def _swap(self, live: Tensor, twin: Tensor) -> None:
         keep = self._workspace[: live.numel()]
-        self._copies = 0
         keep.copy_(live)
         self._copies = 1
         live.copy_(twin)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one worker process does for an update. Methods never raise: they return plain results or a described error.
 
-Staging and digests run on one thread of their own, one job after the other, so that engine steps go on; the exchange runs on
-the worker's main thread, between steps.
+Staging runs on a thread of its own, one job after the other, so that engine steps go on, and so do digests on another. The
+canary and the exchange run on the worker's main thread, between steps.
 """
 
 import hashlib
@@ -10,31 +10,42 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.digest import combine, digest
+from vllm_fp8ext.weights.manifest import TensorSpec
+from vllm_fp8ext.weights.recital import Attend, recite
+from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.weights.slices import Pause, Slices
+from vllm_fp8ext.weights.source import Source, Sources
 from vllm_fp8ext.weights.twin import Twin
 
 Result = dict[str, Any]
 
 
 class Rank:
-    """One rank's twin and its staging thread."""
+    """One rank's twin and its threads. `kv_blocks`: what the twin costs; `attend`: see `recital.recite`."""
 
-    def __init__(self, twin: Twin, rank: int, kv_blocks: int) -> None:
+    def __init__(self, twin: Twin, rank: int, world_size: int, kv_blocks: int, attend: Attend) -> None:
         self.twin = twin
         self.rank = rank
+        self.world_size = world_size
         self.kv_blocks = kv_blocks
-        self._jobs: queue.SimpleQueue[tuple[int, Callable[[], Result]]] = queue.SimpleQueue()
+        self._attend = attend
+        self._device = twin.exchange.pairs[0][0].device
+        self._sources = Sources()
+        self._lanes: dict[str, queue.SimpleQueue[tuple[int, Callable[[], Result]]]] = {}
         self._results: dict[int, Result] = {}
         self._progress: dict[int, int] = {}
-        self._thread: threading.Thread | None = None
+        self._recitals: dict[int, Slices] = {}
+        self._session = ""
+        """The update whose tensors are wanted: what an older one left in the queue is dropped."""
+        self._staged = ""
+        """The update that the twin's contents belong to."""
 
     @described
     def describe(self) -> Result:
@@ -46,25 +57,58 @@ class Rank:
         }
 
     @described
-    def begin(self) -> Result:
-        """The first tensor of an update is about to be staged: what the twin held is gone."""
-        self.twin.stager.reset()
+    def stage(
+        self, job: int, session: str, source: dict[str, Any], tensors: list[Any], hashes: dict[str, str]
+    ) -> Result:
+        """Start to stage these tensors (`[name, shape, dtype, start, bytes]`) of a `Source`; `poll(job)` tells the outcome.
+
+        `hashes`: SHA-256 that the raw bytes of some of them must have; each rank checks its share.
+        """
+        stored = [
+            StoredTensor(TensorSpec(name, tuple(shape), dtype), start, size)
+            for name, shape, dtype, start, size in tensors
+        ]
+        stamp = source["stamp"]
+        opened = Source(source["path"], source["offset"], tuple(stamp) if stamp else None)
+        self._session = session
+        return self._start("staging", job, lambda: self._stage(job, session, opened, stored, hashes))
+
+    @described
+    def rehearse(self, prompts: list[list[int]]) -> Result:
+        """Run prompts through the twin, whatever it holds: nothing compiles later, while requests run."""
+        recite(self.twin.model, prompts, self._device, self._attend, lambda: None)
         return {}
 
     @described
-    def stage(self, job: int, path: str, names: list[str]) -> Result:
-        """Start to stage these tensors of a safetensors file; `poll(job)` tells the outcome."""
-        return self._start(job, lambda: self._stage(job, Path(path), names))
+    def sing(self, job: int, prompts: list[list[int]]) -> Result:
+        """Start to run prompts through the twin; each `poll(job)` runs one slice of it."""
+        for stale in self._recitals.values():
+            stale.close()
+        model, device = self.twin.model, self._device
+
+        def work(pause: Pause) -> Result:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread: a new one is on the first
+            return recite(model, prompts, device, self._attend, pause)
+
+        self._recitals = {job: Slices(work)}
+        return {}
 
     @described
     def digests(self, job: int) -> Result:
         """Start to compute this rank's digests of the live weights, and a SHA-256 over the path and storage
         address of each: the same as long as none has moved."""
-        return self._start(job, self._digests)
+        return self._start("digests", job, self._digests)
 
     @described
     def poll(self, job: int) -> Result:
         """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once)."""
+        recital = self._recitals.get(job)
+        if recital is not None:
+            if not recital.advance():
+                return {"done": False}
+            del self._recitals[job]
+            return {"done": True, **(recital.result or {})}
         if job not in self._results:
             return {"done": False, "tensors": self._progress.get(job, 0)}
         self._progress.pop(job, None)
@@ -84,40 +128,62 @@ class Rank:
             return {"error": failure.as_dict(), "broken": self.twin.exchange.broken}
         return {"seconds": time.perf_counter() - start}
 
-    def _start(self, job: int, work: Callable[[], Result]) -> Result:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fp8ext-staging", daemon=True)
-            self._thread.start()
-        self._jobs.put((job, work))
+    def _start(self, lane: str, job: int, work: Callable[[], Result]) -> Result:
+        if lane not in self._lanes:
+            self._lanes[lane] = queue.SimpleQueue()
+            threading.Thread(
+                target=self._run, args=(self._lanes[lane],), name=f"fp8ext-{lane}", daemon=True
+            ).start()
+        self._lanes[lane].put((job, work))
         return {}
 
-    def _run(self) -> None:
-        device = self.twin.exchange.pairs[0][0].device
+    def _run(self, jobs: queue.SimpleQueue[tuple[int, Callable[[], Result]]]) -> None:
+        device = self._device
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.cuda.set_stream(torch.cuda.Stream(device))
         while True:
-            job, work = self._jobs.get()
+            job, work = jobs.get()
             with torch.inference_mode():
                 result = described(work)()
                 if device.type == "cuda":
                     torch.cuda.current_stream().synchronize()
             self._results[job] = result
 
-    def _stage(self, job: int, path: Path, names: list[str]) -> Result:
-        start = time.perf_counter()
+    def _stage(
+        self, job: int, session: str, source: Source, tensors: list[StoredTensor], hashes: dict[str, str]
+    ) -> Result:
+        if self._staged != session:
+            self.twin.stager.reset()
+            self._staged = session
         problems: list[dict[str, Any]] = []
-        error = norm = 0.0
-        with safe_open(path, framework="pt") as reader:
-            for count, name in enumerate(names):
+        errors: dict[str, tuple[float, float]] = {}
+        with self._sources.open(source) as read:
+            for count, stored in enumerate(tensors):
+                if self._session != session:
+                    raise UpdateError("wrong-state", "a newer update was begun")
+                name, tensor = stored.spec.name, read(stored)
+                problem = self._hash_problem(name, tensor, count, hashes)
                 try:
-                    more_error, more_norm = self.twin.stager.stage(name, reader.get_tensor(name))
-                    error, norm = error + more_error, norm + more_norm
+                    error, norm = self.twin.stager.stage(name, tensor)
+                    if norm:
+                        errors[name] = (error, norm)
                 except NonFiniteError:
-                    problems.append({"kind": "non-finite", "tensor": name, "rank": self.rank})
+                    problem = {"kind": "non-finite", "tensor": name, "rank": self.rank}
+                if problem:
+                    problems.append(problem)
                 self._progress[job] = count + 1
-        seconds = time.perf_counter() - start
-        return {"problems": problems, "squared_error": error, "squared_norm": norm, "seconds": seconds}
+        return {"problems": problems, "errors": errors}
+
+    def _hash_problem(
+        self, name: str, tensor: torch.Tensor, index: int, hashes: dict[str, str]
+    ) -> dict[str, Any] | None:
+        if name not in hashes or index % self.world_size != self.rank:
+            return None
+        found = hashlib.sha256(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())).hexdigest()
+        if found == hashes[name]:
+            return None
+        return {"kind": "sha256-mismatch", "tensor": name, "expected": hashes[name], "found": found}
 
     def _digests(self) -> Result:
         listed = "\n".join(f"{path} {address}" for path, address in self.twin.addresses().items())

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update from open to its end, as a pure state machine: no torch, no vLLM, no I/O.
+"""One update from open to its end, as a pure state machine: no torch, no vLLM, no I/O, no clock of its own.
 
     open ──prepare──▶ prepared ──commit──▶ committed
      ▲  ╲               │   ╲
-     └─chunk────────────┘    ╲──abandon──▶ abandoned
+     └─chunk────────────┘    ╲──▶ abandoned (given up) or expired (nothing came for its lifetime)
 
-A chunk that arrives after `prepare` reopens the update. Ends are final and are kept for reading.
+A chunk that arrives after `prepare` reopens the update. Ends are final and are kept for reading. Times are Unix seconds.
 """
 
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.claims import Claim, claim_problems
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 
 
@@ -25,6 +25,11 @@ class State(StrEnum):
     PREPARED = "prepared"
     COMMITTED = "committed"
     ABANDONED = "abandoned"
+    EXPIRED = "expired"
+
+    @property
+    def ended(self) -> bool:
+        return self not in (State.OPEN, State.PREPARED)
 
 
 class Running(StrEnum):
@@ -34,6 +39,10 @@ class Running(StrEnum):
     """Their cached K and V stay; the rest is sampled by the new weights."""
     RECOMPUTE = "recompute"
     """They are preempted and their K and V computed again by the new weights."""
+    WAIT = "wait"
+    """They finish under the old weights first; new requests wait for the commit, which has a deadline."""
+    ABORT = "abort"
+    """They end with finish reason `abort`, with the tokens that they have."""
 
 
 @dataclass
@@ -44,6 +53,12 @@ class Chunk:
     bytes: int
     staged: bool = False
     problems: list[dict[str, Any]] = field(default_factory=list)
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Squared quantization error and squared norm by tensor."""
+
+    @property
+    def busy(self) -> bool:
+        return not self.staged and not self.problems
 
 
 @dataclass
@@ -54,14 +69,34 @@ class Session:
     version: str
     running: Running
     manifest: Manifest
+    opened_at: float
+    lifetime: float
+    """Seconds after the last activity at which an update that nobody finishes expires."""
     base_epoch: int | None = None
+    wait_seconds: float | None = None
+    claims: Mapping[str, Claim] = field(default_factory=dict)
     state: State = State.OPEN
     chunks: dict[str, Chunk] = field(default_factory=dict)
+    revision: int = 0
+    """Counts the chunks that arrived: what was prepared holds for one revision only."""
     result: dict[str, Any] | None = None
-    opened_at: float = field(default_factory=time.time)
     seconds: dict[str, float] = field(default_factory=dict)
-    squared_error: float = 0.0
-    squared_norm: float = 0.0
+    canary_perplexity: float | None = None
+    expires_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.touch(self.opened_at)
+
+    def touch(self, now: float) -> None:
+        """Something happened to this update: its lifetime begins again."""
+        self.expires_at = now + self.lifetime
+
+    def expire(self, now: float) -> bool:
+        """End an update whose time is over; one whose chunks are being staged is not idle. True when it ended now."""
+        over = self.live and now >= self.expires_at and not self.busy
+        if over:
+            self.state = State.EXPIRED
+        return over
 
     def receive(self, key: str, specs: Iterable[TensorSpec], size: int) -> None:
         """A chunk arrived and is about to be staged. Sending a key again replaces what it brought.
@@ -69,14 +104,16 @@ class Session:
         Raises:
             UpdateError: wrong state, or (as one report) every tensor that does not fit.
         """
-        self._require_live("send a chunk to")
+        self.require_live("send a chunk to")
         specs = list(specs)
         existing = self.chunks.get(key)
-        if existing is not None and not existing.staged and not existing.problems:
+        if existing is not None and existing.busy:
             raise UpdateError(
                 "chunk-busy", f"chunk {key} is still being staged: send it again when it is done"
             )
         problems = self.manifest.problems(specs)
+        told = {(problem["kind"], problem["tensor"]) for problem in problems}
+        problems += [p for p in claim_problems(self.claims, specs) if (p["kind"], p["tensor"]) not in told]
         for other_key, other in self.chunks.items():
             if other_key != key:
                 repeated = {spec.name for spec in specs} & other.names - self.manifest.ignored
@@ -87,9 +124,15 @@ class Session:
         if problems:
             raise refusal(problems)
         self.state = State.OPEN
+        self.revision += 1
         self.chunks[key] = Chunk(frozenset(spec.name for spec in specs), size)
 
-    def staged(self, key: str, problems: list[dict[str, Any]]) -> None:
+    def staged(
+        self,
+        key: str,
+        problems: list[dict[str, Any]],
+        errors: Mapping[str, tuple[float, float]] | None = None,
+    ) -> None:
         """Every rank has staged a chunk. One with problems counts as not sent: its tensors are missing again."""
         chunk = self.chunks[key]
         if problems:
@@ -97,23 +140,22 @@ class Session:
             chunk.names = frozenset()
         else:
             chunk.staged = True
+            chunk.errors = dict(errors or {})
 
     def missing(self) -> list[str]:
         """Required tensors that no staged chunk has brought."""
         have = {name for chunk in self.chunks.values() if chunk.staged for name in chunk.names}
         return sorted(self.manifest.tensors.keys() - have)
 
-    def prepare(self, epoch: int) -> None:
-        """Check that the update could be committed now. Idempotent.
+    def check(self, epoch: int) -> None:
+        """Require that everything is here and that the update fits the served `epoch`.
 
         Raises:
             UpdateError: `stale-base`, `staging`, or `incomplete` with every missing tensor and every refused chunk.
         """
-        if self.state is State.COMMITTED:
-            return
-        self._require_live("prepare")
+        self.require_live("prepare")
         self.check_base(epoch)
-        if any(not chunk.staged and not chunk.problems for chunk in self.chunks.values()):
+        if self.busy:
             raise UpdateError("staging", "chunks are still being staged: prepare when they are done")
         missing = self.missing()
         if missing:
@@ -125,6 +167,16 @@ class Session:
                 missing=missing,
                 problems=refused,
             )
+
+    def prepared(self, revision: int) -> None:
+        """What was staged up to `revision` has been validated as a whole.
+
+        Raises:
+            UpdateError: `staging`, when chunks arrived since.
+        """
+        self.require_live("prepare")
+        if revision != self.revision:
+            raise UpdateError("staging", "a chunk arrived while the update was prepared: prepare it again")
         self.state = State.PREPARED
 
     def check_base(self, epoch: int) -> None:
@@ -137,27 +189,46 @@ class Session:
                 found=epoch,
             )
 
+    def require_prepared(self) -> None:
+        """Raises `UpdateError` unless the update can be committed."""
+        self.require_live("commit")
+        if self.state is not State.PREPARED:
+            raise UpdateError("not-prepared", f"can't commit: the update is {self.state}, prepare it first")
+
     def commit(self, result: dict[str, Any]) -> None:
         """The exchange is done on every rank."""
-        if self.state is not State.PREPARED:
-            raise UpdateError("wrong-state", f"can't commit: the update is {self.state}")
+        self.require_prepared()
         self.state = State.COMMITTED
         self.result = result
 
     def forget(self) -> None:
         """What was staged is lost: everything must be sent again."""
         self.state = State.OPEN
+        self.revision += 1
         self.chunks.clear()
 
-    def abandon(self) -> None:
-        """Give the update up. Idempotent; a committed one can't be."""
+    def abandon(self) -> bool:
+        """Give the update up. Idempotent; a committed one can't be. True when it ended now."""
         if self.state is State.COMMITTED:
             raise UpdateError("wrong-state", "can't abandon: the update is committed (roll back instead)")
-        self.state = State.ABANDONED
+        given_up = self.live
+        if given_up:
+            self.state = State.ABANDONED
+        return given_up
 
     @property
     def live(self) -> bool:
-        return self.state in (State.OPEN, State.PREPARED)
+        return not self.state.ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether chunks are being staged."""
+        return any(chunk.busy for chunk in self.chunks.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the staged chunks."""
+        return sum(chunk.bytes for chunk in self.chunks.values() if chunk.staged)
 
     def as_dict(self) -> dict[str, Any]:
         missing = self.missing() if self.live else []
@@ -168,10 +239,11 @@ class Session:
             "running": str(self.running),
             "base_epoch": self.base_epoch,
             "opened_at": self.opened_at,
+            "expires_at": self.expires_at if self.live else None,
             "tensors_required": len(self.manifest.tensors),
             "tensors_missing": len(missing),
             "missing": missing,
-            "bytes": sum(chunk.bytes for chunk in self.chunks.values() if chunk.staged),
+            "bytes": self.bytes,
             "chunks": {
                 key: {"staged": chunk.staged, "bytes": chunk.bytes, "tensors": len(chunk.names)}
                 for key, chunk in self.chunks.items()
@@ -179,15 +251,32 @@ class Session:
             "problems": [problem for chunk in self.chunks.values() for problem in chunk.problems],
             "seconds": dict(self.seconds),
             "quantization_error": self.quantization_error,
+            "canary_perplexity": self.canary_perplexity,
             "result": self.result,
         }
 
     @property
-    def quantization_error(self) -> float | None:
-        """Relative error of the quantized weights, ‖w - dequantized‖ / ‖w‖ over all of them."""
-        return (self.squared_error / self.squared_norm) ** 0.5 if self.squared_norm else None
+    def quantization_error(self) -> dict[str, Any] | None:
+        """Relative error of the quantized weights, ‖w - dequantized‖ / ‖w‖: over all of them, and by tensor."""
+        sums = {
+            name: pair for chunk in self.chunks.values() for name, pair in chunk.errors.items() if pair[1]
+        }
+        if not sums:
+            return None
+        total_error, total_norm = (sum(pair[part] for pair in sums.values()) for part in (0, 1))
+        by_tensor = {name: (error / norm) ** 0.5 for name, (error, norm) in sums.items()}
+        worst = max(by_tensor, key=lambda name: (by_tensor[name], name))
+        return {
+            "relative": (total_error / total_norm) ** 0.5,
+            "mean": sum(by_tensor.values()) / len(by_tensor),
+            "max": by_tensor[worst],
+            "worst": worst,
+        }
 
-    def _require_live(self, action: str) -> None:
+    def require_live(self, action: str) -> None:
+        if self.state is State.EXPIRED:
+            message = f"can't {action} this update: nothing came for {self.lifetime:g} s, and it expired"
+            raise UpdateError("expired", message, status=410)
         if not self.live:
             raise UpdateError("wrong-state", f"can't {action} this update: it is {self.state}")
 

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit proper: between two engine steps, on all ranks or none."""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.labels import Label, default_version
+from vllm_fp8ext.weights.session import Running
+from vllm_fp8ext.weights.totals import Totals
+
+logger = logging.getLogger("vllm.fp8ext")
+
+WAIT_SECONDS = 60.0
+"""Longest wait for running requests when nothing else was asked for."""
+WAIT_GRACE_SECONDS = 10.0
+
+
+class Core(Protocol):
+    """What an update needs of an engine core (`compat.engine_core.CoreAccess`)."""
+
+    settings: Settings
+    quantization: str | None
+    kv_cache_dtype: str
+    vocabulary: int
+    longest_prompt: int
+
+    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
+    def pause(self) -> float: ...
+    def resume(self) -> None: ...
+    def paused(self) -> bool: ...
+    def admit_no_more(self) -> None: ...
+    def unfinished(self) -> int: ...
+    def abort_running(self) -> None: ...
+    def refuse_requests(self) -> None: ...
+    def accept_requests(self) -> None: ...
+    def label(self, label: Label) -> None: ...
+    def enter_epoch(self, epoch: int, *, recompute: bool) -> None: ...
+    def time_next_step(self, report: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A commit, or a rollback, that lets running requests finish first."""
+
+    key: str
+    until: float
+
+
+class ExchangeStep:
+    """What is served, and the step that changes it."""
+
+    def __init__(self, core: Core, totals: Totals) -> None:
+        self._core = core
+        self._totals = totals
+        self.live = Label(0, default_version(0))
+        self.previous: Label | None = None
+        """What the twin holds, when it holds complete weights."""
+        self.poisoned: str | None = None
+        self.stall_seconds: float | None = None
+        """From the pause for the last exchange to the end of the first engine step after it; None without requests."""
+        self._waiting: Waiting | None = None
+
+    def tick(self) -> None:
+        """Forget a wait that nobody asks about any more."""
+        if self._waiting is not None and time.monotonic() > self._waiting.until + WAIT_GRACE_SECONDS:
+            self.stop_waiting(self._waiting.key)
+
+    def lose_previous(self) -> None:
+        """A tensor is about to be staged: what the twin held is gone."""
+        self.previous = None
+
+    def run(
+        self, key: str, label: Label, running: Running, wait_seconds: float | None
+    ) -> dict[str, float] | None:
+        """Exchange live and twin and serve `label` from then on.
+
+        Returns the seconds of each phase, or None while running requests are waited for: call again.
+
+        Raises:
+            UpdateError: `paused`, `wait-timeout`, `exchange-failed` (nothing has changed), or `poisoned`.
+        """
+        if running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
+            return None
+        if self.poisoned is None and self._core.paused() and self._waiting is None:
+            raise UpdateError("paused", "the engine is paused or asleep: resume it first")
+        self._waiting = None
+        start = time.perf_counter()
+        drain = self._core.pause()
+        if running is Running.ABORT:
+            self._core.abort_running()
+        exchanged = time.perf_counter()
+        healing = self.poisoned is not None
+        self._swap_all()
+        caches = time.perf_counter()
+        self.previous, self.live = None if healing else self.live, label
+        try:
+            self._core.enter_epoch(label.epoch, recompute=healing or running is Running.RECOMPUTE)
+            self._core.label(label)
+        except Exception as error:
+            self._poison(f"the caches could not be separated from the old weights: {error}")
+        if healing:
+            self._core.accept_requests()
+        self.stall_seconds = None
+        if self._core.unfinished():
+            self._core.time_next_step(lambda: self._stalled(start))
+        self._core.resume()
+        end = time.perf_counter()
+        phases = {
+            "drain": drain,
+            "exchange": caches - exchanged,
+            "caches": end - caches,
+            "pause": end - start,
+        }
+        logger.info(
+            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, (end - start) * 1e3
+        )
+        return phases
+
+    def stop_waiting(self, key: str) -> None:
+        """Forget a commit that waits: new requests start again."""
+        if self._waiting is not None and self._waiting.key == key:
+            self._waiting = None
+            self._core.resume()
+
+    def _waits(self, key: str, seconds: float | None) -> bool:
+        if self._waiting is None:
+            if self._core.paused():
+                return False
+            self._core.admit_no_more()
+            self._waiting = Waiting(key, time.monotonic() + (WAIT_SECONDS if seconds is None else seconds))
+        if self._waiting.key != key:
+            raise UpdateError("commit-waits", "another commit or rollback waits for running requests")
+        if not self._core.unfinished():
+            return False
+        if time.monotonic() < self._waiting.until:
+            return True
+        left = self._core.unfinished()
+        self.stop_waiting(key)
+        raise UpdateError(
+            "wait-timeout",
+            f"{left} requests were still running at the deadline; nothing has changed",
+            running=left,
+        )
+
+    def _stalled(self, start: float) -> None:
+        self.stall_seconds = time.perf_counter() - start
+        self._totals.stalled(self.stall_seconds)
+
+    def _swap_all(self) -> None:
+        """Exchange on every rank. When some fail (each undoes its own part), the others swap back; if that fails too, no
+        rank can be trusted and the engine is poisoned: it generates nothing until a full update heals it."""
+        results = self._core.ranks("exchange")
+        failures = [result for result in results if "error" in result]
+        if not failures:
+            self.poisoned = None
+            return
+        error = UpdateError.from_dict(failures[0]["error"])
+        swapped = [rank for rank, result in enumerate(results) if "error" not in result]
+        undone = self._core.ranks("exchange", swapped) if swapped else []
+        if any(result.get("broken", True) for result in failures) or any(
+            "error" in result for result in undone
+        ):
+            self._poison(str(error))
+        if self.poisoned is None:
+            self._core.resume()
+        raise error
+
+    def _poison(self, reason: str) -> NoReturn:
+        """Nobody knows what is served: stay paused, end every request, until a full update was staged and committed."""
+        self.poisoned, self.previous = reason, None
+        logger.critical("fp8ext: the engine is poisoned and generates nothing: %s", reason)
+        self._core.refuse_requests()
+        raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)

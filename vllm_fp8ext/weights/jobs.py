@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work under way on all ranks: started by one call, advanced and asked about by polling."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_fp8ext.errors import UpdateError, described
+
+Result = dict[str, Any]
+Ranks = Callable[..., list[Result]]
+"""`ranks(method, *arguments)`: one result of each rank."""
+
+KEPT_RESULTS = 64
+
+
+@dataclass
+class Job:
+    """`outcomes`: the final result of each rank that has one."""
+
+    outcomes: list[Result | None]
+    finish: Callable[[list[Result]], Result]
+
+
+class Jobs:
+    """The jobs of one engine. A job's result is told once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._serials = itertools.count(1)
+        self._jobs: dict[int, Job] = {}
+        self._done: dict[int, Result] = {}
+
+    def start(self, method: str, *arguments: Any, finish: Callable[[list[Result]], Result]) -> Result:
+        """Start a `Rank` method on every rank; `finish` makes the job's result of theirs.
+
+        When a rank could not start, the job is over on all: ranks that meet in collectives must not go on without it.
+        """
+        serial = next(self._serials)
+        started = self._ranks(method, serial, *arguments)
+        if any("error" in result for result in started):
+            return described(finish)(started)
+        self._jobs[serial] = Job([None] * len(started), finish)
+        return {"job": serial}
+
+    def poll(self, job: int) -> Result:
+        """Progress of a job: `{"done": False, …}`, or `done` with its result, once every rank has one."""
+        if job in self._done:
+            return self._done.pop(job)
+        if job not in self._jobs:
+            raise UpdateError("unknown-job", f"no job {job}", status=404)
+        return self._advance(job)
+
+    def reap(self) -> None:
+        """Take in finished jobs whose caller may have stopped to poll."""
+        for serial in list(self._jobs):
+            result = self._advance(serial)
+            if result["done"]:
+                self._done[serial] = result
+        for serial in list(self._done)[:-KEPT_RESULTS]:
+            del self._done[serial]
+
+    def _advance(self, serial: int) -> Result:
+        job = self._jobs[serial]
+        tensors = 0
+        for rank, result in enumerate(self._ranks("poll", serial)):
+            if job.outcomes[rank] is None and (result.get("done") or "error" in result):
+                job.outcomes[rank] = result
+            tensors = max(tensors, result.get("tensors", 0))
+        finished = [outcome for outcome in job.outcomes if outcome is not None]
+        if len(finished) < len(job.outcomes):
+            return {"done": False, "tensors": tensors}
+        del self._jobs[serial]
+        return {"done": True, **described(job.finish)(finished)}

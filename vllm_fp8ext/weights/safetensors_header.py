@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and validates the header of a safetensors file or body, without touching a tensor. Needs neither torch nor vLLM.
+
+The format (https://github.com/huggingface/safetensors#format): eight bytes of little-endian header length, a JSON object of
+`{name: {"dtype", "shape", "data_offsets"}}`, then the tensors, which cover the rest without holes or overlaps.
+"""
+
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.manifest import TensorSpec
+
+HEADER_LIMIT = 16 << 20
+"""Longest header that is read, in bytes: room for 100,000 tensors."""
+
+_DIMENSIONS = 64
+"""Most that a tensor may have: torch works on no more."""
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
+_TORCH_NAMES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+}
+
+Read = Callable[[int, int], bytes]
+"""`read(start, size)`: bytes of a file or body; fewer at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor and where its bytes lie. `start` counts from the first byte of the file or body."""
+
+    spec: TensorSpec
+    start: int
+    size: int
+
+
+def file_tensors(file: Path) -> list[StoredTensor]:
+    """Every tensor of a safetensors file.
+
+    Raises:
+        UpdateError: as `parse`; 404 when there is no such file.
+    """
+    try:
+        with file.open("rb") as opened:
+
+            def read(start: int, size: int) -> bytes:
+                opened.seek(start)
+                return opened.read(size)
+
+            return parse(read, file.stat().st_size, file.name)
+    except FileNotFoundError:
+        raise UpdateError("not-found", f"{file}: no such file", status=404) from None
+    except OSError as error:
+        raise UpdateError("unreadable", f"{file}: {error.strerror}", status=422) from None
+
+
+def parse(read: Read, length: int, name: str) -> list[StoredTensor]:
+    """Every tensor of a file or body of `length` bytes, which `name` stands for in messages.
+
+    Raises:
+        UpdateError: `header-too-large`, `duplicate-tensor`, or `broken-safetensors` saying what was expected and found.
+    """
+    prefix = read(0, 8)
+    if len(prefix) < 8:
+        raise _broken(name, f"expected a header length in its first 8 bytes, found {len(prefix)} bytes")
+    (size,) = struct.unpack("<Q", prefix)
+    if size > length - 8:
+        raise _broken(name, f"its header should have {size} bytes, found {length - 8} after the length")
+    if size > HEADER_LIMIT:
+        message = f"{name}: a header may have {HEADER_LIMIT} bytes, found {size}"
+        raise UpdateError("header-too-large", message, status=413, limit=HEADER_LIMIT)
+    entries = _entries(read(8, size), name)
+    tensors = [_tensor(entry, 8 + size, described, name) for entry, described in entries.items()]
+    position = 8 + size
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.size)):
+        if tensor.start != position:
+            raise _broken(
+                name, f"{tensor.spec.name} should begin at byte {position}, its offsets say {tensor.start}"
+            )
+        position += tensor.size
+    if position != length:
+        raise _broken(name, f"its tensors end at byte {position}, found {length} bytes")
+    return tensors
+
+
+def _entries(header: bytes, name: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # a lone surrogate could be told to nobody
+        "".join(text for pair in pairs for text in pair if isinstance(text, str)).encode()
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            repeated = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            problems = [{"kind": "duplicate-tensor", "tensor": key} for key in repeated]
+            message = f"{name}: names that its header has twice: {repeated[:8]}"
+            raise UpdateError("duplicate-tensor", message, status=422, problems=problems)
+        return found
+
+    try:
+        entries = json.loads(header, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _broken(name, f"its header is not JSON: {error}") from None
+    if not isinstance(entries, dict):
+        raise _broken(name, f"its header should be an object, found {type(entries).__name__}")
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _tensor(key: str, first: int, entry: Any, name: str) -> StoredTensor:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(shape, list) or len(shape) > _DIMENSIONS:
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        raise _broken(
+            name, f"{key}: expected dtype, shape and two data_offsets, found {entry!r:.200}"
+        ) from None
+    sizes = (*shape, start, stop)
+    if not isinstance(dtype, str) or not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
+        raise _broken(name, f"{key}: expected sizes that are not negative, found {entry!r:.200}")
+    item = _ITEM_BYTES.get(dtype)
+    if stop < start or (item is not None and stop - start != math.prod(shape) * item):
+        raise _broken(name, f"{key}: its header lies: {dtype} {shape} does not have {stop - start} bytes")
+    return StoredTensor(
+        TensorSpec(key, tuple(shape), _TORCH_NAMES.get(dtype, dtype)), first + start, stop - start
+    )
+
+
+def _broken(name: str, message: str) -> UpdateError:
+    return UpdateError("broken-safetensors", f"{name}: not a valid safetensors file: {message}", status=422)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a rank reads the bytes of a chunk: the shared buffer of uploads (mapped once), or a file on disk (read, never mapped:
+a file that somebody truncates would kill the process that maps it)."""
+
+import asyncio
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.safetensors_header import StoredTensor
+
+Stamp = tuple[int, int, int, int]
+
+TICK_SECONDS = 0.05
+"""More than a tick of a file system's clock (4 to 10 ms on Linux): two changes within one tick have the same time."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """`stamp` names one version of a file (`stamp_of`); the shared buffer, at `offset` of `path`, has none."""
+
+    path: str
+    offset: int = 0
+    stamp: Stamp | None = None
+
+
+class Reader(Protocol):
+    """Reads tensors of an open source."""
+
+    def __call__(self, tensor: StoredTensor) -> Tensor: ...
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """What changes when a file is written to or replaced, a tick after the change before that at the earliest."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+async def settled_stamp(path: Path) -> Stamp:
+    """The stamp of a file. Whatever changes the file from the return on changes the stamp too: when the file was changed
+    just now, the tick of that change is over."""
+    status = path.stat()
+    if abs(time.time() - status.st_mtime) < TICK_SECONDS:
+        await asyncio.sleep(TICK_SECONDS)
+    return stamp_of(status)
+
+
+class Sources:
+    """Opens sources; keeps the shared buffer mapped."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, mmap.mmap] = {}
+
+    @contextmanager
+    def open(self, source: Source) -> Iterator[Reader]:
+        """A reader of this source, valid inside the context.
+
+        Raises:
+            UpdateError: `file-changed`, on entering, reading or leaving.
+        """
+        if source.stamp is None:
+            mapped = self._mapped(source.path)
+            yield lambda tensor: _view(mapped, source.offset + tensor.start, tensor)
+            return
+        try:
+            descriptor = os.open(source.path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise _changed(source) from None
+        try:
+            _require_unchanged(descriptor, source)
+            yield lambda tensor: _read(descriptor, source, tensor)
+            _require_unchanged(descriptor, source)
+        finally:
+            os.close(descriptor)
+
+    def _mapped(self, path: str) -> mmap.mmap:
+        found = self._maps.get(path)
+        if found is None:
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                found = self._maps[path] = mmap.mmap(descriptor, 0)
+            finally:
+                os.close(descriptor)
+        return found
+
+
+def _view(mapped: mmap.mmap, start: int, tensor: StoredTensor) -> Tensor:
+    if not tensor.size:
+        return torch.empty(tensor.spec.shape, dtype=tensor.spec.torch_dtype)
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.size, offset=start)
+    if start % tensor.spec.torch_dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
+
+
+def _read(descriptor: int, source: Source, tensor: StoredTensor) -> Tensor:
+    raw = torch.empty(tensor.size, dtype=torch.uint8)
+    buffer: Any = memoryview(raw.numpy())
+    done = 0
+    while done < tensor.size:
+        count = os.preadv(descriptor, [buffer[done:]], source.offset + tensor.start + done)
+        if not count:
+            raise _changed(source)
+        done += count
+    return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
+
+
+def _require_unchanged(descriptor: int, source: Source) -> None:
+    if stamp_of(os.fstat(descriptor)) != source.stamp:
+        raise _changed(source)
+
+
+def _changed(source: Source) -> UpdateError:
+    return UpdateError("file-changed", f"{source.path} was changed while it was read", status=409)
