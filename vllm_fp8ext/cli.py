@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fp8ext serve | push | digest | demo`: delegates only."""
+"""`fp8ext serve | push | digest | demo | bench`: delegates only."""
 
 import json
 import os
@@ -21,14 +21,11 @@ from rich.progress import (
 from rich.table import Table
 
 from vllm_fp8ext import __version__
-from vllm_fp8ext.environment import ADMIN_KEY, URL
+from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import Fp8ExtError
 
 errors = Console(stderr=True)
 
-url_option = click.option(
-    "--url", envvar=URL, default="http://127.0.0.1:8000", show_default=True, help="The server's root."
-)
 key_option = click.option("--key", envvar=ADMIN_KEY, help=f"The admin key [{ADMIN_KEY}].")
 key_file_option = click.option(
     "--key-file",
@@ -59,31 +56,42 @@ def serve(context: click.Context, model: str) -> None:
 
 @cli.command()
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@url_option
+@click.option(
+    "--url",
+    "urls",
+    envvar=URL,
+    multiple=True,
+    default=[DEFAULT_URL],
+    show_default=True,
+    help="The server's root. Given several times: all of them, or none.",
+)
 @key_option
 @key_file_option
 @click.option("--version", help="Label of these weights (the training step, say).")
 @click.option("--base-epoch", type=int, help="Refuse unless this epoch is served.")
 @click.option(
     "--running",
-    type=click.Choice(["keep", "recompute"]),
+    type=click.Choice(["keep", "recompute", "wait", "abort"]),
     default="keep",
     show_default=True,
     help="What becomes of running requests.",
 )
+@click.option("--wait-seconds", type=float, help="With --running wait: how long to wait for them.")
+@click.option("--no-checksum", is_flag=True, help="Send no SHA-256 of the chunks.")
+@click.option("--resume", metavar="ID", help="Go on with an update that was interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="Print the final state as JSON.")
 def push(
     checkpoint: Path,
-    url: str,
+    urls: tuple[str, ...],
     key: str | None,
     key_file: Path | None,
-    version: str | None,
-    base_epoch: int | None,
-    running: Any,
     as_json: bool,
+    no_checksum: bool,
+    resume: str | None,
+    **options: Any,
 ) -> None:
-    """Send CHECKPOINT (a folder of safetensors, or one file) to a server and serve it."""
-    from vllm_fp8ext.serve.client import Client
+    """Send CHECKPOINT (a folder of safetensors, or one file) to a server, or to several, and serve it."""
+    from vllm_fp8ext.serve.client import Client, Replicas
 
     columns = (
         TextColumn("sending"),
@@ -92,25 +100,30 @@ def push(
         TransferSpeedColumn(),
         TimeElapsedColumn(),
     )
-    with Client(url, _key(key, key_file)) as client, Progress(*columns, console=errors) as bar:
+    with Progress(*columns, console=errors) as bar:
         task = bar.add_task("sending", total=None)
-        update = client.push(
-            checkpoint,
-            version=version,
-            base_epoch=base_epoch,
-            running=running,
-            progress=lambda sent, total: bar.update(task, completed=sent, total=total),
-        )
+        options["progress"] = lambda sent, total: bar.update(task, completed=sent, total=total)
+        options |= {"checksum": not no_checksum, "id": resume}
+        if len(urls) == 1:
+            with Client(urls[0], _key(key, key_file)) as client:
+                updates = {urls[0]: client.push(checkpoint, **options)}
+        else:
+            with Replicas(urls, _key(key, key_file)) as replicas:
+                updates = replicas.push(checkpoint, **options)
     if as_json:
-        click.echo(update.model_dump_json(indent=2))
+        found = {url: update.model_dump(mode="json") for url, update in updates.items()}
+        click.echo(json.dumps(found if len(urls) > 1 else found[urls[0]], indent=2))
         return
-    result = update.result or {}
-    table = Table(title=f"epoch {result.get('epoch')} is served, version {result.get('version')}")
-    table.add_column("phase")
-    table.add_column("ms", justify="right")
-    for phase, seconds in update.seconds.items():
-        table.add_row(phase, f"{seconds * 1e3:.2f}")
-    Console().print(table)
+    for url, update in updates.items():
+        result = update.result or {}
+        table = Table(
+            title=f"epoch {result.get('epoch')} is served, version {result.get('version')}", caption=url
+        )
+        table.add_column("phase")
+        table.add_column("ms", justify="right")
+        for phase, seconds in update.seconds.items():
+            table.add_row(phase, f"{seconds * 1e3:.2f}")
+        Console().print(table)
 
 
 @cli.command()
@@ -167,6 +180,60 @@ def demo(problems: int, json_file: Path | None) -> None:
     from vllm_fp8ext.demo.run import run
 
     sys.exit(run(problems, json_file))
+
+
+@cli.group()
+def bench() -> None:
+    """Measure servers."""
+
+
+@bench.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.option(
+    "--url", envvar=URL, default=DEFAULT_URL, show_default=True, help="An OpenAI-compatible server."
+)
+@click.option(
+    "--profile",
+    type=click.Choice(["closed", "poisson", "constant", "rollout"]),
+    default="closed",
+    show_default=True,
+    help="How requests come.",
+)
+@click.option("--users", default=8, show_default=True, help="Requests at once, in a closed loop.")
+@click.option("--time", "run_time", default="60s", show_default=True, help="How long.")
+@click.option("--web", is_flag=True, help="Open locust's web page instead of starting at once.")
+@key_file_option
+@click.pass_context
+def load(
+    context: click.Context,
+    url: str,
+    profile: str,
+    users: int,
+    run_time: str,
+    web: bool,
+    key_file: Path | None,
+) -> None:
+    """Load a server with rollout traffic, and change its weights meanwhile. All options of the load test and of locust are
+    taken, such as --rollout-steps 5 --update-every step --checkpoints A B --slo 'ttft_p99<0.5' --report
+    FOLDER; `fp8ext bench load -- --help` lists them."""
+    from vllm_fp8ext.loadtest.command import command
+
+    if key_file:
+        os.environ[ADMIN_KEY] = key_file.read_text().strip()
+    line = command(url, profile, users, run_time, web, context.args)
+    os.execv(line[0], line)
+
+
+@bench.command("report")
+@click.argument(
+    "reports", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option("--out", default="report.html", show_default=True, type=click.Path(path_type=Path))
+def bench_report(reports: tuple[Path, ...], out: Path) -> None:
+    """Make one page of several runs, side by side, from their report.json."""
+    from vllm_fp8ext.loadtest.page import page
+
+    out.write_text(page([json.loads(path.read_text()) for path in reports]))
+    click.echo(out)
 
 
 def _key(key: str | None, key_file: Path | None) -> str | None:

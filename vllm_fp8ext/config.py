@@ -2,16 +2,65 @@
 """The settings of a server: `--additional-config '{"fp8ext": {…}}'`, validated."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_fp8ext.errors import ConfigError
 
+METHOD = "blockfp8"
+"""Name of the quantization method, for `--quantization`."""
+MIN_CAPABILITY = 90
+"""Compute capability from which GPUs take it, times ten: Hopper."""
 SECTION = "fp8ext"
 """Key of our settings in vLLM's `--additional-config`."""
 
 GIB = 1 << 30
+
+
+class CanarySettings(BaseModel):
+    """What every update must sing before it is served."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    prompts: Annotated[
+        tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)], ...],
+        Field(min_length=1, max_length=64, strict=False),
+    ]
+    """Token ids of each prompt."""
+
+    max_perplexity: float | None = Field(default=None, gt=0)
+    """Refuse weights whose perplexity over these prompts is above this."""
+
+
+class ShapeSettings(BaseModel):
+    """Which kernels multiply by weights of one shape; what is not said is chosen by default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    decode_tokens: int | None = Field(default=None, ge=0, le=128)
+    """Most tokens that go to the kernel for few tokens; 0: none."""
+
+    gemm: Literal["deep_gemm", "cutlass", "triton", "decode_gemm"] | None = None
+    """The kernel for more tokens."""
+
+
+class KernelSettings(BaseModel):
+    """How linear layers are computed on a GPU."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    shapes: dict[Annotated[str, Field(pattern=r"^(\*|[1-9]\d*x[1-9]\d*)$")], ShapeSettings] = Field(
+        default={}
+    )
+    """By shape of a weight on one rank, `"NxK"` (output by input features), or `"*"` for every other."""
+
+    batch_invariant: bool = False
+    """One kernel path whatever the number of tokens: a token's result does not depend on what it is computed beside."""
+
+    def route(self, n: int, k: int) -> ShapeSettings:
+        """What was chosen for a weight of `n` rows and `k` columns."""
+        return self.shapes.get(f"{n}x{k}") or self.shapes.get("*") or ShapeSettings()
 
 
 class Settings(BaseModel):
@@ -24,6 +73,9 @@ class Settings(BaseModel):
 
     ignore: tuple[str, ...] = Field(default=(), strict=False)
     """Layers kept in the checkpoint's precision: names or shell patterns of modules (`*.o_proj`, `model.layers.0.*`)."""
+
+    kernels: KernelSettings = KernelSettings()
+    """How linear layers are computed on a GPU."""
 
     staging: Literal["shadow", "none"] = "shadow"
     """`shadow` keeps a second copy of the served weights, which makes live updates and rollback possible. `none` saves its
@@ -38,11 +90,20 @@ class Settings(BaseModel):
     spool_dir: str = "/dev/shm"
     """Where uploaded chunks wait until every rank has staged them."""
 
-    spool_bytes: int = Field(default=4 * GIB, ge=1 << 20)
+    spool_bytes: int = Field(default=4 * GIB, ge=1 << 16)
     """Largest total size of waiting chunks, and so of one chunk. An upload beyond it waits."""
 
+    upload_idle_seconds: float = Field(default=60.0, gt=0)
+    """Longest time between two pieces of an upload. One that stops gives its room back."""
+
     deadline_seconds: float = Field(default=600.0, gt=0)
-    """Longest time that one call may wait for the engine."""
+    """Longest time that one call may wait for the engine. An engine whose workers do not answer for this long ends."""
+
+    update_lifetime_seconds: float = Field(default=3600.0, gt=0)
+    """An open update to which nothing happens for this long expires."""
+
+    canary: CanarySettings | None = None
+    """Prompts that every update is tried on. By default a built-in sample of 64 token ids, on which logits must be finite."""
 
     @classmethod
     def parse(cls, additional_config: Mapping[str, Any] | None) -> "Settings":

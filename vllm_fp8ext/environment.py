@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every environment variable of this package."""
+"""Every environment variable of this package, and what stands in for one that is not set."""
 
 ADMIN_KEY = "FP8EXT_ADMIN_KEY"
 """Secret that guards the routes under `/fp8ext/v1`. Without it they are not mounted."""
 
 URL = "FP8EXT_URL"
 """Default server of `fp8ext push` and other clients."""
+
+CACHE = "FP8EXT_CACHE"
+"""Folder for compiled kernels; default `~/.cache/vllm-fp8ext`."""
+
+API_KEY = "OPENAI_API_KEY"
+"""Key of the OpenAI-compatible routes that a load test asks."""
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""The server where none is named: port 8000 of this machine."""

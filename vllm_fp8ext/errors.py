@@ -62,8 +62,18 @@ def described(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
         except UpdateError as error:
             return {"error": error.as_dict()}
         except Exception as error:
-            return {
-                "error": UpdateError("internal", f"{type(error).__name__}: {error}", status=500).as_dict()
-            }
+            message = f"{type(error).__name__}: {error}"
+            if _out_of_memory(error):
+                return {"error": UpdateError("out-of-memory", message, status=507).as_dict()}
+            return {"error": UpdateError("internal", message, status=500).as_dict()}
 
     return call
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of the host, of a GPU (`torch.OutOfMemoryError`), or of torch's CPU allocator, which has no type of its own."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )

@@ -22,10 +22,12 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from vllm_fp8ext.compat import gemm
+from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.linear import reference_linear
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
+from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.kernels.selection import Route
 
 CODES = "weight"
 SCALES = "weight_scale_inv"
@@ -38,13 +40,14 @@ class BlockFp8LinearMethod(OnlineLinearBase):
     meta device until `allocate` gives it codes and scales.
     """
 
-    def __init__(self, scale_format: ScaleFormat, *, serialized: bool = False, shadow: bool = False) -> None:
+    def __init__(self, settings: Settings, *, serialized: bool = False, shadow: bool = False) -> None:
         super().__init__()
-        self.scale_format = scale_format
+        self.settings = settings
+        self.scale_format = settings.scale_format
         self.serialized = serialized and not shadow
         self.shadow = shadow
         self.uses_meta_device = not (self.serialized or shadow)
-        self.kernel: Any = None
+        self.route: Route | None = None
 
     def create_weights(
         self,
@@ -90,7 +93,7 @@ class BlockFp8LinearMethod(OnlineLinearBase):
                 **extra_weight_attrs,
             )
         layer.weight_block_size = [BLOCK, BLOCK]
-        self.kernel = gemm.select((rows, columns), self.input_dtype, self.out_dtype, self.scale_format)
+        self.route = gemm.select((rows, columns), self.out_dtype, self.settings.kernels)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if self.shadow or getattr(layer, "_already_called_process_weights_after_loading", False):
@@ -102,7 +105,7 @@ class BlockFp8LinearMethod(OnlineLinearBase):
             quantize_weight.quantize_weight(layer.weight, codes, scales, self.scale_format)
             replace_parameter(layer, CODES, codes)
             replace_parameter(layer, SCALES, scales)
-        self.finish(layer)
+        self.derive(layer)
         layer._already_called_process_weights_after_loading = True
 
     def allocate(self, layer: torch.nn.Module, device: torch.device) -> None:
@@ -110,21 +113,13 @@ class BlockFp8LinearMethod(OnlineLinearBase):
         codes, scales = quantize_weight.empty_like(layer.weight, device)
         replace_parameter(layer, CODES, codes)
         replace_parameter(layer, SCALES, scales)
-        layer.input_scale = None
-
-    def finish(self, layer: torch.nn.Module) -> None:
-        """Hand codes and scales to the kernel."""
-        layer.input_scale = None
-        if self.kernel is not None:
-            gemm.attach(self.kernel, layer)
-        self.derive(layer)
 
     def derive(self, layer: torch.nn.Module) -> None:
         """Rebuild what is computed from the codes; in place, so that addresses stay. Needed after every exchange.
 
         The CPU backend multiplies by a dequantized copy: converting FP8 at every step would dominate its time.
         """
-        if self.kernel is not None or layer.weight.device.type != "cpu":
+        if layer.weight.device.type != "cpu":
             layer.dequantized = None
             return
         values = reference.dequantize_weight(layer.weight, getattr(layer, SCALES))
@@ -134,15 +129,20 @@ class BlockFp8LinearMethod(OnlineLinearBase):
             layer.dequantized.copy_(values)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.kernel is not None:
-            return self.kernel.apply_weights(layer, x, bias)
-        weight = layer.dequantized
-        if weight is None:
-            weight = reference.dequantize_weight(layer.weight, getattr(layer, SCALES))
-        out = reference_linear(x.reshape(-1, x.shape[-1]), weight, self.scale_format)
-        if bias is not None:
-            out = out + bias
-        return out.view(*x.shape[:-1], out.shape[-1])
+        flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if self.route is not None:
+            few, name = self.route
+            out = torch.ops.fp8ext.linear(
+                flat, layer.weight, layer.weight_scale_inv, bias, self.scale_format, few, name
+            )
+        else:
+            weight = getattr(layer, "dequantized", None)  # a twin has none
+            if weight is None:
+                weight = reference.dequantize_weight(layer.weight, getattr(layer, SCALES))
+            out = reference_linear(flat, weight, self.scale_format)
+            if bias is not None:
+                out = out + bias
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
     def _check_serialized(self, layer: torch.nn.Module) -> None:
         scales = getattr(layer, SCALES).data

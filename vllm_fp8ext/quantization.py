@@ -14,14 +14,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.utils import sho
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_fp8ext.config import Settings
+from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
 
 logger = logging.getLogger("vllm.fp8ext")
-
-METHOD = "blockfp8"
 
 
 class BlockFp8Config(QuantizationConfig):
@@ -49,7 +47,7 @@ class BlockFp8Config(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 90
+        return MIN_CAPABILITY
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -91,7 +89,7 @@ class BlockFp8Config(QuantizationConfig):
         if isinstance(layer, LinearBase):
             if self._ignored(prefix, settings):
                 return KeptLinearMethod()
-            return BlockFp8LinearMethod(settings.scale_format, serialized=self.serialized, shadow=self.shadow)
+            return BlockFp8LinearMethod(settings, serialized=self.serialized, shadow=self.shadow)
         return None
 
     def _ignored(self, prefix: str, settings: Settings) -> bool:

@@ -6,9 +6,19 @@ public way to call a plugin's utility method.
 """
 
 import asyncio
+import logging
+import os
+import signal
+import time
 from typing import Any
 
+from vllm_fp8ext.compat.watchdog import EXIT_CODE
 from vllm_fp8ext.errors import UpdateError
+
+logger = logging.getLogger("vllm.fp8ext")
+
+_LOOK_SECONDS = 0.25
+"""How often a call looks whether the engine still lives: vLLM leaves open utility calls waiting when it dies."""
 
 
 class EngineCalls:
@@ -17,6 +27,21 @@ class EngineCalls:
     def __init__(self, engine_client: Any, deadline_seconds: float) -> None:
         self._core = engine_client.engine_core
         self._deadline = deadline_seconds
+        self._processes = list(self._core.resources.engine_manager.processes)
+
+    def require_clean_end(self) -> None:
+        """To be called when this process ends: end it with `EXIT_CODE` when the engine's process failed.
+
+        vLLM's server ends with 0 when its engine died, which a supervisor takes for a wish.
+        """
+        codes = [process.exitcode for process in self._processes]
+        failed = [code for code in codes if code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)]
+        if failed:
+            logger.critical(
+                "fp8ext: the engine ended with code %s; so this server ends with %d", failed[0], EXIT_CODE
+            )
+            logging.shutdown()
+            os._exit(EXIT_CODE)
 
     async def __call__(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation.
@@ -24,31 +49,52 @@ class EngineCalls:
         Raises:
             UpdateError: what the operation refused, or `engine-timeout`, or `engine-dead`.
         """
+        call = asyncio.ensure_future(self._core.call_utility_async("fp8ext", operation, arguments))
+        until = time.monotonic() + self._deadline
         try:
-            async with asyncio.timeout(self._deadline):
-                result: dict[str, Any] = await self._core.call_utility_async("fp8ext", operation, arguments)
-        except TimeoutError:
-            message = f"the engine did not answer {operation} within {self._deadline:g} s"
-            raise UpdateError("engine-timeout", message, status=504) from None
+            while not (await asyncio.wait({call}, timeout=_LOOK_SECONDS))[0]:
+                if self._core.resources.engine_dead:
+                    raise UpdateError("engine-dead", "the engine has ended", status=500)
+                if time.monotonic() > until:
+                    message = f"the engine did not answer {operation} within {self._deadline:g} s"
+                    raise UpdateError("engine-timeout", message, status=504)
+        finally:
+            call.cancel()
+        try:
+            result: dict[str, Any] = call.result()
         except Exception as error:
             raise UpdateError("engine-dead", f"the engine failed: {error}", status=500) from error
         return _unwrapped(result)
 
     async def job(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run an operation that starts a job, and wait for the job's result."""
+        """Run an operation that may start a job, and wait for its result.
+
+        Raises:
+            UpdateError: also `engine-timeout`, when no tensor was done for the deadline.
+        """
         started = await self(operation, **arguments)
-        pause = 0.002
-        try:
-            async with asyncio.timeout(self._deadline):
-                while True:
-                    result = await self("poll", job=started["job"])
-                    if result["done"]:
-                        return _unwrapped(result)
-                    await asyncio.sleep(pause)
-                    pause = min(pause * 1.5, 0.05)
-        except TimeoutError:
-            message = f"{operation} was not done within {self._deadline:g} s"
-            raise UpdateError("engine-timeout", message, status=504) from None
+        if "job" not in started:
+            return started
+        pause, progress, until = 0.002, -1, 0.0
+        while True:
+            result = await self("poll", job=started["job"])
+            if result["done"]:
+                return _unwrapped(result)
+            if result.get("tensors", 0) != progress:
+                progress, until = result.get("tensors", 0), time.monotonic() + self._deadline
+            if time.monotonic() > until:
+                message = f"{operation}: nothing was done for {self._deadline:g} s"
+                raise UpdateError("engine-timeout", message, status=504)
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+
+    async def patiently(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Run an operation that may have to wait for running requests, which have a deadline of their own."""
+        while True:
+            result = await self(operation, **arguments)
+            if "waiting" not in result:
+                return result
+            await asyncio.sleep(0.01)
 
 
 def _unwrapped(result: dict[str, Any]) -> dict[str, Any]:

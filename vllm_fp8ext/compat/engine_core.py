@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reaches into the engine core: one utility method for all calls of an update, and the step boundary of a commit.
 
-Replaces nothing; adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods. Can go once vLLM lets
-a plugin register an engine utility method.
+Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods. Replaces, on an instance: `add_request`
+while the engine is poisoned, and `post_step` for one step after an exchange. Can go once vLLM lets a plugin add an engine
+utility method and refuse requests.
 """
 
+import itertools
+import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 
 from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache
-from vllm_fp8ext.config import Settings
+from vllm_fp8ext.compat.watchdog import Watchdog
+from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.weights.labels import Label
+
+logger = logging.getLogger("vllm.fp8ext")
 
 
 def install() -> None:
@@ -22,13 +30,17 @@ def install() -> None:
 
 
 def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """One operation of the update engine (`weights.engine`); made on first use. Never raises."""
+    """One operation of the update engine (`weights.engine`); made on first use. Never raises.
+
+    When it has not returned by the deadline a worker hangs: the process ends, and with it the server.
+    """
     from vllm_fp8ext.weights.engine import UpdateEngine
 
-    engine = getattr(self, "fp8ext_engine", None)
-    if engine is None:
-        engine = self.fp8ext_engine = UpdateEngine(CoreAccess(self))
-    result = engine.handle(operation, arguments)
+    if not hasattr(self, "fp8ext_engine"):
+        access = CoreAccess(self)
+        self.fp8ext_engine, self.fp8ext_watchdog = UpdateEngine(access), access.watchdog
+    with self.fp8ext_watchdog.watching(operation):
+        result = self.fp8ext_engine.handle(operation, arguments)
     assert isinstance(result, dict)
     return result
 
@@ -38,14 +50,31 @@ class CoreAccess:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self.settings = Settings.parse(core.vllm_config.additional_config)
-        self.quantization = core.vllm_config.model_config.quantization
-        self.kv_cache_dtype = core.vllm_config.cache_config.cache_dtype
-        self._prefix_cache = EpochPrefixCache(core, 0) if self.quantization == "blockfp8" else None
+        config = core.vllm_config
+        self.settings = Settings.parse(config.additional_config)
+        self.quantization = config.model_config.quantization
+        self.kv_cache_dtype = config.cache_config.cache_dtype
+        self.vocabulary = config.model_config.get_vocab_size()
+        self.longest_prompt = config.model_config.max_model_len
+        self.watchdog = Watchdog(self.settings.deadline_seconds, core.model_executor)
+        self._prefix_cache = EpochPrefixCache(core, 0) if self.quantization == METHOD else None
+        self._calls = itertools.count(1)
+        self._add_request = core.add_request
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Run a `Rank` method on every worker; one result each."""
-        results: list[dict[str, Any]] = self._core.collective_rpc("fp8ext", args=(method, *args))
+        """Run a `Rank` method on every worker; one result each, which names the rank and the call that it answers.
+
+        A call that failed (a worker died) leaves replies unread, and a reply to another call means that every later one is
+        shifted too: the process ends then.
+        """
+        call = next(self._calls)
+        try:
+            results: list[dict[str, Any]] = self._core.collective_rpc("fp8ext", args=(call, method, *args))
+        except Exception as error:
+            self.watchdog.end(f"call {call} of {method} failed: {error!r}")
+        answers = [(result.pop("call"), result.pop("from")) for result in results]
+        if answers != [(call, rank) for rank in range(len(results))]:
+            self.watchdog.end(f"call {call} of {method} was answered by {answers}")
         return results
 
     def pause(self) -> float:
@@ -68,6 +97,40 @@ class CoreAccess:
         """Whether somebody else has paused the engine (sleep, say)."""
         return bool(self._core.scheduler.pause_state != PauseState.UNPAUSED)
 
+    def admit_no_more(self) -> None:
+        """Go on with the requests that run; new ones wait."""
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+
+    def unfinished(self) -> int:
+        """Requests that have begun and hold K and V."""
+        scheduler = self._core.scheduler
+        return len(scheduler.running) + len(scheduler.kv_holding_waiting)
+
+    def abort_running(self) -> None:
+        """End every request that has begun, with the tokens it has and finish reason `abort`; those that wait stay."""
+        scheduler = self._core.scheduler
+        begun = [
+            request.request_id
+            for request in scheduler.requests.values()
+            if request.status == RequestStatus.RUNNING or request.num_output_tokens
+        ]
+        self._core._send_abort_outputs(scheduler.finish_requests(begun, RequestStatus.FINISHED_ABORTED))
+
+    def refuse_requests(self) -> None:
+        """End every request with an error, and each one that comes, until `accept_requests`."""
+        scheduler, core = self._core.scheduler, self._core
+
+        def refuse(request: Any, *_: Any) -> None:
+            core._send_error_outputs_to_client([request.request_id], request.client_index)
+
+        core.add_request = refuse
+        for request in scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR):
+            refuse(request)
+
+    def accept_requests(self) -> None:
+        """Undo `refuse_requests`."""
+        self._core.add_request = self._add_request
+
     def label(self, label: Label) -> None:
         """Mark every token sampled from now on."""
         self._core.set_weight_version(label.encode())
@@ -76,3 +139,15 @@ class CoreAccess:
         """Make cached K and V of earlier epochs unreachable."""
         if self._prefix_cache is not None:
             self._prefix_cache.advance(epoch, recompute=recompute)
+
+    def time_next_step(self, report: Callable[[], None]) -> None:
+        """Call `report` at the end of the next engine step."""
+        core = self._core
+        original = core.post_step
+
+        def once(executed: bool) -> None:
+            core.post_step = original
+            original(executed)
+            report()
+
+        core.post_step = once

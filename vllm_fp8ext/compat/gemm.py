@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's block-FP8 GEMM kernels, chosen and set up so that weights are rounded once.
+"""vLLM's block-FP8 GEMM kernels for many tokens, beside our own for few: which of them multiplies by which weight.
 
-Replaces: `init_fp8_linear_kernel`, which may take a kernel that repacks weights, and DeepGEMM's post-processing, which
-requantizes fp32 block scales to powers of two. Can go once this project has kernels of its own for every shape.
+Replaces: `init_fp8_linear_kernel`, which may take a kernel that repacks weights, and the quantization of activations that
+comes with each of its kernels. Can go once this project has kernels of its own for every shape.
 """
 
 import logging
-from typing import Any
+from functools import cache
 
 import torch
+from torch import Tensor
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
@@ -17,68 +18,102 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Dynamic128Sym,
 )
 from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import fp8_gemm_nt
 
-from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
+from vllm_fp8ext.config import KernelSettings
+from vllm_fp8ext.kernels import selection
+from vllm_fp8ext.kernels.linear import DECODE_GEMM, GEMMS
+from vllm_fp8ext.kernels.quantized import Quantized
+from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.kernels.selection import Route
 
 logger = logging.getLogger("vllm.fp8ext")
 
-_CANDIDATES = (
-    "DeepGemmFp8BlockScaledMMKernel",
-    "CutlassFp8BlockScaledMMKernel",
-    "TritonFp8BlockScaledMMKernel",
-)
-"""Kernels that read the canonical layout, fastest first."""
+HOPPER = 90
+
+
+def deep_gemm(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype) -> Tensor:
+    """DeepGEMM with fp32 scales as they are: never requantized to powers of two."""
+    out = torch.empty(x.codes.shape[0], codes_NK.shape[0], dtype=dtype, device=x.codes.device)
+    fp8_gemm_nt(x, (codes_NK, scales_NbKb), out, is_deep_gemm_e8m0_used=False)
+    return out
+
+
+def cutlass(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype) -> Tensor:
+    """vLLM's CUTLASS kernel."""
+    from vllm import _custom_ops as ops
+
+    scales = x.scales.t().contiguous().t()
+    out: Tensor = ops.cutlass_scaled_mm(
+        x.codes, codes_NK.t(), out_dtype=dtype, scale_a=scales, scale_b=scales_NbKb.t()
+    )
+    return out
+
+
+def triton(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype) -> Tensor:
+    """vLLM's Triton kernel."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
+
+    out: Tensor = w8a8_triton_block_scaled_mm(
+        x.codes, codes_NK, x.scales.contiguous(), scales_NbKb, [BLOCK, BLOCK], dtype
+    )
+    return out
+
+
+GEMMS.update({"deep_gemm": deep_gemm, "cutlass": cutlass, "triton": triton})
+
+_KERNELS: dict[str, tuple[str, int]] = {
+    "deep_gemm": ("DeepGemmFp8BlockScaledMMKernel", 64),
+    "cutlass": ("CutlassFp8BlockScaledMMKernel", BLOCK),
+    "triton": ("TritonFp8BlockScaledMMKernel", BLOCK),
+}
+"""vLLM's class that knows whether a kernel runs here, and of what its rows must be a multiple; fastest first."""
 
 _logged: set[str] = set()
 
 
-def select(
-    shape_NK: tuple[int, int], input_dtype: torch.dtype, out_dtype: torch.dtype, scale_format: ScaleFormat
-) -> Any | None:
-    """A kernel for a weight of this shape, or None where the reference runs (CPUs, shapes that no kernel takes)."""
+def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettings) -> Route | None:
+    """What multiplies by a weight of this shape, or None where the reference runs (CPUs, shapes that no kernel takes)."""
+    n, k = shape_NK
     if not current_platform.is_cuda():
         _log_once("blockfp8 runs the reference linear layer on this platform")
         return None
+    chosen = settings.route(n, k)
+    few = 0
+    if dtype == torch.bfloat16 and current_platform.is_device_capability(HOPPER):
+        few = selection.decode_tokens(n, k) if chosen.decode_tokens is None else chosen.decode_tokens
+    if settings.batch_invariant:
+        few = 0
+    usable = [name for name in _KERNELS if _takes(name, shape_NK, dtype)] + [DECODE_GEMM] * bool(few)
+    if chosen.gemm is not None:
+        usable = [name for name in usable if name == chosen.gemm]
+    if not usable:
+        _log_once(
+            f"blockfp8 runs the reference linear layer for shape {n}x{k}: no FP8 kernel takes it (slow)"
+        )
+        return None
+    route = Route(few, usable[0])
+    small = f"decode_gemm up to {few} tokens, " if few else ""
+    _log_once(f"blockfp8 multiplies {n}x{k} by {small}{route.gemm}{' beyond' if few else ''}")
+    if route.gemm != "deep_gemm" and chosen.gemm is None:
+        _log_once(f"blockfp8: DeepGEMM does not take {n}x{k} here, {route.gemm} is the next best")
+    return route
+
+
+@cache
+def _takes(name: str, shape_NK: tuple[int, int], dtype: torch.dtype) -> bool:
+    kernel_name, multiple = _KERNELS[name]
+    if shape_NK[0] % multiple or shape_NK[1] % BLOCK:
+        return False
     config = FP8ScaledMMLinearLayerConfig(
         weight_quant_key=create_fp8_quant_key(static=True, group_shape=GroupShape(BLOCK, BLOCK)),
         activation_quant_key=kFp8Dynamic128Sym,
-        input_dtype=input_dtype,
-        out_dtype=out_dtype,
+        input_dtype=dtype,
+        out_dtype=dtype,
         weight_shape=shape_NK,
     )
-    for name in _CANDIDATES:
-        kernel_type = getattr(kernels, name)
-        multiple = 64 if name.startswith("DeepGemm") else BLOCK
-        if shape_NK[0] % multiple or shape_NK[1] % BLOCK:
-            continue
-        usable, _ = kernels.is_supported_and_can_implement_kernel(kernel_type, config, None)
-        if not usable:
-            continue
-        kernel = kernel_type(config)
-        kernel.quant_fp8.use_ue8m0 = scale_format == "pow2"
-        if hasattr(kernel, "use_deep_gemm_e8m0"):
-            kernel.use_deep_gemm_e8m0 = False
-        _log_once(f"blockfp8 runs {name}")
-        return kernel
-    _log_once(f"blockfp8 runs the reference linear layer for shape {shape_NK}: no FP8 kernel takes it (slow)")
-    return None
-
-
-def attach(kernel: Any, layer: torch.nn.Module) -> None:
-    """Let a kernel take over a layer's codes and scales; their layout must stay the canonical one."""
-    before = _layout(layer)
-    kernel.process_weights_after_loading(layer)
-    if _layout(layer) != before:
-        raise ConfigError(
-            f"{type(kernel).__name__} changed the weight layout from {before} to {_layout(layer)}; "
-            "blockfp8 exchanges weights in the canonical layout only"
-        )
-
-
-def _layout(layer: torch.nn.Module) -> tuple[Any, ...]:
-    tensors = (layer.weight, layer.weight_scale_inv)
-    return tuple((tuple(t.shape), tuple(t.stride()), t.dtype) for t in tensors)
+    usable, _ = kernels.is_supported_and_can_implement_kernel(getattr(kernels, kernel_name), config, None)
+    return bool(usable)
 
 
 def _log_once(message: str) -> None:

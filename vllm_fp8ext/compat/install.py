@@ -10,12 +10,11 @@ from typing import Any
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_fp8ext.compat import engine_core, worker
+from vllm_fp8ext.compat import engine_core, refusals, worker
 from vllm_fp8ext.compat.interfaces import INTERFACES
 from vllm_fp8ext.compat.probe import find_missing
+from vllm_fp8ext.config import METHOD, MIN_CAPABILITY
 from vllm_fp8ext.errors import UnsupportedVllmError
-
-METHOD = "blockfp8"
 
 _installed = False
 
@@ -28,6 +27,7 @@ def install() -> None:
     register_quantization_config(METHOD)(BlockFp8)
     worker.install()
     engine_core.install()
+    refusals.install()
     _installed = True
 
 
@@ -61,7 +61,7 @@ class BlockFp8(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 90
+        return MIN_CAPABILITY
 
     @staticmethod
     def get_config_filenames() -> list[str]:

@@ -116,6 +116,95 @@ INTERFACES: tuple[Interface, ...] = (
         why="tell running requests from waiting ones",
     ),
     Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCoreProc._send_abort_outputs",
+        parameters=("aborted_reqs",),
+        why="end running requests at a commit",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCoreProc._send_error_outputs_to_client",
+        parameters=(
+            "req_ids",
+            "client_index",
+        ),
+        why="refuse requests while nobody knows what is served",
+    ),
+    Interface(
+        module="vllm.v1.core.sched.interface",
+        name="PauseState.PAUSED_NEW",
+        why="let running requests finish before a commit",
+    ),
+    Interface(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler.finish_requests",
+        parameters=(
+            "request_ids",
+            "finished_status",
+        ),
+        why="end running requests at a commit",
+    ),
+    Interface(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler.kv_holding_waiting",
+        why="count the requests that hold K and V",
+    ),
+    Interface(
+        module="vllm.v1.request",
+        name="RequestStatus.FINISHED_ERROR",
+        why="refuse requests while nobody knows what is served",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.attention",
+        name="Attention.forward",
+        parameters=(
+            "query",
+            "key",
+            "value",
+        ),
+        why="try new weights before they are served",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.attention",
+        name="Attention.sliding_window",
+        why="try new weights before they are served",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.attention",
+        name="Attention.kv_sharing_target_layer_name",
+        why="try new weights before they are served",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.attention_layer_base",
+        name="AttentionLayerBase",
+        why="know layers that are not plain attention",
+    ),
+    Interface(
+        module="vllm.v1.attention.backend",
+        name="AttentionType.DECODER",
+        why="know layers that are not plain attention",
+    ),
+    Interface(
+        module="vllm.engine.arg_utils",
+        name="EngineArgs.create_engine_config",
+        why="refuse what can't be updated before anything is started",
+    ),
+    Interface(
+        module="vllm.config.model",
+        name="ModelConfig.use_mla",
+        why="refuse what can't be updated before anything is started",
+    ),
+    Interface(
+        module="vllm.v1.engine.core_client",
+        name="BackgroundResources.engine_dead",
+        why="answer calls that a dead engine left open",
+    ),
+    Interface(
+        module="vllm.v1.engine.core_client",
+        name="BackgroundResources.engine_manager",
+        why="end with the engine's exit code",
+    ),
+    Interface(
         module="vllm.v1.core.kv_cache_manager",
         name="KVCacheManager.block_pool",
         why="evict the cached blocks of old weights",
@@ -275,9 +364,48 @@ INTERFACES: tuple[Interface, ...] = (
         why="multiply by FP8 weights without DeepGEMM and CUTLASS",
     ),
     Interface(
-        module="vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel",
-        name="Fp8BlockScaledMMLinearKernel.quant_fp8",
-        why="set the scale format of activations",
+        module="vllm.utils.deep_gemm",
+        name="fp8_gemm_nt",
+        why="multiply by FP8 weights on Hopper",
+    ),
+    Interface(
+        module="vllm._custom_ops",
+        name="cutlass_scaled_mm",
+        parameters=("scale_a", "scale_b", "out_dtype"),
+        why="multiply by FP8 weights without DeepGEMM",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.utils.fp8_utils",
+        name="w8a8_triton_block_scaled_mm",
+        why="multiply by FP8 weights without DeepGEMM and CUTLASS",
+    ),
+    Interface(
+        module="vllm.model_executor.warmup.deep_gemm_warmup",
+        name="_generate_optimal_warmup_m_values",
+        parameters=("max_tokens", "n", "device"),
+        why="compile DeepGEMM's kernels before the server is ready",
+    ),
+    Interface(
+        module="vllm.compilation.passes.inductor_pass",
+        name="InductorPass.hash_source",
+        why="join linear layers with norms in compiled graphs",
+    ),
+    Interface(
+        module="vllm.ir.ops.layernorm",
+        name="rms_norm",
+        parameters=("x", "weight", "epsilon", "variance_size"),
+        why="join linear layers with norms in compiled graphs",
+    ),
+    Interface(
+        module="vllm.ir.ops.layernorm",
+        name="fused_add_rms_norm",
+        parameters=("x", "x_residual", "weight", "epsilon", "variance_size"),
+        why="join linear layers with norms in compiled graphs",
+    ),
+    Interface(
+        module="vllm.config.compilation",
+        name="CompilationConfig.inductor_compile_config",
+        why="join linear layers with norms in compiled graphs",
     ),
     Interface(
         module="vllm.v1.engine.output_processor",

@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from vllm_fp8ext.linear import KeptEmbeddingMethod, KeptLinearMethod
 from vllm_fp8ext.weights.manifest import TensorSpec
 
 
@@ -50,7 +51,11 @@ def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:
     shadow.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     shadow.compilation_config.custom_ops = ["all"]
     with set_default_torch_dtype(config.model_config.dtype), device:
-        return initialize_model(vllm_config=shadow, model_config=shadow.model_config).eval()
+        model = initialize_model(vllm_config=shadow, model_config=shadow.model_config).eval()
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), KeptLinearMethod | KeptEmbeddingMethod):
+            module.quant_method.process_weights_after_loading(module)
+    return model
 
 
 def checkpoint_specs(recorded: dict[str, TensorSpec], dtype: torch.dtype) -> list[TensorSpec]:

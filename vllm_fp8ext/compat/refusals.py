@@ -1,11 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations with vLLM's own settings that blockfp8 refuses at start, each with its reason."""
+"""Combinations with vLLM's own settings that blockfp8 refuses at start, each with its reason.
 
+Replaces: `EngineArgs.create_engine_config`, so that the refusal comes before any process is started, and that graphs are
+compiled with `fusion`. Can go once vLLM asks a quantization method whether it takes a configuration.
+"""
+
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
-from vllm_fp8ext.config import Settings
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_fp8ext.compat import fusion
+from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError
+
+_MARK = "fp8ext_original"
+
+
+def install() -> None:
+    """Check every configuration that vLLM makes. Idempotent."""
+    if not hasattr(EngineArgs.create_engine_config, _MARK):
+        EngineArgs.create_engine_config = _checked(EngineArgs.create_engine_config)
+
+
+def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        if config.model_config.quantization == METHOD:
+            refuse_unsupported(config, Settings.parse(config.additional_config))
+            if current_platform.is_cuda():
+                fusion.configure(config)
+        return config
+
+    setattr(create, _MARK, original)
+    return create
 
 
 def refuse_unsupported(config: Any, settings: Settings) -> None:
@@ -29,8 +61,14 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
     offload = getattr(config, "offload_config", None)
     if offload is not None and _offloads(offload):
         reasons.append("CPU offload: offloaded weights have no address to exchange")
+    if config.model_config.use_mla:
+        reasons.append(
+            "multi-head latent attention: its weights are rebuilt after loading in a way of its own"
+        )
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
-        reasons.append("VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key")
+        raise ConfigError(
+            "blockfp8 can't be combined with VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key"
+        )
     if reasons and settings.staging != "none":
         raise ConfigError(
             "blockfp8 with live updates can't be combined with:\n  "

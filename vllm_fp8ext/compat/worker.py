@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_fp8ext.compat.refusals import refuse_unsupported
-from vllm_fp8ext.config import Settings
+from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UpdateError, described
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -26,14 +26,24 @@ def install() -> None:
 
 
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load the model; under blockfp8 with live updates, build its twin in the same memory pool and account for it."""
+    """Load the model; under blockfp8 with live updates, build its twin in the same memory pool and account for it. On a GPU
+    then compile what it runs on."""
     worker, config = self.worker, self.vllm_config
-    if config.model_config.quantization != "blockfp8":
+    if config.model_config.quantization != METHOD:
         return worker.load_model(*args, **kwargs)
-    settings = Settings.parse(config.additional_config)
-    refuse_unsupported(config, settings)
-    if settings.staging == "none":
-        return worker.load_model(*args, **kwargs)
+    if Settings.parse(config.additional_config).staging == "none":
+        result = worker.load_model(*args, **kwargs)
+    else:
+        result = _load_with_twin(self, *args, **kwargs)
+    if current_platform.is_cuda():
+        from vllm_fp8ext.compat.warmup import warm_up
+
+        warm_up(worker.model_runner.get_model(), config.scheduler_config.max_num_batched_tokens)
+    return result
+
+
+def _load_with_twin(self: Any, *args: Any, **kwargs: Any) -> Any:
+    worker, config = self.worker, self.vllm_config
 
     from vllm_fp8ext.compat.model import recorded_checkpoint
 
@@ -53,19 +63,27 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         del runner.load_model
 
 
+def call(self: Any, number: int, method: str, *args: Any) -> dict[str, Any]:
+    """Run one method of this worker's `Rank`; never raises. The reply names its `call` and the rank that it is `from`."""
+    return {
+        **_answer(getattr(self, "fp8ext_rank", None), method, args),
+        "call": number,
+        "from": self.worker.rank,
+    }
+
+
 @described
-def call(self: Any, method: str, *args: Any) -> dict[str, Any]:
-    """Run one method of this worker's `Rank`; never raises."""
-    rank = getattr(self, "fp8ext_rank", None)
+def _answer(rank: Any, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
     if rank is None:
         message = "this server takes no updates: it was started with staging none, or from weights that were not recorded"
-        return {"error": UpdateError("updates-unavailable", message).as_dict()}
+        raise UpdateError("updates-unavailable", message)
     result = getattr(rank, method)(*args)
     assert isinstance(result, dict)
     return result
 
 
 def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any]) -> Any:
+    from vllm_fp8ext.compat.attention import attend_plainly, require_plain_attention
     from vllm_fp8ext.compat.model import checkpoint_specs, initialize_shadow
     from vllm_fp8ext.weights.rank import Rank
     from vllm_fp8ext.weights.twin import Twin
@@ -80,6 +98,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
     device = next(model.parameters()).device
     with torch.inference_mode(False), torch.no_grad():
         shadow = initialize_shadow(config, device)
+        require_plain_attention(shadow)
         specs = checkpoint_specs(recorded, config.model_config.dtype)
         tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         twin = Twin(model, shadow, specs, worker.rank, tied)
@@ -96,4 +115,4 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
             raise ConfigError(
                 f"--kv-cache-memory-bytes {wanted}: only {free} bytes are free beside the model and its twin ({cost} bytes)"
             )
-    return Rank(twin, worker.rank, blocks)
+    return Rank(twin, worker.rank, config.parallel_config.world_size, blocks, attend_plainly)

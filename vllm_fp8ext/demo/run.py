@@ -158,7 +158,7 @@ def _add_update(report: Report, update: schema.Update, streams: list[Completion]
         "stall",
         f"{stall * 1e3:.1f} ms longest gap in a stream during the update; engine paused {seconds['pause'] * 1e3:.1f} ms",
     )
-    error = update.quantization_error or 0.0
+    error = update.quantization_error.relative if update.quantization_error else 0.0
     report.add("quantization error", f"{error:.2%} of the weights' norm", 0 < error < 0.05)
     report.data["update"] = update.model_dump()
     report.data["stall_seconds"] = stall

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins linear layers of compiled graphs with the norm or the activation function before them, so that activations are
+quantized where they are made.
+
+A post-grad pass, added under Inductor's own key in vLLM's compilation config. vLLM's fusions do not fire for our operators;
+this can go once they take operators of a plugin.
+"""
+
+import inspect
+import logging
+import operator
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from vllm_fp8ext.kernels import linear
+
+logger = logging.getLogger("vllm.fp8ext")
+
+PASS = "post_grad_custom_post_pass"
+SILU_MUL = "silu_and_mul"
+
+
+def configure(config: Any) -> None:
+    """Add the pass to a `VllmConfig` before anything is compiled; a pass of the user's stays, without ours."""
+    compilation = config.compilation_config
+    if PASS in compilation.inductor_compile_config:
+        logger.warning(
+            "fp8ext: norms and activation functions are not fused with linear layers: %s is taken", PASS
+        )
+        return
+    compilation.inductor_compile_config[PASS] = JoinLinear()
+    # vLLM's cache of compiled graphs asks for the configuration alone
+    config.additional_config = {**(config.additional_config or {}), "fp8ext_graphs": JoinLinear().uuid()}
+    if not any(op in compilation.custom_ops for op in (f"+{SILU_MUL}", f"-{SILU_MUL}", "all")):
+        compilation.custom_ops.append(f"+{SILU_MUL}")  # as one node, so that it is found below
+
+
+class JoinLinear(InductorPass):
+    """`fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of SiLU and product `fp8ext::silu_mul_linear`."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        found = 0
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target is torch.ops.fp8ext.linear.default:
+                found += _join_norm(graph, node) or _join_silu_mul(graph, node)
+        graph.eliminate_dead_code()
+        logger.debug("fp8ext: joined %d linear layers with what comes before them", found)
+
+    def uuid(self) -> str:
+        return self.hash_source(inspect.getsource(sys.modules[__name__]), inspect.getsource(linear))
+
+
+def _join_norm(graph: fx.Graph, node: fx.Node) -> bool:
+    """Only a norm that this layer alone reads, over whole rows, with a weight of the activations' dtype."""
+    source, ir = node.args[0], torch.ops.vllm_ir
+    if not isinstance(source, fx.Node) or len(source.users) > 1:
+        return False
+    if source.target is ir.rms_norm.default:
+        norm, residual = source, None
+        x, weight, epsilon, *rest = norm.args
+    elif source.target is operator.getitem and source.args[1] == 0:
+        norm = source.args[0]
+        if not isinstance(norm, fx.Node) or norm.target is not ir.fused_add_rms_norm.default:
+            return False
+        x, residual, weight, epsilon, *rest = norm.args
+    else:
+        return False
+    if weight is None or any(part is not None for part in rest) or norm.kwargs:
+        return False
+    if not _alike(x, weight) or (residual is not None and not _alike(x, residual)):
+        return False
+    with graph.inserting_before(node):
+        joined = graph.call_function(
+            torch.ops.fp8ext.rmsnorm_linear.default, (x, residual, weight, epsilon, *node.args[1:])
+        )
+        out = graph.call_function(operator.getitem, (joined, 0))
+        added = graph.call_function(operator.getitem, (joined, 1))
+    out.meta.update(node.meta)
+    if residual is not None:
+        for user in _items(norm, 1):
+            added.meta.update(user.meta)
+            user.replace_all_uses_with(added)
+    node.replace_all_uses_with(out)
+    return True
+
+
+def _join_silu_mul(graph: fx.Graph, node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or len(source.users) > 1 or source.target is not operator.getitem:
+        return False
+    made, index = source.args
+    if index != 1 or not isinstance(made, fx.Node) or made.target is not auto_functionalized:
+        return False
+    if not made.args or made.args[0] is not torch.ops._C.silu_and_mul.default:
+        return False
+    with graph.inserting_before(node):
+        joined = graph.call_function(
+            torch.ops.fp8ext.silu_mul_linear.default, (made.kwargs["input"], *node.args[1:])
+        )
+    joined.meta.update(node.meta)
+    node.replace_all_uses_with(joined)
+    return True
+
+
+def _items(node: fx.Node, index: int) -> Iterator[fx.Node]:
+    yield from [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
+
+
+def _alike(first: Any, second: Any) -> bool:
+    values = [getattr(node, "meta", {}).get("val") for node in (first, second)]
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return None not in values and len(dtypes) == 1

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every kernel that linear layers can need, before the server says that it is ready.
+
+Replaces nothing; calls `_generate_optimal_warmup_m_values`, vLLM's list of token counts at which DeepGEMM takes another
+kernel. vLLM warms DeepGEMM up for its own linear methods only.
+"""
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import vllm.envs as envs
+from torch import nn
+from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
+
+from vllm_fp8ext.kernels import compiled, decode_gemm
+from vllm_fp8ext.kernels.linear import GEMMS
+from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
+from vllm_fp8ext.kernels.silu_mul_quantize import silu_mul_quantize
+from vllm_fp8ext.linear import SCALES, BlockFp8LinearMethod
+
+logger = logging.getLogger("vllm.fp8ext")
+
+
+@torch.inference_mode()
+def warm_up(model: nn.Module, max_tokens: int) -> None:
+    """Run each kernel once for every shape of weight in `model`; machine code is compiled on all cores first."""
+    start = time.perf_counter()
+    layers: dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]] = {}
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, BlockFp8LinearMethod) and method.route is not None:
+            layers.setdefault((module.weight.shape[0], module.weight.shape[1]), (module, method))
+    _compile(layers)
+    for layer, method in layers.values():
+        _run(layer, method, max_tokens)
+    torch.cuda.synchronize()
+    if layers:
+        logger.info(
+            "blockfp8: kernels for %d shapes are ready after %.1f s (compiled: %s)",
+            *(len(layers), time.perf_counter() - start),
+            ", ".join(f"{count} by {name}" for name, count in compiled.counts.items()) or "none",
+        )
+
+
+def _compile(layers: dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]]) -> None:
+    programs = set()
+    for (n, k), (_, method) in layers.items():
+        for tokens in decode_gemm.widths(method.route.decode_tokens if method.route else 0):
+            cut = decode_gemm.choose(n, k, tokens)
+            programs |= {
+                (cut.rows, cut.splits, tokens, form, quantized)
+                for form, quantized in ((method.scale_format, False), ("fp32", True))
+            }
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda program: decode_gemm.machine_code(*program), programs))
+
+
+def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
+    assert method.route is not None
+    weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
+    n, k = weight.shape
+    few, name = method.route
+    dtype = method.out_dtype
+    x = torch.zeros(max_tokens, k, dtype=dtype, device=weight.device)
+    norm = torch.ones(k, dtype=dtype, device=weight.device)
+    rmsnorm_quantize(x[:1], None, norm, 1e-6, form)
+    rmsnorm_quantize(x[:1], x[:1], norm, 1e-6, form)
+    silu_mul_quantize(torch.zeros(1, 2 * k, dtype=dtype, device=weight.device), form)
+    quantized = quantize_activation(x, form)
+    for tokens in decode_gemm.widths(few):
+        decode_gemm.decode_gemm(x[:tokens], weight, scales, None, form)
+        decode_gemm.decode_gemm(quantize_activation(x[:tokens], form), weight, scales, None, form)
+    counts = {max_tokens}
+    if name == "deep_gemm" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
+        found = _generate_optimal_warmup_m_values(max_tokens, n, weight.device)
+        counts |= {count for count in found if count > few}
+    for count in sorted(counts):
+        part = type(quantized)(quantized.codes[:count], quantize_activation(x[:count], form).scales)
+        GEMMS[name](part, weight, scales, dtype)

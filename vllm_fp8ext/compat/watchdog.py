@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends an engine whose workers do not answer, so that nobody waits for it and nothing more is served by it.
+
+Replaces nothing: vLLM's RPC timeouts leave replies unread that later calls would take for theirs. Can go once vLLM ends an
+engine by itself when a worker hangs.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+logger = logging.getLogger("vllm.fp8ext")
+
+EXIT_CODE = 70
+"""EX_SOFTWARE of sysexits.h."""
+
+
+class Watchdog:
+    """Watches the engine core's main thread from another one. `seconds`: the longest time that an operation may take."""
+
+    def __init__(self, seconds: float, executor: Any) -> None:
+        self.seconds = seconds
+        self._executor = executor
+        self._watched: tuple[str, float] | None = None
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def watching(self, operation: str) -> Iterator[None]:
+        """End the process unless the context is left in time."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fp8ext-watchdog", daemon=True)
+            self._thread.start()
+        self._watched = operation, time.monotonic() + self.seconds
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._watched = None
+
+    def end(self, reason: str) -> NoReturn:
+        """End the workers and this process at once, with every thread's stack in the log."""
+        try:
+            logger.critical("fp8ext: %s: the engine ends", reason)
+            for worker in getattr(self._executor, "workers", ()):
+                process = getattr(worker, "proc", None)
+                if process is not None and process.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        finally:
+            os._exit(EXIT_CODE)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while (watched := self._watched) is not None:
+                operation, until = watched
+                left = until - time.monotonic()
+                if left <= 0:
+                    self.end(f"{operation} was not done within {self.seconds:g} s")
+                time.sleep(min(left, 1.0))
