@@ -9,6 +9,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
@@ -25,13 +26,16 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         (401, "No admin key"),
         (403, "Wrong admin key, or a path that is not allowed"),
         (404, "No such update, or no such file"),
+        (408, "The body stopped coming"),
         (409, "Not in this state"),
+        (410, "The update expired"),
         (411, "No Content-Length"),
         (413, "The chunk is too large"),
         (422, "The tensors, or the request, are not what the engine takes"),
         (500, "The engine failed"),
+        (503, "The engine is poisoned"),
         (504, "The engine did not answer in time"),
-        (507, "The spool folder is full"),
+        (507, "Out of memory, or the spool folder is full"),
     )
 }
 
@@ -49,8 +53,15 @@ def problem(error: UpdateError) -> JSONResponse:
     return JSONResponse(body, status_code=error.status, media_type=MEDIA_TYPE, headers=headers)
 
 
-def guarded_route(key: AdminKey) -> type[APIRoute]:
-    """A route class that asks for the key before it reads anything, and answers every refusal with a problem document."""
+BODY_LIMIT = 64 << 20
+"""Longest JSON body, in bytes: room for claims about 100,000 tensors."""
+
+
+def guarded_route(key: AdminKey, refused: Callable[[str], None]) -> type[APIRoute]:
+    """A route class that asks for the key before it reads anything, and answers every refusal with a problem document.
+
+    `refused` is told the kind of each.
+    """
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -59,18 +70,33 @@ def guarded_route(key: AdminKey) -> type[APIRoute]:
             async def guarded(request: Request) -> Response:
                 try:
                     key.check(request.headers.get("authorization"))
+                    if request.method == "POST":
+                        _require_bounded(request)
                     return await handle(request)
                 except UpdateError as error:
-                    return problem(error)
+                    refusal = error
                 except RequestValidationError as error:
-                    return problem(_invalid(error))
+                    refusal = _invalid(error)
+                except HTTPException as error:  # FastAPI's own, for a body that is not text
+                    refusal = UpdateError("invalid-request", str(error.detail), status=error.status_code)
                 except Exception as error:
                     logger.exception("fp8ext: %s %s failed", request.method, request.url.path)
-                    return problem(UpdateError("internal", f"{type(error).__name__}: {error}", status=500))
+                    refusal = UpdateError("internal", f"{type(error).__name__}: {error}", status=500)
+                refused(refusal.kind)
+                return problem(refusal)
 
             return guarded
 
     return GuardedRoute
+
+
+def _require_bounded(request: Request) -> None:
+    if "transfer-encoding" in request.headers:
+        raise UpdateError("length-required", "expected a Content-Length header", status=411)
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > BODY_LIMIT:
+        message = f"a JSON body may have {BODY_LIMIT} bytes, found {length}"
+        raise UpdateError("body-too-large", message, status=413, limit=BODY_LIMIT)
 
 
 def _invalid(error: RequestValidationError) -> UpdateError:

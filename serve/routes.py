@@ -4,8 +4,9 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.security import HTTPBearer
@@ -16,12 +17,18 @@ from vllm_fp8ext.compat.engine_client import EngineCalls
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.content_digest import ContentDigest
+from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
 from vllm_fp8ext.serve.spool import Spool
+from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
+from vllm_fp8ext.weights.source import Source, settled_stamp
 
-ChunkNumber = Annotated[int, Field(ge=0, le=1_000_000)]
+T = TypeVar("T")
 
-_WORK: set[asyncio.Task[Any]] = set()
+ChunkNumber = Annotated[int, Field(ge=0, le=65_535)]
+
+_WORK: set[asyncio.Future[Any]] = set()
 """Work that goes on when its client has gone."""
 
 
@@ -32,6 +39,18 @@ class Backend:
         self.engine: EngineCalls
         self.spool: Spool
         self.allowed_dirs: tuple[Path, ...] = ()
+        self.poisoned: str | None = None
+        self.metrics = Metrics()
+
+    def look_soon(self) -> None:
+        """`look`, beside whatever goes on."""
+        _kept(_outcome(self.look()))
+
+    async def look(self) -> None:
+        """Learn from the engine what metrics and the poison guard tell."""
+        status = await self.engine("status")
+        self.poisoned = status["poisoned"]
+        self.metrics.observe(status)
 
     def allowed(self, path: str) -> Path:
         """The real path, if it lies under an allowed folder.
@@ -55,7 +74,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         tags=["fp8ext"],
         dependencies=[Depends(documented)],
         responses=RESPONSES,
-        route_class=guarded_route(key),
+        route_class=guarded_route(key, backend.metrics.refused),
     )
 
     @routes.get("/weights", response_model=schema.Weights, summary="What is served")
@@ -93,7 +112,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         },
     )
     async def put_chunk(id: schema.UpdateId, n: ChunkNumber, request: Request) -> Any:
-        await backend.engine("update", id=id)
+        await backend.engine("check", id=id)
         return await _finished(_receive(backend, id, str(n), request))
 
     @routes.post(
@@ -104,11 +123,11 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.post("/updates/{id}/prepare", response_model=schema.Update, summary="Validate the whole update")
     async def prepare(id: schema.UpdateId) -> Any:
-        return await backend.engine("prepare", id=id)
+        return await _finished(backend.engine.job("prepare", id=id))
 
     @routes.post("/updates/{id}/commit", response_model=schema.Update, summary="Serve the new weights")
     async def commit(id: schema.UpdateId) -> Any:
-        return await _finished(backend.engine("commit", id=id))
+        return await _finished(_commit(backend, id))
 
     @routes.delete("/updates/{id}", response_model=schema.Update, summary="Give an update up")
     async def abandon(id: schema.UpdateId) -> Any:
@@ -116,7 +135,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.post("/rollback", response_model=schema.Committed, summary="Serve the previous weights again")
     async def rollback(body: schema.Rollback | None = None) -> Any:
-        return await _finished(backend.engine("rollback", running=(body or schema.Rollback()).running))
+        return await _finished(_rollback(backend, body or schema.Rollback()))
 
     @routes.post("/load", response_model=schema.Update, summary="Update from the server's disk in one call")
     async def load(body: schema.Load) -> Any:
@@ -131,10 +150,53 @@ async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> d
         raise UpdateError(
             "length-required", f"Content-Length: expected a number, found {length!r}", status=400
         )
-    async with backend.spool.receive(_body(request), int(length) if length else None) as file:
-        staged = await backend.engine.job("stage", id=id, chunk=chunk, path=str(file))
+    digest = ContentDigest.parse(request.headers.get("content-digest"))
+    async with backend.spool.receive(_body(request), int(length) if length else None, digest) as extent:
+        content = extent.content
+
+        def read(start: int, size: int) -> bytes:
+            return bytes(content[start : start + size])
+
+        tensors = await asyncio.to_thread(parse, read, extent.length, f"chunk {chunk}")
+        source = Source(extent.path, extent.offset)
+        return await _stage(backend, id, chunk, source, tensors, extent.length)
+
+
+async def _stage(
+    backend: Backend, id: str, chunk: str, source: Source, tensors: list[StoredTensor], size: int
+) -> dict[str, Any]:
+    listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in tensors]
+    staged = await backend.engine.job(
+        "stage", id=id, chunk=chunk, source=asdict(source), tensors=listed, size=size
+    )
     update: dict[str, Any] = staged["update"]
     return update
+
+
+async def _stage_file(backend: Backend, id: str, file: Path) -> dict[str, Any]:
+    stamp = await settled_stamp(file)
+    tensors = await asyncio.to_thread(file_tensors, file)
+    return await _stage(backend, id, file.name, Source(str(file), 0, stamp), tensors, stamp[2])
+
+
+async def _commit(backend: Backend, id: str) -> dict[str, Any]:
+    """Commit; prepare first if nobody did."""
+    try:
+        return await backend.engine.patiently("commit", id=id)
+    except UpdateError as error:
+        if error.kind != "not-prepared":
+            raise
+        await backend.engine.job("prepare", id=id)
+        return await backend.engine.patiently("commit", id=id)
+    finally:
+        backend.look_soon()
+
+
+async def _rollback(backend: Backend, body: schema.Rollback) -> dict[str, Any]:
+    try:
+        return await backend.engine.patiently("rollback", **body.model_dump())
+    finally:
+        backend.look_soon()
 
 
 async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
@@ -144,7 +206,7 @@ async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
         raise UpdateError("not-found", f"{path}: expected *.safetensors files, found none", status=404)
     for file in files:
         backend.allowed(str(file))
-    outcomes = [await _outcome(backend.engine.job("stage", id=id, chunk=f.name, path=str(f))) for f in files]
+    outcomes = [await _outcome(_stage_file(backend, id, file)) for file in files]
     errors = [outcome for outcome in outcomes if isinstance(outcome, UpdateError)]
     if len(errors) == 1:
         raise errors[0]
@@ -158,18 +220,17 @@ async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
 
 
 async def _load(backend: Backend, body: schema.Load, path: Path) -> dict[str, Any]:
-    opened = await backend.engine(
-        "open", version=body.version, base_epoch=body.base_epoch, running=body.running
-    )
+    opened = await backend.engine("open", **body.model_dump(exclude={"path"}))
     try:
         await _read(backend, opened["id"], path)
-        return await backend.engine("commit", id=opened["id"])
+        return await _commit(backend, opened["id"])
     except BaseException:
         await _outcome(backend.engine("abandon", id=opened["id"]))
         raise
 
 
-async def _outcome(work: Awaitable[dict[str, Any]]) -> dict[str, Any] | UpdateError:
+async def _outcome(work: Awaitable[Any]) -> Any:
+    """The result of some work, or the error that it was refused with."""
     try:
         return await work
     except UpdateError as error:
@@ -178,10 +239,15 @@ async def _outcome(work: Awaitable[dict[str, Any]]) -> dict[str, Any] | UpdateEr
 
 async def _finished(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     """Await work that must run to its end even when the client goes away."""
+    return await asyncio.shield(_kept(work))
+
+
+def _kept(work: Awaitable[T]) -> asyncio.Future[T]:
+    """Work that is begun now and held on to until it ends, whoever waits for it."""
     task = asyncio.ensure_future(work)
     _WORK.add(task)
     task.add_done_callback(_WORK.discard)
-    return await asyncio.shield(task)
+    return task
 
 
 async def _body(request: Request) -> AsyncIterator[bytes]:

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts safetensors files into smaller ones without decoding a tensor: a header and byte ranges, standard library only."""
+"""The tensors of safetensors files as byte ranges: none is decoded, none is read before it is sent. Standard library only."""
 
 import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-_PIECE = 1 << 20
+from vllm_fp8ext.serve import safetensors_body
 
 
 @dataclass(frozen=True)
 class Range:
-    """The bytes of one tensor in a file."""
+    """The bytes of one tensor in a file: `size` of them from `start` on. A part of a body."""
 
     name: str
     dtype: str
@@ -22,52 +21,32 @@ class Range:
     start: int
     size: int
 
+    def fetched(self) -> "Range":
+        """Itself: a file can be read again."""
+        return self
 
-@dataclass(frozen=True)
-class Body:
-    """A safetensors body made of ranges: its length is known before it is read."""
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes.
 
-    ranges: tuple[Range, ...]
-
-    @property
-    def header(self) -> bytes:
-        entries: dict[str, Any] = {}
-        offset = 0
-        for part in self.ranges:
-            entries[part.name] = {
-                "dtype": part.dtype,
-                "shape": list(part.shape),
-                "data_offsets": [offset, offset + part.size],
-            }
-            offset += part.size
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
-
-    @property
-    def length(self) -> int:
-        return len(self.header) + sum(part.size for part in self.ranges)
-
-    def read(self) -> Iterator[bytes]:
-        """The body, in pieces of at most 1 MiB."""
-        yield self.header
-        for part in self.ranges:
-            with part.file.open("rb") as file:
-                file.seek(part.start)
-                left = part.size
-                while left:
-                    piece = file.read(min(left, _PIECE))
-                    if not piece:
-                        raise ValueError(f"{part.file}: ends in the middle of {part.name}")
-                    left -= len(piece)
-                    yield piece
+        Raises:
+            ValueError: the file has become shorter.
+        """
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            left = self.size
+            while left:
+                piece = file.read(min(left, safetensors_body.PIECE))
+                if not piece:
+                    raise ValueError(f"{self.file}: ends in the middle of {self.name}")
+                left -= len(piece)
+                yield piece
 
 
 def ranges_of(checkpoint: Path) -> list[Range]:
     """Every tensor of a safetensors file, or of all of them in a folder.
 
     Raises:
-        ValueError: no such file, or one that is not safetensors.
+        ValueError: no such file, one that is not safetensors, or one of another size than its header says.
     """
     files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
     if not files or not all(file.is_file() for file in files):
@@ -75,27 +54,15 @@ def ranges_of(checkpoint: Path) -> list[Range]:
     return [part for file in files for part in _ranges(file)]
 
 
-def bodies(ranges: list[Range], limit: int) -> list[Body]:
-    """Bodies of about `limit` bytes at most, in order; a larger tensor travels alone."""
-    groups: list[list[Range]] = [[]]
-    size = 0
-    for part in ranges:
-        if groups[-1] and size + part.size > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(part)
-        size += part.size
-    return [Body(tuple(group)) for group in groups if group]
-
-
 def _ranges(file: Path) -> list[Range]:
+    size = file.stat().st_size
     try:
         with file.open("rb") as reader:
             (length,) = struct.unpack("<Q", reader.read(8))
-            if length > file.stat().st_size:
+            if length > size - 8:
                 raise ValueError("its header is longer than the file")
             header = json.loads(reader.read(length))
-        return [
+        ranges = [
             Range(
                 name,
                 entry["dtype"],
@@ -107,5 +74,11 @@ def _ranges(file: Path) -> list[Range]:
             for name, entry in header.items()
             if name != "__metadata__"
         ]
+        expected = max((part.start + part.size for part in ranges), default=8 + length)
+        if any(part.start < 8 + length or part.size < 0 for part in ranges):
+            raise ValueError("offsets that lie outside of it")
     except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"{file}: not a safetensors file: {error}") from None
+    if size != expected:
+        raise ValueError(f"{file}: expected {expected} bytes, as its header says, found {size}")
+    return ranges

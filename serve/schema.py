@@ -9,16 +9,47 @@ PREFIX = "/fp8ext/v1"
 PROBLEM = "urn:fp8ext:problem:"
 """Prefix of every problem type (RFC 9457)."""
 
-Running = Literal["keep", "recompute"]
+Running = Literal["keep", "recompute", "wait", "abort"]
+WaitSeconds = Annotated[float, Field(gt=0, le=3600)]
 Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
 UpdateId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+Epoch = Annotated[int, Field(ge=0, le=2**53)]
+Size = Annotated[int, Field(ge=0, le=2**53)]
+Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
 
 
 class Body(BaseModel):
-    """A request body: unknown fields are errors."""
+    """A request body: unknown fields are errors, and nothing is taken for what it is not (`true` for 1, say)."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TensorClaim(Body):
+    """What a client says beforehand of one tensor; what it leaves out is not checked."""
+
+    shape: Annotated[list[Size], Field(max_length=64)] | None = None
+    dtype: str | None = Field(None, max_length=32, description="torch's name, such as `bfloat16`.")
+    sha256: str | None = Field(
+        None, pattern=r"^[0-9a-f]{64}$", description="Of the tensor's raw bytes; checked while it is staged."
+    )
+
+
+class Canary(Body):
+    """Prompts on which the new weights are tried before they are served."""
+
+    prompts: list[Annotated[list[Token], Field(min_length=2, max_length=4096)]] | None = Field(
+        None,
+        min_length=1,
+        max_length=64,
+        description="Token ids of each prompt; the server's own prompts when absent.",
+    )
+    max_perplexity: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Refuse weights whose perplexity over the prompts is above this.",
+    )
 
 
 class OpenUpdate(Body):
@@ -30,9 +61,16 @@ class OpenUpdate(Body):
     version: Version | None = Field(
         None, description="The trainer's label; `epoch-N` when absent. May repeat."
     )
-    base_epoch: int | None = Field(None, ge=0, description="Refuse unless this epoch is served.")
+    base_epoch: Epoch | None = Field(None, description="Refuse unless this epoch is served.")
     partial: bool = Field(False, description="Reserved: every tensor must be sent.")
     running: Running = Field("keep", description="What happens to running requests at the commit.")
+    wait_seconds: WaitSeconds | None = Field(
+        None, description="With `running` `wait`: longest time that the commit waits for running requests."
+    )
+    tensors: dict[str, TensorClaim] | None = Field(
+        None, description="What will be sent: shapes and dtypes are checked now, contents while staging."
+    )
+    canary: Canary | None = Field(None, description="Overrides the server's canary.")
 
 
 class Files(Body):
@@ -48,14 +86,17 @@ class Load(Body):
 
     path: Path
     version: Version | None = None
-    base_epoch: int | None = Field(None, ge=0)
+    base_epoch: Epoch | None = None
     running: Running = "keep"
+    wait_seconds: WaitSeconds | None = None
+    canary: Canary | None = None
 
 
 class Rollback(Body):
     """`POST /rollback`."""
 
     running: Running = "keep"
+    wait_seconds: WaitSeconds | None = None
 
 
 class ChunkState(BaseModel):
@@ -66,15 +107,27 @@ class ChunkState(BaseModel):
     tensors: int
 
 
+class QuantizationError(BaseModel):
+    """‖w - dequantized‖ / ‖w‖ of the quantized weights."""
+
+    relative: float = Field(description="Over all of them together.")
+    mean: float = Field(description="Mean over tensors.")
+    max: float = Field(description="Largest of any tensor.")
+    worst: str = Field(description="The tensor that has it.")
+
+
 class Update(BaseModel):
     """State of an update."""
 
     id: str
-    state: Literal["open", "prepared", "committed", "abandoned"]
+    state: Literal["open", "prepared", "committed", "abandoned", "expired"]
     version: str
     running: Running
     base_epoch: int | None
     opened_at: float = Field(description="Unix time, seconds.")
+    expires_at: float | None = Field(
+        None, description="Unix time, seconds, at which it ends if nothing happens to it; null after its end."
+    )
     tensors_required: int
     tensors_missing: int
     missing: list[str] = Field(description="Every required tensor that has not been staged.")
@@ -84,8 +137,9 @@ class Update(BaseModel):
     seconds: dict[str, float] = Field(
         description="`staging`, `prepare`, `drain`, `exchange`, `caches`, `pause` and `total`, as far as they happened."
     )
-    quantization_error: float | None = Field(
-        description="‖w - dequantized‖ / ‖w‖ over all quantized weights."
+    quantization_error: QuantizationError | None
+    canary_perplexity: float | None = Field(
+        None, description="Perplexity over the canary's prompts, once prepared."
     )
     max_chunk_bytes: int | None = Field(None, description="Largest body of one chunk; told on opening.")
     result: dict[str, Any] | None = Field(
@@ -99,7 +153,7 @@ class LastUpdate(BaseModel):
     id: str
     bytes: int
     seconds: dict[str, float]
-    quantization_error: float | None
+    quantization_error: QuantizationError | None
 
 
 class Weights(BaseModel):
@@ -119,6 +173,10 @@ class Weights(BaseModel):
     kv_cache_dtype: str
     staging: Literal["shadow", "none"]
     twin_bytes: list[int] = Field(description="Memory of the twin, by rank.")
+    stall_seconds: float | None = Field(
+        None,
+        description="From the pause for the last exchange to the end of the next engine step; null without requests.",
+    )
     twin_kv_blocks: int = Field(description="KV-cache blocks that the twin's memory would hold.")
     last_update: LastUpdate | None
 

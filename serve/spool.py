@@ -1,37 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uploaded bodies on their way to the ranks: files in shared memory, bounded, removed as soon as they are staged."""
+"""Uploaded bodies on their way to the ranks: one bounded file in shared memory that every rank maps, used over and over.
+
+A body gets an extent of the file for as long as it lives; one that finds no room waits, in order of arrival, and its client
+with it: nothing is read from its connection meanwhile.
+"""
 
 import asyncio
+import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.serve.batch_writer import BatchWriter
+from vllm_fp8ext.serve.content_digest import ContentDigest
+
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A received body: `length` bytes at `offset` of `path`, mapped here as `content`."""
+
+    path: str
+    offset: int
+    length: int
+    content: memoryview
 
 
 class Spool:
-    """A folder of this server's own that holds at most `limit` bytes; an upload beyond it waits for room."""
+    """One file of `limit` bytes. `idle_seconds`: longest time between two pieces of a body.
 
-    def __init__(self, folder: str, limit: int) -> None:
-        parent = folder if os.path.isdir(folder) else tempfile.gettempdir()
-        self.limit = min(limit, shutil.disk_usage(parent).free)
-        self.folder = Path(tempfile.mkdtemp(prefix="fp8ext-", dir=parent))
-        self._used = 0
+    Raises:
+        ConfigError: the folder can't hold the file.
+    """
+
+    def __init__(self, folder: str, limit: int, idle_seconds: float = 60.0) -> None:
+        if not os.path.isdir(folder):
+            raise ConfigError(f"spool_dir: expected a folder, found none at {folder}")
+        self.limit = min(limit, shutil.disk_usage(folder).free) // _PAGE * _PAGE
+        if not self.limit:
+            raise ConfigError(f"spool_dir: {folder} is full")
+        descriptor, name = tempfile.mkstemp(prefix="fp8ext-", suffix=".spool", dir=folder)
+        self.path = Path(name)
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, self.limit)
+        self._content = memoryview(mmap.mmap(descriptor, self.limit))
+        self._idle_seconds = idle_seconds
+        self._extents: list[tuple[int, int]] = []
+        self._turn = asyncio.Lock()
         self._room = asyncio.Condition()
 
+    def require_room(self, size: int, what: str) -> None:
+        """Raises `ConfigError` when a body of `size` bytes, which `what` describes, could never be sent."""
+        if size > self.limit:
+            raise ConfigError(
+                f"uploads wait in {self.path.parent}, where {self.limit} bytes are free or allowed; {what} takes {size}. "
+                "Give the container more shared memory (docker run --shm-size=8g), or choose another spool_dir or a larger "
+                "spool_bytes"
+            )
+
     def close(self) -> None:
-        """Remove the folder and what is left in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the file; ranks that have it mapped keep what they read."""
+        self.path.unlink(missing_ok=True)
 
     @asynccontextmanager
-    async def receive(self, body: AsyncIterator[bytes], length: int | None) -> AsyncIterator[Path]:
-        """Write a body of `length` bytes to a file that lives as long as the context.
+    async def receive(
+        self, body: AsyncIterator[bytes], length: int | None, digest: ContentDigest | None = None
+    ) -> AsyncIterator[Extent]:
+        """Take a body of `length` bytes; its extent is free again when the context is left, unless by `engine-timeout`.
 
         Raises:
-            UpdateError: no length, a length beyond the spool, or a body of another length.
+            UpdateError: no length, a length beyond the file, a body of another length, one that stopped coming, one of
+                another digest, or a full folder.
         """
         if length is None:
             raise UpdateError("length-required", "expected a Content-Length header", status=411)
@@ -42,32 +87,69 @@ class Spool:
                 status=413,
                 limit=self.limit,
             )
-        async with self._room:
-            await self._room.wait_for(lambda: self._used + length <= self.limit)
-            self._used += length
-        name = ""
+        offset = await self._reserve(length)
+        in_use = False
         try:
-            descriptor, name = tempfile.mkstemp(suffix=".safetensors", dir=self.folder)
-            with os.fdopen(descriptor, "wb") as file:
-                received = 0
+            extent = Extent(str(self.path), offset, length, self._content[offset : offset + length])
+            await self._fill(extent, body, digest)
+            yield extent
+        except UpdateError as error:
+            # ranks that have not answered may still read it: what another upload puts there would be staged for this one
+            in_use = error.kind == "engine-timeout"
+            raise
+        finally:
+            if not in_use:
+                async with self._room:
+                    self._extents.remove((offset, length))
+                    self._room.notify_all()
+
+    async def _reserve(self, length: int) -> int:
+        async with self._turn, self._room:
+            await self._room.wait_for(lambda: self._gap(length) is not None)
+            offset = self._gap(length)
+            assert offset is not None
+            self._extents.append((offset, length))
+            self._extents.sort()
+            return offset
+
+    def _gap(self, length: int) -> int | None:
+        """Offset of the first free extent of this length."""
+        start = 0
+        for offset, size in [*self._extents, (self.limit, 0)]:
+            if start + length <= offset:
+                return start
+            start = -(-(offset + size) // _PAGE) * _PAGE
+        return None
+
+    async def _fill(self, extent: Extent, body: AsyncIterator[bytes], digest: ContentDigest | None) -> None:
+        loop = asyncio.get_running_loop()
+        received, renewed = 0, loop.time()
+        writer = BatchWriter(self._descriptor, self.path, extent.offset)
+        try:
+            async with asyncio.timeout_at(renewed + self._idle_seconds) as limit:
                 async for piece in body:
                     received += len(piece)
-                    if received > length:
+                    if received > extent.length:
                         break
-                    file.write(piece)
-            if received != length:
-                raise UpdateError(
-                    "truncated",
-                    f"the body should have {length} bytes, found {received}",
-                    status=400,
-                    expected=length,
-                )
-            yield Path(name)
-        except OSError as error:
-            raise UpdateError("spool-failed", f"{self.folder}: {error}", status=507) from error
+                    await writer.add(piece)
+                    if digest is not None:
+                        await digest.advance(extent.content, writer.written)
+                    now = loop.time()
+                    if now - renewed > self._idle_seconds / 16:  # cheaper than at every piece
+                        limit.reschedule(now + self._idle_seconds)
+                        renewed = now
+            await writer.finish()
+        except TimeoutError:
+            message = f"nothing came for {self._idle_seconds:g} s after {received} of {extent.length} bytes"
+            raise UpdateError("upload-stalled", message, status=408) from None
         finally:
-            if name:
-                os.unlink(name)
-            async with self._room:
-                self._used -= length
-                self._room.notify_all()
+            await writer.stop()
+        if received != extent.length:
+            raise UpdateError(
+                "truncated",
+                f"the body should have {extent.length} bytes, found {received}",
+                status=400,
+                expected=extent.length,
+            )
+        if digest is not None:
+            await digest.verify(extent.content)

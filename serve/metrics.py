@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fp8ext:…` on the server's `/metrics`: what the engine last said of itself, and what was refused at the door."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+
+
+class Metrics:
+    """A Prometheus collector."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._status: Mapping[str, Any] = {}
+        self._refusals: dict[str, int] = {}
+        registry.register(self)
+
+    def refused(self, kind: str) -> None:
+        """A call was answered with a problem of this kind."""
+        self._refusals[kind] = self._refusals.get(kind, 0) + 1
+
+    def observe(self, status: Mapping[str, Any]) -> None:
+        """What the engine says (`UpdateEngine.status`)."""
+        self._status = status
+
+    def describe(self) -> list[Metric]:
+        """Nothing beforehand: collectors that are registered are not collected for their names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The current values."""
+        refusals = CounterMetricFamily(
+            "fp8ext:refusals", "Calls refused, by kind of problem.", labels=["kind"]
+        )
+        for kind, count in sorted(self._refusals.items()):
+            refusals.add_metric([kind], count)
+        yield refusals
+        if not self._status:
+            return
+        totals = self._status["totals"]
+        updates = CounterMetricFamily(
+            "fp8ext:updates", "Updates that ended, and rollbacks.", labels=["outcome"]
+        )
+        for outcome, count in totals["outcomes"].items():
+            updates.add_metric([outcome], count)
+        yield updates
+        phases = SummaryMetricFamily(
+            "fp8ext:phase_seconds",
+            "Seconds of each phase of committed updates and rollbacks.",
+            labels=["phase"],
+        )
+        for phase, (count, seconds) in totals["phases"].items():
+            phases.add_metric([phase], count_value=count, sum_value=seconds)
+        yield phases
+        stalls = SummaryMetricFamily(
+            "fp8ext:stall_seconds",
+            "From the pause for a commit to the end of the next engine step, when requests were running.",
+        )
+        stalls.add_metric([], count_value=totals["stalls"][0], sum_value=totals["stalls"][1])
+        yield stalls
+        yield CounterMetricFamily("fp8ext:update_bytes", "Bytes of committed updates.", value=totals["bytes"])
+        yield GaugeMetricFamily("fp8ext:epoch", "Epoch that is served.", value=self._status["epoch"])
+        poisoned = float(self._status["poisoned"] is not None)
+        yield GaugeMetricFamily("fp8ext:poisoned", "1 while the engine refuses to generate.", value=poisoned)
+        last = self._status["last_update"]
+        if last and last["quantization_error"]:
+            error = GaugeMetricFamily(
+                "fp8ext:quantization_error",
+                "Relative quantization error of the last update, over tensors.",
+                labels=["statistic"],
+            )
+            for statistic in ("relative", "mean", "max"):
+                error.add_metric([statistic], last["quantization_error"][statistic])
+            yield error

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors bodies made of parts that know their size before they are read. Standard library only."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+PIECE = 1 << 20
+"""Largest piece in which a body is read, in bytes."""
+
+
+class Part(Protocol):
+    """One tensor of a body. `dtype` is safetensors' name for it, `size` its bytes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def size(self) -> int: ...
+
+    def fetched(self) -> "Part":
+        """The same part where it can be read again and again: in host memory, or in a file."""
+        ...
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes, from the first, in pieces of at most `PIECE` bytes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Body:
+    """A safetensors body: a header, then its parts without gaps. Iterating reads it from the start, each time."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def header(self) -> bytes:
+        """Length and JSON, padded so that the tensors start at a multiple of eight bytes."""
+        entries: dict[str, Any] = {}
+        offset = 0
+        for part in self.parts:
+            entries[part.name] = {
+                "dtype": part.dtype,
+                "shape": list(part.shape),
+                "data_offsets": [offset, offset + part.size],
+            }
+            offset += part.size
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+    @property
+    def length(self) -> int:
+        """Bytes of the whole body."""
+        return len(self.header) + sum(part.size for part in self.parts)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self.header
+        for part in self.parts:
+            yield from part.pieces()
+
+    def fetched(self) -> "Body":
+        """The same body, all of it where it can be read again and again."""
+        return Body(tuple(part.fetched() for part in self.parts))
+
+    def sha256(self) -> bytes:
+        """SHA-256 of the whole body."""
+        found = hashlib.sha256()
+        for piece in self:
+            found.update(piece)
+        return found.digest()
+
+
+def bodies(parts: Iterable[Part], limit: int) -> Iterator[Body]:
+    """Bodies of `limit` bytes of tensors at most, in order; a larger tensor travels alone.
+
+    Raises:
+        ValueError: a name that comes twice.
+    """
+    group: list[Part] = []
+    names: set[str] = set()
+    size = 0
+    for part in parts:
+        if part.name in names:
+            raise ValueError(f"tensor {part.name}: expected once, found twice")
+        names.add(part.name)
+        if group and size + part.size > limit:
+            yield Body(tuple(group))
+            group, size = [], 0
+        group.append(part)
+        size += part.size
+    if group:
+        yield Body(tuple(group))

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors in memory, torch's or numpy's, as parts of a safetensors body. Imports neither torch nor numpy: a tensor of theirs
+can only be there when they are."""
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm_fp8ext.serve import safetensors_body
+
+DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+}
+"""Names of dtypes, the same in torch, numpy and ml_dtypes, and safetensors' names for them."""
+
+
+class TensorLike(Protocol):
+    """A torch tensor or a numpy array."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A tensor wherever it is, on a GPU say. It is copied to host memory when it is fetched, and not before."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    tensor: Any
+
+    def fetched(self) -> "HostPart":
+        """The part in host memory: a view where the tensor is there already and contiguous, else a copy."""
+        return HostPart(self.name, self.dtype, self.shape, memoryview(_host_bytes(self.tensor)))
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes, fetched anew."""
+        return self.fetched().pieces()
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """The bytes of a tensor in host memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.data.nbytes
+
+    def fetched(self) -> "HostPart":
+        """Itself."""
+        return self
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes."""
+        for start in range(0, self.size, safetensors_body.PIECE):
+            yield bytes(self.data[start : start + safetensors_body.PIECE])
+
+
+def tensor_parts(
+    tensors: Iterable[tuple[str, TensorLike]], dtypes: Sequence[str], unchecked: frozenset[str] = frozenset()
+) -> Iterator[TensorPart]:
+    """A part for each tensor, made as it is asked for.
+
+    `dtypes`: names of those that are taken; tensors named in `unchecked` may be of any dtype of safetensors.
+
+    Raises:
+        ValueError: what is no pair of a name and a tensor, no tensor with values of its own, or of another dtype.
+    """
+    for item in tensors:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise ValueError(f"expected pairs of a name and a tensor, found {type(item).__name__}")
+        name, tensor = item
+        if name == "__metadata__":
+            raise ValueError(f"expected a tensor's name, found {name}, which safetensors reserves")
+        dtype = _dtype(name, tensor)
+        allowed = tuple(DTYPES) if name in unchecked else dtypes
+        if dtype not in allowed or dtype not in DTYPES:
+            raise ValueError(f"tensor {name}: expected dtype {' or '.join(allowed)}, found {dtype}")
+        shape = tuple(int(size) for size in tensor.shape)
+        yield TensorPart(name, DTYPES[dtype], shape, math.prod(shape) * tensor.dtype.itemsize, tensor)
+
+
+def _dtype(name: str, tensor: Any) -> str:
+    """torch's or numpy's name of the dtype, for a tensor that can be sent."""
+    if _is(tensor, "torch", "Tensor"):
+        if hasattr(tensor, "full_tensor"):
+            raise ValueError(
+                f"tensor {name}: expected a whole tensor, found a DTensor: send its full_tensor()"
+            )
+        if tensor.is_meta or str(tensor.layout) != "torch.strided":
+            found = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+            raise ValueError(f"tensor {name}: expected a dense tensor with values, found {found}")
+        return str(tensor.dtype).removeprefix("torch.")
+    if _is(tensor, "numpy", "ndarray"):
+        return str(tensor.dtype.name)
+    raise ValueError(
+        f"tensor {name}: expected a torch tensor or a numpy array, found {type(tensor).__name__}"
+    )
+
+
+def _host_bytes(tensor: Any) -> Any:
+    """A flat buffer over the tensor's values, in C order, little-endian."""
+    if 0 in tensor.shape:
+        return b""
+    if _is(tensor, "torch", "Tensor"):
+        torch = sys.modules["torch"]
+        dense = tensor.detach().cpu().contiguous()
+        # not reshape: a dimension of size one may keep any stride and still count as contiguous
+        return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
+    if not tensor.dtype.isnative:
+        tensor = tensor.astype(tensor.dtype.newbyteorder("="))
+    if not tensor.flags.c_contiguous:
+        tensor = tensor.copy(order="C")
+    return tensor.reshape(-1).view("uint8")
+
+
+def _is(value: object, module: str, kind: str) -> bool:
+    """Whether this is an instance of a class of a module that may never have been imported."""
+    known = getattr(sys.modules.get(module), kind, None)
+    return known is not None and isinstance(value, known)
