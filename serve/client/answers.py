@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a response means: the body that was asked for, or the error in a problem document."""
+
+from typing import TypeVar
+
+import httpx
+from pydantic import TypeAdapter
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.schema import PROBLEM
+
+T = TypeVar("T")
+
+
+def parsed(response: httpx.Response, form: TypeAdapter[T]) -> T:
+    """The body of a success.
+
+    Raises:
+        UpdateError: a refusal; of kind `http` when it, or a success, is not of this API.
+    """
+    if not response.is_success:
+        raise _refusal(response)
+    try:
+        return form.validate_json(response.content)
+    except ValueError as error:
+        message = f"{_told(response)} (not an answer of this API: {str(error).splitlines()[0]})"
+        raise UpdateError("http", message, status=response.status_code) from None
+
+
+def _refusal(response: httpx.Response) -> UpdateError:
+    """The error in a problem document, or in whatever else came back."""
+    try:
+        body = response.json()
+        kind = str(body["type"]).removeprefix(PROBLEM)
+        details = {
+            key: value for key, value in body.items() if key not in ("type", "title", "status", "detail")
+        }
+        return UpdateError(kind, body["detail"], status=response.status_code, **details)
+    except (ValueError, KeyError, TypeError):
+        message = _told(response)
+        if response.status_code == 404:
+            message += " (are the routes mounted? the server needs VLLM_PLUGINS=fp8ext and FP8EXT_ADMIN_KEY)"
+        return UpdateError("http", message, status=response.status_code)
+
+
+def _told(response: httpx.Response) -> str:
+    return f"HTTP {response.status_code} from {response.request.url}: {response.text[:200]}"

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One flow for each route of `/fp8ext/v1`. Their first parameter, the server, is supplied by the client's methods."""
+
+import base64
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from vllm_fp8ext.serve import schema
+from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Sent
+from vllm_fp8ext.serve.client.repeat import call
+from vllm_fp8ext.serve.safetensors_body import PIECE, Body
+
+Content = bytes | Iterable[bytes]
+"""A body to send. What is no iterator can be read again, and so be sent again."""
+
+_WEIGHTS = TypeAdapter(schema.Weights)
+_MANIFEST = TypeAdapter(dict[str, Any])
+_DIGESTS = TypeAdapter(schema.Digests)
+_UPDATE = TypeAdapter(schema.Update)
+_COMMITTED = TypeAdapter(schema.Committed)
+
+
+def weights(endpoint: Endpoint, /) -> Flow[schema.Weights]:
+    """What is served."""
+    return call(endpoint, endpoint.request("GET", "/weights"), _WEIGHTS)
+
+
+def manifest(endpoint: Endpoint, /) -> Flow[dict[str, Any]]:
+    """What an update must bring (`weights.manifest.Manifest.from_dict` reads it)."""
+    return call(endpoint, endpoint.request("GET", "/weights/manifest"), _MANIFEST)
+
+
+def digests(endpoint: Endpoint, /) -> Flow[schema.Digests]:
+    """Digests of what is served."""
+    return call(endpoint, endpoint.request("GET", "/weights/digests"), _DIGESTS)
+
+
+def open(
+    endpoint: Endpoint,
+    /,
+    *,
+    version: str | None = None,
+    base_epoch: int | None = None,
+    running: schema.Running = "keep",
+    wait_seconds: float | None = None,
+    tensors: Mapping[str, schema.TensorClaim] | None = None,
+    canary: schema.Canary | None = None,
+    id: str | None = None,
+) -> Flow[schema.Update]:
+    """Open an update, or find the one of this `id` again; without one, an id is made up."""
+    body = schema.OpenUpdate(
+        id=id or uuid.uuid4().hex,
+        version=version,
+        base_epoch=base_epoch,
+        running=running,
+        wait_seconds=wait_seconds,
+        tensors=None if tensors is None else dict(tensors),
+        canary=canary,
+    )
+    return call(endpoint, endpoint.request("POST", "/updates", json=_plain(body)), _UPDATE)
+
+
+def update(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
+    """Where an update stands."""
+    return call(endpoint, endpoint.request("GET", f"/updates/{id}"), _UPDATE)
+
+
+def put_chunk(
+    endpoint: Endpoint,
+    /,
+    id: str,
+    n: int,
+    content: Content,
+    length: int | None = None,
+    *,
+    sha256: bytes | None = None,
+    sent: Sent | None = None,
+) -> Flow[schema.Update]:
+    """Send a safetensors body as chunk `n`; sending it again replaces it.
+
+    `length`: its bytes, needed unless `content` is bytes or a `Body`. `sha256`: of the body, for the server to check. `sent`:
+    called with the bytes of the body that have been sent. An iterator is sent once; anything else is repeated as needed.
+    """
+    if length is None:
+        if not isinstance(content, bytes | Body):
+            raise ValueError(f"expected the length of chunk {n}, found none")
+        length = len(content) if isinstance(content, bytes) else content.length
+    headers = {"Content-Length": str(length)}
+    if sha256 is not None:
+        headers["Content-Digest"] = f"sha-256=:{base64.b64encode(sha256).decode()}:"
+    request = endpoint.request(
+        "PUT",
+        f"/updates/{id}/chunks/{n}",
+        headers=headers,
+        content=_Pieces(content) if isinstance(content, bytes) else content,
+        sent=sent,
+        repeatable=not isinstance(content, Iterator),
+    )
+    return call(endpoint, request, _UPDATE)
+
+
+def files(endpoint: Endpoint, /, id: str, path: str | Path) -> Flow[schema.Update]:
+    """Let the server read a file or folder of its own disk."""
+    body = {"path": str(path)}
+    request = endpoint.request("POST", f"/updates/{id}/files", json=body, repeatable=False)
+    return call(endpoint, request, _UPDATE)
+
+
+def prepare(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
+    """Validate the whole update."""
+    return call(endpoint, endpoint.request("POST", f"/updates/{id}/prepare"), _UPDATE)
+
+
+def commit(endpoint: Endpoint, /, id: str, *, wait_seconds: float | None = None) -> Flow[schema.Update]:
+    """Serve the new weights; the response comes when every rank does.
+
+    `wait_seconds`: as the update was opened with; the response may take that much longer.
+    """
+    request = endpoint.request("POST", f"/updates/{id}/commit", extra_seconds=wait_seconds)
+    return call(endpoint, request, _UPDATE)
+
+
+def abandon(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
+    """Give an update up."""
+    return call(endpoint, endpoint.request("DELETE", f"/updates/{id}"), _UPDATE)
+
+
+def rollback(
+    endpoint: Endpoint, /, running: schema.Running = "keep", *, wait_seconds: float | None = None
+) -> Flow[schema.Committed]:
+    """Serve the previous weights again. Never repeated: a second rollback undoes the first."""
+    body = schema.Rollback(running=running, wait_seconds=wait_seconds)
+    request = endpoint.request(
+        "POST", "/rollback", json=_plain(body), extra_seconds=wait_seconds, repeatable=False
+    )
+    return call(endpoint, request, _COMMITTED)
+
+
+def load(
+    endpoint: Endpoint,
+    /,
+    path: str | Path,
+    *,
+    version: str | None = None,
+    base_epoch: int | None = None,
+    running: schema.Running = "keep",
+    wait_seconds: float | None = None,
+    canary: schema.Canary | None = None,
+) -> Flow[schema.Update]:
+    """Update from the server's own disk in one call."""
+    body = schema.Load(
+        path=str(path),
+        version=version,
+        base_epoch=base_epoch,
+        running=running,
+        wait_seconds=wait_seconds,
+        canary=canary,
+    )
+    request = endpoint.request(
+        "POST", "/load", json=_plain(body), extra_seconds=wait_seconds, repeatable=False
+    )
+    return call(endpoint, request, _UPDATE)
+
+
+class _Pieces:
+    """Bytes as pieces, so that large ones do not hold up an event loop."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self._content[start : start + PIECE] for start in range(0, len(self._content), PIECE))
+
+
+def _plain(body: schema.Body) -> dict[str, Any]:
+    return body.model_dump(exclude_none=True)

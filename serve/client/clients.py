@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flows as methods, for one server and for several: of classes that block, and of classes to be awaited."""
+
+import functools
+from collections.abc import Callable, Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.driver import AsyncDriver, BlockingDriver
+from vllm_fp8ext.serve.client.flow import Endpoint, Flow
+from vllm_fp8ext.serve.client.push import push
+from vllm_fp8ext.serve.client.replicas import push_everywhere
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+TIMEOUT = 600.0
+RETRIES = 5
+
+
+class _Blocking(Generic[S]):
+    """Runs flows on whom they are about, a server or several; holds the connections."""
+
+    def __init__(self, subject: S) -> None:
+        self._subject = subject
+        self._driver = BlockingDriver()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Awaited(Generic[S]):
+    """Runs flows as coroutines on whom they are about, a server or several; holds the connections."""
+
+    def __init__(self, subject: S) -> None:
+        self._subject = subject
+        self._driver = AsyncDriver()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._driver.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _blocking(flow: Callable[Concatenate[S, P], Flow[T]]) -> Callable[Concatenate[_Blocking[S], P], T]:
+    @functools.wraps(flow)
+    def method(self: _Blocking[S], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._driver.run(flow(self._subject, *args, **kwargs))
+
+    return method
+
+
+def _awaited(
+    flow: Callable[Concatenate[S, P], Flow[T]],
+) -> Callable[Concatenate[_Awaited[S], P], Coroutine[Any, Any, T]]:
+    @functools.wraps(flow)
+    async def method(self: _Awaited[S], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._driver.run(flow(self._subject, *args, **kwargs))
+
+    return method
+
+
+class Client(_Blocking[Endpoint]):
+    """One server's weights.
+
+    `url`: the server's root (`FP8EXT_URL`, else port 8000 of this machine). `key`: the admin key (`FP8EXT_ADMIN_KEY`).
+    `timeout`: seconds without a byte after which a call fails, and from its start, after which it is not begun again.
+    `retries`: how often a call that failed is sent again where that is safe.
+
+    Methods raise `UpdateError` when the server refuses, `httpx.HTTPError` when it can't be reached.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        timeout: float = TIMEOUT,
+        retries: int = RETRIES,
+    ) -> None:
+        super().__init__(Endpoint.of(url, key, timeout=timeout, retries=retries))
+
+    weights = _blocking(calls.weights)
+    manifest = _blocking(calls.manifest)
+    digests = _blocking(calls.digests)
+    open = _blocking(calls.open)
+    update = _blocking(calls.update)
+    put_chunk = _blocking(calls.put_chunk)
+    files = _blocking(calls.files)
+    prepare = _blocking(calls.prepare)
+    commit = _blocking(calls.commit)
+    abandon = _blocking(calls.abandon)
+    rollback = _blocking(calls.rollback)
+    load = _blocking(calls.load)
+    push = _blocking(push)
+
+
+class AsyncClient(_Awaited[Endpoint]):
+    """`Client` for asyncio: the same methods with the same arguments, to be awaited.
+
+    Files are read, and tensors copied and hashed, in a thread; tensors on a GPU must have been computed by then. An iterable
+    that is pushed is advanced on the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        timeout: float = TIMEOUT,
+        retries: int = RETRIES,
+    ) -> None:
+        super().__init__(Endpoint.of(url, key, timeout=timeout, retries=retries))
+
+    weights = _awaited(calls.weights)
+    manifest = _awaited(calls.manifest)
+    digests = _awaited(calls.digests)
+    open = _awaited(calls.open)
+    update = _awaited(calls.update)
+    put_chunk = _awaited(calls.put_chunk)
+    files = _awaited(calls.files)
+    prepare = _awaited(calls.prepare)
+    commit = _awaited(calls.commit)
+    abandon = _awaited(calls.abandon)
+    rollback = _awaited(calls.rollback)
+    load = _awaited(calls.load)
+    push = _awaited(push)
+
+
+class Replicas(_Blocking[tuple[Endpoint, ...]]):
+    """Several servers that are to serve the same weights. Arguments are those of `Client`; all have the same key."""
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        key: str | None = None,
+        *,
+        timeout: float = TIMEOUT,
+        retries: int = RETRIES,
+    ) -> None:
+        super().__init__(tuple(Endpoint.of(url, key, timeout=timeout, retries=retries) for url in urls))
+
+    push = _blocking(push_everywhere)
+
+
+class AsyncReplicas(_Awaited[tuple[Endpoint, ...]]):
+    """`Replicas` for asyncio."""
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        key: str | None = None,
+        *,
+        timeout: float = TIMEOUT,
+        retries: int = RETRIES,
+    ) -> None:
+        super().__init__(tuple(Endpoint.of(url, key, timeout=timeout, retries=retries) for url in urls))
+
+    push = _awaited(push_everywhere)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a flow is made of. A flow is a generator that does no I/O: it yields steps and is sent their results, or their errors.
+
+A driver takes the steps: `driver.BlockingDriver` one after the other, `driver.AsyncDriver` on an event loop. So each
+operation of the client is written once.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias, TypeVar
+
+import httpx
+
+from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
+from vllm_fp8ext.serve.schema import PREFIX
+
+T = TypeVar("T")
+
+Sent = Callable[[int], None]
+"""Called with the bytes of a body that have been sent; starts over when the body is sent again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """One server, as whom it is called, and with how much patience."""
+
+    url: str
+    key: str | None = field(repr=False)
+    timeout: float
+    """Seconds without a byte after which a call has failed, and after whose end none is repeated."""
+    retries: int
+    """How often a call that failed may be repeated."""
+
+    @classmethod
+    def of(cls, url: str | None, key: str | None, *, timeout: float, retries: int) -> Self:
+        """What is not given comes from the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`)."""
+        root = (url or os.environ.get(URL) or DEFAULT_URL).rstrip("/")
+        return cls(url=root, key=key or os.environ.get(ADMIN_KEY), timeout=timeout, retries=retries)
+
+    def request(
+        self, method: str, path: str, *, extra_seconds: float | None = None, **more: Any
+    ) -> "Request":
+        """A call of a route; `extra_seconds` is what it may take beyond the timeout."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        headers |= more.pop("headers", {})
+        timeout = self.timeout + (extra_seconds or 0.0)
+        return Request(method, self.url + PREFIX + path, headers=headers, timeout=timeout, **more)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Step: send this once. Results in the whole `httpx.Response`; fails with `httpx.TransportError`."""
+
+    method: str
+    url: str
+    headers: dict[str, str]
+    timeout: float
+    json: Any = None
+    content: Iterable[bytes] | None = None
+    """A streamed body."""
+    sent: Sent | None = None
+    repeatable: bool = True
+    """Whether sending it twice does what sending it once does."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Step: let this many seconds pass."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """Step: call a function that computes, copies or reads from disk. Results in what it returns."""
+
+    function: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Step: run flows at the same time, all to their ends. Results in a list of what each returned or raised."""
+
+    flows: tuple["Flow[Any]", ...]
+
+
+Step: TypeAlias = Request | Wait | Work | Together
+Flow: TypeAlias = Generator[Step, Any, T]
+
+
+def work(function: Callable[[], T]) -> Flow[T]:
+    """A `Work` step with its type."""
+    result: T = yield Work(function)
+    return result
+
+
+def together(flows: Iterable[Flow[T]]) -> Flow[list[T | Exception]]:
+    """A `Together` step with its type."""
+    outcomes: list[T | Exception] = yield Together(tuple(flows))
+    return outcomes
+
+
+def send(request: Request) -> Flow[httpx.Response]:
+    """A `Request` step with its type."""
+    response: httpx.Response = yield request
+    return response

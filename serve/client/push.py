@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flow that sends weights to one server and commits them."""
+
+import contextlib
+import uuid
+from typing import Any
+
+import httpx
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve import schema
+from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
+from vllm_fp8ext.serve.client.progress import Counter, Progress
+from vllm_fp8ext.serve.client.repeat import lost, unsent
+from vllm_fp8ext.serve.client.source import Pushable, Source, source_of
+from vllm_fp8ext.serve.safetensors_body import Body
+
+CHUNK_BYTES = 256 << 20
+"""Bytes of tensors in a chunk."""
+
+
+def push(
+    endpoint: Endpoint,
+    /,
+    weights: Pushable,
+    *,
+    version: str | None = None,
+    base_epoch: int | None = None,
+    running: schema.Running = "keep",
+    wait_seconds: float | None = None,
+    canary: schema.Canary | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    checksum: bool = True,
+    id: str | None = None,
+    progress: Progress | None = None,
+    commit: bool = True,
+) -> Flow[schema.Update]:
+    """Send weights and commit them: a checkpoint's path, a mapping of names to tensors, or an iterable of such pairs.
+
+    `wait_seconds`: with `running="wait"`, how long the commit may wait for running requests. `chunk_bytes`: of tensors in
+    one chunk; tensors are copied to host memory a chunk at a time. `checksum`: the server checks a SHA-256 of each chunk.
+    `id`: of an update that was interrupted, to go on with it; chunks of a checkpoint on disk that have been staged are not
+    sent again.
+
+    `commit`: without it the update is only prepared, for a `commit(id)` at a time of the caller's choice.
+
+    A refused update is abandoned, and so is one that is given up on this side.
+
+    Raises:
+        ValueError: a checkpoint that can't be read, or a tensor that can't be sent.
+        UpdateError: a refusal; or `interrupted`, with `details["id"]`: the connection was lost, and the update stays open.
+        httpx.HTTPError: the server can't be reached; no update was opened.
+    """
+
+    def manifests() -> Flow[list[dict[str, Any]]]:
+        return [(yield from calls.manifest(endpoint))]
+
+    source = yield from source_of(weights, manifests)
+    id = id or uuid.uuid4().hex
+    try:
+        update = yield from calls.open(
+            endpoint,
+            version=version,
+            base_epoch=base_epoch,
+            running=running,
+            wait_seconds=wait_seconds,
+            canary=canary,
+            id=id,
+        )
+    except (UpdateError, httpx.TransportError) as error:
+        if lost(error) and not unsent(error):
+            raise _interrupted(endpoint, id, error) from error
+        raise
+    if update.state == "committed":
+        return update
+    try:
+        yield from _send(endpoint, update, source, chunk_bytes, checksum, progress)
+        if not commit:
+            return (yield from calls.prepare(endpoint, id))
+        return (yield from calls.commit(endpoint, id, wait_seconds=wait_seconds))
+    except BaseException as error:
+        if lost(error):
+            raise _interrupted(endpoint, id, error) from error
+        yield from abandon_quietly(endpoint, id)
+        raise
+
+
+def _send(
+    endpoint: Endpoint,
+    update: schema.Update,
+    source: Source,
+    chunk_bytes: int,
+    checksum: bool,
+    progress: Progress | None,
+) -> Flow[None]:
+    limit = chunk_limit([update], chunk_bytes)
+    counter = Counter(progress, source.total(limit))
+    for n, body in enumerate(source.chunks(limit)):
+        if not (source.files and is_staged(update, n, body)):
+            body, sha256 = yield from ready(body, checksum)
+            yield from calls.put_chunk(
+                endpoint, update.id, n, body, sha256=sha256, sent=counter.of(endpoint.url)
+            )
+        counter.end_chunk(body.length)
+
+
+def chunk_limit(updates: list[schema.Update], chunk_bytes: int) -> int:
+    """Bytes of tensors in a chunk, such that two fit into each server's room for waiting chunks."""
+    rooms = [update.max_chunk_bytes for update in updates if update.max_chunk_bytes]
+    return min([chunk_bytes, *(room // 2 for room in rooms)])
+
+
+def is_staged(update: schema.Update, n: int, body: Body) -> bool:
+    """Whether the server had staged a chunk of this number and length when the update was opened again."""
+    known = update.chunks.get(str(n))
+    return known is not None and known.staged and known.bytes == body.length
+
+
+def ready(body: Body, checksum: bool) -> Flow[tuple[Body, bytes | None]]:
+    """The body where it can be read again and again, and its SHA-256."""
+
+    def make() -> tuple[Body, bytes | None]:
+        fetched = body.fetched()
+        return fetched, fetched.sha256() if checksum else None
+
+    return work(make)
+
+
+def abandon_quietly(endpoint: Endpoint, id: str) -> Flow[None]:
+    """Give an update up after an error. That error is the one to report, whatever comes of this."""
+    with contextlib.suppress(UpdateError, httpx.HTTPError):
+        yield from calls.abandon(endpoint, id)
+
+
+def _interrupted(endpoint: Endpoint, id: str, error: BaseException) -> UpdateError:
+    message = (
+        f"{endpoint.url}: the connection was lost ({error or type(error).__name__}). Update {id} may still be open: "
+        f"push the same weights with id={id!r} (fp8ext push --resume {id}) to go on, or abandon it"
+    )
+    return UpdateError("interrupted", message, status=503, id=id)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which failed calls are repeated, how often, and when."""
+
+import random
+import time
+from typing import TypeVar
+
+import httpx
+from pydantic import TypeAdapter
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.client.answers import parsed
+from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Request, Wait, send
+
+T = TypeVar("T")
+
+FIRST_SECONDS = 0.25
+"""Longest pause before the first repetition; it doubles with each."""
+LONGEST_SECONDS = 15.0
+"""Longest pause of all."""
+
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException)
+_GATEWAY = (502, 503, 504)
+
+
+def call(endpoint: Endpoint, request: Request, form: TypeAdapter[T]) -> Flow[T]:
+    """Send a request, again where that is safe and may help, and return the body of its success.
+
+    Raises:
+        UpdateError: a refusal.
+        httpx.TransportError: no answer.
+    """
+    deadline = time.monotonic() + request.timeout
+    failures = pauses = 0
+    while True:
+        try:
+            return parsed((yield from send(request)), form)
+        except (UpdateError, httpx.TransportError) as error:
+            failures += not _busy(error)
+            pause = backoff(pauses)
+            spent = failures > endpoint.retries or time.monotonic() + pause > deadline
+            if spent or not _may_help(request, error):
+                raise
+        yield Wait(pause)
+        pauses += 1
+
+
+def backoff(n: int) -> float:
+    """Seconds to wait before repetition `n` (from 0): exponential, with jitter that keeps clients from coming together."""
+    return min(FIRST_SECONDS * 2.0 ** min(n, 16), LONGEST_SECONDS) * random.uniform(0.5, 1.0)
+
+
+def unsent(error: BaseException) -> bool:
+    """Whether the server has not seen any of the request."""
+    return isinstance(error, _UNSENT)
+
+
+def lost(error: BaseException) -> bool:
+    """Whether there was no answer of the server itself: what it did, if anything, is unknown."""
+    if isinstance(error, UpdateError):
+        return error.kind == "http" and error.status in _GATEWAY
+    return isinstance(error, _DROPPED)
+
+
+def _may_help(request: Request, error: UpdateError | httpx.TransportError) -> bool:
+    if not request.repeatable:
+        return unsent(error)
+    if isinstance(error, UpdateError):
+        return _busy(error) or (error.status in _GATEWAY and error.kind != "poisoned")
+    return lost(error)
+
+
+def _busy(error: Exception) -> bool:
+    """Not a failure: the same chunk is still being staged. It is waited for, not counted."""
+    return isinstance(error, UpdateError) and error.kind == "chunk-busy"

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flow that sends weights to several servers and commits them on all, or on none."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve import schema
+from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, together
+from vllm_fp8ext.serve.client.progress import Counter, Progress
+from vllm_fp8ext.serve.client.push import (
+    CHUNK_BYTES,
+    abandon_quietly,
+    chunk_limit,
+    is_staged,
+    ready,
+)
+from vllm_fp8ext.serve.client.repeat import backoff, lost
+from vllm_fp8ext.serve.client.source import Pushable, Source, source_of
+from vllm_fp8ext.serve.safetensors_body import Body
+
+T = TypeVar("T")
+
+
+def push_everywhere(
+    endpoints: tuple[Endpoint, ...],
+    /,
+    weights: Pushable,
+    *,
+    version: str | None = None,
+    base_epoch: int | None = None,
+    running: schema.Running = "keep",
+    wait_seconds: float | None = None,
+    canary: schema.Canary | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    checksum: bool = True,
+    id: str | None = None,
+    progress: Progress | None = None,
+) -> Flow[dict[str, schema.Update]]:
+    """Open on all servers, send each chunk to all, prepare on all, and only then commit on all.
+
+    Arguments are those of `push`. The update has one id on all servers. With the `id` of an update that is served by some of
+    them only, the others follow. `progress` counts the bytes of all servers together, in whatever thread sends them.
+
+    Returns: the committed updates by URL.
+
+    Raises:
+        ValueError: as `push`; the update is abandoned everywhere.
+        UpdateError: `not-committed`, abandoned everywhere, with `details["failed"]`, the errors by URL; or, after the first
+            commit, `partly-committed`, with `details["committed"]` (epochs by URL), `failed` and `id`.
+    """
+    if not endpoints or len({endpoint.url for endpoint in endpoints}) < len(endpoints):
+        raise ValueError(f"expected distinct URLs, found {[endpoint.url for endpoint in endpoints]}")
+
+    def manifests() -> Flow[list[dict[str, Any]]]:
+        found = yield from _on_all(endpoints, calls.manifest)
+        return list(found.values())
+
+    source = yield from source_of(weights, manifests)
+    update_id = id or uuid.uuid4().hex
+
+    def opened(endpoint: Endpoint) -> Flow[schema.Update]:
+        return calls.open(
+            endpoint,
+            version=version,
+            base_epoch=base_epoch,
+            running=running,
+            wait_seconds=wait_seconds,
+            canary=canary,
+            id=update_id,
+        )
+
+    try:
+        updates = yield from _on_all(endpoints, opened)
+        waiting = [endpoint for endpoint in endpoints if updates[endpoint.url].state != "committed"]
+        yield from _send(waiting, updates, source, chunk_bytes, checksum, progress)
+        yield from _on_all(waiting, lambda endpoint: calls.prepare(endpoint, update_id))
+    except BaseException:
+        yield from _abandon(endpoints, update_id)
+        raise
+    committed = {url: update for url, update in updates.items() if update.state == "committed"}
+    return (yield from _commit(waiting, update_id, committed, wait_seconds))
+
+
+def _send(
+    endpoints: Sequence[Endpoint],
+    updates: Mapping[str, schema.Update],
+    source: Source,
+    chunk_bytes: int,
+    checksum: bool,
+    progress: Progress | None,
+) -> Flow[None]:
+    limit = chunk_limit([updates[endpoint.url] for endpoint in endpoints], chunk_bytes)
+    total = source.total(limit)
+    counter = Counter(progress, None if total is None else total * len(endpoints))
+    for n, body in enumerate(source.chunks(limit)):
+        lacking = [
+            endpoint
+            for endpoint in endpoints
+            if not (source.files and is_staged(updates[endpoint.url], n, body))
+        ]
+        if lacking:
+            body, sha256 = yield from ready(body, checksum)
+            yield from _on_all(lacking, _putting(updates, n, body, sha256, counter))
+        counter.end_chunk(body.length * len(endpoints))
+
+
+def _putting(
+    updates: Mapping[str, schema.Update], n: int, body: Body, sha256: bytes | None, counter: Counter
+) -> Callable[[Endpoint], Flow[schema.Update]]:
+    def put(endpoint: Endpoint) -> Flow[schema.Update]:
+        id, sent = updates[endpoint.url].id, counter.of(endpoint.url)
+        return calls.put_chunk(endpoint, id, n, body, sha256=sha256, sent=sent)
+
+    return put
+
+
+def _commit(
+    endpoints: Sequence[Endpoint],
+    id: str,
+    committed: dict[str, schema.Update],
+    wait_seconds: float | None,
+) -> Flow[dict[str, schema.Update]]:
+    """Commit everywhere; where that fails while it may have happened elsewhere, again."""
+    retries = max((endpoint.retries for endpoint in endpoints), default=0)
+    deadline = time.monotonic() + max((endpoint.timeout for endpoint in endpoints), default=0.0)
+    attempt = 0
+    while True:
+        done, failed = yield from _outcomes(
+            [endpoint for endpoint in endpoints if endpoint.url not in committed],
+            lambda endpoint: calls.commit(endpoint, id, wait_seconds=wait_seconds),
+        )
+        committed |= done
+        if not failed:
+            return committed
+        if not committed and not any(map(lost, failed.values())):
+            yield from _abandon(endpoints, id)
+            raise _not_committed(failed)
+        if attempt == retries or time.monotonic() > deadline:
+            raise _partly_committed(id, committed, failed)
+        yield Wait(backoff(attempt))
+        attempt += 1
+
+
+def _on_all(endpoints: Iterable[Endpoint], flow: Callable[[Endpoint], Flow[T]]) -> Flow[dict[str, T]]:
+    """What the flow returns for each server, by URL.
+
+    Raises:
+        UpdateError: it failed for one of them.
+    """
+    done, failed = yield from _outcomes(endpoints, flow)
+    if failed:
+        raise _not_committed(failed)
+    return done
+
+
+def _outcomes(
+    endpoints: Iterable[Endpoint], flow: Callable[[Endpoint], Flow[T]]
+) -> Flow[tuple[dict[str, T], dict[str, Exception]]]:
+    endpoints = list(endpoints)
+    outcomes = yield from together(flow(endpoint) for endpoint in endpoints)
+    done: dict[str, T] = {}
+    failed: dict[str, Exception] = {}
+    for endpoint, outcome in zip(endpoints, outcomes, strict=True):
+        if isinstance(outcome, Exception):
+            failed[endpoint.url] = outcome
+        else:
+            done[endpoint.url] = outcome
+    return done, failed
+
+
+def _abandon(endpoints: Iterable[Endpoint], id: str) -> Flow[None]:
+    """Everywhere: where the answer to opening was lost, the update may be open all the same."""
+    yield from together(abandon_quietly(endpoint, id) for endpoint in endpoints)
+
+
+def _not_committed(failed: Mapping[str, Exception]) -> UpdateError:
+    messages = _messages(failed)
+    return UpdateError("not-committed", f"not committed: {_listed(messages)}", status=409, failed=messages)
+
+
+def _partly_committed(
+    id: str, committed: Mapping[str, schema.Update], failed: Mapping[str, Exception]
+) -> UpdateError:
+    epochs = {url: (update.result or {}).get("epoch") for url, update in committed.items()}
+    messages = _messages(failed)
+    message = (
+        f"update {id} is served by {', '.join(epochs) or 'none for certain'}, not or not for certain by the others; "
+        f"push the same weights with id={id!r} to go on: {_listed(messages)}"
+    )
+    return UpdateError("partly-committed", message, status=500, id=id, committed=epochs, failed=messages)
+
+
+def _messages(failed: Mapping[str, Exception]) -> dict[str, str]:
+    return {url: str(error) or type(error).__name__ for url, error in failed.items()}
+
+
+def _listed(messages: Mapping[str, str]) -> str:
+    return "; ".join(f"{url}: {message}" for url, message in messages.items())

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be pushed, as chunks."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from vllm_fp8ext.serve.client.flow import Flow, work
+from vllm_fp8ext.serve.safetensors_body import Body, Part, bodies
+from vllm_fp8ext.serve.safetensors_file import ranges_of
+from vllm_fp8ext.serve.tensors import TensorLike, tensor_parts
+
+Pushable: TypeAlias = str | PathLike[str] | Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
+"""A checkpoint (a folder of safetensors, or one file), or torch tensors or numpy arrays by name, on any device. An iterable
+is gone through once, and no further than one tensor beyond the chunk that is being sent."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The parts of what is pushed: all of them, or an iterator that makes them as they are sent."""
+
+    parts: list[Part] | Iterator[Part]
+    files: bool
+    """Whether the parts are files, so that another process finds the same chunks in them."""
+
+    def chunks(self, limit: int) -> Iterator[Body]:
+        """The chunks, in order; each holds `limit` bytes of tensors at most, or one tensor."""
+        return bodies(self.parts, limit)
+
+    def total(self, limit: int) -> int | None:
+        """Bytes of all chunks, if that can be known."""
+        known = isinstance(self.parts, list)
+        return sum(body.length for body in self.chunks(limit)) if known else None
+
+
+def source_of(weights: Pushable, manifests: Callable[[], Flow[list[dict[str, Any]]]]) -> Flow[Source]:
+    """The source, checked as far as it can be before a tensor is sent. `manifests`: what the servers take, asked when needed.
+
+    Raises:
+        ValueError: a checkpoint that can't be read, or a tensor that can't be sent.
+    """
+    if isinstance(weights, str | PathLike):
+        path = Path(weights)
+        return Source(list((yield from work(lambda: ranges_of(path)))), files=True)
+    found = yield from manifests()
+    dtypes = [name for name in found[0]["dtypes"] if all(name in other["dtypes"] for other in found)]
+    ignored = frozenset.intersection(*(frozenset(manifest["ignored"]) for manifest in found))
+    if isinstance(weights, Mapping):
+        return Source(list(tensor_parts(weights.items(), dtypes, ignored)), files=False)
+    return Source(tensor_parts(weights, dtypes, ignored), files=False)
