@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run inside a locust process: what it asks, changes and writes down."""
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gevent
+import httpx
+from gevent.pool import Group
+from locust.env import Environment
+from locust.runners import WorkerRunner
+
+from vllm_fp8ext.environment import API_KEY
+from vllm_fp8ext.loadtest import options as options_of
+from vllm_fp8ext.loadtest import report
+from vllm_fp8ext.loadtest.latency import ttft
+from vllm_fp8ext.loadtest.prompts import Lengths, Prompt, Shared, prompts
+from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Step, request_of
+from vllm_fp8ext.loadtest.scraper import scrape_forever
+from vllm_fp8ext.loadtest.stream import Asker, Target
+from vllm_fp8ext.loadtest.timetable import timetable
+from vllm_fp8ext.loadtest.weights import Pusher
+
+HEARTBEAT_SECONDS = 0.02
+LEAD_SECONDS = 0.2
+"""From the start of a run to the first entry of a timetable."""
+
+
+class Load:
+    """Everything of one run in one process. Of several locust processes each takes every so many-th prompt and arrival."""
+
+    def __init__(self, environment: Environment) -> None:
+        assert environment.parsed_options is not None
+        self.environment = environment
+        self.options = options_of.of(environment.parsed_options)
+        self.url = str(environment.host or "").rstrip("/")
+        if not self.url:
+            raise ValueError("host: expected the URL of a server (--host, or fp8ext bench load --url)")
+        self.run = Run(options={**self.options.as_dict(), "url": self.url})
+        self._part, self._parts = self._share()
+        shared = Shared.parse(self.options.shared_prefix) if self.options.shared_prefix else None
+        self._prompts = prompts(
+            f"{self.options.seed} {self._part}",
+            Lengths.parse(self.options.input_tokens),
+            Lengths.parse(self.options.output_tokens),
+            self.options.vocabulary,
+            shared,
+        )
+        self._asker = Asker(self._target())
+        self._watching = Group()
+        self._pusher: Pusher | None = None
+        self._taken = 0
+        self._dispatching = False
+
+    def begin(self, *, watching: bool) -> None:
+        """Start the clock; `watching`: this process also changes weights and scrapes."""
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each scrape otherwise
+        if watching:
+            if self.options.update_every:
+                self._pusher = Pusher(self.options.pusher(self.url))
+            self._watching.spawn(scrape_forever, self.url, self.options.scrape_every, self.run.scrapes)
+            if self.options.update_seconds:
+                self._watching.spawn(self._update_every, self.options.update_seconds)
+        self._watching.spawn(self._beat)
+        self.run.start = time.monotonic()
+
+    def end(self) -> None:
+        """Stop the clock and everything that watches."""
+        self.run.stop = time.monotonic()
+        self._watching.kill()
+        if self._pusher is not None:
+            self._pusher.close()
+        self._asker.close()
+
+    def report(self) -> None:
+        """Show and write what was measured; locust's exit code becomes 1 when an SLO is broken, 2 when the run is invalid."""
+        code = report.write(self.run, Path(self.options.report) if self.options.report else None)
+        if self.environment.process_exit_code in (None, 0):
+            self.environment.process_exit_code = code
+
+    def first_user(self) -> bool:
+        """Whether this is the first call in this process."""
+        first, self._dispatching = not self._dispatching, True
+        return first
+
+    def next_prompt(self) -> Prompt:
+        """The next one of this process."""
+        return next(self._prompts)
+
+    def timetable(self) -> Iterator[float]:
+        """When this process sends, in an open loop."""
+        kind = self.options.profile
+        for number, at in enumerate(timetable(kind, self.options.rate, str(self.options.seed))):
+            if number % self._parts == self._part:
+                yield self.run.start + LEAD_SECONDS + at
+
+    @staticmethod
+    def sleep_until(at: float) -> None:
+        """Sleep, but not past a time."""
+        while (left := at - time.monotonic()) > 0:
+            gevent.sleep(left)
+
+    def ask(self, prompt: Prompt, scheduled: float | None = None, step: int | None = None) -> None:
+        """One request, written down."""
+        self._asker.ask(prompt, self._done, scheduled, step)
+
+    def roll_out(self, running: Group) -> None:
+        """Rollout steps, with an update after each if there are to be any."""
+        updating: gevent.Greenlet[Any] | None = None
+        number = 0
+        while not self.options.steps or number < self.options.steps:
+            number += 1
+            began = time.monotonic()
+            for prompt in [self.next_prompt() for _ in range(self.options.prompts)]:
+                for _ in range(self.options.samples):
+                    running.spawn(self.ask, prompt, began, number)
+            running.join()
+            self.run.steps.append(Step(number, began, time.monotonic()))
+            if self.options.update_every == "step":
+                if updating is not None:
+                    updating.join()  # one step off: the last one had a whole step's time
+                updating = self._watching.spawn(self._update, number)
+                if not self.options.one_step_off:
+                    updating.join()
+
+    def take(self) -> dict[str, Any]:
+        """What has been written down since the last call."""
+        new, lags = self.run.requests[self._taken :], self.run.lags
+        self._taken, self.run.lags = len(self.run.requests), []
+        return {"requests": [dataclasses.asdict(request) for request in new], "lags": lags}
+
+    def merge(self, told: dict[str, Any]) -> None:
+        """What another process has written down."""
+        self.run.requests += [request_of(one) for one in told["requests"]]
+        self.run.lags += told["lags"]
+
+    def _beat(self) -> None:
+        while True:
+            due = time.monotonic() + HEARTBEAT_SECONDS
+            gevent.sleep(HEARTBEAT_SECONDS)
+            self.run.lags.append(time.monotonic() - due)
+
+    def _done(self, request: Request) -> None:
+        self.run.requests.append(request)
+        if request.error == UNFINISHED:
+            return
+        for name, seconds in (
+            ("answer", request.ended - request.scheduled),
+            ("first token", ttft(request)),
+        ):
+            if seconds is None:
+                continue
+            self.environment.events.request.fire(  # type: ignore[no-untyped-call]  # locust has no types here
+                request_type="POST",
+                name=name,
+                response_time=seconds * 1e3,
+                response_length=request.tokens,
+                exception=RuntimeError(request.error) if request.error and name == "answer" else None,
+                context={},
+            )
+
+    def _update(self, step: int | None = None) -> None:
+        assert self._pusher is not None
+        self.run.updates.append(self._pusher.push(step))
+
+    def _update_every(self, seconds: float) -> None:
+        at = self.run.start or time.monotonic()
+        while True:
+            at = max(at + seconds, time.monotonic())
+            self.sleep_until(at)
+            self._update()
+
+    def _share(self) -> tuple[int, int]:
+        runner, parsed = self.environment.runner, self.environment.parsed_options
+        if not isinstance(runner, WorkerRunner):
+            return 0, 1
+        processes = int(getattr(parsed, "processes", None) or getattr(parsed, "expect_workers", None) or 1)
+        return max(0, runner.worker_index) % processes, processes
+
+    def _target(self) -> Target:
+        key = os.environ.get(API_KEY)
+        return Target(
+            url=self.url,
+            model=self.options.model or _first_model(self.url, key),
+            endpoint=self.options.endpoint,
+            api_key=key,
+            timeout=self.options.timeout,
+            temperature=self.options.temperature,
+        )
+
+
+def _first_model(url: str, key: str | None) -> str:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30).raise_for_status()
+    return str(answer.json()["data"][0]["id"])

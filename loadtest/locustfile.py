@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`locust -f …/locustfile.py --host http://server`: rollout traffic, with weights changing under it.
+
+With several locust processes each sends its part, and the first one changes weights, scrapes and writes the report.
+"""
+
+from typing import Any
+
+import gevent
+from gevent.pool import Group
+from locust import User, constant, events, task
+from locust.argument_parser import LocustArgumentParser
+from locust.env import Environment
+from locust.runners import MasterRunner, WorkerRunner
+
+from vllm_fp8ext.loadtest import options
+from vllm_fp8ext.loadtest.load import Load
+
+LOADS: dict[int, Load] = {}
+"""The load of each environment of this process."""
+IDLE_SECONDS = 3600.0
+SETTLE_SECONDS = 5.0
+"""What workers have written down is sent every three seconds: the first process waits so long for the rest."""
+
+
+@events.init_command_line_parser.add_listener
+def _add_options(parser: LocustArgumentParser) -> None:
+    options.add(parser)
+
+
+@events.init.add_listener
+def _prepare(environment: Environment, **_: Any) -> None:
+    if environment.host is None and environment.parsed_options is not None:
+        environment.host = environment.parsed_options.host
+    profile = environment.parsed_options.traffic if environment.parsed_options else "closed"
+    environment.user_classes = [{"closed": Closed, "rollout": Rollout}.get(profile, Open)]
+
+
+@events.test_start.add_listener
+def _begin(environment: Environment, **_: Any) -> None:
+    load = LOADS[id(environment)] = Load(environment)
+    load.begin(watching=not isinstance(environment.runner, WorkerRunner))
+
+
+@events.test_stop.add_listener
+def _end(environment: Environment, **_: Any) -> None:
+    load = LOADS[id(environment)]
+    load.end()
+    if isinstance(environment.runner, WorkerRunner):
+        return
+    if isinstance(environment.runner, MasterRunner):
+        gevent.sleep(SETTLE_SECONDS)
+    load.report()
+
+
+@events.report_to_master.add_listener
+def _send(client_id: str, data: dict[str, Any]) -> None:
+    data["fp8ext"] = [load.take() for load in LOADS.values()]
+
+
+@events.worker_report.add_listener
+def _receive(client_id: str, data: dict[str, Any]) -> None:
+    for load, told in zip(LOADS.values(), data.get("fp8ext") or [], strict=False):
+        load.merge(told)
+
+
+class _Asking(User):
+    abstract = True
+
+    @property
+    def load(self) -> Load:
+        """The load that this user is part of."""
+        return LOADS[id(self.environment)]
+
+
+class Closed(_Asking):
+    """Each user sends its next request when the answer to the last one is complete."""
+
+    wait_time = constant(0)
+
+    @task
+    def ask(self) -> None:
+        """One request."""
+        self.load.ask(self.load.next_prompt())
+
+
+class _Spawning(_Asking):
+    """Has requests under way beside each other, which end with it."""
+
+    abstract = True
+
+    def on_start(self) -> None:
+        """Nothing is under way."""
+        self.running = Group()
+
+    def on_stop(self) -> None:
+        """End what is."""
+        self.running.kill()
+
+
+class Open(_Spawning):
+    """The first user of a process sends every request of that process at its time, whatever the server does. There must be as
+    many users as processes."""
+
+    @task
+    def dispatch(self) -> None:
+        """Keep to the timetable until the run ends."""
+        if not self.load.first_user():
+            gevent.sleep(IDLE_SECONDS)
+            return
+        for at in self.load.timetable():
+            self.load.sleep_until(at)
+            self.running.spawn(self.load.ask, self.load.next_prompt(), at)
+
+
+class Rollout(_Spawning):
+    """As an RL trainer: all answers of a step at once, then an update, then the next step."""
+
+    fixed_count = 1
+
+    @task
+    def steps(self) -> None:
+        """Step after step, until the run ends or as many as were asked for are done."""
+        self.load.roll_out(self.running)
+        if self.environment.runner is not None:
+            gevent.spawn(self.environment.runner.quit)
+        gevent.sleep(IDLE_SECONDS)

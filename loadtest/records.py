@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes down: requests, updates, scrapes and steps. Times are seconds of one monotonic clock of the machine that
+asks; a report subtracts the start of the run."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+UNFINISHED = "unfinished"
+"""Error of a request that the end of the run cut off: no failure of the server's."""
+
+
+@dataclass
+class Span:
+    """Tokens `[start, end)` of an answer that one version of the weights sampled, as the server says."""
+
+    version: str
+    epoch: int
+    start: int
+    end: int
+
+
+@dataclass
+class Request:
+    """One streamed answer.
+
+    `scheduled`: when it was to be sent; in a closed loop, when it was sent. `events`: arrival and number of tokens of each
+    part of the stream that had tokens. `counted`: whether tokens were counted by their ids, or by `usage`, which some servers
+    tell only at the end. `error`: kind of failure, see `stream.py`. `step`: of a rollout.
+    """
+
+    scheduled: float
+    sent: float
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    wanted: int = 0
+    events: list[tuple[float, int]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    finish: str | None = None
+    error: str | None = None
+    counted: str = "ids"
+    step: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that came."""
+        return sum(count for _, count in self.events)
+
+    @property
+    def first(self) -> float | None:
+        """Arrival of the first token."""
+        return self.events[0][0] if self.events else None
+
+
+@dataclass
+class Update:
+    """One change of weights under load.
+
+    `began`: the push began. `commit_sent`, `committed`: around the call that exchanged the weights; for a server without
+    commits, the whole call. `epoch`: the server's, if it has one; a reload of stock vLLM has none. `error`: why it failed.
+    """
+
+    version: str
+    began: float
+    commit_sent: float = 0.0
+    committed: float = 0.0
+    epoch: int | None = None
+    pause_seconds: float | None = None
+    error: str | None = None
+    step: int | None = None
+
+
+@dataclass
+class Step:
+    """One rollout step: all its answers are there at `ended`."""
+
+    number: int
+    began: float
+    ended: float
+
+
+@dataclass
+class Scrape:
+    """Values of the server's `/metrics` at one time."""
+
+    at: float
+    values: dict[str, float]
+
+
+@dataclass
+class Run:
+    """Everything of one run. `options`: how it was asked for. `start`, `stop`: of the load."""
+
+    options: dict[str, Any]
+    start: float = 0.0
+    stop: float = 0.0
+    requests: list[Request] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    scrapes: list[Scrape] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
+    """By how much the generator itself woke up late, many times a second: what it reads then looks late too."""
+
+
+def request_of(data: dict[str, Any]) -> Request:
+    """The inverse of `dataclasses.asdict`."""
+    spans = [Span(**span) for span in data["spans"]]
+    events = [(float(at), int(count)) for at, count in data["events"]]
+    return Request(**{**data, "spans": spans, "events": events})

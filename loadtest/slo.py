@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Service-level objectives: `ttft_p99<0.5`."""
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_SIGNS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+LATENCIES = ("ttft", "itl", "tpot", "e2e", "schedule_delay", "generator_lag", "steps")
+STATISTICS = ("mean", "max", "p50", "p90", "p99", "p99.9")
+SINGLE = (
+    *("tokens_per_s", "requests_per_s", "goodput_per_s", "achieved_rate", "input_tokens_per_s"),
+    *("failed_requests", "failed_updates", "stall_seconds"),
+)
+
+
+@dataclass(frozen=True)
+class Slo:
+    """`name`: `LATENCY_STATISTIC` or one of `SINGLE`; seconds, counts, or per second."""
+
+    name: str
+    sign: str
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Slo":
+        """Raises `ValueError` naming what is valid."""
+        found = re.fullmatch(r"\s*([a-z0-9_.]+)\s*(<=|>=|<|>)\s*([0-9.eE+-]+)\s*", text)
+        try:
+            limit = float(found[3]) if found else None
+        except ValueError:
+            limit = None
+        latency, _, statistic = (found[1] if found else "").rpartition("_")
+        known = found and (found[1] in SINGLE or (latency in LATENCIES and statistic in STATISTICS))
+        if not found or limit is None or not known:
+            raise ValueError(
+                f"SLO: expected NAME<VALUE (or >, <=, >=), NAME one of {', '.join(SINGLE)}, or "
+                f"{'|'.join(LATENCIES)}_{'|'.join(STATISTICS)}; found {text!r}"
+            )
+        return cls(found[1], found[2], limit)
+
+    def holds(self, value: float) -> bool:
+        """Whether a value keeps it."""
+        return _SIGNS[self.sign](value, self.limit)
+
+    def value(self, measured: Mapping[str, Any]) -> float | None:
+        """What was measured (`analysis.analyse`); None where nothing was."""
+        if self.name in SINGLE:
+            return float(measured[self.name])
+        latency, _, statistic = self.name.rpartition("_")
+        found = measured[latency].get(statistic)
+        return None if found is None else float(found)
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.sign}{self.limit:g}"
+
+
+def verdicts(slos: list[Slo], measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each SLO with what was measured; what was not measured is not kept."""
+    found = []
+    for slo in slos:
+        value = slo.value(measured)
+        found.append({"slo": str(slo), "found": value, "kept": value is not None and slo.holds(value)})
+    return found

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One streamed answer of an OpenAI-compatible server, with the arrival of every token.
+
+Tokens are counted by their ids, which vLLM sends with each part when asked (`return_token_ids`); of a server that sends none,
+by `usage`. Kinds of failure: `connect`, `timeout`, `http-CODE`, `truncated` (the stream ended without a finish reason),
+`server-error` (an error inside the stream), `aborted` (finish reason `abort`), `broken` (anything that is not a stream).
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import gevent
+from geventhttpclient import HTTPClient
+from geventhttpclient.response import HTTPParseError
+
+from vllm_fp8ext.loadtest.prompts import Prompt
+from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Span
+
+ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Whom to ask, and how. `timeout`: seconds for a whole answer. `connections`: most streams at once."""
+
+    url: str
+    model: str
+    endpoint: str = "completions"
+    api_key: str | None = None
+    timeout: float = 600.0
+    connect_timeout: float = 10.0
+    connections: int = 4096
+    temperature: float = 1.0
+
+
+class Failure(Exception):
+    """A request failed; the message is the kind."""
+
+
+class Asker:
+    """Asks one server from greenlets."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        parts = urlsplit(target.url)
+        self._path = parts.path.rstrip("/") + ENDPOINTS[target.endpoint]
+        self._client = HTTPClient(
+            parts.hostname or "localhost",
+            parts.port or (443 if parts.scheme == "https" else 80),
+            ssl=parts.scheme == "https",
+            concurrency=target.connections,
+            connection_timeout=target.connect_timeout,
+            network_timeout=target.timeout,
+            headers={"Content-Type": "application/json", "Accept": "text/event-stream"},
+        )
+        if target.api_key:
+            self._client.default_headers["Authorization"] = f"Bearer {target.api_key}"
+
+    def close(self) -> None:
+        """End all connections."""
+        self._client.close()
+
+    def ask(
+        self,
+        prompt: Prompt,
+        done: Callable[[Request], None],
+        scheduled: float | None = None,
+        step: int | None = None,
+    ) -> None:
+        """One answer, complete or failed; never raises for what a server does. `done` gets it in every case: a greenlet that
+        is killed leaves a request that is `unfinished`."""
+        body = json.dumps(self._body(prompt)).encode()
+        sent = time.monotonic()
+        request = Request(
+            scheduled=sent if scheduled is None else scheduled,
+            sent=sent,
+            prompt_tokens=len(prompt.token_ids),
+            wanted=prompt.max_tokens,
+            step=step,
+        )
+        try:
+            with gevent.Timeout(self.target.timeout, Failure("timeout")):
+                self._read(body, request)
+        except gevent.GreenletExit:
+            request.error = UNFINISHED
+            raise
+        except Failure as failure:
+            request.error = str(failure)
+        except (TimeoutError, gevent.Timeout):
+            request.error = "timeout"
+        except HTTPParseError:
+            request.error = "truncated" if request.events else "broken"
+        except OSError:
+            request.error = "truncated" if request.events else "connect"
+        finally:
+            request.ended = time.monotonic()
+            done(request)
+
+    def _body(self, prompt: Prompt) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.target.model,
+            "max_tokens": prompt.max_tokens,
+            "temperature": self.target.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        if self.target.endpoint == "chat":
+            return {**body, "messages": [{"role": "user", "content": prompt.text}]}
+        return {**body, "prompt": list(prompt.token_ids)}
+
+    def _read(self, body: bytes, request: Request) -> None:
+        response = self._client.post(self._path, body=body)
+        with response:
+            if response.status_code != 200:
+                raise Failure(f"http-{response.status_code}")
+            done = False
+            while line := response.readline(b"\n"):
+                if line.startswith(b"data:"):
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        done = True
+                        continue
+                    _take(data, request)
+        if not done or request.finish is None:
+            raise Failure("truncated")
+        if request.finish == "abort":
+            raise Failure("aborted")
+
+
+def _take(data: bytes, request: Request) -> None:
+    at = time.monotonic()
+    try:
+        part = json.loads(data)
+    except ValueError:
+        raise Failure("broken") from None
+    if not isinstance(part, dict) or "error" in part:
+        raise Failure("server-error")
+    for choice in part.get("choices") or ():
+        ids = choice.get("token_ids")
+        if ids:
+            request.events.append((at, len(ids)))
+        elif ids is None and (choice.get("text") or (choice.get("delta") or {}).get("content")):
+            request.events.append((at, 1))
+            request.counted = "usage"
+        for span in choice.get("weight_versions") or ():
+            request.spans.append(Span(span["version"], span["epoch"], span["start"], span["end"]))
+        request.finish = choice.get("finish_reason") or request.finish
+    usage = part.get("usage")
+    if usage and request.counted == "usage":
+        _recount(request, int(usage.get("completion_tokens") or 0))
+    if usage:
+        request.prompt_tokens = int(usage.get("prompt_tokens") or request.prompt_tokens)
+
+
+def _recount(request: Request, total: int) -> None:
+    """Count what `usage` tells beyond the parts that came as brought by the last of them."""
+    missing = total - request.tokens
+    if missing > 0 and request.events:
+        at, count = request.events[-1]
+        request.events[-1] = (at, count + missing)
