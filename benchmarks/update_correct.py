@@ -205,7 +205,7 @@ def _summary(update: Any) -> dict[str, Any]:
         "bytes": update.bytes,
         "phases": update.seconds,
         "pause_seconds": update.seconds["pause"],
-        "quantization_error": update.quantization_error,
+        "quantization_error": update.quantization_error.relative if update.quantization_error else None,
     }
 
 

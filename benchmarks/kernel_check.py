@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel against the reference on this GPU, one line each.
+
+    python benchmarks/kernel_check.py [--only decode]
+
+Exit code 1 when something is wrong.
+"""
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels import (
+    cases,
+    decode_gemm,
+    decode_gemm_triton,
+    quantize_activation,
+    quantize_weight,
+    reference,
+    rmsnorm_quantize,
+    silu_mul_quantize,
+)
+from vllm_fp8ext.kernels.decode_gemm import Config
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+
+FORMATS: tuple[ScaleFormat, ...] = ("fp32", "pow2")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Verdict = tuple[bool, str]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="checks whose name has this in it")
+    only = parser.parse_args().only
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    start = time.perf_counter()
+    good = [_verdict(what, call) for what, call in _checks() if only in what]
+    print(f"{sum(good)} good, {len(good) - sum(good)} bad, {time.perf_counter() - start:.0f} s")
+    return 0 if all(good) else 1
+
+
+def _verdict(what: str, call: Callable[[], Verdict]) -> bool:
+    try:
+        good, text = call()
+    except Exception as error:
+        good, text = False, f"{type(error).__name__}: {error}"[:300]
+    print("ok " if good else "BAD", what, text, flush=True)
+    return good
+
+
+def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
+    found: list[tuple[str, Callable[[], Verdict]]] = []
+    for form, dtype in itertools.product(FORMATS, DTYPES):
+        for shape in ((4096, 4096), (200, 328), (1, 1), (129, 257)):
+            found.append(
+                (f"weight {form} {dtype} {shape}", lambda f=form, d=dtype, s=shape: weight(f, d, s)),
+            )
+    for form, shape in itertools.product(FORMATS, ((64, 4096), (3, 200), (7, 5120))):
+        found.append((f"activation {form} {shape}", lambda f=form, s=shape: activation(f, *s)))
+        found.append((f"rmsnorm {form} {shape}", lambda f=form, s=shape: rmsnorm(f, *s)))
+        found.append((f"silu_mul {form} {shape}", lambda f=form, s=shape: silu_mul(f, *s)))
+    for m, n, k, splits in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
+        found.append((f"triton {(m, n, k)} {splits}", lambda s=(m, n, k, splits): triton(*s)))
+    for config, case in itertools.product(cases.CUTS, cases.DECODE_SHAPES):
+        form = FORMATS[case[0] % 2]
+        if config.fits(decode_gemm.width(case[0]), case[2]):
+            found.append(
+                (f"decode {config} {form} {case}", lambda f=form, c=config, s=case: decode(f, c, *s))
+            )
+    for form, (m, splits) in itertools.product(FORMATS, ((1, 1), (7, 2), (33, 4), (64, 1), (100, 8))):
+        found.append((f"decode prologue {form} {m} {splits}", lambda f=form, s=(m, splits): prologue(f, *s)))
+    return found
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Equal bit for bit."""
+    first, second = (
+        part.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for part in (first, second)
+    )
+    return torch.equal(first, second)
+
+
+def weight(form: ScaleFormat, dtype: torch.dtype, shape: tuple[int, int]) -> Verdict:
+    noise = torch.Generator("cuda").manual_seed(1)
+    values, sizes = (torch.randn(shape, generator=noise, device="cuda") for _ in range(2))
+    values = (values * torch.exp(1.5 * sizes)).to(dtype)
+    values[::7, ::5] = -0.0
+    values[:BLOCK, : BLOCK // 2] *= 1e-6
+    codes = torch.empty(shape, dtype=reference.FP8_DTYPE, device="cuda")
+    scales = torch.empty(blocks(shape[0]), blocks(shape[1]), device="cuda")
+    error, norm = quantize_weight.quantize_weight(values, codes, scales, form)
+    expected = reference.quantize_weight(values.cpu(), form)
+    lost = reference.dequantize_weight(codes, scales).double() - values.double()
+    wanted = (float(lost.square().sum()), float(values.double().square().sum()))
+    sums = all(
+        math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-20) for a, b in zip((error, norm), wanted, strict=True)
+    )
+    equal = same(codes, expected[0]), same(scales, expected[1])
+    return all(equal) and sums, f"codes and scales equal {equal}, sums close {sums}"
+
+
+def activation(form: ScaleFormat, m: int, k: int) -> Verdict:
+    x = cases.activations(m, k, "cuda")
+    found = quantize_activation.quantize_activation(x, form)
+    equal = [same(a, b) for a, b in zip(found, reference.quantize_activation(x.cpu(), form), strict=True)]
+    return all(equal), f"codes and scales equal {equal}"
+
+
+def rmsnorm(form: ScaleFormat, m: int, k: int) -> Verdict:
+    x, residual = cases.activations(m, k, "cuda"), cases.activations(m, k, "cuda", 5)
+    scaling = torch.rand(k, device="cuda").bfloat16() + 0.5
+    quantized, added = rmsnorm_quantize.rmsnorm_quantize(x, residual, scaling, 1e-6, form)
+    return _nearly(
+        (*quantized, added), rmsnorm_quantize.rmsnorm_quantize_reference(x, residual, scaling, 1e-6, form)
+    )
+
+
+def silu_mul(form: ScaleFormat, m: int, k: int) -> Verdict:
+    gate_up = cases.activations(m, 2 * k, "cuda") / 8
+    found = silu_mul_quantize.silu_mul_quantize(gate_up, form)
+    return _nearly(found, silu_mul_quantize.silu_mul_quantize_reference(gate_up, form))
+
+
+def _nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
+    """Sums in another order and another exponential move a rounding to BF16 here and there, nothing more."""
+    differing = [
+        float((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).float().mean())
+        for a, b in zip(found, expected, strict=True)
+    ]
+    values, wanted = (reference.dequantize_activation(*parts[:2]) for parts in (found, expected))
+    distance = float((values - wanted).norm() / wanted.norm())
+    good = max([differing[0], *differing[2:]]) < 2e-3 and distance < 2e-3
+    return good, f"differing {[f'{part:.1e}' for part in differing]} distance {distance:.1e}"
+
+
+def decode(form: ScaleFormat, config: Config, m: int, n: int, k: int, biased: bool) -> Verdict:
+    x = cases.activations(m, k, "cuda")
+    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"), form)
+    bias = torch.randn(n, device="cuda").bfloat16() if biased else None
+    outs = [decode_gemm.decode_gemm(x, codes, scales, bias, form, config) for _ in range(4)]
+    torch.cuda.synchronize()
+    expected = reference.quantize_activation(x, form)
+    error = cases.gemm_error(outs[0], *expected, codes, scales, bias)
+    repeatable = all(same(outs[0], out) for out in outs[1:])
+    before = quantize_activation.quantize_activation(x, form)
+    outs.append(decode_gemm.decode_gemm(before, codes, scales, bias, form, config))
+    repeatable &= same(outs[0], outs[-1])
+    text = f"error/bound {error:.3f} repeatable {repeatable}"
+    if not error < 1:
+        text += _where(outs[0], reference.gemm(*expected, codes, scales))
+    return error < 1 and repeatable, text
+
+
+def prologue(form: ScaleFormat, m: int, splits: int) -> Verdict:
+    """The activations' codes and scales, read off: a weight that is one on the diagonal gives them back, dequantized and
+    rounded to BF16; for one token a bias takes the result away again, and what comes is what the rounding cut."""
+    k = 1040
+    noise = torch.Generator("cuda").manual_seed(m)
+    values, sizes = (torch.randn(m, k, generator=noise, device="cuda") for _ in range(2))
+    x = (values * torch.exp(2 * sizes)).bfloat16()
+    x[:, ::9] = -0.0
+    x[-1, :BLOCK] = 0
+    x[-1, BLOCK : 2 * BLOCK] *= 2.0**-40
+    codes = torch.eye(k, device="cuda").to(reference.FP8_DTYPE)
+    scales = torch.ones(blocks(k), blocks(k), device="cuda")
+    config = Config(rows=128, splits=splits)
+    out = decode_gemm.decode_gemm(x, codes, scales, None, form, config)
+    exact = reference.dequantize_activation(*reference.quantize_activation(x.cpu(), form)).cuda()
+    equal = [torch.equal(out, exact.bfloat16())]
+    if m == 1:
+        rest = decode_gemm.decode_gemm(x, codes, scales, -out[0], form, config)
+        equal.append(torch.equal(rest, (exact - out.float()).bfloat16()))
+    return all(equal), f"equal {equal}"
+
+
+def _where(out: Tensor, wanted: Tensor) -> str:
+    wrong = ~((out.float() - wanted).abs() <= 0.05 * wanted.abs().max())
+    rows, tokens = (wrong.any(dim).nonzero().flatten()[:8].tolist() for dim in (0, 1))
+    first = out[0, :4].tolist(), wanted[0, :4].tolist()
+    return f" wrong {float(wrong.float().mean()):.3f} rows {rows} tokens {tokens} begin {first}"
+
+
+def triton(m: int, n: int, k: int, splits: int) -> Verdict:
+    x = cases.activations(m, k, "cuda")
+    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"))
+    config = decode_gemm_triton.Config(splits=splits)
+    out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)
+    error = cases.gemm_error(out, *reference.quantize_activation(x), codes, scales)
+    return error < 1, f"error/bound {error:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of one projection, more than the L2 cache holds, for timing."""
+
+from torch import Tensor
+
+from vllm_fp8ext.kernels import bench, cases, reference
+
+
+class Operands:
+    """`weights`: BF16; `codes`, `scales`: its FP8."""
+
+    def __init__(self, n: int, k: int) -> None:
+        self.n, self.k = n, k
+        weight = cases.weight(n, k, "cuda")
+        codes, self.scales = reference.quantize_weight(weight)
+        self.codes = [codes.clone() for _ in range(bench.copies(n * k))]
+        self.weights = [weight.clone() for _ in range(bench.copies(2 * n * k))]
+
+    def fp8_bytes(self, m: int) -> int:
+        """Fewest bytes of one FP8 GEMM."""
+        return self.n * self.k + self.scales.numel() * 4 + 2 * m * (self.n + self.k)
+
+    def bf16_bytes(self, m: int) -> int:
+        """Fewest bytes of one BF16 GEMM."""
+        return 2 * (self.n * self.k + m * (self.n + self.k))
+
+    def error(self, x: Tensor, out: Tensor) -> float:
+        """Error of a GEMM with the first copy, as a part of its bound."""
+        return cases.gemm_error(out, *reference.quantize_activation(x), self.codes[0], self.scales)
