@@ -12,7 +12,8 @@ setup:
 demo: setup
 	@$(VENV)/bin/fp8ext demo
 
-test: setup
+test:
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --interpreter
 	@$(VENV)/bin/python -P -m pytest
 
 check: setup

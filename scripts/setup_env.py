@@ -293,6 +293,22 @@ def install_stand_in(venv: Path) -> None:
     (folder / "RECORD").write_text("\n".join(record) + "\n")
 
 
+def install_interpreter(venv: Path) -> None:
+    """Put Triton beside the environment of a CPU build, for the tests that interpret its kernels.
+
+    Not inside: vLLM's CPU build imports whatever Triton it finds, starts later, and has no use for it.
+    """
+    requirement = pinned("triton", "interpreter")
+    folder = venv / "interpreter"
+    if (folder / f"{requirement.replace('==', '-')}.dist-info").is_dir():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    progress = Progress(1)
+    progress.begin(f"{requirement}, beside the environment, for tests of kernels")
+    pip_install(venv, progress, "--no-deps", "--target", str(folder), requirement)
+    progress.say("ready")
+
+
 def check_result(venv: Path, progress: Progress) -> None:
     """Run the `vllm` command and import the project, as a user would."""
     programs = venv / "bin"
@@ -377,10 +393,17 @@ def main() -> int:
         default="auto",
         help="which vLLM (default: CUDA if there is a GPU)",
     )
+    parser.add_argument(
+        "--interpreter",
+        action="store_true",
+        help="also what tests of Triton kernels need where there is no GPU",
+    )
     options = parser.parse_args()
     build = options.build if options.build != "auto" else ("cuda" if has_nvidia_gpu() else "cpu")
     try:
         set_up(options.venv.resolve(), build)
+        if options.interpreter and build == "cpu":
+            install_interpreter(options.venv.resolve())
     except (SetupError, OSError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
