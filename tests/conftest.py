@@ -1,15 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves out what this machine has no hardware for."""
+"""Leaves out what this machine has no hardware for, and interprets Triton's kernels where there is no GPU."""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import torch
+
+BESIDE = Path(sys.prefix) / "interpreter"
+"""Where Triton may lie for CPUs: out of sight of vLLM, which would import it without any use."""
+
+
+def _interpret_triton() -> None:
+    """Before anything imports Triton, which reads the variable when its functions are declared."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton") is None and BESIDE.is_dir():
+        sys.path.append(str(BESIDE))
+
+
+if torch.cuda.device_count() == 0:
+    _interpret_triton()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests for GPUs that are not here."""
-    if not any(item.get_closest_marker("gpu") or item.get_closest_marker("multigpu") for item in items):
-        return
-    import torch
-
     gpus = torch.cuda.device_count()
     needs = [
         (2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0)

@@ -66,6 +66,12 @@ def single(servers: dict[str, Server]) -> Server:
     return on_early(servers["tp1"])
 
 
+@pytest.fixture
+def pair(servers: dict[str, Server]) -> Server:
+    """The server with two ranks, serving the early checkpoint."""
+    return on_early(servers["tp2"])
+
+
 def on_early(server: Server) -> Server:
     """Make sure that no update is open and that the early checkpoint is served."""
     with server.client() as client:

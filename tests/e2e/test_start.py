@@ -3,8 +3,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +21,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 from vllm_fp8ext.checkpoints import EARLY, LATE, problems
 from vllm_fp8ext.demo.server import SMALL, Server
 from vllm_fp8ext.demo.traffic import accuracy, answers
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import reference
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
-from .ask import complete
+from .ask import API_KEY, complete, state
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +93,8 @@ def others(
         "ragged": Server(
             ragged,
             logs / "ragged.log",
-            arguments=(*SMALL, "--dtype", "bfloat16"),
-            settings={"scale_format": "pow2"},
+            arguments=(*SMALL, "--dtype", "bfloat16", "--api-key", API_KEY),
+            settings={"scale_format": "pow2", "update_lifetime_seconds": 5, "upload_idle_seconds": 2},
         ),
     }
     try:
@@ -194,11 +197,64 @@ def _slice(codes: Any, scales: Any, start: int, rows: int, bias: Any) -> Any:
     return forward
 
 
+def test_each_key_opens_its_own_door(others: dict[str, Server]):
+    server = others["ragged"]
+    before = state(server)
+
+    def reply(path: str, key: str) -> int:
+        return httpx.get(
+            f"{server.url}{path}", headers={"Authorization": f"Bearer {key}"}, timeout=30
+        ).status_code
+
+    assert [reply("/v1/models", key) for key in (API_KEY, server.key)] == [200, 401]
+    assert [reply("/fp8ext/v1/weights", key) for key in (server.key, API_KEY)] == [200, 403]
+    assert state(server) == before
+
+
+def test_an_update_expires(others: dict[str, Server]):
+    server = others["ragged"]
+    before = state(server)
+    with server.client() as client:
+        update = client.open(version="late")
+        assert update.expires_at is not None
+        assert 4 < update.expires_at - update.opened_at < 6
+        time.sleep(5.5)
+        assert client.update(update.id).state == "expired"
+        assert client.weights().update is None
+        for call in (client.prepare, client.commit, lambda id: client.put_chunk(id, 0, b"body", 4)):
+            with pytest.raises(UpdateError) as refused:
+                call(update.id)
+            assert (refused.value.kind, refused.value.status) == ("expired", 410)
+        assert client.abandon(update.id).state == "expired"
+    assert state(server) == before
+
+
+def test_an_upload_that_stops_gives_its_room_back(others: dict[str, Server]):
+    server = others["ragged"]
+    before = state(server)
+    with server.client() as client:
+        update = client.open()
+        head = (
+            f"PUT /fp8ext/v1/updates/{update.id}/chunks/0 HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n"
+            f"Authorization: Bearer {server.key}\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode() + b"x" * 100)
+            connection.settimeout(30)
+            answer = ""
+            while "}" not in answer and (piece := connection.recv(4096)):
+                answer += piece.decode()
+        assert answer.startswith("HTTP/1.1 408")
+        assert "upload-stalled" in answer
+        client.abandon(update.id)
+    assert state(server) == before
+
+
 REFUSED = {
-    "unknown key": (
-        ["--additional-config", '{"fp8ext": {"scale_fromat": "pow2"}}'],
+    "spool without room": (
+        ["--additional-config", '{"fp8ext": {"spool_bytes": 262144}}'],
         {},
-        "scale_fromat: unknown key; the keys are",
+        "Give the container more shared memory",
     ),
     "FP8 KV cache": (["--kv-cache-dtype", "fp8"], {}, "needs a choice of K and V scales"),
     "dev mode": ([], {"VLLM_SERVER_DEV_MODE": "1"}, "it opens weight routes that need no key"),

@@ -14,7 +14,8 @@ import torch
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.safetensors_file import bodies, ranges_of
+from vllm_fp8ext.serve.safetensors_body import bodies
+from vllm_fp8ext.serve.safetensors_file import ranges_of
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
@@ -60,13 +61,13 @@ def test_random_updates_end_as_cold_starts_do(server: Server, servers, spoiled: 
 
 
 def test_chunks_come_in_any_order_and_again(server: Server):
-    parts = bodies(ranges_of(LATE), 1 << 17)
+    parts = list(bodies(ranges_of(LATE), 1 << 17))
     order = list(range(len(parts)))
     random.Random(2).shuffle(order)
     with server.client() as client:
         update = client.open(version="late")
         for n in [*order, *order[:3]]:
-            update = client.put_chunk(update.id, n, parts[n].read(), parts[n].length)
+            update = client.put_chunk(update.id, n, parts[n])
         assert update.tensors_missing == 0
         assert client.prepare(update.id).state == "prepared"
         committed = client.commit(update.id)
@@ -78,8 +79,8 @@ def test_staging_changes_nothing_that_is_served(server: Server):
     before = state(server)
     with server.client() as client:
         update = client.open(version="late")
-        body = bodies(ranges_of(LATE), 1 << 30)[0]
-        client.put_chunk(update.id, 0, body.read(), body.length)
+        [body] = bodies(ranges_of(LATE), 1 << 30)
+        client.put_chunk(update.id, 0, body)
         assert state(server) == before
         client.prepare(update.id)
         assert state(server) == before
@@ -101,11 +102,11 @@ def test_generation_goes_on_while_an_update_is_staged(server: Server):
     try:
         with server.client() as client:
             update = client.open()
-            body = bodies(ranges_of(LATE), 1 << 30)[0]
+            [body] = bodies(ranges_of(LATE), 1 << 30)
             spans: list[tuple[float, float]] = []
             while len(spans) < 20 or (len(spans) < 400 and not arrivals):
                 start = time.perf_counter()
-                client.put_chunk(update.id, 0, body.read(), body.length)
+                client.put_chunk(update.id, 0, body)
                 spans.append((start, time.perf_counter()))
             client.abandon(update.id)
     finally:
@@ -118,8 +119,8 @@ def test_rollback_needs_previous_weights(server: Server):
     with server.client() as client:
         client.push(LATE, version="late")
         update = client.open()
-        part = bodies(ranges_of(EARLY), 1 << 17)[0]
-        client.put_chunk(update.id, 0, part.read(), part.length)
+        part = next(bodies(ranges_of(EARLY), 1 << 17))
+        client.put_chunk(update.id, 0, part)
         assert client.weights().previous_version is None
         client.abandon(update.id)
         with pytest.raises(UpdateError) as refused:

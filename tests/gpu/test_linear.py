@@ -38,11 +38,12 @@ def config(tmp_path_factory: pytest.TempPathFactory):
 
 
 def _layer(config, weight: Tensor, scale_format: str) -> tuple[nn.Module, object]:
+    from vllm_fp8ext.config import Settings
     from vllm_fp8ext.linear import BlockFp8LinearMethod
 
     torch.set_default_dtype(torch.bfloat16)
     try:
-        method = BlockFp8LinearMethod(scale_format)
+        method = BlockFp8LinearMethod(Settings(scale_format=scale_format))
         layer = nn.Module()
         method.create_weights(
             layer, weight.shape[1], [weight.shape[0]], weight.shape[1], weight.shape[0], torch.bfloat16
@@ -56,7 +57,7 @@ def _layer(config, weight: Tensor, scale_format: str) -> tuple[nn.Module, object
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("tokens", [1, 64, 300])
 def test_linear_stays_within_the_bound(config, shape, tokens, scale_format):
     generator = torch.Generator("cuda").manual_seed(tokens)
     weight = (torch.randn(shape, generator=generator, device="cuda") * 0.05).bfloat16()
@@ -69,13 +70,6 @@ def test_linear_stays_within_the_bound(config, shape, tokens, scale_format):
     assert torch.equal(layer.weight_scale_inv.cpu(), scales)
     out = method.apply(layer, x).double().cpu()
     x_codes, x_scales = reference.quantize_activation(x.cpu(), scale_format)
-    if method.kernel is not None:
-        # the kernel's own activations: vLLM's quantizer multiplies by a reciprocal, which moves some fp32 scales by an ulp
-        kernel_codes, kernel_scales = (part.cpu() for part in method.kernel.quant_fp8(x))
-        differing = float((kernel_codes.view(torch.uint8) != x_codes.view(torch.uint8)).float().mean())
-        assert differing <= (0.005 if scale_format == "fp32" else 0.0)
-        torch.testing.assert_close(kernel_scales[:tokens], x_scales, rtol=1e-6, atol=0)
-        x_codes, x_scales = kernel_codes, kernel_scales[:tokens]
     x_values = reference.dequantize_activation(x_codes, x_scales).double()
     w_values = reference.dequantize_weight(codes, scales).double()
     exact = x_values @ w_values.T

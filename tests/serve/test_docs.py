@@ -17,6 +17,7 @@ from vllm_fp8ext.serve.schema import PREFIX
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 HTTP_API = PROJECT / "docs" / "http-api.md"
+CLIENT = PROJECT / "docs" / "client.md"
 PAGES = sorted(
     page
     for folder in (PROJECT, *(PROJECT / name for name in ("docs", "examples", "benchmarks")))
@@ -27,15 +28,20 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @cache
-def sources() -> tuple[ast.Module, ...]:
+def sources() -> dict[Path, ast.Module]:
     """Every Python file of the two rooms that raise problems, each once."""
     files = [path for folder in ("vllm_fp8ext", "serve") for path in (PROJECT / folder).rglob("*.py")]
-    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in files if path.resolve() == path)
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in files if path.resolve() == path}
 
 
-def problem_kinds() -> set[str]:
-    """First arguments of `UpdateError`, values of `"kind"` in dictionaries, and of names called `kind`."""
-    return {kind for tree in sources() for node in ast.walk(tree) for kind in _kinds(node)}
+def problem_kinds(*, client: bool) -> set[str]:
+    """First arguments of `UpdateError`, values of `"kind"` in dictionaries, and of names called `kind`.
+
+    Those of the client are not in any answer of a server.
+    """
+    folder = PROJECT / "serve" / "client"
+    trees = [tree for path, tree in sources().items() if (folder in path.parents) == client]
+    return {kind for tree in trees for node in ast.walk(tree) for kind in _kinds(node)}
 
 
 def _kinds(node: ast.AST) -> Iterator[str]:
@@ -59,9 +65,9 @@ def _strings(node: ast.expr) -> Iterator[str]:
             yield from _strings(other)
 
 
-def table(heading: str) -> set[str]:
+def table(heading: str, page: Path = HTTP_API) -> set[str]:
     """The names in the first column of a section's table."""
-    section = HTTP_API.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
 
 
@@ -80,7 +86,8 @@ def headings(page: Path) -> set[str]:
 
 def test_the_pages_and_kinds_are_found() -> None:
     assert {"README.md", "CHANGELOG.md", "http-api.md", "numerics.md"} <= {page.name for page in PAGES}
-    assert {"no-key", "invalid-tensors", "non-finite", "wrong-dtype", "http"} <= problem_kinds()
+    assert {"no-key", "invalid-tensors", "non-finite", "wrong-dtype"} <= problem_kinds(client=False)
+    assert "http" in problem_kinds(client=True)
 
 
 def test_every_setting_is_named_with_its_default() -> None:
@@ -95,14 +102,15 @@ def _json(text: str) -> object:
 
 
 def test_every_environment_variable_is_named() -> None:
-    variables = {value for name, value in vars(environment).items() if name.isupper()}
+    names = {value for name, value in vars(environment).items() if name.isupper()}
+    variables = names - {environment.DEFAULT_URL}
     assert variables
     assert variables <= table("Environment variables")
 
 
 def test_every_problem_is_named_and_none_beside() -> None:
-    assert problem_kinds() - {"http"} == table("Problems")
-    assert "`http`" in HTTP_API.read_text(encoding="utf-8")
+    assert problem_kinds(client=False) == table("Problems")
+    assert problem_kinds(client=True) == table("Errors", CLIENT)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))

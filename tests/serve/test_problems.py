@@ -2,7 +2,9 @@
 """Refusals on their way out of a guarded route, and back into errors by the client."""
 
 import json
+from collections.abc import Iterator
 
+import fastapi
 import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
@@ -10,6 +12,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve import problems
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.problems import MEDIA_TYPE, RESPONSES, guarded_route, problem
@@ -23,8 +26,14 @@ class Request(BaseModel):
 
 
 @pytest.fixture
-def http() -> TestClient:
-    routes = APIRouter(route_class=guarded_route(AdminKey("secret")), responses=RESPONSES)
+def kinds() -> list[str]:
+    """The kind of every refusal, in order."""
+    return []
+
+
+@pytest.fixture
+def http(kinds: list[str]) -> TestClient:
+    routes = APIRouter(route_class=guarded_route(AdminKey("secret"), kinds.append), responses=RESPONSES)
 
     @routes.post("/echo")
     async def echo(body: Request) -> int:
@@ -34,14 +43,86 @@ def http() -> TestClient:
     async def refused() -> None:
         raise UpdateError("incomplete", "2 are missing", status=422, missing=["a", "b"])
 
+    @routes.get("/failing")
+    async def failing() -> None:
+        raise KeyError("chunk")
+
+    @routes.put("/upload")
+    async def upload(request: fastapi.Request) -> int:
+        return len(await request.body())
+
     app = FastAPI()
     app.include_router(routes)
     return TestClient(app)
 
 
-def test_a_right_key_gets_through(http: TestClient) -> None:
+def test_a_right_key_gets_through(http: TestClient, kinds: list[str]) -> None:
     response = http.post("/echo", json={"count": 3}, headers=HEADERS)
     assert (response.status_code, response.json()) == (200, 3)
+    assert kinds == []
+
+
+def test_every_refusal_is_counted_by_its_kind(http: TestClient, kinds: list[str]) -> None:
+    http.get("/refused")
+    http.get("/refused", headers={"Authorization": "Bearer other"})
+    http.get("/refused", headers=HEADERS)
+    http.post("/echo", json={}, headers=HEADERS)
+    http.get("/failing", headers=HEADERS)
+    http.post("/echo", content=pieces(), headers=HEADERS)
+    assert kinds == ["no-key", "wrong-key", "incomplete", "invalid-request", "internal", "length-required"]
+
+
+def test_a_failure_of_our_own_is_a_problem_document_and_logged(
+    http: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = http.get("/failing", headers=HEADERS)
+    assert (response.status_code, response.headers["content-type"]) == (500, MEDIA_TYPE)
+    assert response.json()["type"] == PROBLEM + "internal"
+    assert "KeyError" in response.json()["detail"]
+    assert "GET /failing failed" in caplog.text
+
+
+def pieces() -> Iterator[bytes]:
+    """A body without a length: httpx sends it in chunks."""
+    yield b'{"count": 3}'
+
+
+def test_a_posted_body_needs_a_length(http: TestClient) -> None:
+    response = http.post("/echo", content=pieces(), headers=HEADERS)
+    assert response.request.headers["transfer-encoding"] == "chunked"
+    assert response.status_code == 411
+    assert response.json()["type"] == PROBLEM + "length-required"
+
+
+def test_a_posted_body_is_bounded(http: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its length alone, before it is read."""
+    body = b'{"count": 3}'
+    monkeypatch.setattr(problems, "BODY_LIMIT", len(body))
+    headers = {**HEADERS, "Content-Type": "application/json"}
+    assert http.post("/echo", content=body, headers=headers).json() == 3
+    response = http.post("/echo", content=body + b" ", headers=headers)
+    assert response.status_code == 413
+    assert response.json()["type"] == PROBLEM + "body-too-large"
+    assert response.json()["limit"] == len(body)
+
+
+@pytest.mark.parametrize("length", ["many", "-1", "1.5", "", str(1 << 40)])
+def test_a_length_that_is_none_is_refused(http: TestClient, length: str) -> None:
+    response = http.post("/echo", content=b"", headers={**HEADERS, "Content-Length": length})
+    assert response.status_code == 413
+    assert response.json()["type"] == PROBLEM + "body-too-large"
+
+
+def test_an_upload_is_bounded_by_others(http: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks have a limit of their own, which is larger."""
+    monkeypatch.setattr(problems, "BODY_LIMIT", 10)
+    assert http.put("/upload", content=b"x" * 11, headers=HEADERS).json() == 11
+    assert http.post("/echo", content=b"x" * 11, headers=HEADERS).status_code == 413
+
+
+def test_the_key_is_asked_for_before_the_body_is_looked_at(http: TestClient) -> None:
+    response = http.post("/echo", content=pieces())
+    assert response.status_code == 401
 
 
 def test_the_key_is_asked_for_before_the_body_is_read(http: TestClient) -> None:

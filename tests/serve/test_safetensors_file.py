@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies against the safetensors library, and the files that are refused."""
+"""Bodies made of files against the safetensors library, and the files that are refused."""
 
+import hashlib
 import json
 import struct
 import tempfile
@@ -15,8 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from vllm_fp8ext.serve import safetensors_file
-from vllm_fp8ext.serve.safetensors_file import Body, bodies, ranges_of
+from vllm_fp8ext.serve import safetensors_body
+from vllm_fp8ext.serve.safetensors_body import Body, bodies
+from vllm_fp8ext.serve.safetensors_file import Range, ranges_of
 
 DTYPES = (
     torch.bfloat16,
@@ -63,9 +65,11 @@ def test_bodies_are_safetensors_of_the_same_bytes(files: list[dict[str, Tensor]]
         ranges = ranges_of(folder)
         found: dict[str, Tensor] = {}
         for body in bodies(ranges, limit):
-            content = b"".join(body.read())
+            content = b"".join(body)
             assert len(content) == body.length
-            assert len(body.ranges) == 1 or sum(part.size for part in body.ranges) <= limit
+            assert b"".join(body.fetched()) == content
+            assert hashlib.sha256(content).digest() == body.sha256()
+            assert len(body.parts) == 1 or sum(part.size for part in body.parts) <= limit
             tensors = load(content)
             assert not tensors.keys() & found.keys()
             found |= tensors
@@ -78,11 +82,8 @@ def test_bodies_are_safetensors_of_the_same_bytes(files: list[dict[str, Tensor]]
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(0, 120))
 def test_bodies_are_filled_in_order(sizes: list[int], limit: int) -> None:
     """No body could have taken the first tensor of the next one."""
-    ranges = [
-        safetensors_file.Range(str(index), "U8", (size,), Path("none"), 0, size)
-        for index, size in enumerate(sizes)
-    ]
-    groups = [body.ranges for body in bodies(ranges, limit)]
+    ranges = [Range(str(index), "U8", (size,), Path("none"), 0, size) for index, size in enumerate(sizes)]
+    groups = [body.parts for body in bodies(ranges, limit)]
     assert [part for group in groups for part in group] == ranges
     assert all(groups)
     for group, following in pairwise(groups):
@@ -97,14 +98,14 @@ def test_a_header_is_padded_so_that_tensors_are_aligned(tmp_path: Path) -> None:
 
 
 def test_a_body_comes_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "_PIECE", 100)
+    monkeypatch.setattr(safetensors_body, "PIECE", 100)
     save_file({"a": torch.arange(250, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     [body] = bodies(ranges_of(tmp_path), 1 << 20)
-    assert [len(piece) for piece in body.read()][1:] == [100, 100, 50]
+    assert [len(piece) for piece in body][1:] == [100, 100, 50]
 
 
 def test_nothing_makes_no_body() -> None:
-    assert bodies([], 100) == []
+    assert list(bodies([], 100)) == []
     assert Body(()).length == len(Body(()).header)
 
 
@@ -143,6 +144,8 @@ def with_header(header: object) -> bytes:
         with_header({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}),
         with_header({"a": {"dtype": "U8", "shape": 1, "data_offsets": [0, 1]}}),
         with_header({"a": {"dtype": "U8", "shape": [1], "data_offsets": ["0", "1"]}}),
+        with_header({"a": {"dtype": "U8", "shape": [1], "data_offsets": [1, 0]}}),
+        with_header({"a": {"dtype": "U8", "shape": [1], "data_offsets": [-1, 0]}}),
     ],
 )
 def test_what_is_not_safetensors_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
@@ -152,9 +155,27 @@ def test_what_is_not_safetensors_is_refused_by_name(tmp_path: Path, content: byt
 
 
 @pytest.mark.parametrize("keep", [-1, -500])
-def test_a_truncated_file_is_refused_before_it_is_sent_to_its_end(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_file_is_refused_with_both_sizes(tmp_path: Path, keep: int) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(400, dtype=torch.uint8), "b": torch.ones(400, dtype=torch.uint8)}, file)
+    size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        list(bodies(ranges_of(file), 1 << 20)[0].read())
+    with pytest.raises(ValueError, match=rf"model\.safetensors: expected {size} bytes.*found {size + keep}$"):
+        ranges_of(file)
+
+
+def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4)}, file)
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(ValueError, match=r"model\.safetensors: expected .* found"):
+        ranges_of(file)
+
+
+def test_a_file_that_shrinks_later_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(400)}, file)
+    [body] = bodies(ranges_of(file), 1 << 20)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model\.safetensors: ends in the middle of a"):
+        list(body)

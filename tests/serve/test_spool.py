@@ -1,32 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uploads that fit, wait, or are refused; whatever happens, no file and no reserved room stays behind."""
+"""Uploads that fit, wait, or are refused; whatever happens, no reserved room stays behind."""
 
 import asyncio
+import base64
+import contextlib
+import hashlib
 import os
 import resource
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.spool import Spool
+from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.serve.content_digest import ContentDigest
+from vllm_fp8ext.serve.spool import Extent, Spool
 
-LIMIT = 100
+PAGE = 4096
+LIMIT = 10 * PAGE
 
 
 @pytest.fixture
 def spool(tmp_path: Path) -> Iterator[Spool]:
     spool = Spool(str(tmp_path), LIMIT)
     yield spool
-    assert list(spool.folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [spool.path]
     spool.close()
     assert list(tmp_path.iterdir()) == []
+    spool.close()
 
 
 async def pieces(*contents: bytes) -> AsyncIterator[bytes]:
     for content in contents:
         yield content
+
+
+def pages(count: int, letter: bytes = b"x") -> AsyncIterator[bytes]:
+    return pieces(*[letter * PAGE] * count)
+
+
+async def stalled(content: bytes) -> AsyncIterator[bytes]:
+    """A body that stops coming."""
+    yield content
+    await asyncio.Event().wait()
 
 
 async def settle() -> None:
@@ -35,36 +54,56 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+def on_disk(extent: Extent) -> bytes:
+    """What another process finds."""
+    with open(extent.path, "rb") as file:
+        file.seek(extent.offset)
+        return file.read(extent.length)
+
+
 async def takes_everything(spool: Spool) -> None:
     """All of the spool's room can be had at once."""
-    async with asyncio.timeout(2), spool.receive(pieces(b"x" * LIMIT), LIMIT) as file:
-        assert file.read_bytes() == b"x" * LIMIT
+    async with asyncio.timeout(10), spool.receive(pages(10), LIMIT) as extent:
+        assert (extent.offset, bytes(extent.content)) == (0, b"x" * LIMIT)
 
 
-async def refused(spool: Spool, body: AsyncIterator[bytes], length: int | None) -> UpdateError:
+async def refused(
+    spool: Spool, body: AsyncIterator[bytes], length: int | None, digest: ContentDigest | None = None
+) -> UpdateError:
     with pytest.raises(UpdateError) as caught:
-        async with spool.receive(body, length):
+        async with spool.receive(body, length, digest):
             pytest.fail("the body was taken")
     return caught.value
 
 
-def test_a_body_is_a_file_as_long_as_the_context_lives(spool: Spool) -> None:
+def test_a_body_is_an_extent_as_long_as_the_context_lives(spool: Spool) -> None:
     async def main() -> None:
-        async with spool.receive(pieces(b"abc", b"", b"defg"), 7) as file:
-            assert file.read_bytes() == b"abcdefg"
-            assert file.parent == spool.folder
-            assert file.stat().st_mode & 0o077 == 0
-        assert not file.exists()
+        async with spool.receive(pieces(b"abc", b"", b"defg"), 7) as first:
+            assert (first.path, first.length) == (str(spool.path), 7)
+            assert bytes(first.content) == on_disk(first) == b"abcdefg"
+            async with spool.receive(pieces(b"hi"), 2) as second:
+                assert bytes(second.content) == on_disk(second) == b"hi"
+                assert second.offset % PAGE == 0
+            assert on_disk(first) == b"abcdefg"
         await takes_everything(spool)
 
     asyncio.run(main())
 
 
-def test_the_folder_is_only_the_servers_own(spool: Spool) -> None:
-    assert spool.folder.stat().st_mode & 0o077 == 0
+def test_an_empty_body_needs_no_room(spool: Spool) -> None:
+    async def main() -> None:
+        async with spool.receive(pages(10), LIMIT), spool.receive(pieces(), 0) as extent:
+            assert bytes(extent.content) == b""
+        await takes_everything(spool)
+
+    asyncio.run(main())
 
 
-def test_a_failure_in_the_context_removes_the_file(spool: Spool) -> None:
+def test_the_file_is_only_the_servers_own(spool: Spool) -> None:
+    assert spool.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_failure_in_the_context_gives_the_room_back(spool: Spool) -> None:
     async def main() -> None:
         with pytest.raises(RuntimeError, match="staging failed"):
             async with spool.receive(pieces(b"abc"), 3):
@@ -87,19 +126,22 @@ def test_a_body_of_another_length_is_refused(spool: Spool, contents: tuple[bytes
     asyncio.run(main())
 
 
-def test_a_body_that_is_too_long_is_not_read_to_its_end(spool: Spool) -> None:
+def test_a_body_that_is_too_long_is_neither_read_nor_written_to_its_end(spool: Spool) -> None:
     read = []
 
     async def long() -> AsyncIterator[bytes]:
         for _ in range(20):
             read.append(40)
-            yield b"x" * 40
+            yield b"y" * 40
 
     async def main() -> None:
+        async with spool.receive(pages(10), LIMIT):
+            pass
         assert (await refused(spool, long(), 50)).kind == "truncated"
 
     asyncio.run(main())
     assert len(read) == 2
+    assert b"y" * 41 not in spool.path.read_bytes()
 
 
 def test_a_body_without_a_length_is_refused(spool: Spool) -> None:
@@ -111,11 +153,31 @@ def test_a_body_beyond_the_spool_is_refused_at_once(spool: Spool) -> None:
     """Even when the spool is full: it could never be taken."""
 
     async def main() -> None:
-        async with spool.receive(pieces(b"x" * LIMIT), LIMIT):
+        async with spool.receive(pages(10), LIMIT):
             error = await refused(spool, pieces(), LIMIT + 1)
         assert (error.kind, error.status, error.details) == ("chunk-too-large", 413, {"limit": LIMIT})
 
     asyncio.run(main())
+
+
+def test_a_body_of_another_digest_is_refused(spool: Spool) -> None:
+    body = b"abc" * 1000
+    right = base64.b64encode(hashlib.sha256(body).digest()).decode()
+
+    async def main() -> None:
+        for content, kind in ((body, None), (body[:-1] + b"d", "digest-mismatch")):
+            digest = ContentDigest.parse(f"sha-256=:{right}:")
+            if kind:
+                assert (await refused(spool, pieces(content), len(body), digest)).kind == kind
+            else:
+                async with spool.receive(pieces(content), len(body), digest):
+                    pass
+        await takes_everything(spool)
+
+    asyncio.run(main())
+
+
+# --- waiting for room
 
 
 def test_a_body_beyond_the_room_waits_and_is_not_read_before(spool: Spool) -> None:
@@ -123,59 +185,161 @@ def test_a_body_beyond_the_room_waits_and_is_not_read_before(spool: Spool) -> No
 
     async def second_body() -> AsyncIterator[bytes]:
         events.append("second is read")
-        yield b"y" * 50
+        yield b"y" * 5 * PAGE
 
     async def second() -> None:
-        async with spool.receive(second_body(), 50) as file:
-            assert file.read_bytes() == b"y" * 50
+        async with spool.receive(second_body(), 5 * PAGE) as extent:
+            assert on_disk(extent) == b"y" * 5 * PAGE
 
     async def main() -> None:
-        async with spool.receive(pieces(b"x" * 60), 60):
+        async with spool.receive(pages(6), 6 * PAGE) as first:
             waiting = asyncio.create_task(second())
             await settle()
             assert events == []
-            async with spool.receive(pieces(b"z" * 40), 40):
-                events.append("third fits")
-            await settle()
-            assert events == ["third fits"]
-        await asyncio.wait_for(waiting, 5)
-        assert events == ["third fits", "second is read"]
+            assert on_disk(first) == b"x" * 6 * PAGE
+        await asyncio.wait_for(waiting, 10)
+        assert events == ["second is read"]
         await takes_everything(spool)
 
     asyncio.run(main())
 
 
-def test_many_uploads_never_hold_more_than_the_limit(spool: Spool) -> None:
-    held = 0
-    most = 0
+def test_room_is_given_in_order_of_arrival(spool: Spool) -> None:
+    """Small bodies that would fit wait behind a big one that does not: it would starve otherwise."""
+    events: list[str] = []
 
-    async def upload(size: int) -> None:
-        nonlocal held, most
-        async with spool.receive(pieces(b"x" * size), size) as file:
-            held += size
-            most = max(most, held)
-            assert sum(path.stat().st_size for path in spool.folder.iterdir()) <= LIMIT
-            await settle()
-            assert file.stat().st_size == size
-            held -= size
+    async def upload(name: str, count: int, until: asyncio.Event) -> None:
+        async with spool.receive(pages(count), count * PAGE):
+            events.append(name)
+            await until.wait()
 
     async def main() -> None:
-        await asyncio.wait_for(asyncio.gather(*(upload(10 + 13 * index % 60) for index in range(30))), 20)
+        first_done, others_done = asyncio.Event(), asyncio.Event()
+        others_done.set()
+        tasks = [asyncio.create_task(upload("first", 4, first_done))]
+        while not events:
+            await asyncio.sleep(0.001)
+        for name, count in (("big", 9), ("small 1", 1), ("small 2", 1)):
+            await settle()
+            tasks.append(asyncio.create_task(upload(name, count, others_done)))
+        await settle()
+        assert events == ["first"]
+        first_done.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert sorted(events) == ["big", "first", "small 1", "small 2"]
+        await takes_everything(spool)
 
     asyncio.run(main())
-    assert 60 < most <= LIMIT
+
+
+def test_one_that_stops_waiting_does_not_hold_up_the_next(spool: Spool) -> None:
+    async def wait_for_room(count: int) -> None:
+        async with spool.receive(pages(count), count * PAGE):
+            pass
+
+    async def main() -> None:
+        async with spool.receive(pages(4), 4 * PAGE):
+            big = asyncio.create_task(wait_for_room(9))
+            await settle()
+            small = asyncio.create_task(wait_for_room(1))
+            await settle()
+            assert not small.done()
+            big.cancel()
+            await asyncio.wait_for(small, 10)
+        await takes_everything(spool)
+
+    asyncio.run(main())
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, LIMIT), st.sampled_from(("good", "short", "failing", "cancelled"))),
+        max_size=15,
+    )
+)
+@settings(deadline=None, max_examples=40)
+def test_extents_never_overlap_and_all_room_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, uploads: list[tuple[int, str]]
+) -> None:
+    spool = Spool(str(tmp_path_factory.mktemp("spool")), LIMIT)
+    held: list[tuple[int, int]] = []
+
+    async def upload(number: int, size: int, fate: str) -> None:
+        content = bytes([number + 1]) * size
+        body = pieces(content[: size // 2], b"" if fate == "short" else content[size // 2 :])
+        async with spool.receive(body, size) as extent:
+            own = extent.offset, extent.offset + size
+            assert 0 <= own[0] <= own[1] <= spool.limit
+            assert not size or all(own[1] <= start or stop <= own[0] for start, stop in held if start < stop)
+            held.append(own)
+            try:
+                if fate == "cancelled":
+                    await asyncio.Event().wait()
+                await settle()
+                assert bytes(extent.content) == on_disk(extent) == content
+                if fate == "failing":
+                    raise RuntimeError("staging failed")
+            finally:
+                held.remove(own)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(upload(number, *each)) for number, each in enumerate(uploads)]
+        cancelled = [task for task, (_, fate) in zip(tasks, uploads, strict=True) if fate == "cancelled"]
+        while cancelled:
+            await settle()
+            cancelled.pop().cancel()
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        for (size, fate), outcome in zip(uploads, outcomes, strict=True):
+            expected = {"good": type(None), "short": UpdateError, "failing": RuntimeError}
+            kind = expected.get(fate, asyncio.CancelledError)
+            assert isinstance(outcome, kind) or (fate == "short" and not size), (fate, outcome)
+        await takes_everything(spool)
+
+    asyncio.run(main())
+    spool.close()
+
+
+# --- bodies that stop, and folders that are full
+
+
+@pytest.mark.parametrize("content", [b"", b"abc"])
+def test_an_upload_that_stalls_gives_its_room_back(tmp_path: Path, content: bytes) -> None:
+    spool = Spool(str(tmp_path), LIMIT, idle_seconds=0.2)
+
+    async def main() -> None:
+        error = await refused(spool, stalled(content), LIMIT)
+        assert (error.kind, error.status) == ("upload-stalled", 408)
+        assert f"after {len(content)} of {LIMIT} bytes" in str(error)
+        await takes_everything(spool)
+
+    asyncio.run(main())
+    spool.close()
+
+
+def test_waiting_for_room_and_staging_are_not_stalling(tmp_path: Path) -> None:
+    """Only the client is held to the time between two pieces: what it waits for is not its fault."""
+    spool = Spool(str(tmp_path), LIMIT, idle_seconds=0.2)
+
+    async def second() -> None:
+        async with spool.receive(pages(10), LIMIT):
+            pass
+
+    async def main() -> None:
+        async with spool.receive(pages(10), LIMIT):
+            waiting = asyncio.create_task(second())
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+        await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(main())
+    spool.close()
 
 
 @pytest.mark.parametrize("moment", ["waiting", "reading", "staging"])
 def test_a_cancelled_upload_leaves_nothing(spool: Spool, moment: str) -> None:
-    async def body() -> AsyncIterator[bytes]:
-        yield b"x" * 40
-        if moment == "reading":
-            await asyncio.Event().wait()
-        yield b"x" * 40
-
     async def upload() -> None:
-        async with spool.receive(body(), 80):
+        body = stalled(b"x") if moment == "reading" else pages(8)
+        async with spool.receive(body, 8 * PAGE):
             await asyncio.Event().wait()
 
     async def cancel() -> None:
@@ -187,7 +351,7 @@ def test_a_cancelled_upload_leaves_nothing(spool: Spool, moment: str) -> None:
 
     async def main() -> None:
         if moment == "waiting":
-            async with spool.receive(pieces(b"y" * 50), 50):
+            async with spool.receive(pages(5), 5 * PAGE):
                 await cancel()
         else:
             await cancel()
@@ -196,53 +360,91 @@ def test_a_cancelled_upload_leaves_nothing(spool: Spool, moment: str) -> None:
     asyncio.run(main())
 
 
-def test_a_file_that_cannot_be_made_gives_its_room_back(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: object, **kwargs: object) -> tuple[int, str]:
-        raise OSError(28, os.strerror(28))
+def test_what_a_silent_rank_may_still_read_is_not_given_to_another(spool: Spool) -> None:
+    """Its bytes would be staged as those of the upload that was given up."""
 
     async def main() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr("vllm_fp8ext.serve.spool.tempfile.mkstemp", full)
-            with pytest.raises(UpdateError, match="No space"):
-                async with spool.receive(pieces(b"x" * LIMIT), LIMIT):
-                    pytest.fail("the body was taken")
+        async def give_up() -> Extent:
+            with contextlib.suppress(UpdateError):
+                async with spool.receive(pages(4), 4 * PAGE) as extent:
+                    raise UpdateError("engine-timeout", "a rank is silent", status=504)
+            return extent
+
+        held = await give_up()
+        kept = bytes(held.content)
+        async with asyncio.timeout(10), spool.receive(pages(6), 6 * PAGE) as other:
+            assert other.offset >= held.offset + held.length
+            assert bytes(held.content) == kept
+
+    asyncio.run(main())
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """A limit on file sizes: like a disk that is almost full, it takes a part of a write without an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [0, 1, PAGE, LIMIT - 1])
+@pytest.mark.parametrize(
+    "body",
+    [lambda: pieces(b"x" * LIMIT), lambda: pages(10), lambda: pieces(b"x" * (LIMIT - 1), b"x")],
+    ids=["one piece", "pages", "a last byte"],
+)
+def test_what_was_not_written_whole_is_not_handed_on(
+    spool: Spool, room: int, body: Callable[[], AsyncIterator[bytes]]
+) -> None:
+    async def main() -> None:
+        with files_end_at(room):
+            error = await refused(spool, body(), LIMIT)
+        assert (error.kind, error.status) == ("spool-failed", 507)
+        assert str(spool.path) in str(error)
         await takes_everything(spool)
 
     asyncio.run(main())
 
 
-def test_a_file_that_was_not_written_whole_is_not_handed_on(spool: Spool) -> None:
-    """A disk that is almost full takes a part of a write without an error. A limit on file sizes does the
-    same."""
-
-    async def main() -> None:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT // 2, before[1]))
-        try:
-            with pytest.raises(UpdateError) as refused:
-                async with spool.receive(pieces(b"x" * LIMIT), LIMIT):
-                    pytest.fail("a part was handed on")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert (refused.value.kind, refused.value.status) == ("spool-failed", 507)
-        await takes_everything(spool)
-
-    asyncio.run(main())
+# --- the file
 
 
-def test_a_folder_that_is_not_there_is_replaced_by_the_temporary_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_fp8ext.serve.spool.tempfile.gettempdir", lambda: str(tmp_path))
-    spool = Spool("/does/not/exist", LIMIT)
-    assert spool.folder.parent == tmp_path
-    spool.close()
-    spool.close()
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a folder"):
+        Spool(str(tmp_path / "missing"), LIMIT)
+
+
+def test_a_spool_without_a_page_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is full"):
+        Spool(str(tmp_path), PAGE - 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_limit_is_what_the_disk_has(tmp_path: Path) -> None:
-    spool = Spool(str(tmp_path), 1 << 80)
-    assert 0 < spool.limit < 1 << 80
+    spool = Spool(str(tmp_path), 1 << 60)
+    assert 0 < spool.limit < 1 << 60
+    assert spool.limit % PAGE == 0
+    assert spool.path.stat().st_blocks == 0, "room is taken when it is needed"
     spool.close()
+
+
+def test_what_could_never_be_sent_is_an_error(spool: Spool) -> None:
+    spool.require_room(LIMIT, "lm_head.weight")
+    with pytest.raises(ConfigError, match=rf"lm_head\.weight takes {LIMIT + 1}.*--shm-size"):
+        spool.require_room(LIMIT + 1, "lm_head.weight")
+
+
+def test_ranks_that_have_it_mapped_keep_it(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), LIMIT)
+    descriptor = os.open(spool.path, os.O_RDONLY)
+
+    async def main() -> None:
+        async with spool.receive(pieces(b"abc"), 3) as extent:
+            spool.close()
+            assert os.pread(descriptor, 3, extent.offset) == b"abc" == bytes(extent.content)
+
+    asyncio.run(main())
+    os.close(descriptor)

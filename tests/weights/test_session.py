@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """One update's state machine: each transition, and any sequence of calls against a small model."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.claims import Claim
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.session import Running, Session, State, refusal
 
 NAMES = ("a", "b", "c", "d")
+OPENED = 1000.0
+LIFETIME = 60.0
 MANIFEST = Manifest(
     {name: TensorSpec(name, (4, 2), "bfloat16") for name in NAMES}, frozenset({"tied"}), {}, "fp32", 1
 )
@@ -22,8 +25,10 @@ def specs(names: Iterable[str]) -> list[TensorSpec]:
     return [TensorSpec(name, (4, 2), "bfloat16") for name in names]
 
 
-def opened(base_epoch: int | None = None) -> Session:
-    return Session("u1", "step-9", Running.KEEP, MANIFEST, base_epoch)
+def opened(base_epoch: int | None = None, claims: Mapping[str, Claim] | None = None) -> Session:
+    return Session(
+        "u1", "step-9", Running.KEEP, MANIFEST, OPENED, LIFETIME, base_epoch=base_epoch, claims=claims or {}
+    )
 
 
 def send(session: Session, key: str, names: Iterable[str], size: int = 10) -> None:
@@ -31,10 +36,15 @@ def send(session: Session, key: str, names: Iterable[str], size: int = 10) -> No
     session.staged(key, [])
 
 
+def prepare(session: Session, epoch: int = 0) -> None:
+    session.check(epoch)
+    session.prepared(session.revision)
+
+
 def prepared() -> Session:
     session = opened()
     send(session, "0", NAMES)
-    session.prepare(0)
+    prepare(session)
     return session
 
 
@@ -47,6 +57,12 @@ def committed() -> Session:
 def abandoned() -> Session:
     session = opened()
     session.abandon()
+    return session
+
+
+def expired() -> Session:
+    session = opened()
+    assert session.expire(OPENED + LIFETIME)
     return session
 
 
@@ -64,33 +80,43 @@ def test_the_way_through() -> None:
     assert (session.state, session.live) == (State.OPEN, True)
     send(session, "0", "ab")
     send(session, "1", "cd")
-    session.prepare(0)
+    prepare(session)
     assert (session.state, session.live) == (State.PREPARED, True)
     session.commit({"epoch": 1})
     assert (session.state, session.live) == (State.COMMITTED, False)
     assert session.result == {"epoch": 1}
 
 
-@pytest.mark.parametrize("make", [opened, committed, abandoned], ids=lambda make: make.__name__)
-def test_only_a_prepared_update_is_committed(make: Callable[[], Session]) -> None:
+ENDED = {committed: ("wrong-state", 409), abandoned: ("wrong-state", 409), expired: ("expired", 410)}
+ended = pytest.mark.parametrize("make", ENDED, ids=lambda make: make.__name__)
+
+
+@ended
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda session: session.receive("0", specs("a"), 1),
+        lambda session: session.check(0),
+        lambda session: session.prepared(session.revision),
+        lambda session: session.commit({"epoch": 7}),
+    ],
+    ids=["receive", "check", "prepared", "commit"],
+)
+def test_an_ended_update_takes_no_call(
+    make: Callable[[], Session], call: Callable[[Session], object]
+) -> None:
     session = make()
     before = session.as_dict()
-    error = refused(lambda: session.commit({"epoch": 7}))
-    assert (error.kind, error.status) == ("wrong-state", 409)
+    error = refused(lambda: call(session))
+    assert (error.kind, error.status) == ENDED[make]
     assert str(session.state) in str(error)
     assert session.as_dict() == before
 
 
-@pytest.mark.parametrize("make", [committed, abandoned], ids=lambda make: make.__name__)
-def test_an_ended_update_takes_no_chunk(make: Callable[[], Session]) -> None:
-    session = make()
-    before = session.as_dict()
-    assert refused(lambda: session.receive("0", specs("a"), 1)).kind == "wrong-state"
-    assert session.as_dict() == before
-
-
-def test_an_abandoned_update_is_not_prepared() -> None:
-    assert refused(lambda: abandoned().prepare(0)).kind == "wrong-state"
+def test_an_open_update_is_not_committed() -> None:
+    error = refused(lambda: opened().commit({"epoch": 7}))
+    assert (error.kind, error.status) == ("not-prepared", 409)
+    assert "prepare it first" in str(error)
 
 
 def test_a_committed_update_is_not_abandoned() -> None:
@@ -101,31 +127,59 @@ def test_a_committed_update_is_not_abandoned() -> None:
     assert session.state is State.COMMITTED
 
 
-@pytest.mark.parametrize("make", [opened, prepared, abandoned], ids=lambda make: make.__name__)
-def test_abandoning_is_idempotent(make: Callable[[], Session]) -> None:
+@pytest.mark.parametrize("make", [opened, prepared], ids=lambda make: make.__name__)
+def test_an_update_is_abandoned_once(make: Callable[[], Session]) -> None:
     session = make()
-    session.abandon()
-    session.abandon()
+    assert session.abandon()
+    assert not session.abandon()
     assert session.state is State.ABANDONED
 
 
-def test_preparing_is_idempotent_before_and_after_the_commit() -> None:
+def test_an_expired_update_is_not_abandoned_any_more() -> None:
+    session = expired()
+    assert not session.abandon()
+    assert session.state is State.EXPIRED
+
+
+def test_preparing_again_is_allowed() -> None:
     session = prepared()
-    session.prepare(0)
+    prepare(session)
     assert session.state is State.PREPARED
-    session.commit({"epoch": 1})
-    session.prepare(99)
-    assert session.state is State.COMMITTED
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["staged", "staging"])
+def test_what_was_prepared_before_a_chunk_came_is_not_prepared(done: bool) -> None:
+    """The canary takes a while; a chunk may arrive meanwhile, and even be staged."""
+    session = opened()
+    send(session, "0", NAMES)
+    session.check(0)
+    begun = session.revision
+    session.receive("0", specs(NAMES), 10)
+    if done:
+        session.staged("0", [])
+    assert refused(lambda: session.prepared(begun)).kind == "staging"
+    assert session.state is State.OPEN
+
+
+def test_what_is_forgotten_is_sent_again() -> None:
+    session = prepared()
+    begun = session.revision
+    session.forget()
+    assert (session.state, session.missing(), session.bytes) == (State.OPEN, list(NAMES), 0)
+    assert refused(lambda: session.prepared(begun)).kind == "staging"
+    send(session, "0", NAMES)
+    prepare(session)
+    assert session.state is State.PREPARED
 
 
 def test_a_chunk_reopens_a_prepared_update() -> None:
     session = prepared()
     session.receive("0", specs(NAMES), 10)
     assert session.state is State.OPEN
-    assert refused(lambda: session.prepare(0)).kind == "staging"
-    assert refused(lambda: session.commit({})).kind == "wrong-state"
+    assert refused(lambda: prepare(session)).kind == "staging"
+    assert refused(lambda: session.commit({})).kind == "not-prepared"
     session.staged("0", [])
-    session.prepare(0)
+    prepare(session)
     assert session.state is State.PREPARED
 
 
@@ -146,9 +200,9 @@ def test_an_update_for_other_weights_is_refused(base: int | None, epoch: int, st
     send(session, "0", NAMES)
     if not stale:
         session.check_base(epoch)
-        session.prepare(epoch)
+        prepare(session, epoch)
         return
-    for call in (session.check_base, session.prepare):
+    for call in (session.check_base, session.check):
         error = refused(lambda call=call: call(epoch))
         assert (error.kind, error.status) == ("stale-base", 409)
         assert error.details == {"expected": base, "found": epoch}
@@ -158,8 +212,38 @@ def test_an_update_for_other_weights_is_refused(base: int | None, epoch: int, st
 def test_weights_that_changed_after_prepare_are_noticed() -> None:
     session = opened(0)
     send(session, "0", NAMES)
-    session.prepare(0)
-    assert refused(lambda: session.prepare(1)).kind == "stale-base"
+    prepare(session)
+    assert refused(lambda: session.check(1)).kind == "stale-base"
+
+
+# --- time
+
+
+@pytest.mark.parametrize("make", [opened, prepared], ids=lambda make: make.__name__)
+def test_an_update_expires_when_nothing_comes_for_its_lifetime(make: Callable[[], Session]) -> None:
+    session = make()
+    assert not session.expire(OPENED + LIFETIME - 1)
+    session.touch(OPENED + 30)
+    assert not session.expire(OPENED + LIFETIME)
+    assert session.expire(OPENED + LIFETIME + 30)
+    assert not session.expire(OPENED + LIFETIME + 31), "it ended before"
+    assert session.state is State.EXPIRED
+
+
+def test_an_update_whose_chunk_is_being_staged_does_not_expire() -> None:
+    session = opened()
+    session.receive("0", specs("a"), 10)
+    assert not session.expire(OPENED + 10 * LIFETIME)
+    session.staged("0", [])
+    assert session.expire(OPENED + 10 * LIFETIME)
+
+
+@pytest.mark.parametrize("make", [committed, abandoned], ids=lambda make: make.__name__)
+def test_an_ended_update_does_not_expire(make: Callable[[], Session]) -> None:
+    session = make()
+    state = session.state
+    assert not session.expire(OPENED + 10 * LIFETIME)
+    assert session.state is state
 
 
 # --- chunks
@@ -194,6 +278,17 @@ def test_problems_of_one_kind_give_the_error_its_kind() -> None:
     assert str(error).endswith("and 4 more")
 
 
+def test_what_differs_from_its_claim_is_refused_and_told_once() -> None:
+    """A tensor that differs from the manifest and from its claim in the same way has one problem."""
+    claims = {"a": Claim((4, 2), "float16"), "b": Claim((2, 4)), "c": Claim(sha256="0" * 64)}
+    session = opened(claims=claims)
+    brought = [TensorSpec("b", (4, 1), "bfloat16"), *specs("ac")]
+    error = refused(lambda: session.receive("0", brought, 10))
+    found = [(p["kind"], p["tensor"], p["expected"]) for p in error.details["problems"]]
+    assert found == [("wrong-shape", "b", [4, 2]), ("wrong-dtype", "a", "float16")]
+    session.receive("0", [TensorSpec("a", (4, 2), "float16"), *specs("c")], 10)
+
+
 def test_a_tensor_belongs_to_one_chunk() -> None:
     session = opened()
     session.receive("0", specs("ab"), 10)
@@ -206,7 +301,7 @@ def test_ignored_tensors_may_come_often() -> None:
     session = opened()
     send(session, "0", ["a", "b", "tied"])
     send(session, "1", ["c", "d", "tied"])
-    session.prepare(0)
+    prepare(session)
 
 
 def test_a_chunk_is_replaced_as_a_whole() -> None:
@@ -244,7 +339,7 @@ def test_a_refused_chunk_counts_as_missing() -> None:
     problem = {"kind": "non-finite", "tensor": "c"}
     session.staged("1", [problem])
     assert session.missing() == ["c", "d"]
-    error = refused(lambda: session.prepare(0))
+    error = refused(lambda: prepare(session))
     assert (error.kind, error.status) == ("incomplete", 422)
     assert error.details == {"missing": ["c", "d"], "problems": [problem]}
     assert session.as_dict()["problems"] == [problem]
@@ -257,12 +352,12 @@ def test_a_refused_chunk_is_sent_again_under_its_own_or_another_key(key: str) ->
     session.receive("1", specs("cd"), 10)
     session.staged("1", [{"kind": "non-finite", "tensor": "c"}])
     send(session, key, "cd")
-    session.prepare(0)
+    prepare(session)
     assert session.state is State.PREPARED
 
 
 def test_every_missing_tensor_is_listed() -> None:
-    error = refused(lambda: opened().prepare(0))
+    error = refused(lambda: opened().check(0))
     assert error.kind == "incomplete"
     assert error.details["missing"] == list(NAMES)
     assert "lacks 4 of 4 tensors: a, b, c, d" in str(error)
@@ -272,12 +367,12 @@ def test_preparing_waits_for_chunks_that_are_being_staged() -> None:
     session = opened()
     send(session, "0", NAMES)
     session.receive("1", specs(["tied"]), 10)
-    error = refused(lambda: session.prepare(0))
+    error = refused(lambda: prepare(session))
     assert (error.kind, error.status) == ("staging", 409)
 
 
 def test_what_is_told_about_an_update() -> None:
-    session = Session("u1", "step-9", Running.RECOMPUTE, MANIFEST, 4, opened_at=123.0)
+    session = Session("u1", "step-9", Running.RECOMPUTE, MANIFEST, 123.0, 60.0, base_epoch=4)
     send(session, "0", "ab", 30)
     session.receive("1", specs("c"), 15)
     assert session.as_dict() == {
@@ -287,6 +382,7 @@ def test_what_is_told_about_an_update() -> None:
         "running": "recompute",
         "base_epoch": 4,
         "opened_at": 123.0,
+        "expires_at": 183.0,
         "tensors_required": 4,
         "tensors_missing": 2,
         "missing": ["c", "d"],
@@ -298,19 +394,38 @@ def test_what_is_told_about_an_update() -> None:
         "problems": [],
         "seconds": {},
         "quantization_error": None,
+        "canary_perplexity": None,
         "result": None,
     }
 
 
-@pytest.mark.parametrize("make", [committed, abandoned], ids=lambda make: make.__name__)
-def test_an_ended_update_misses_nothing(make: Callable[[], Session]) -> None:
-    assert make().as_dict()["tensors_missing"] == 0
+@ended
+def test_an_ended_update_misses_nothing_and_has_no_time_left(make: Callable[[], Session]) -> None:
+    told = make().as_dict()
+    assert (told["tensors_missing"], told["missing"], told["expires_at"]) == (0, [], None)
 
 
 def test_the_quantization_error_is_relative() -> None:
+    """A tensor without a norm (not quantized, or all zeros) has none; a chunk that comes again brings its own."""
     session = opened()
-    session.squared_error, session.squared_norm = 9.0, 144.0
-    assert session.quantization_error == 0.25
+    session.receive("0", specs("ab"), 10)
+    session.staged("0", [], {"a": (9.0, 100.0), "b": (0.0, 0.0)})
+    session.receive("1", specs("c"), 10)
+    session.staged("1", [], {"c": (1000.0, 1.0)})
+    session.receive("1", specs("c"), 10)
+    session.staged("1", [], {"c": (16.0, 300.0)})
+    found = session.quantization_error
+    assert found is not None
+    assert found["relative"] == pytest.approx((25 / 400) ** 0.5)
+    assert found["mean"] == pytest.approx((0.3 + (16 / 300) ** 0.5) / 2)
+    assert (found["max"], found["worst"]) == (pytest.approx(0.3), "a")
+
+
+def test_without_quantized_tensors_there_is_no_quantization_error() -> None:
+    session = opened()
+    session.receive("0", specs("a"), 10)
+    session.staged("0", [], {"a": (0.0, 0.0)})
+    assert session.quantization_error is None
 
 
 def test_refusals_carry_all_problems() -> None:
@@ -324,7 +439,7 @@ def test_refusals_carry_all_problems() -> None:
 
 
 class AnySequence(RuleBasedStateMachine):
-    """A session against a model: a state, and for each chunk its names and what became of it."""
+    """A session against a model: a state, a clock, and for each chunk what became of it, its names and its size."""
 
     keys = Bundle("keys")
 
@@ -332,99 +447,168 @@ class AnySequence(RuleBasedStateMachine):
         super().__init__()
         self.session = opened(base_epoch=1)
         self.state = "open"
-        self.chunks: dict[str, tuple[str, frozenset[str]]] = {}
+        self.now = OPENED
+        self.last = OPENED
+        self.chunks: dict[str, tuple[str, frozenset[str], int]] = {}
+        self.arrivals = 0
+        self.checked: tuple[int, int] | None = None
+        """Arrivals, and the session's own revision, when everything was found to be here."""
 
     @property
     def live(self) -> bool:
         return self.state in ("open", "prepared")
 
+    @property
+    def over(self) -> str:
+        """The refusal of an ended update."""
+        return "expired" if self.state == "expired" else "wrong-state"
+
+    @property
+    def staging(self) -> bool:
+        return any(status == "staging" for status, _, _ in self.chunks.values())
+
     def have(self) -> set[str]:
-        return {name for status, names in self.chunks.values() if status == "staged" for name in names}
+        return {name for status, names, _ in self.chunks.values() if status == "staged" for name in names}
+
+    def others(self, key: str) -> set[str]:
+        return {name for other, (_, names, _) in self.chunks.items() if other != key for name in names}
 
     def expect(self, kind: str | None, call: Callable[[], object]) -> None:
-        """The call succeeds when `kind` is None, otherwise it is refused with this kind and changes
-        nothing."""
-        before = self.session.as_dict()
+        """The call succeeds when `kind` is None, otherwise it is refused with this kind and changes nothing."""
         if kind is None:
             call()
             return
+        before = self.session.as_dict()
         assert refused(call).kind == kind
         assert self.session.as_dict() == before
 
-    @rule(target=keys, key=st.sampled_from("012"), names=st.frozensets(st.sampled_from((*NAMES, "tied"))))
-    def receive(self, key: str, names: frozenset[str]) -> str:
-        others = {name for other, (_, brought) in self.chunks.items() if other != key for name in brought}
+    @rule(
+        target=keys,
+        key=st.sampled_from("012"),
+        names=st.frozensets(st.sampled_from((*NAMES, "tied"))),
+        size=st.integers(0, 99),
+    )
+    def receive(self, key: str, names: frozenset[str], size: int) -> str:
         if not self.live:
-            kind = "wrong-state"
+            kind = self.over
         elif self.chunks.get(key, ("",))[0] == "staging":
             kind = "chunk-busy"
-        elif names & others - {"tied"}:
+        elif names & self.others(key) - {"tied"}:
             kind = "duplicate-tensor"
         else:
             kind = None
-        self.expect(kind, lambda: self.session.receive(key, specs(names), len(names)))
+        self.expect(kind, lambda: self.session.receive(key, specs(names), size))
         if kind is None:
             self.state = "open"
-            self.chunks[key] = "staging", names
+            self.arrivals += 1
+            self.chunks[key] = "staging", names, size
         return key
 
     @rule(key=keys, good=st.booleans())
     def staged(self, key: str, good: bool) -> None:
-        status, names = self.chunks.get(key, ("", frozenset()))
+        """Also after the update has ended: the ranks do not know."""
+        status, names, size = self.chunks.get(key, ("", frozenset(), 0))
         if status == "staging":
             self.session.staged(key, [] if good else [{"kind": "non-finite", "tensor": "a"}])
-            self.chunks[key] = ("staged", names) if good else ("refused", frozenset())
+            self.chunks[key] = ("staged", names, size) if good else ("refused", frozenset(), size)
 
     @rule(target=keys, key=st.sampled_from("012"))
     def fill(self, key: str) -> str:
         """A chunk of all that the others leave, as a client would send it."""
         for other in self.chunks:
             self.staged(other, good=True)
-        others = {name for other, (_, brought) in self.chunks.items() if other != key for name in brought}
-        self.receive(key, frozenset({*NAMES, "tied"} - others | {"tied"}))
+        self.receive(key, frozenset({*NAMES, "tied"} - self.others(key) | {"tied"}), 7)
         self.staged(key, good=True)
         return key
 
     @rule(epoch=st.sampled_from((1, 1, 1, 2)))
-    def prepare(self, epoch: int) -> None:
-        if self.state == "committed":
-            kind = None
-        elif not self.live:
-            kind = "wrong-state"
+    def check(self, epoch: int) -> None:
+        if not self.live:
+            kind = self.over
         elif epoch != 1:
             kind = "stale-base"
-        elif any(status == "staging" for status, _ in self.chunks.values()):
+        elif self.staging:
             kind = "staging"
         elif set(NAMES) - self.have():
             kind = "incomplete"
         else:
             kind = None
-        self.expect(kind, lambda: self.session.prepare(epoch))
-        if kind is None and self.live:
+        self.expect(kind, lambda: self.session.check(epoch))
+        if kind is None:
+            self.checked = self.arrivals, self.session.revision
+
+    @rule()
+    def prepared(self) -> None:
+        """The canary, begun when everything was here, has sung; chunks may have arrived since."""
+        if self.checked is None:
+            return
+        arrivals, revision = self.checked
+        kind = self.over if not self.live else "staging" if arrivals != self.arrivals else None
+        self.expect(kind, lambda: self.session.prepared(revision))
+        if kind is None:
             self.state = "prepared"
+
+    @rule(key=st.sampled_from("012"), late=st.booleans())
+    def sing(self, key: str, late: bool) -> None:
+        """As a client would finish an update; `late`: a chunk comes, and is staged, while the canary sings."""
+        self.fill(key)
+        self.check(1)
+        if late:
+            self.fill(key)
+        self.prepared()
 
     @rule()
     def commit(self) -> None:
-        allowed = self.state == "prepared"
-        self.expect(None if allowed else "wrong-state", lambda: self.session.commit({"epoch": 2}))
-        if allowed:
+        kind = None if self.state == "prepared" else "not-prepared" if self.state == "open" else self.over
+        self.expect(kind, lambda: self.session.commit({"epoch": 2}))
+        if kind is None:
+            assert self.have() >= set(NAMES)
+            assert self.checked is not None
+            assert self.checked[0] == self.arrivals
             self.state = "committed"
+
+    @precondition(lambda self: self.state == "prepared")
+    @rule()
+    def forget(self) -> None:
+        """The commit of a prepared update failed half-way."""
+        self.session.forget()
+        self.chunks.clear()
+        self.arrivals += 1
+        self.state = "open"
+        self.prepared()
 
     @rule(really=st.sampled_from((True, False, False, False)))
     def abandon(self, really: bool) -> None:
         if not really:
             return
-        self.expect("wrong-state" if self.state == "committed" else None, self.session.abandon)
-        if self.state != "committed":
-            self.state = "abandoned"
+        if self.state == "committed":
+            self.expect("wrong-state", self.session.abandon)
+            return
+        assert self.session.abandon() == self.live
+        self.state = "abandoned" if self.live else self.state
+
+    @rule()
+    def touch(self) -> None:
+        self.session.touch(self.now)
+        self.last = self.now
+
+    @rule(seconds=st.sampled_from((0.0, 10.0, 59.0, 60.0)))
+    def expire(self, seconds: float) -> None:
+        self.now += seconds
+        ends = self.live and not self.staging and self.now - self.last >= LIFETIME
+        assert self.session.expire(self.now) == ends
+        self.state = "expired" if ends else self.state
 
     @invariant()
     def agrees(self) -> None:
-        assert self.session.state == self.state
+        told = self.session.as_dict()
+        assert told["state"] == self.state
+        assert self.session.live == self.live
         assert set(self.session.missing()) == set(NAMES) - self.have()
-        if self.state == "committed":
-            assert self.have() >= set(NAMES)
+        assert told["bytes"] == sum(size for status, _, size in self.chunks.values() if status == "staged")
+        assert told["expires_at"] == (self.last + LIFETIME if self.live else None)
+        assert len(told["problems"]) == sum(status == "refused" for status, _, _ in self.chunks.values())
 
 
 TestAnySequence = AnySequence.TestCase
-TestAnySequence.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+TestAnySequence.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)

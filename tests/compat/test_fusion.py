@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass that joins linear layers with what comes before them, on graphs as vLLM hands them over."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from vllm_fp8ext.kernels import cases, reference
+
+pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+
+M, N, K = 5, 256, 384
+EPSILON = 1e-6
+
+
+@pytest.fixture(scope="module")
+def joined() -> Callable[[fx.Graph], dict[str, int]]:
+    """Runs the pass; returns how often each of our operators is in the graph afterwards."""
+    import vllm.ir.ops  # noqa: F401  its operators
+
+    from vllm_fp8ext.compat.fusion import JoinLinear
+
+    def run(graph: fx.Graph) -> dict[str, int]:
+        JoinLinear()(graph)
+        graph.lint()
+        found: dict[str, int] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and str(node.target).startswith("fp8ext."):
+                name = str(node.target).split(".")[1]
+                found[name] = found.get(name, 0) + 1
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def weight() -> tuple[Tensor, Tensor]:
+    return reference.quantize_weight(cases.weight(N, K, "cpu"))
+
+
+def linear(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.ops.fp8ext.linear(x, *weight, None, "fp32", 0, "slow")
+
+
+@pytest.fixture(autouse=True)
+def slow_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_fp8ext.kernels.linear import GEMMS
+
+    def gemm(x: Any, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference.gemm(*x, codes, scales).to(dtype)
+
+    monkeypatch.setitem(GEMMS, "slow", gemm)
+
+
+def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def integers(*shape: int, seed: int = 0) -> Tensor:
+    """Sums of their squares are exact in any order."""
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randint(-32, 33, shape, generator=noise).bfloat16()
+
+
+def test_a_norm_with_residual(joined, weight):
+    norm = torch.ones(K, dtype=torch.bfloat16) * 0.75
+
+    def layer(x: Tensor, residual: Tensor, norm: Tensor, codes: Tensor, scales: Tensor) -> Any:
+        normed, added = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, norm, EPSILON, None)
+        return linear(normed, (codes, scales)), added * 2
+
+    inputs = integers(M, K), integers(M, K, seed=1), norm, *weight
+    graph = traced(layer, *inputs)
+    before = graph(*inputs)
+    assert joined(graph.graph) == {"rmsnorm_linear": 1}
+    graph.recompile()
+    for found, expected in zip(graph(*inputs), before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_first_norm(joined, weight):
+    norm = torch.ones(K, dtype=torch.bfloat16)
+
+    def layer(x: Tensor, norm: Tensor, codes: Tensor, scales: Tensor) -> Any:
+        return linear(torch.ops.vllm_ir.rms_norm(x, norm, EPSILON, None), (codes, scales)), x + 1
+
+    inputs = integers(M, K), norm, *weight
+    graph = traced(layer, *inputs)
+    before = graph(*inputs)
+    assert joined(graph.graph) == {"rmsnorm_linear": 1}
+    graph.recompile()
+    for found, expected in zip(graph(*inputs), before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("why", ["another reads it", "no weight", "part of the row", "other dtype"])
+def test_norms_that_stay(joined, weight, why: str):
+    norm = torch.ones(K, dtype=torch.float32 if why == "other dtype" else torch.bfloat16)
+
+    def layer(x: Tensor, norm: Tensor, codes: Tensor, scales: Tensor) -> Any:
+        part = K // 2 if why == "part of the row" else None
+        normed = torch.ops.vllm_ir.rms_norm(x, None if why == "no weight" else norm, EPSILON, part)
+        out = linear(normed, (codes, scales))
+        return (out, normed + 1) if why == "another reads it" else out
+
+    graph = traced(layer, integers(M, K), norm, *weight)
+    assert joined(graph.graph) == {"linear": 1}
+
+
+def test_silu_and_product(joined, weight):
+    """As `SiluAndMul` is in a functional graph when its operator is enabled."""
+    codes, scales = weight
+    graph = fx.Graph()
+    gate_up, held_codes, held_scales = (graph.placeholder(name) for name in ("gate_up", "codes", "scales"))
+    empty = graph.call_function(torch.ops.aten.empty.memory_format, ([M, K],), {"dtype": torch.bfloat16})
+    operation = _silu_and_mul()
+    made = graph.call_function(auto_functionalized, (operation,), {"result": empty, "input": gate_up})
+    activated = graph.call_function(operator.getitem, (made, 1))
+    arguments = (activated, held_codes, held_scales, None, "fp32", 0, "slow")
+    graph.output(graph.call_function(torch.ops.fp8ext.linear.default, arguments))
+    assert joined(graph) == {"silu_mul_linear": 1}
+    values = (integers(M, 2 * K) / 16).contiguous()
+    found = fx.GraphModule(torch.nn.Module(), graph)(values, codes, scales)
+    gate, up = values.chunk(2, 1)
+    expected = linear(torch.nn.functional.silu(gate) * up, weight)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def _silu_and_mul() -> Any:
+    """vLLM's operator, or one of its name where vLLM is built without it."""
+    if not hasattr(torch.ops._C, "silu_and_mul"):
+        torch.library.define("_C::silu_and_mul", "(Tensor(a!) result, Tensor input) -> ()")
+    return torch.ops._C.silu_and_mul.default
+
+
+def test_the_pass_is_named_by_its_source():
+    from vllm_fp8ext.compat.fusion import JoinLinear
+
+    assert JoinLinear().uuid() == JoinLinear().uuid()
+    assert len(JoinLinear().uuid()) == 64

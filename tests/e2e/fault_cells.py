@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault matrix: what is broken, on which server, and how it must end.
+
+Every cell runs on a real server while a completion streams: the fault strikes, every open call is answered, and the server is
+either as it was (or heals by a full update) or it has ended, with a non-zero exit code and nothing left behind.
+"""
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from vllm_fp8ext.checkpoints import EARLY, LATE
+from vllm_fp8ext.demo.server import MODEL, SMALL, Server
+from vllm_fp8ext.weights.digest import checkpoint_digests
+from vllm_fp8ext.weights.manifest import Manifest
+
+from .ask import Stream
+
+KINDS = ("exception", "out of memory", "kill -9", "hang")
+POINTS = ("open", "chunk", "staging", "prepare", "commit", "rollback")
+DEADLINE_SECONDS = 10.0
+"""Of the servers here: a hang is noticed after this long."""
+GRACE_SECONDS = 15.0
+"""Beyond the deadline: vLLM's own way out, on a machine with little to spare."""
+UNTOUCHED, POISONED, DEAD = "untouched", "poisoned, healed by a full update", "engine dead"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault. `ranks`: tensor-parallel size; the fault strikes the last of them. `lasting`: its undoing fails as well."""
+
+    kind: str
+    point: str
+    ranks: int
+    lasting: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}{', twice' if self.lasting else ''}, {self.point}, TP {self.ranks}"
+
+    @property
+    def expected(self) -> str:
+        """How it must end."""
+        if self.lasting:
+            return POISONED
+        if self.kind == "kill -9" or (self.kind == "hang" and self.point != "staging"):
+            return DEAD
+        return UNTOUCHED
+
+
+CELLS = tuple(
+    Cell(kind, point, ranks, lasting)
+    for ranks in (1, 2)
+    for point in POINTS
+    for kind in KINDS
+    for lasting in ((False, True) if kind == "exception" and point in ("commit", "rollback") else (False,))
+)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a cell ended. `answered`: seconds until every open call had its answer, and what the broken call got."""
+
+    end: str
+    answer: str
+    answered: float
+
+
+class FaultyServer(Server):
+    """A server with the fault plugin."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        name = f"tp{ranks}-{time.monotonic_ns()}"
+        self.fault = folder / f"{name}.json"
+        self.ranks = ranks
+        plugin = _distribution(folder)
+        path = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
+        variables = {"FP8EXT_FAULT": str(self.fault), "VLLM_PLUGINS": "fp8ext_faults", "PYTHONPATH": path}
+        arguments = SMALL
+        if ranks > 1:
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+            arguments += ("--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp")
+        super().__init__(
+            EARLY,
+            folder / f"{name}.log",
+            arguments=arguments,
+            settings={"deadline_seconds": DEADLINE_SECONDS},
+            variables=variables,
+        )
+
+
+def run(server: FaultyServer, cell: Cell) -> Ending:
+    """Let a fault strike a server that serves well, and see how it ends. A server that is untouched can take the next.
+
+    Raises:
+        AssertionError: it ended in another way than it must, or not in time.
+    """
+    with server.client() as client:
+        client.push(EARLY, version="early")
+        if cell.point == "rollback":
+            client.push(LATE, version="late")
+    before = _state(server)
+    stream = Stream(server)
+    method, path, body = _ready(server, cell)
+    server.fault.write_text(json.dumps(_fault(cell)))
+    begun = time.monotonic()
+    answer = _answer(server, method, path, body)
+    assert cell.lasting or not server.fault.exists(), f"{cell}: the fault did not strike ({answer})"
+    if cell.expected == DEAD:
+        code = server.process.wait(DEADLINE_SECONDS + GRACE_SECONDS)
+        assert code != 0, f"{cell}: the server ended with code 0"
+    elif cell.lasting:
+        _require_poisoned(server)
+        server.fault.unlink()
+    else:
+        assert _state(server) == before, f"{cell}: what is served has changed"
+    stream.wait(DEADLINE_SECONDS + GRACE_SECONDS)
+    answered = time.monotonic() - begun
+    if cell.expected == DEAD:
+        _require_nothing_left(server)
+    elif cell.kind != "hang":
+        _heal(server)
+    assert cell.lasting or cell.expected == DEAD or stream.finish == "length", f"{cell}: {stream.finish}"
+    return Ending(cell.expected, answer, answered)
+
+
+def _fault(cell: Cell) -> dict[str, Any]:
+    point = "exchange" if cell.point in ("commit", "rollback") else cell.point
+    rank = 0 if cell.point == "open" else cell.ranks - 1
+    return {"point": point, "kind": cell.kind, "rank": rank, "lasting": cell.lasting}
+
+
+def _ready(server: Server, cell: Cell) -> tuple[str, str, bytes | None]:
+    """Bring an update to the broken point; the call that is to break."""
+    if cell.point == "open":
+        return "POST", "/updates", b"{}"
+    if cell.point == "rollback":
+        return "POST", "/rollback", b"{}"
+    body = (LATE / "model.safetensors").read_bytes()
+    with server.client() as client:
+        id = client.open(version="late").id
+        if cell.point in ("chunk", "staging"):
+            return "PUT", f"/updates/{id}/chunks/0", body
+        client.put_chunk(id, 0, body, len(body))
+        if cell.point == "prepare":
+            return "POST", f"/updates/{id}/prepare", None
+        client.prepare(id)
+        return "POST", f"/updates/{id}/commit", None
+
+
+def _answer(server: Server, method: str, path: str, body: bytes | None) -> str:
+    headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
+    url = f"{server.url}/fp8ext/v1{path}"
+    try:
+        reply = httpx.request(
+            method, url, content=body, headers=headers, timeout=DEADLINE_SECONDS + GRACE_SECONDS
+        )
+    except httpx.TimeoutException:
+        raise AssertionError(f"{method} {path}: no answer") from None
+    except httpx.HTTPError:
+        return "connection closed"
+    assert reply.status_code >= 400, reply.text
+    return f"{reply.status_code} {reply.json()['type'].rpartition(':')[2]}"
+
+
+def _state(server: Server) -> dict[str, Any]:
+    """What is served: epoch, digests, greedy tokens. An update that the fault left open is given up first."""
+    with server.client() as client:
+        weights = client.weights()
+        if weights.update:
+            client.abandon(weights.update)
+        digests = client.digests().model_dump()
+    body = {
+        "model": MODEL,
+        "prompt": "123+456=",
+        "max_tokens": 8,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    return {"epoch": weights.epoch, "digests": digests, "tokens": reply["choices"][0]["token_ids"]}
+
+
+def _require_poisoned(server: Server) -> None:
+    """Nothing is generated, and every route says why."""
+    for method, path in (
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/inference/v1/generate"),
+        ("GET", "/v1/models"),
+        ("GET", "/health"),
+    ):
+        reply = httpx.request(method, f"{server.url}{path}", json={}, timeout=30)
+        assert reply.status_code == 503, f"{path}: {reply.status_code} {reply.text}"
+        assert reply.json()["type"] == "urn:fp8ext:problem:poisoned"
+    with server.client() as client:
+        assert client.weights().state == "poisoned"
+
+
+def _heal(server: Server) -> None:
+    """A full update goes through (an open one is given up first), and every rank answers for itself and has what was sent."""
+    with server.client() as client:
+        weights = client.weights()
+        if weights.update:
+            client.abandon(weights.update)
+        client.push(LATE, version="late")
+        served = client.digests().digests
+        manifest = Manifest.from_dict(client.manifest())
+        assert served == checkpoint_digests(LATE, manifest)
+    httpx.get(f"{server.url}/health", timeout=30).raise_for_status()
+    assert _state(server)["tokens"]
+
+
+def _require_nothing_left(server: FaultyServer) -> None:
+    """No process of a server that ended lives on (all of them are in its process group)."""
+    until = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < until:
+        try:
+            os.killpg(server.process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    listing = subprocess.run(["ps", "-eo", "pgid,pid,stat,args"], capture_output=True, text=True).stdout
+    left = [line for line in listing.splitlines() if line.split()[0] == str(server.process.pid)]
+    assert not [line for line in left if " Z" not in line], "left behind:\n" + "\n".join(left)
+
+
+def _distribution(folder: Path) -> Path:
+    """The fault plugin as an installed distribution."""
+    path = folder / "plugin"
+    if not path.exists():
+        metadata = path / "fp8ext_faults-0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8ext-faults\nVersion: 0\n")
+        entry = "[vllm.general_plugins]\nfp8ext_faults = fp8ext_faults:register\n"
+        (metadata / "entry_points.txt").write_text(entry)
+        (path / "fp8ext_faults.py").write_bytes((Path(__file__).parent / "fp8ext_faults.py").read_bytes())
+    return path

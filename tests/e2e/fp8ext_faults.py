@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM plugin for tests: breaks one point of an update when a file says so. Lives in every process of the server.
+
+`FP8EXT_FAULT` names a JSON file, `{"point", "kind", "rank", "lasting"}`. It is taken away when the fault happens, unless it
+lasts.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+
+def register() -> None:
+    """The entry point: wrap each point. Idempotent."""
+    from vllm_fp8ext.weights.engine import UpdateEngine
+    from vllm_fp8ext.weights.exchange import Exchange
+    from vllm_fp8ext.weights.rank import Rank
+    from vllm_fp8ext.weights.staging import Stager
+
+    if hasattr(Rank, "fp8ext_faults"):
+        return
+    Rank.fp8ext_faults = True  # type: ignore[attr-defined]  # a mark of ours
+    original = Rank.__init__
+
+    def noted(self: Any, twin: Any, rank: int, *args: Any) -> None:
+        twin.stager.fault_rank = twin.exchange.fault_rank = rank
+        original(self, twin, rank, *args)
+
+    Rank.__init__ = noted  # type: ignore[method-assign]  # faults are put in here
+    _wrap(UpdateEngine, "open", "open", lambda self: 0)
+    _wrap(Rank, "stage", "chunk", lambda self: self.rank)
+    _wrap(Stager, "stage", "staging", lambda self: self.fault_rank)
+    _wrap(Rank, "sing", "prepare", lambda self: self.rank)
+    _wrap(Exchange, "_swap", "exchange", lambda self: self.fault_rank, skip=2)
+
+
+def _wrap(owner: Any, name: str, point: str, rank_of: Any, skip: int = 0) -> None:
+    """`skip`: calls that go well while the file is there, so that the fault strikes half-way."""
+    original = getattr(owner, name)
+    calls = 0
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if Path(os.environ["FP8EXT_FAULT"]).exists():
+            calls += 1
+            if calls > skip:
+                _happen(point, rank_of(self))
+        else:
+            calls = 0
+        return original(self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _happen(point: str, rank: int) -> None:
+    file = Path(os.environ["FP8EXT_FAULT"])
+    try:
+        fault = json.loads(file.read_text())
+    except FileNotFoundError:
+        return
+    if (fault["point"], fault["rank"]) != (point, rank):
+        return
+    if not fault["lasting"]:
+        file.unlink()
+    if fault["kind"] == "exception":
+        raise RuntimeError("an injected fault")
+    if fault["kind"] == "out of memory":
+        import torch
+
+        torch.empty(1 << 50, dtype=torch.uint8)
+    if fault["kind"] == "kill -9":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault["kind"] == "hang":
+        time.sleep(3600)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults in real servers. With one rank every one that leaves its server alive; with two those where the ranks differ in what
+they have done; and one for each of them that ends it.
+
+`scripts/fault-matrix` runs them all.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from .fault_cells import CELLS, DEAD, Cell, FaultyServer, run
+
+ALIVE = [
+    cell
+    for cell in CELLS
+    if cell.expected != DEAD
+    and cell.kind != "hang"
+    and (cell.ranks == 1 or (cell.kind == "exception" and cell.point in ("staging", "commit", "rollback")))
+]
+ENDED = [Cell("kill -9", "staging", 2), Cell("hang", "commit", 1)]
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, FaultyServer]]:
+    """A server of each size with the fault plugin, started when it is needed."""
+    folder = tmp_path_factory.mktemp("faulty")
+    started = {ranks: FaultyServer(folder, ranks) for ranks in (1, 2)}
+    try:
+        for server in started.values():
+            server.wait()
+        yield started
+    finally:
+        for server in started.values():
+            server.stop()
+
+
+@pytest.mark.parametrize("cell", ALIVE, ids=str)
+def test_survived(faulty: dict[int, FaultyServer], cell: Cell):
+    run(faulty[cell.ranks], cell)
+
+
+@pytest.mark.parametrize("cell", ENDED, ids=str)
+def test_ended(faulty: dict[int, FaultyServer], cell: Cell):
+    run(faulty[cell.ranks], cell)

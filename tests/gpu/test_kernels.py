@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels on a Hopper GPU against the reference. `tests/kernels` has the quantizers' edge cases, on the GPU where there is
+one."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels import cases, decode_gemm, reference
+from vllm_fp8ext.kernels.decode_gemm import Config
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ("fp32", "pow2")
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    first, second = (part.cpu().clone(memory_format=torch.contiguous_format) for part in (first, second))
+    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def cut(config: Config) -> str:
+    return f"{config.rows}x{config.splits}"
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("shape", cases.LINEAR.values(), ids=list(cases.LINEAR))
+def test_a_models_weights_are_quantized_as_the_reference_does(
+    shape: tuple[int, int], scale_format: ScaleFormat
+) -> None:
+    from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
+
+    weight = cases.weight(*shape, "cuda")
+    codes, scales = empty_like(weight)
+    error, norm = quantize_weight(weight, codes, scales, scale_format)
+    expected = reference.quantize_weight(weight.cpu(), scale_format)
+    assert same(codes, expected[0])
+    assert same(scales, expected[1])
+    lost = reference.dequantize_weight(codes, scales).double() - weight.double()
+    assert error == pytest.approx(float(lost.square().sum()), rel=1e-3)
+    assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.bfloat16, 128), (torch.float16, 2048)])
+@pytest.mark.parametrize("exponent", range(-13, 0))
+def test_codes_of_every_pair_of_mantissas(dtype: torch.dtype, steps: int, exponent: int) -> None:
+    """Each token has one largest value, in every group, and all values of a smaller power of two."""
+    from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+
+    mantissas = 1 + torch.arange(steps, device="cuda") / steps
+    groups = -(-steps // (BLOCK - 1))
+    smaller = torch.zeros(groups * (BLOCK - 1), device="cuda")
+    smaller[:steps] = mantissas * 2.0**exponent
+    rest = smaller.view(1, groups, BLOCK - 1).expand(steps, -1, -1)
+    x = torch.cat((mantissas[:, None, None].expand(-1, groups, 1), rest), 2).flatten(1).to(dtype)
+    found, expected = quantize_activation(x, "fp32"), reference.quantize_activation(x.cpu(), "fp32")
+    assert same(found[0], expected[0])
+    assert same(found[1], expected[1])
+
+
+def _assert_nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Sums in another order and another exponential move a rounding to BF16 here and there, nothing more; a group whose
+    largest value is moved has another scale in each of its values."""
+    for index in (0, *range(2, len(found))):
+        different = found[index].contiguous().view(torch.uint8) != expected[index].view(torch.uint8)
+        assert float(different.float().mean()) < 2e-3
+    values, wanted = (reference.dequantize_activation(*parts[:2]) for parts in (found, expected))
+    assert float((values - wanted).norm() / wanted.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("shape", [(64, 4096), (3, 200), (7, 5120)], ids=str)
+def test_fused_norm_of_activations(shape: tuple[int, int], scale_format: ScaleFormat) -> None:
+    from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize, rmsnorm_quantize_reference
+
+    noise = torch.Generator("cuda").manual_seed(3)
+    x, residual = cases.activations(*shape, "cuda"), cases.activations(*shape, "cuda", 5)
+    scaling = torch.rand(shape[1], generator=noise, device="cuda").bfloat16() + 0.5
+    quantized, added = rmsnorm_quantize(x, residual, scaling, 1e-6, scale_format)
+    _assert_nearly(
+        (*quantized, added),
+        rmsnorm_quantize_reference(x, residual, scaling, 1e-6, scale_format),
+    )
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("shape", [(64, 4096), (3, 200), (7, 5120)], ids=str)
+def test_fused_silu_of_activations(shape: tuple[int, int], scale_format: ScaleFormat) -> None:
+    from vllm_fp8ext.kernels.silu_mul_quantize import silu_mul_quantize, silu_mul_quantize_reference
+
+    gate_up = cases.activations(shape[0], 2 * shape[1], "cuda") / 8
+    _assert_nearly(
+        silu_mul_quantize(gate_up, scale_format), silu_mul_quantize_reference(gate_up, scale_format)
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        pytest.param(config, shape, id=f"{cut(config)}-{shape}")
+        for config in cases.CUTS
+        for shape in cases.DECODE_SHAPES
+        if config.fits(decode_gemm.width(shape[0]), shape[2])
+    ],
+)
+def test_decode_gemm_stays_within_the_bound_and_repeats(
+    config: Config, shape: tuple[int, int, int, bool]
+) -> None:
+    from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+
+    m, n, k, biased = shape
+    scale_format: ScaleFormat = "pow2" if m % 2 else "fp32"
+    x = cases.activations(m, k, "cuda")
+    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"), scale_format)
+    noise = torch.Generator("cuda").manual_seed(4)
+    bias = torch.randn(n, generator=noise, device="cuda").bfloat16() if biased else None
+    outs = [decode_gemm.decode_gemm(x, codes, scales, bias, scale_format, config) for _ in range(4)]
+    expected = reference.quantize_activation(x, scale_format)
+    assert cases.gemm_error(outs[0], *expected, codes, scales, bias) < 1
+    assert all(same(outs[0], out) for out in outs[1:])
+    before = quantize_activation(x, scale_format)
+    assert same(outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, config))
+
+
+@pytest.mark.parametrize("m", cases.DECODE_TOKENS)
+@pytest.mark.parametrize("name", cases.LINEAR)
+def test_decode_gemm_as_it_is_chosen_for_a_model(name: str, m: int) -> None:
+    n, k = cases.LINEAR[name]
+    x = cases.activations(m, k, "cuda")
+    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"))
+    out = decode_gemm.decode_gemm(x, codes, scales, None, "fp32")
+    assert cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize(("m", "splits"), [(1, 1), (7, 2), (33, 4), (64, 1), (100, 8)])
+def test_decode_gemm_quantizes_as_the_reference_does(m: int, splits: int, scale_format: ScaleFormat) -> None:
+    """A weight that is one on the diagonal gives the activations back, dequantized and rounded to BF16. For one token a
+    bias takes that away again, and what comes is what the rounding cut."""
+    k = 1040
+    x = cases.awkward(m, k, "normal", torch.float32, m)
+    x *= torch.exp(2 * cases.awkward(m, k, "normal", torch.float32, m + 1))
+    x[-1, :BLOCK] = 0
+    x[-1, BLOCK : 2 * BLOCK] *= 2.0**-40
+    here = x.bfloat16().cuda()
+    codes = torch.eye(k, device="cuda").to(reference.FP8_DTYPE)
+    scales = torch.ones(blocks(k), blocks(k), device="cuda")
+    config = Config(rows=128, splits=splits)
+    out = decode_gemm.decode_gemm(here, codes, scales, None, scale_format, config)
+    expected = reference.quantize_activation(here.cpu(), scale_format)
+    exact = reference.dequantize_activation(*expected).cuda()
+    assert torch.equal(out, exact.bfloat16())
+    if m == 1:
+        rest = decode_gemm.decode_gemm(here, codes, scales, -out[0], scale_format, config)
+        assert torch.equal(rest, (exact - out.float()).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits"), [((1, 4096, 4096), 4), ((33, 200, 1040), 2), ((64, 4096, 12288), 1)]
+)
+def test_triton_gemm_stays_within_the_bound(shape: tuple[int, int, int], splits: int) -> None:
+    from vllm_fp8ext.kernels import decode_gemm_triton
+
+    m, n, k = shape
+    x = cases.activations(m, k, "cuda")
+    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"))
+    config = decode_gemm_triton.Config(splits=splits)
+    out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)
+    assert cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1

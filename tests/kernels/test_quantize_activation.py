@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The activation kernel against the reference, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_fp8ext.kernels import cases, reference
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
+
+pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+from vllm_fp8ext.kernels.quantize_activation import GROUPS, quantize_activation
+
+SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
+DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    first, second = (part.cpu().clone(memory_format=torch.contiguous_format) for part in (first, second))
+    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+@given(
+    st.integers(1, 4),
+    SIZES,
+    st.sampled_from(cases.KINDS),
+    DTYPES,
+    st.sampled_from(("fp32", "pow2")),
+    st.integers(0, 2**32 - 1),
+)
+@example(1, 1, "zeros", torch.bfloat16, "fp32", 0)
+@example(1, GROUPS * BLOCK + 1, "heavy", torch.bfloat16, "pow2", 0)
+@settings(max_examples=50, deadline=None)
+def test_codes_and_scales_are_the_references(
+    device: str, m: int, k: int, kind: str, dtype: torch.dtype, scale_format: ScaleFormat, seed: int
+) -> None:
+    x = cases.awkward(m, k, kind, dtype, seed)
+    codes, scales = quantize_activation(x.to(device), scale_format)
+    expected = reference.quantize_activation(x, scale_format)
+    assert same(codes, expected[0])
+    assert same(scales, expected[1])
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+def test_scales_at_every_power_boundary(device: str, scale_format: ScaleFormat) -> None:
+    """448 times each power of two, and its neighbours in BF16, as the largest value of a group."""
+    largest = torch.tensor([446.0, 448.0, 450.0])[:, None] * torch.exp2(torch.arange(-42.0, 119.0))
+    x = cases.awkward(3, 161 * BLOCK, "edge", torch.bfloat16).float().view(3, 161, BLOCK) / 2**40
+    x = (x.clamp(-1, 1) * largest[:, :, None]).flatten(1).bfloat16()
+    x[:, 1::BLOCK] = largest.bfloat16()
+    codes, scales = quantize_activation(x.to(device), scale_format)
+    expected = reference.quantize_activation(x, scale_format)
+    assert same(codes, expected[0])
+    assert same(scales, expected[1])
+
+
+def test_rows_may_lie_apart(device: str) -> None:
+    wide = cases.awkward(5, 900, "heavy", torch.bfloat16)
+    codes, scales = quantize_activation(wide.to(device)[::2, 100:400], "fp32")
+    expected = reference.quantize_activation(wide[::2, 100:400], "fp32")
+    assert same(codes, expected[0])
+    assert same(scales, expected[1])
+
+
+def test_no_tokens_make_no_codes(device: str) -> None:
+    codes, scales = quantize_activation(torch.empty(0, 300, device=device), "fp32")
+    assert (codes.shape, scales.shape) == ((0, 300), (0, 3))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_only_the_groups_scale_shows_what_is_not_finite(
+    device: str, value: float, scale_format: ScaleFormat
+) -> None:
+    x = cases.awkward(2, 300, "normal", torch.bfloat16)
+    expected = reference.quantize_activation(x, scale_format)
+    x[1, 200] = value
+    codes, scales = (part.cpu() for part in quantize_activation(x.to(device), scale_format))
+    torch.testing.assert_close(
+        scales[1, 1], reference.quantize_activation(x, scale_format)[1][1, 1], equal_nan=True
+    )
+    assert not torch.isfinite(scales[1, 1])
+    scales[1, 1] = expected[1][1, 1]
+    assert same(scales, expected[1])
+    codes.view(torch.uint8)[1, BLOCK : 2 * BLOCK] = expected[0].view(torch.uint8)[1, BLOCK : 2 * BLOCK]
+    assert same(codes, expected[0])

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused activation function against its reference, bit for bit.
+
+Exponentials differ in their last bits between libraries. Gates whose SiLU lies so near the middle of two numbers of the
+dtype that those bits decide are left out.
+"""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_fp8ext.kernels import cases
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
+
+pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+from vllm_fp8ext.kernels.silu_mul_quantize import GROUPS, silu_mul_quantize, silu_mul_quantize_reference
+
+SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
+KINDS = st.sampled_from(("normal", "heavy", "zeros", "floor"))
+MARGIN = 2.0**-16
+"""Relative: 2^-24 in the exponent of e^x, where |x| < 100."""
+
+
+def decided(gate: Tensor) -> Tensor:
+    """The gates, with zero in place of those that the last bits of an exponential decide."""
+    silu = gate.double() / (1 + torch.exp(-gate.double()))
+    low, high = ((silu * (1 + side)).to(gate.dtype) for side in (-MARGIN, MARGIN))
+    return torch.where(low == high, gate, torch.zeros_like(gate))
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    first, second = (part.cpu().clone(memory_format=torch.contiguous_format) for part in (first, second))
+    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@given(
+    st.integers(1, 4),
+    SIZES,
+    KINDS,
+    KINDS,
+    st.sampled_from((torch.bfloat16, torch.float16)),
+    st.sampled_from(("fp32", "pow2")),
+    st.integers(0, 2**32 - 2),
+)
+@example(1, 1, "normal", "normal", torch.bfloat16, "fp32", 0)
+@example(1, GROUPS * BLOCK + 1, "normal", "heavy", torch.bfloat16, "pow2", 0)
+@settings(max_examples=40, deadline=None)
+def test_codes_and_scales_are_the_references(
+    device: str,
+    m: int,
+    k: int,
+    gate_kind: str,
+    up_kind: str,
+    dtype: torch.dtype,
+    scale_format: ScaleFormat,
+    seed: int,
+) -> None:
+    gate = decided(cases.awkward(m, k, gate_kind, dtype, seed).clamp(-100, 100))
+    # products stay finite
+    up = cases.awkward(m, k, up_kind, dtype, seed + 1).clamp(-600, 600)
+    gate_up = torch.cat((gate, up), 1)
+    codes, scales = silu_mul_quantize(gate_up.to(device), scale_format)
+    expected = silu_mul_quantize_reference(gate_up, scale_format)
+    assert same(codes, expected[0])
+    assert same(scales, expected[1])
+
+
+def test_rows_may_lie_apart(device: str) -> None:
+    wide = decided(cases.awkward(3, 900, "normal", torch.bfloat16))
+    codes, scales = silu_mul_quantize(wide.to(device)[:, 100:700], "fp32")
+    expected = silu_mul_quantize_reference(wide[:, 100:700], "fp32")
+    assert same(codes, expected[0])
+    assert same(scales, expected[1])
+
+
+def test_no_tokens_make_no_codes(device: str) -> None:
+    codes, scales = silu_mul_quantize(torch.empty(0, 600, dtype=torch.bfloat16, device=device), "fp32")
+    assert (codes.shape, scales.shape) == ((0, 300), (0, 3))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", [200, 500], ids=["gate", "up"])
+def test_scales_show_what_is_not_finite(device: str, value: float, column: int) -> None:
+    gate_up = decided(cases.awkward(2, 600, "normal", torch.bfloat16) + 1)
+    gate_up[1, column] = value
+    codes, scales = silu_mul_quantize(gate_up.to(device), "fp32")
+    expected = silu_mul_quantize_reference(gate_up, "fp32")
+    torch.testing.assert_close(scales.cpu(), expected[1], rtol=0, atol=0, equal_nan=True)
+    assert torch.isfinite(scales).tolist() == [[True, True, True], [True, False, True]]
+    assert same(codes[0], expected[0][0])

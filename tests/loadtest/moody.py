@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server whose answers go wrong in the way that the asked model is called."""
+
+import asyncio
+import json
+import sys
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def event(finish: str | None = None, **more: object) -> bytes:
+    choice = {"index": 0, "text": "x", "token_ids": [1, 2], "finish_reason": finish, **more}
+    return chunk(f"data: {json.dumps({'choices': [choice]})}\n\n")
+
+
+def chunk(text: str) -> bytes:
+    return f"{len(text):x}\r\n{text}\r\n".encode()
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(
+        next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))[15:]
+    )
+    asked = json.loads(await reader.readexactly(length))
+    mood = asked["model"]
+    if mood.startswith("http-"):
+        writer.write(f"HTTP/1.1 {mood[5:]} No\r\nContent-Length: 0\r\n\r\n".encode())
+    elif mood == "hang":
+        await asyncio.sleep(3600)
+    elif mood == "garbage":
+        writer.write(HEAD + chunk("data: {nonsense\n\n"))
+    elif mood == "not http":
+        writer.write(b"hello\r\n\r\n")
+    elif mood == "reset":
+        writer.write(HEAD + event())
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        return
+    elif mood == "truncated":
+        writer.write(HEAD + event() + b"0\r\n\r\n")
+    elif mood == "no finish":
+        writer.write(HEAD + event() + chunk("data: [DONE]\n\n") + b"0\r\n\r\n")
+    elif mood == "error event":
+        writer.write(HEAD + event() + chunk('data: {"error": {"message": "no"}}\n\n'))
+    elif mood == "abort":
+        writer.write(HEAD + event("abort") + chunk("data: [DONE]\n\n") + b"0\r\n\r\n")
+    elif mood == "usage":
+        plain = chunk('data: {"choices": [{"index": 0, "text": "x", "finish_reason": null}]}\n\n')
+        last = chunk('data: {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}\n\n')
+        usage = chunk('data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 7}}\n\n')
+        writer.write(HEAD + plain * 3 + last + usage + chunk("data: [DONE]\n\n") + b"0\r\n\r\n")
+    else:
+        spans = [
+            {"version": "a", "epoch": 3, "start": 0, "end": 3},
+            {"version": "b", "epoch": 4, "start": 3, "end": 4},
+        ]
+        writer.write(HEAD + event() + event("length", weight_versions=spans))
+        writer.write(chunk("data: [DONE]\n\n") + b"0\r\n\r\n")
+    await writer.drain()
+    writer.close()
+
+
+async def main() -> None:
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:
+        sys.exit(0)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of runs that were made up so that they are known."""
+
+import dataclasses
+import json
+
+import pytest
+
+from vllm_fp8ext.loadtest.analysis import analyse
+from vllm_fp8ext.loadtest.effects import effects, lies, staleness
+from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Scrape, Span, Step, Update, request_of
+from vllm_fp8ext.loadtest.series import series
+from vllm_fp8ext.loadtest.slo import Slo
+
+
+def stream(start: float, stop: float, every: float = 0.1, pause: tuple[float, float] = (0.0, 0.0)) -> Request:
+    """A token every so often, but none inside the pause."""
+    count = round((stop - start) / every)
+    times = [start + every * (n + 1) for n in range(count)]
+    events = [(at, 1) for at in times if not pause[0] < at < pause[1]]
+    return Request(start, start, stop, 5, len(events), events, finish="length")
+
+
+def run(
+    *requests: Request, updates: tuple[Update, ...] = (), start: float = 100.0, stop: float = 120.0
+) -> Run:
+    return Run({}, start, stop, requests=list(requests), updates=list(updates))
+
+
+UPDATE = Update("late", began=108.0, commit_sent=110.0, committed=110.5, epoch=4)
+
+
+def test_a_stall_is_the_longest_gap_that_overlaps_the_commit() -> None:
+    quiet_before = stream(100, 120, pause=(105.0, 107.0))
+    quiet_at_commit = stream(100, 120, pause=(109.95, 110.85))
+    [effect] = effects(run(quiet_before, quiet_at_commit, updates=(UPDATE,)))
+    assert effect["stall_seconds"] == pytest.approx(1.0)
+    assert (effect["running"], effect["failed"], effect["mixed"]) == (2, 0, 0)
+
+
+def test_without_running_streams_nothing_stalls() -> None:
+    [effect] = effects(run(stream(100, 105), stream(112, 118), updates=(UPDATE,)))
+    assert (effect["stall_seconds"], effect["running"]) == (0.0, 0)
+
+
+def test_tokens_lost_until_the_rate_is_back() -> None:
+    """Ten tokens per second before; none for two seconds from the begin on."""
+    update = Update("late", began=110.0, commit_sent=111.0, committed=111.2)
+    [effect] = effects(run(stream(100, 120, pause=(110.01, 111.99)), updates=(update,)))
+    assert effect["tokens_per_s_before"] == pytest.approx(10.0, rel=0.05)
+    assert effect["tokens_lost"] == pytest.approx(20, abs=2)
+    assert effect["recovery_seconds"] == pytest.approx(2.25, abs=0.3)
+
+
+def test_a_rate_that_never_comes_back() -> None:
+    update = Update("late", began=110.0, commit_sent=111.0, committed=111.2)
+    [effect] = effects(run(stream(100, 110), updates=(update,)))
+    assert (effect["tokens_lost"], effect["recovery_seconds"]) == (None, None)
+
+
+def mixed() -> Request:
+    request = stream(105, 115)
+    request.spans = [Span("early", 3, 0, 52), Span("late", 4, 52, len(request.events))]
+    return request
+
+
+def test_the_first_token_of_the_new_weights_and_mixed_answers() -> None:
+    [effect] = effects(run(mixed(), updates=(UPDATE,)))
+    assert effect["mixed"] == 1
+    assert effect["first_new_token_seconds"] == pytest.approx(105 + 0.1 * 53 - 108.0)
+
+
+def test_staleness_is_counted_from_what_the_server_tells() -> None:
+    found = staleness(run(mixed(), updates=(UPDATE,)))
+    assert found == {"estimated": False, "tokens": {"0": 48, "1": 52}}
+
+
+def test_staleness_is_estimated_where_it_tells_nothing() -> None:
+    found = staleness(run(stream(105, 115), updates=(UPDATE,)))
+    assert found["estimated"]
+    assert found["tokens"] == {"0": 46, "1": 54}
+
+
+def test_truth_is_not_a_lie() -> None:
+    assert lies(run(mixed(), updates=(UPDATE,))) == []
+
+
+@pytest.mark.parametrize(
+    ("spans", "why"),
+    [
+        ([Span("late", 4, 0, 100)], "before its commit was sent"),
+        ([Span("early", 3, 0, 52), Span("other", 4, 52, 100)], "a token says other"),
+        ([Span("early", 3, 0, 52), Span("late", 4, 53, 100)], "do not follow each other"),
+        ([Span("late", 4, 0, 52), Span("early", 3, 52, 100)], "do not follow each other"),
+        ([Span("early", 3, 0, 99)], "0 to 99 for 100 tokens"),
+    ],
+)
+def test_lies_are_found(spans: list[Span], why: str) -> None:
+    request = mixed()
+    request.spans = spans
+    assert any(why in lie for lie in lies(run(request, updates=(UPDATE,))))
+
+
+def test_old_weights_for_a_new_request_are_a_lie() -> None:
+    request = stream(111, 112)
+    request.spans = [Span("early", 3, 0, request.tokens)]
+    assert any("when the next was served" in lie for lie in lies(run(request, updates=(UPDATE,))))
+
+
+def test_latencies_start_when_a_request_was_to_be_sent() -> None:
+    late = stream(101, 103)
+    late.scheduled = 100.5
+    measured = analyse(run(late, stop=110.0), [])
+    assert measured["ttft"]["p50"] == pytest.approx(0.6, rel=0.01)
+    assert measured["e2e"]["max"] == pytest.approx(2.5)
+    assert measured["itl"]["p99"] == pytest.approx(0.1, rel=0.01)
+    assert measured["tpot"]["mean"] == pytest.approx(0.1)
+    assert measured["tokens_per_s"] == pytest.approx(2.0)
+    [reason] = measured["invalid"]
+    assert "schedule delay p99 500" in reason
+
+
+def test_a_generator_that_was_held_up_makes_no_valid_run() -> None:
+    whole = run(stream(100, 105))
+    whole.lags = [0.001] * 95 + [0.02] * 5
+    [reason] = analyse(whole, [])["invalid"]
+    assert "held up: lag p99 20" in reason
+
+
+def test_failures_are_counted_by_kind_and_unfinished_ones_apart() -> None:
+    cut, broken = stream(100, 105), stream(100, 105)
+    cut.error, broken.error = UNFINISHED, "http-503"
+    measured = analyse(run(stream(100, 105), cut, broken), [])
+    assert (measured["errors"], measured["failed_requests"]) == ({"http-503": 1}, 1)
+    assert measured["unfinished_requests"] == 1
+    assert measured["tokens"] == 150
+    assert measured["invalid"] == []
+
+
+def test_goodput_counts_answers_that_keep_every_slo_of_their_own() -> None:
+    slos = [Slo.parse("ttft_p99<0.15"), Slo.parse("itl_p99<0.5"), Slo.parse("tokens_per_s>1e9")]
+    slow = stream(100, 110, every=1.0)
+    measured = analyse(run(stream(100, 105), stream(100, 105), slow), slos)
+    assert measured["goodput_per_s"] == pytest.approx(2 / 20)
+
+
+def test_rollout_steps_and_their_stragglers() -> None:
+    fast, slow = stream(100, 102), stream(100, 110)
+    fast.step = slow.step = 1
+    other = stream(100, 102)
+    other.step = 1
+    whole = run(fast, other, slow)
+    whole.steps = [Step(1, 100.0, 110.0)]
+    measured = analyse(whole, [])
+    assert measured["steps"]["max"] == 10.0
+    assert measured["steps"]["straggler_share"] == pytest.approx(0.8)
+
+
+def test_nothing_asked_is_no_valid_run() -> None:
+    assert analyse(run(), [])["invalid"] == ["nothing was asked"]
+
+
+def test_series_over_time() -> None:
+    whole = run(stream(100, 110), updates=(UPDATE,))
+    whole.scrapes = [Scrape(101.0, {"running": 3.0})]
+    found = series(whole)
+    assert found["at"][:3] == [0.0, 1.0, 2.0]
+    assert sum(found["tokens_per_s"]) == pytest.approx(100)
+    assert found["updates"] == [{"began": 8.0, "committed": 10.5, "version": "late"}]
+    assert found["scrapes"] == [{"at": 1.0, "running": 3.0}]
+
+
+def test_requests_survive_json() -> None:
+    assert request_of(json.loads(json.dumps(dataclasses.asdict(mixed())))) == mixed()

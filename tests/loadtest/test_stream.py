@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One streamed answer: what is counted, and by which name each failure goes. Against a real server, which misbehaves."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_fp8ext.loadtest.prompts import Prompt
+from vllm_fp8ext.loadtest.records import Request, Span
+from vllm_fp8ext.loadtest.stream import Asker, Target
+
+PROMPT = Prompt((11, 12, 13), "one two three", 4)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    line = [sys.executable, str(Path(__file__).with_name("moody.py"))]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        process.kill()
+
+
+def ask(url: str, model: str, **more: object) -> Request:
+    asker = Asker(Target(url=url, model=model, **more))  # type: ignore[arg-type]  # what tests choose
+    found: list[Request] = []
+    asker.ask(PROMPT, found.append, scheduled=1.0, step=2)
+    asker.close()
+    [request] = found
+    assert (request.scheduled, request.step, request.wanted) == (1.0, 2, 4)
+    assert request.ended >= request.sent > 1.0
+    return request
+
+
+def test_tokens_are_counted_by_their_ids(url: str) -> None:
+    request = ask(url, "good")
+    assert (request.error, request.finish, request.counted) == (None, "length", "ids")
+    assert (request.tokens, [count for _, count in request.events]) == (4, [2, 2])
+    assert request.spans == [Span("a", 3, 0, 3), Span("b", 4, 3, 4)]
+    assert request.prompt_tokens == 3
+
+
+def test_without_ids_they_are_counted_by_usage(url: str) -> None:
+    request = ask(url, "usage")
+    assert (request.error, request.tokens, request.counted, request.prompt_tokens) == (None, 7, "usage", 9)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "tokens"),
+    [
+        ("http-500", "http-500", 0),
+        ("http-503", "http-503", 0),
+        ("http-404", "http-404", 0),
+        ("garbage", "broken", 0),
+        ("not http", "broken", 0),
+        ("reset", "truncated", 2),
+        ("truncated", "truncated", 2),
+        ("no finish", "truncated", 2),
+        ("error event", "server-error", 2),
+        ("abort", "aborted", 2),
+    ],
+)
+def test_failures_have_names(url: str, model: str, kind: str, tokens: int) -> None:
+    request = ask(url, model)
+    assert (request.error, request.tokens) == (kind, tokens)
+
+
+def test_a_server_that_does_not_answer_in_time(url: str) -> None:
+    request = ask(url, "hang", timeout=0.3)
+    assert request.error == "timeout"
+    assert request.ended - request.sent < 5
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert ask(f"http://127.0.0.1:{free.getsockname()[1]}", "x").error == "connect"
+
+
+def test_a_server_that_accepts_and_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        request = ask(f"http://127.0.0.1:{silent.getsockname()[1]}", "x", timeout=0.3)
+    assert request.error == "timeout"

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics as a scraper reads them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_fp8ext.serve.metrics import Metrics
+from vllm_fp8ext.weights.session import State
+from vllm_fp8ext.weights.totals import Totals
+
+Sample = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def status(totals: Totals | None = None, **fields: Any) -> dict[str, Any]:
+    return {
+        "epoch": 3,
+        "poisoned": None,
+        "last_update": None,
+        "totals": (totals or Totals()).as_dict(),
+        **fields,
+    }
+
+
+def scraped(registry: CollectorRegistry) -> dict[Sample, float]:
+    """Every sample of the text that a scraper gets, by name and labels."""
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    assert all(family.name.startswith("fp8ext:") and family.documentation for family in families)
+    assert all(family.type != "unknown" for family in families)
+    samples = [sample for family in families for sample in family.samples]
+    found = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
+    assert len(found) == len(samples)
+    return found
+
+
+def key(name: str, **labels: str) -> Sample:
+    return f"fp8ext:{name}", tuple(sorted(labels.items()))
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> Metrics:
+    return Metrics(registry)
+
+
+def test_before_the_engine_spoke_there_are_refusals_alone(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    assert scraped(registry) == {}
+    for kind in ("wrong-key", "incomplete", "wrong-key"):
+        metrics.refused(kind)
+    assert scraped(registry) == {
+        key("refusals_total", kind="incomplete"): 1,
+        key("refusals_total", kind="wrong-key"): 2,
+    }
+
+
+def test_everything_is_there_from_the_start(registry: CollectorRegistry, metrics: Metrics) -> None:
+    """An alert on a rate needs a zero to rise from."""
+    metrics.observe(status())
+    outcomes = ("committed", "abandoned", "expired", "rolled-back")
+    assert scraped(registry) == {
+        **{key("updates_total", outcome=outcome): 0 for outcome in outcomes},
+        key("stall_seconds_count"): 0,
+        key("stall_seconds_sum"): 0,
+        key("update_bytes_total"): 0,
+        key("epoch"): 3,
+        key("poisoned"): 0,
+    }
+
+
+def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metrics) -> None:
+    totals = Totals()
+    totals.ended(State.COMMITTED)
+    totals.ended("rolled-back")
+    totals.took({"pause": 0.25, "prepare": 2.0})
+    totals.took({"pause": 0.5})
+    totals.stalled(0.125)
+    totals.bytes = 1 << 40
+    error = {"relative": 0.02, "mean": 0.03, "max": 0.5, "worst": "lm_head.weight"}
+    metrics.observe(
+        status(totals, epoch=7, poisoned="rank 1: copy failed", last_update={"quantization_error": error})
+    )
+    found = scraped(registry)
+    assert {
+        key("updates_total", outcome="committed"): 1,
+        key("updates_total", outcome="rolled-back"): 1,
+        key("phase_seconds_count", phase="pause"): 2,
+        key("phase_seconds_sum", phase="pause"): 0.75,
+        key("phase_seconds_count", phase="prepare"): 1,
+        key("phase_seconds_sum", phase="prepare"): 2.0,
+        key("stall_seconds_count"): 1,
+        key("stall_seconds_sum"): 0.125,
+        key("update_bytes_total"): 1 << 40,
+        key("epoch"): 7,
+        key("poisoned"): 1,
+        key("quantization_error", statistic="relative"): 0.02,
+        key("quantization_error", statistic="mean"): 0.03,
+        key("quantization_error", statistic="max"): 0.5,
+    }.items() <= found.items()
+    metrics.observe(status(totals, last_update={"quantization_error": None}))
+    assert not any(name == "fp8ext:quantization_error" for name, _ in scraped(registry))
+
+
+def counters(found: dict[Sample, float]) -> dict[Sample, float]:
+    return {
+        sample: count for sample, count in found.items() if sample[0].endswith(("_total", "_count", "_sum"))
+    }
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("refused"), st.sampled_from(("wrong-key", 'a "b"\\\n'))),
+    st.tuples(st.just("ended"), st.sampled_from((*(s for s in State if s.ended), "rolled-back"))),
+    st.tuples(st.just("took"), st.dictionaries(st.sampled_from(("pause", "total")), st.floats(0, 9))),
+    st.tuples(st.just("stalled"), st.floats(0, 9)),
+)
+
+
+@given(st.lists(EVENTS, max_size=20))
+def test_counters_never_fall_or_vanish(events: list[tuple[str, Any]]) -> None:
+    registry = CollectorRegistry()
+    metrics, totals = Metrics(registry), Totals()
+    before: dict[Sample, float] = {}
+    for name, argument in events:
+        getattr(metrics if name == "refused" else totals, name)(argument)
+        metrics.observe(status(totals))
+        now = counters(scraped(registry))
+        assert before.keys() <= now.keys()
+        assert all(now[sample] >= count for sample, count in before.items())
+        before = now

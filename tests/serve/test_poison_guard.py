@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server whose engine is poisoned still answers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI, WebSocket
+from fastapi.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from vllm_fp8ext.serve.poison_guard import PoisonGuard
+from vllm_fp8ext.serve.problems import MEDIA_TYPE
+from vllm_fp8ext.serve.schema import PROBLEM, Problem
+
+OPEN = ("/fp8ext/v1/weights", "/metrics", "/version", "/openapi.json", "/docs", "/redoc")
+CLOSED = ("/v1/completions", "/v1/models", "/health", "/", "/fp8ext", "/x/fp8ext/v1/weights", "/v1/metrics")
+
+
+class Engine:
+    poisoned: str | None = None
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Neither a request nor a websocket."""
+    app.state.begun = True
+    yield
+
+
+@pytest.fixture
+def app(engine: Engine) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_text("hello")
+        await socket.close()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def anything(path: str) -> str:
+        return path
+
+    app.add_middleware(PoisonGuard, reason=lambda: engine.poisoned)
+    return app
+
+
+def asked(app: FastAPI, method: str, path: str) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+            return await http.request(method, path)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("path", [*OPEN, *CLOSED])
+def test_a_sound_server_answers_everything(app: FastAPI, path: str) -> None:
+    response = asked(app, "GET", path)
+    assert (response.status_code, response.json()) == (200, path[1:])
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", OPEN)
+def test_what_heals_or_looks_is_answered(app: FastAPI, engine: Engine, method: str, path: str) -> None:
+    engine.poisoned = "rank 1: copy failed"
+    assert asked(app, method, path).json() == path[1:]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", CLOSED)
+def test_everything_else_is_refused(app: FastAPI, engine: Engine, method: str, path: str) -> None:
+    engine.poisoned = "rank 1: copy failed"
+    response = asked(app, method, path)
+    assert response.status_code == 503
+    assert response.headers["content-type"] == MEDIA_TYPE
+    found = Problem.model_validate(response.json())
+    assert found.type == PROBLEM + "poisoned"
+    assert "rank 1: copy failed" in found.detail
+    engine.poisoned = None
+    assert asked(app, method, path).status_code == 200
+
+
+def test_a_client_of_the_openai_api_reads_why(app: FastAPI, engine: Engine) -> None:
+    engine.poisoned = "rank 1: copy failed"
+
+    async def complete() -> None:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(
+            base_url="http://server/v1", api_key="-", http_client=http, max_retries=0
+        ) as client:
+            await client.completions.create(model="m", prompt="p")
+
+    with pytest.raises(openai.InternalServerError, match="rank 1: copy failed") as caught:
+        asyncio.run(complete())
+    assert caught.value.status_code == 503
+    assert (caught.value.type, caught.value.code) == ("poisoned", "503")
+
+
+def test_websockets_are_refused_before_they_are_accepted(app: FastAPI, engine: Engine) -> None:
+    with TestClient(app) as client:
+        with client.websocket_connect("/v1/realtime") as socket:
+            assert socket.receive_text() == "hello"
+        engine.poisoned = "rank 1: copy failed"
+        with pytest.raises(WebSocketDisconnect) as caught, client.websocket_connect("/v1/realtime"):
+            pytest.fail("it was accepted")
+    assert (caught.value.code, caught.value.reason) == (1013, "poisoned")
+
+
+def test_a_poisoned_server_starts_and_ends(app: FastAPI, engine: Engine) -> None:
+    engine.poisoned = "rank 1: copy failed"
+    with TestClient(app):
+        assert app.state.begun

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fp8ext push`: its options become the client's arguments."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from vllm_fp8ext.cli import cli
+from vllm_fp8ext.environment import DEFAULT_URL, URL
+from vllm_fp8ext.serve import client as client_module
+from vllm_fp8ext.serve.schema import Update
+
+DONE = Update.model_validate(
+    {
+        "id": "u1",
+        "state": "committed",
+        "version": "v",
+        "running": "keep",
+        "base_epoch": None,
+        "opened_at": 0.0,
+    }
+    | {"tensors_required": 0, "tensors_missing": 0, "missing": [], "bytes": 0, "chunks": {}, "problems": []}
+    | {"seconds": {"pause": 0.5}, "quantization_error": None, "result": {"epoch": 3, "version": "v"}}
+)
+
+
+class Recorded:
+    """Stands for both clients; keeps what they were made and called with."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, Any]] = []
+        self.pushed: list[dict[str, Any]] = []
+
+    def __call__(self, target: Any, key: Any) -> "Recorded":
+        self.made.append((target, key))
+        return self
+
+    def __enter__(self) -> "Recorded":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def push(self, checkpoint: Path, **options: Any) -> Any:
+        options.pop("progress")(1, 2)
+        self.pushed.append({"checkpoint": checkpoint, **options})
+        target = self.made[-1][0]
+        return DONE if isinstance(target, str) else dict.fromkeys(target, DONE)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    recorded = Recorded()
+    monkeypatch.setattr(client_module, "Client", recorded)
+    monkeypatch.setattr(client_module, "Replicas", recorded)
+    monkeypatch.delenv(URL, raising=False)
+    return recorded
+
+
+def push(tmp_path: Path, *arguments: str) -> Any:
+    result = CliRunner().invoke(cli, ["push", str(tmp_path), *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_options_are_handed_on(recorded: Recorded, tmp_path: Path) -> None:
+    arguments = ["--running", "wait", "--wait-seconds", "5", "--no-checksum", "--resume", "u1"]
+    push(tmp_path, "--key", "k", "--version", "v", "--base-epoch", "2", *arguments)
+    assert recorded.made == [(DEFAULT_URL, "k")]
+    assert recorded.pushed == [
+        {
+            "checkpoint": tmp_path,
+            "version": "v",
+            "base_epoch": 2,
+            "running": "wait",
+            "wait_seconds": 5.0,
+            "checksum": False,
+            "id": "u1",
+        }
+    ]
+
+
+def test_without_options(recorded: Recorded, tmp_path: Path) -> None:
+    result = push(tmp_path)
+    [pushed] = recorded.pushed
+    assert (pushed["running"], pushed["checksum"], pushed["id"], pushed["wait_seconds"]) == (
+        "keep",
+        True,
+        None,
+        None,
+    )
+    assert "epoch 3 is served" in result.output
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_several_servers(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_variable: bool
+) -> None:
+    urls = ("http://a:1", "http://b:2")
+    if by_variable:
+        monkeypatch.setenv(URL, " ".join(urls))
+    given = [] if by_variable else [word for url in urls for word in ("--url", url)]
+    found = json.loads(push(tmp_path, "--json", *given).stdout)
+    assert recorded.made == [(urls, None)]
+    assert {url: update["id"] for url, update in found.items()} == dict.fromkeys(urls, "u1")
+
+
+def test_one_server_is_printed_by_itself(recorded: Recorded, tmp_path: Path) -> None:
+    found = json.loads(push(tmp_path, "--json", "--url", "http://a:1").stdout)
+    assert (recorded.made, found["id"]) == ([("http://a:1", None)], "u1")
+
+
+def test_what_becomes_of_running_requests_is_checked(recorded: Recorded, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["push", str(tmp_path), "--running", "never"])
+    assert (result.exit_code, recorded.pushed) == (2, [])

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client claims beforehand, against the manifest and against what it sends."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_fp8ext.weights.claims import Claim, claim_problems, opening_problems
+from vllm_fp8ext.weights.manifest import DTYPES, Manifest, TensorSpec
+
+SPEC = TensorSpec("a", (4, 2), "bfloat16")
+MANIFEST = Manifest({"a": SPEC}, frozenset({"tied"}), {}, "fp32", 1)
+SHAPES = st.none() | st.lists(st.integers(0, 4), max_size=3).map(tuple)
+DTYPE_NAMES = st.none() | st.sampled_from((*DTYPES, "int8", ""))
+
+
+@pytest.mark.parametrize(
+    ("data", "claim"),
+    [
+        ({}, Claim()),
+        ({"shape": None, "dtype": None, "sha256": None}, Claim()),
+        ({"shape": [], "sha256": "0" * 64}, Claim((), None, "0" * 64)),
+        ({"shape": [4, 2], "dtype": "float16"}, Claim((4, 2), "float16")),
+    ],
+)
+def test_claims_come_as_plain_data(data: dict[str, object], claim: Claim) -> None:
+    assert Claim.from_dict(data) == claim
+
+
+@pytest.mark.parametrize(
+    ("name", "claim", "kinds"),
+    [
+        ("a", Claim(), []),
+        ("a", Claim(sha256="0" * 64), []),
+        ("a", Claim((4, 2), "float32"), []),
+        ("a", Claim((2, 4)), ["wrong-shape"]),
+        ("a", Claim(()), ["wrong-shape"]),
+        ("a", Claim(dtype="int8"), ["wrong-dtype"]),
+        ("a", Claim((1,), "int8"), ["wrong-shape", "wrong-dtype"]),
+        ("stranger", Claim(), ["unknown-tensor"]),
+        ("stranger", Claim((4, 2), "int8"), ["unknown-tensor"]),
+        ("tied", Claim((1,), "int8"), []),
+    ],
+)
+def test_claims_must_fit_the_manifest(name: str, claim: Claim, kinds: list[str]) -> None:
+    assert [problem["kind"] for problem in opening_problems({name: claim}, MANIFEST)] == kinds
+
+
+def test_all_problems_of_all_claims_are_told() -> None:
+    claims = {"x": Claim(), "a": Claim((1,), "int8"), "y": Claim((3,))}
+    assert [(problem["tensor"], problem["kind"]) for problem in opening_problems(claims, MANIFEST)] == [
+        ("x", "unknown-tensor"),
+        ("a", "wrong-shape"),
+        ("a", "wrong-dtype"),
+        ("y", "unknown-tensor"),
+    ]
+
+
+@given(SHAPES, DTYPE_NAMES)
+def test_a_tensor_is_held_to_what_was_claimed_of_it(shape: tuple[int, ...] | None, dtype: str | None) -> None:
+    found = claim_problems({"a": Claim(shape, dtype), "b": Claim((9,), "int8")}, [SPEC])
+    expected = []
+    if shape not in (None, (4, 2)):
+        expected.append(("wrong-shape", "a", list(shape or ()), [4, 2]))
+    if dtype not in (None, "bfloat16"):
+        expected.append(("wrong-dtype", "a", dtype, "bfloat16"))
+    assert [(p["kind"], p["tensor"], p["expected"], p["found"]) for p in found] == expected
+
+
+def test_tensors_without_a_claim_are_not_held_to_any() -> None:
+    assert claim_problems({}, [SPEC, TensorSpec("b", (), "int8")]) == []

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit against an engine core that notes what it is told, and ranks that fail by a script."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights import exchange_step
+from vllm_fp8ext.weights.exchange_step import ExchangeStep
+from vllm_fp8ext.weights.labels import Label
+from vllm_fp8ext.weights.session import Running
+from vllm_fp8ext.weights.totals import Totals
+
+NEW = Label(1, "step-1")
+BEFORE = Label(0, "epoch-0")
+
+
+class ScriptedCore:
+    """A `Core` whose ranks swap one bit. `failures`: for each call of `exchange`, the ranks that fail and whether each is
+    `broken` then; a broken rank's contents are None."""
+
+    settings = Settings()
+    quantization = "blockfp8"
+    kv_cache_dtype = "auto"
+    vocabulary = 100
+    longest_prompt = 100
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.swapped: list[bool | None] = [False] * ranks
+        self.failures: list[dict[int, bool]] = []
+        self.requests = 0
+        self.state = "on"
+        self.refusing = False
+        self.caches_fail = False
+        self.told: list[str] = []
+        self.reports: list[Callable[[], None]] = []
+
+    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        assert method == "exchange"
+        assert self.state == "paused", "no step may run meanwhile"
+        [only] = args or [list(range(len(self.swapped)))]
+        self.told.append(f"exchange {only}")
+        failing = self.failures.pop(0) if self.failures else {}
+        return [self._exchange(rank, failing) if rank in only else {} for rank in range(len(self.swapped))]
+
+    def _exchange(self, rank: int, failing: dict[int, bool]) -> dict[str, Any]:
+        if rank not in failing:
+            self.swapped[rank] = None if self.swapped[rank] is None else not self.swapped[rank]
+            return {"seconds": 0.0}
+        if failing[rank]:
+            self.swapped[rank] = None
+        error = UpdateError("exchange-failed", f"rank {rank}: copy failed", status=500)
+        return {"error": error.as_dict(), "broken": failing[rank]}
+
+    def pause(self) -> float:
+        self.state = "paused"
+        self.told.append("pause")
+        return 0.5
+
+    def resume(self) -> None:
+        self.state = "on"
+        self.told.append("resume")
+
+    def paused(self) -> bool:
+        return self.state != "on"
+
+    def admit_no_more(self) -> None:
+        self.state = "admits no more"
+        self.told.append("admit no more")
+
+    def unfinished(self) -> int:
+        return self.requests
+
+    def abort_running(self) -> None:
+        self.requests = 0
+        self.told.append("abort")
+
+    def refuse_requests(self) -> None:
+        self.refusing = True
+        self.told.append("refuse")
+
+    def accept_requests(self) -> None:
+        self.refusing = False
+        self.told.append("accept")
+
+    def label(self, label: Label) -> None:
+        self.told.append(f"label {label.epoch} {label.version}")
+
+    def enter_epoch(self, epoch: int, *, recompute: bool) -> None:
+        if self.caches_fail:
+            raise RuntimeError("no block pool")
+        self.told.append(f"epoch {epoch}{' recompute' if recompute else ''}")
+
+    def time_next_step(self, report: Callable[[], None]) -> None:
+        self.reports.append(report)
+
+
+@pytest.fixture
+def core() -> ScriptedCore:
+    return ScriptedCore()
+
+
+@pytest.fixture
+def step(core: ScriptedCore) -> ExchangeStep:
+    return ExchangeStep(core, Totals())
+
+
+def run(
+    step: ExchangeStep,
+    running: Running = Running.KEEP,
+    *,
+    label: Label = NEW,
+    key: str = "u1",
+    wait: float = 1e6,
+):
+    return step.run(key, label, running, wait)
+
+
+def refused(step: ExchangeStep, *args: Any, **kwargs: Any) -> UpdateError:
+    with pytest.raises(UpdateError) as caught:
+        run(step, *args, **kwargs)
+    return caught.value
+
+
+COMMIT = ["exchange [0, 1]", "epoch 1", "label 1 step-1", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("running", "told"),
+    [
+        (Running.KEEP, ["pause", *COMMIT]),
+        (Running.RECOMPUTE, ["pause", "exchange [0, 1]", "epoch 1 recompute", "label 1 step-1", "resume"]),
+        (Running.ABORT, ["pause", "abort", *COMMIT]),
+    ],
+)
+def test_what_a_commit_does_and_in_which_order(
+    core: ScriptedCore, step: ExchangeStep, running: Running, told: list[str]
+) -> None:
+    core.requests = 3
+    phases = run(step, running)
+    assert core.told == told
+    assert core.swapped == [True, True]
+    assert (step.live, step.previous, step.poisoned) == (NEW, BEFORE, None)
+    assert phases is not None
+    assert phases["drain"] == 0.5
+    assert phases.keys() == {"drain", "exchange", "caches", "pause"}
+
+
+def test_what_is_served_and_what_was_change_places(core: ScriptedCore, step: ExchangeStep) -> None:
+    run(step)
+    back = Label(2, BEFORE.version)
+    run(step, label=back, key="rollback")
+    assert (step.live, step.previous, core.swapped) == (back, NEW, [False, False])
+    step.lose_previous()
+    assert step.previous is None
+
+
+@pytest.mark.parametrize("running", Running)
+def test_an_engine_that_somebody_else_paused_is_left_alone(
+    core: ScriptedCore, step: ExchangeStep, running: Running
+) -> None:
+    core.state = "asleep"
+    assert refused(step, running).kind == "paused"
+    assert (core.told, core.state, step.live) == ([], "asleep", BEFORE)
+
+
+# --- waiting for running requests
+
+
+def test_a_commit_waits_until_every_request_has_finished(core: ScriptedCore, step: ExchangeStep) -> None:
+    core.requests = 2
+    for core.requests in (2, 1, 1):
+        assert run(step, Running.WAIT) is None
+        assert (core.told, core.state) == (["admit no more"], "admits no more")
+    core.requests = 0
+    assert run(step, Running.WAIT) is not None
+    assert core.told == ["admit no more", "pause", *COMMIT]
+
+
+def test_without_requests_nothing_is_waited_for(core: ScriptedCore, step: ExchangeStep) -> None:
+    assert run(step, Running.WAIT) is not None
+    assert core.told == ["admit no more", "pause", *COMMIT]
+
+
+def test_a_wait_ends_at_its_deadline(core: ScriptedCore, step: ExchangeStep) -> None:
+    core.requests = 2
+    error = refused(step, Running.WAIT, wait=0.0)
+    assert (error.kind, error.status, error.details) == ("wait-timeout", 409, {"running": 2})
+    assert (core.told, core.state, step.live) == (["admit no more", "resume"], "on", BEFORE)
+    core.requests = 0
+    assert run(step, Running.WAIT) is not None, "a commit may be tried again"
+
+
+def test_one_waits_at_a_time(core: ScriptedCore, step: ExchangeStep) -> None:
+    core.requests = 1
+    run(step, Running.WAIT)
+    assert refused(step, Running.WAIT, key="rollback").kind == "commit-waits"
+    core.requests = 0
+    assert refused(step, Running.WAIT, key="rollback").kind == "commit-waits"
+    assert run(step, Running.WAIT) is not None
+
+
+def test_a_commit_that_has_waited_waits_no_more(core: ScriptedCore, step: ExchangeStep) -> None:
+    run(step, Running.WAIT)
+    core.state = "asleep"
+    assert refused(step, label=Label(2, "step-2")).kind == "paused"
+    core.state = "on"
+    core.requests = 1
+    assert run(step, Running.WAIT, key="another") is None
+
+
+def test_a_wait_that_is_given_up_lets_requests_in_again(core: ScriptedCore, step: ExchangeStep) -> None:
+    core.requests = 1
+    step.stop_waiting("u1")
+    run(step, Running.WAIT)
+    step.stop_waiting("another")
+    assert core.told == ["admit no more"]
+    step.stop_waiting("u1")
+    step.stop_waiting("u1")
+    assert core.told == ["admit no more", "resume"]
+    assert run(step, Running.WAIT, key="another") is None
+
+
+def test_a_wait_that_nobody_asks_about_is_forgotten(
+    core: ScriptedCore, step: ExchangeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core.requests = 1
+    step.tick()
+    run(step, Running.WAIT)
+    step.tick()
+    assert core.told == ["admit no more"]
+    monkeypatch.setattr(exchange_step, "WAIT_GRACE_SECONDS", -2e6)
+    step.tick()
+    assert (core.told, core.state) == (["admit no more", "resume"], "on")
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_on_one_rank_is_undone_on_the_other(
+    core: ScriptedCore, step: ExchangeStep, failing: int
+) -> None:
+    core.failures = [{failing: False}]
+    error = refused(step)
+    assert (error.kind, error.status) == ("exchange-failed", 500)
+    assert core.told == ["pause", "exchange [0, 1]", f"exchange [{1 - failing}]", "resume"]
+    assert core.swapped == [False, False]
+    assert (step.live, step.previous, step.poisoned) == (BEFORE, None, None)
+    assert run(step) is not None, "a commit may be tried again"
+
+
+def test_a_failure_on_every_rank_has_nothing_to_undo(core: ScriptedCore, step: ExchangeStep) -> None:
+    core.failures = [{0: False, 1: False}]
+    assert refused(step).kind == "exchange-failed"
+    assert core.told == ["pause", "exchange [0, 1]", "resume"]
+
+
+def caches_failed(core: ScriptedCore) -> None:
+    core.caches_fail = True
+
+
+def broken(core: ScriptedCore) -> None:
+    core.failures = [{0: True}]
+
+
+def undo_failed(core: ScriptedCore) -> None:
+    core.failures = [{0: False}, {1: False}]
+
+
+poisoning = pytest.mark.parametrize(
+    "fault", [broken, undo_failed, caches_failed], ids=lambda fault: fault.__name__
+)
+
+
+@poisoning
+def test_what_cannot_be_undone_poisons_the_engine(
+    core: ScriptedCore, step: ExchangeStep, fault: Callable[[ScriptedCore], None]
+) -> None:
+    core.requests = 1
+    fault(core)
+    error = refused(step)
+    assert (error.kind, error.status) == ("poisoned", 503)
+    assert (core.state, core.refusing, step.previous) == ("paused", True, None)
+    assert step.poisoned
+    assert "resume" not in core.told
+    assert core.told[-1] == "refuse"
+
+
+@poisoning
+@pytest.mark.parametrize("running", Running)
+def test_the_next_commit_heals(
+    core: ScriptedCore, step: ExchangeStep, fault: Callable[[ScriptedCore], None], running: Running
+) -> None:
+    """Whatever it wants for running requests: there are none, and no cached K and V may be found any more. What stood by is
+    gone."""
+    fault(core)
+    refused(step)
+    core.told.clear()
+    core.caches_fail = False
+    healed = Label(5, "step-5")
+    assert run(step, running, label=healed) is not None
+    assert [told for told in core.told if told != "abort"] == [
+        "pause",
+        "exchange [0, 1]",
+        "epoch 5 recompute",
+        "label 5 step-5",
+        "accept",
+        "resume",
+    ]
+    assert (step.live, step.previous, step.poisoned) == (healed, None, None)
+    assert (core.state, core.refusing) == ("on", False)
+    run(step, label=Label(6, "step-6"))
+    assert step.previous == healed
+
+
+def test_a_heal_that_fails_leaves_the_engine_poisoned(core: ScriptedCore, step: ExchangeStep) -> None:
+    broken(core)
+    refused(step)
+    core.failures = [{1: False}]
+    assert refused(step).kind == "exchange-failed"
+    assert step.poisoned
+    assert (core.state, core.refusing) == ("paused", True)
+    assert run(step) is not None
+    assert core.state == "on"
+
+
+FAILURES = st.dictionaries(st.integers(0, 3), st.booleans(), max_size=4)
+
+
+@given(st.integers(1, 4), FAILURES, FAILURES)
+def test_all_ranks_exchange_or_none_or_the_engine_is_poisoned(
+    ranks: int, first: dict[int, bool], second: dict[int, bool]
+) -> None:
+    core = ScriptedCore(ranks)
+    step = ExchangeStep(core, Totals())
+    core.failures = [
+        {rank: broken for rank, broken in some.items() if rank < ranks} for some in (first, second)
+    ]
+    if core.failures[0]:
+        kind = refused(step).kind
+        assert (kind == "poisoned") == (step.poisoned is not None) == core.refusing
+    else:
+        run(step)
+    if step.poisoned is None:
+        assert core.swapped == [step.live == NEW] * ranks
+        assert core.state == "on"
+    else:
+        assert core.state == "paused"
+
+
+# --- the stall
+
+
+def test_a_stall_lasts_to_the_end_of_the_next_step(core: ScriptedCore) -> None:
+    totals = Totals()
+    step = ExchangeStep(core, totals)
+    core.requests = 1
+    phases = run(step)
+    assert phases is not None
+    assert (step.stall_seconds, totals.stalls) == (None, [0, 0.0])
+    [report] = core.reports
+    report()
+    assert step.stall_seconds is not None
+    assert step.stall_seconds >= phases["pause"]
+    assert totals.stalls == [1, step.stall_seconds]
+
+
+def test_without_requests_nobody_is_stalled(core: ScriptedCore, step: ExchangeStep) -> None:
+    run(step)
+    assert core.reports == []
+    assert step.stall_seconds is None

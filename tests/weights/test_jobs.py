@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs against ranks that answer from a script."""
+
+from typing import Any
+
+import pytest
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights import jobs as module
+from vllm_fp8ext.weights.jobs import Jobs, Result
+
+ERROR = UpdateError("out-of-memory", "no room", status=507)
+
+
+class Ranks:
+    """`script`: for each rank its answers to `poll`, in order; then, as a rank whose job is over, `{"done": False}`."""
+
+    def __init__(self, *script: list[Result], started: list[Result] | None = None) -> None:
+        self.script = [list(answers) for answers in script]
+        self.started = started or [{} for _ in script]
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, method: str, *arguments: Any) -> list[Result]:
+        self.calls.append((method, *arguments))
+        if method != "poll":
+            return self.started
+        return [answers.pop(0) if answers else {"done": False, "tensors": 0} for answers in self.script]
+
+
+def done(value: int) -> Result:
+    return {"done": True, "value": value}
+
+
+def summed(results: list[Result]) -> Result:
+    for found in results:
+        if "error" in found:
+            raise UpdateError.from_dict(found["error"])
+    return {"sum": sum(found["value"] for found in results)}
+
+
+def test_a_job_is_started_on_every_rank_and_polled_to_its_end() -> None:
+    ranks = Ranks([{"done": False, "tensors": 2}, done(1)], [{"done": False, "tensors": 5}, done(2)])
+    jobs = Jobs(ranks)
+    assert jobs.start("stage", "u1", [], finish=summed) == {"job": 1}
+    assert jobs.poll(1) == {"done": False, "tensors": 5}
+    assert jobs.poll(1) == {"done": True, "sum": 3}
+    assert ranks.calls == [("stage", 1, "u1", []), ("poll", 1), ("poll", 1)]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_is_done_waits_for_the_others(slow: int) -> None:
+    """It goes on being asked, as every rank must be, and what it answers then is not its result."""
+    script = [[done(1)], [done(2)]]
+    script[slow] = [{"done": False, "tensors": 1}, {"done": False, "tensors": 2}, *script[slow]]
+    jobs = Jobs(Ranks(*script))
+    jobs.start("stage", finish=summed)
+    assert [jobs.poll(1)["done"], jobs.poll(1)["done"]] == [False, False]
+    assert jobs.poll(1) == {"done": True, "sum": 3}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_while_it_runs_is_told_when_every_rank_is_done(rank: int) -> None:
+    script = [[{"done": False}, done(1)], [{"done": False}, done(2)]]
+    script[rank] = [{"error": ERROR.as_dict()}]
+    jobs = Jobs(Ranks(*script))
+    jobs.start("sing", finish=summed)
+    assert not jobs.poll(1)["done"]
+    assert jobs.poll(1) == {"done": True, "error": ERROR.as_dict()}
+
+
+def test_what_a_rank_said_first_is_its_result() -> None:
+    """A rank whose work failed says so as often as it is asked."""
+    later = UpdateError("internal", "not this one", status=500)
+    jobs = Jobs(Ranks([{"error": ERROR.as_dict()}, {"error": later.as_dict()}], [{"done": False}, done(2)]))
+    jobs.start("sing", finish=summed)
+    jobs.poll(1)
+    assert jobs.poll(1) == {"done": True, "error": ERROR.as_dict()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_at_the_start_ends_the_job_without_polling(rank: int) -> None:
+    started: list[Result] = [{}, {}]
+    started[rank] = {"error": ERROR.as_dict()}
+    ranks = Ranks([], [], started=started)
+    jobs = Jobs(ranks)
+    assert jobs.start("stage", finish=summed) == {"error": ERROR.as_dict()}
+    with pytest.raises(UpdateError) as caught:
+        jobs.poll(1)
+    assert (caught.value.kind, caught.value.status) == ("unknown-job", 404)
+    jobs.reap()
+    assert [method for method, *_ in ranks.calls] == ["stage"]
+
+
+def test_what_finishing_raises_is_the_result() -> None:
+    def broken(results: list[Result]) -> Result:
+        raise KeyError("value")
+
+    jobs = Jobs(Ranks([done(1)]))
+    jobs.start("stage", finish=broken)
+    found = jobs.poll(1)
+    assert found["done"]
+    assert (found["error"]["kind"], found["error"]["status"]) == ("internal", 500)
+
+
+def test_a_result_is_told_once() -> None:
+    jobs = Jobs(Ranks([done(1)]))
+    jobs.start("stage", finish=summed)
+    assert jobs.poll(1) == {"done": True, "sum": 1}
+    with pytest.raises(UpdateError, match="no job 1"):
+        jobs.poll(1)
+
+
+def test_a_job_that_nobody_polls_is_finished_all_the_same() -> None:
+    finished: list[list[Result]] = []
+
+    def finish(results: list[Result]) -> Result:
+        finished.append(results)
+        return summed(results)
+
+    jobs = Jobs(Ranks([{"done": False}, done(4)]))
+    jobs.start("stage", finish=finish)
+    jobs.reap()
+    assert finished == []
+    jobs.reap()
+    jobs.reap()
+    assert len(finished) == 1
+    assert jobs.poll(1) == {"done": True, "sum": 4}
+    with pytest.raises(UpdateError):
+        jobs.poll(1)
+
+
+def test_jobs_have_numbers_of_their_own() -> None:
+    ranks = Ranks([done(1), done(2)])
+    jobs = Jobs(ranks)
+    assert [jobs.start("stage", finish=summed) for _ in range(2)] == [{"job": 1}, {"job": 2}]
+    assert jobs.poll(2) == {"done": True, "sum": 1}
+    assert jobs.poll(1) == {"done": True, "sum": 2}
+
+
+def test_only_the_last_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_RESULTS", 2)
+    jobs = Jobs(Ranks([done(value) for value in range(4)]))
+    for _ in range(4):
+        jobs.start("stage", finish=summed)
+    jobs.reap()
+    assert [jobs.poll(job)["sum"] for job in (3, 4)] == [2, 3]
+    for job in (1, 2):
+        with pytest.raises(UpdateError, match="no job"):
+            jobs.poll(job)
