@@ -4,7 +4,7 @@
     python -m vllm_fp8ext.loadtest.trivial --port 8001 --interval 0.02
 
 It answers `/v1/completions` and `/v1/chat/completions` as vLLM does, with `max_tokens` tokens, `/v1/models`, `/version` and
-an empty `/metrics`.
+`/metrics` (of vLLM's, the number of requests that were answered in full).
 """
 
 import argparse
@@ -17,6 +17,9 @@ MODEL = "trivial"
 
 class Connection(asyncio.Protocol):
     """One client connection; requests come one after the other."""
+
+    answered = 0
+    """Streams of all connections that were sent to their end."""
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
@@ -49,7 +52,9 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, path: str) -> None:
         bodies = {"/v1/models": {"data": [{"id": MODEL}]}, "/version": {"version": "trivial"}}
-        body = b"" if path == "/metrics" else json.dumps(bodies.get(path, {})).encode()
+        body = json.dumps(bodies.get(path, {})).encode()
+        if path == "/metrics":
+            body = f"vllm:request_success_total {Connection.answered}\n".encode()
         head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
 
@@ -72,6 +77,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._chunk("data: [DONE]\n\n")
                 self._transport.write(b"0\r\n\r\n")
+                Connection.answered += 1
 
         self._timer = loop.call_at(due, send)
 

@@ -9,6 +9,7 @@ of an answer that one epoch gave are the ones that its checkpoint gives.
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,8 +62,10 @@ class Trainer:
         self.previous: str | None = None
         self.refused: list[str] = []
 
-    def run(self) -> None:
+    def run(self, answered: Callable[[], None]) -> None:
+        """`answered` waits until a request that was asked after a step has been answered."""
         for _ in range(self.steps):
+            answered()
             getattr(
                 self, self.choose.choice(["push", "push", "rollback", "half", "spoiled", "stale", "twice"])
             )()
@@ -138,16 +141,26 @@ def test_a_random_history_could_have_been(servers: dict[str, Server], name: str)
     trainer = Trainer(server, 5, STEPS[name])
     stop = threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        askers = [pool.submit(_ask, server, seed, stop) for seed in (1, 2)]
+        answers: list[Answer] = []
+        askers = [pool.submit(_ask, server, seed, stop, answers) for seed in (1, 2)]
+
+        def answered() -> None:
+            now = time.monotonic()
+            while not any(answer.asked > now for answer in answers):
+                assert not any(asker.done() for asker in askers), [asker.result() for asker in askers]
+                time.sleep(0.05)
+
         try:
-            trainer.run()
+            trainer.run(answered)
+            answered()
         finally:
             stop.set()
-        answers = [answer for asker in askers for answer in asker.result()]
+        for asker in askers:
+            asker.result()
     epochs = {entry.epoch: entry for entry in trainer.history}
     assert sorted(epochs) == [entry.epoch for entry in trainer.history]
     assert all(b.epoch == a.epoch + 1 for a, b in pairwise(trainer.history))
-    assert len(answers) > 20
+    assert len(answers) > STEPS[name]
     whole = [answer for answer in answers if _check(answer, epochs)]
     wrong = [
         answer
@@ -170,15 +183,13 @@ def _expected(server: Server) -> dict[tuple[str, str], tuple[int, ...]]:
     return found
 
 
-def _ask(server: Server, seed: int, stop: threading.Event) -> list[Answer]:
+def _ask(server: Server, seed: int, stop: threading.Event, answers: list[Answer]) -> None:
     choose = random.Random(seed)
-    answers = []
     while not stop.is_set():
         prompt, asked = choose.choice(ASKED), time.monotonic()
         choice = complete(server, prompt, 12)["choices"][0]
         spans = tuple(choice.get("weight_versions") or ())
         answers.append(Answer(prompt, asked, time.monotonic(), tuple(choice["token_ids"]), spans))
-    return answers
 
 
 def _check(answer: Answer, epochs: dict[int, Served]) -> bool:

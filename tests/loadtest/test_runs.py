@@ -33,6 +33,11 @@ class Trivial:
                 time.sleep(0.05)
         pytest.fail("the trivial server did not start")
 
+    def kill_when_it_answered(self, requests: int) -> None:
+        while int(httpx.get(f"{self.url}/metrics").text.split()[-1]) < requests:
+            time.sleep(0.1)
+        self.process.kill()
+
 
 @pytest.fixture
 def trivial(unused_port: int) -> Iterator[Trivial]:
@@ -88,15 +93,15 @@ def test_an_open_loop_of_several_processes_keeps_its_timetable(trivial: Trivial,
     )
     assert code in (0, 2), said
     measured = report["measured"]
-    assert 70 <= measured["requests"] <= 200
-    assert 12 <= measured["achieved_rate"] <= 24, measured["seconds"]
+    assert measured["requests"] <= 200
+    assert code == 2 or 18 <= measured["achieved_rate"] <= 22, measured["seconds"]
     assert measured["failed_requests"] == 0
     assert measured["schedule_delay"]["count"] == measured["requests"]
     assert (code == 2) == bool(measured["invalid"])
 
 
 def test_a_server_that_dies_in_mid_run(trivial: Trivial, tmp_path: Path) -> None:
-    threading.Timer(4, trivial.process.kill).start()
+    threading.Thread(target=trivial.kill_when_it_answered, args=(6,), daemon=True).start()
     start = time.monotonic()
     code, report, said = load(
         *(
@@ -114,7 +119,7 @@ def test_a_server_that_dies_in_mid_run(trivial: Trivial, tmp_path: Path) -> None
         *("--slo", "failed_requests<=0"),
     )
     assert code in (1, 2), said
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 50
     errors = report["measured"]["errors"]
     assert errors["truncated"] >= 1
     assert errors["connect"] >= 1
