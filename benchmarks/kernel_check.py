@@ -20,13 +20,14 @@ from vllm_fp8ext.kernels import (
     cases,
     decode_gemm,
     decode_gemm_triton,
+    gated_quantize,
     quantize_activation,
     quantize_weight,
     reference,
     rmsnorm_quantize,
-    silu_mul_quantize,
 )
 from vllm_fp8ext.kernels.decode_gemm import Config
+from vllm_fp8ext.kernels.gated_quantize import Activation
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 
 FORMATS: tuple[ScaleFormat, ...] = ("fp32", "pow2")
@@ -64,7 +65,13 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
     for form, shape in itertools.product(FORMATS, ((64, 4096), (3, 200), (7, 5120))):
         found.append((f"activation {form} {shape}", lambda f=form, s=shape: activation(f, *s)))
         found.append((f"rmsnorm {form} {shape}", lambda f=form, s=shape: rmsnorm(f, *s)))
-        found.append((f"silu_mul {form} {shape}", lambda f=form, s=shape: silu_mul(f, *s)))
+        for activation_name in gated_quantize.ACTIVATIONS:
+            found.append(
+                (
+                    f"{activation_name}_mul {form} {shape}",
+                    lambda f=form, s=shape, a=activation_name: gated(a, f, *s),
+                )
+            )
     for m, n, k, splits in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
         found.append((f"triton {(m, n, k)} {splits}", lambda s=(m, n, k, splits): triton(*s)))
     for config, case in itertools.product(cases.CUTS, cases.DECODE_SHAPES):
@@ -121,10 +128,10 @@ def rmsnorm(form: ScaleFormat, m: int, k: int) -> Verdict:
     )
 
 
-def silu_mul(form: ScaleFormat, m: int, k: int) -> Verdict:
+def gated(name: Activation, form: ScaleFormat, m: int, k: int) -> Verdict:
     gate_up = cases.activations(m, 2 * k, "cuda") / 8
-    found = silu_mul_quantize.silu_mul_quantize(gate_up, form)
-    return _nearly(found, silu_mul_quantize.silu_mul_quantize_reference(gate_up, form))
+    found = gated_quantize.gated_quantize(gate_up, name, form)
+    return _nearly(found, gated_quantize.gated_quantize_reference(gate_up, name, form))
 
 
 def _nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:

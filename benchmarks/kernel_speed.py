@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_check import rmsnorm, same, silu_mul
+from kernel_check import gated, rmsnorm, same
 from operands import Operands
 from provenance import provenance
 from rivals import NAMES, Gemm, rivals
@@ -31,11 +31,11 @@ from vllm_fp8ext.kernels import (
     quantize_weight_triton,
     reference,
 )
+from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, Activation, gated_quantize
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import blocks
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
-from vllm_fp8ext.kernels.silu_mul_quantize import silu_mul_quantize
 
 Calls = dict[str, Callable[[int], object]]
 
@@ -294,7 +294,8 @@ def fused(report: Report) -> None:
         if report.late(f"fused kernels m={m}"):
             return
         _fused_norm(report, m, 4096)
-        _fused_silu(report, m, 12288)
+        for activation in ACTIVATIONS:
+            _fused_gate(report, activation, m, 12288)
 
 
 def _fused_norm(report: Report, m: int, k: int) -> None:
@@ -318,20 +319,24 @@ def _fused_norm(report: Report, m: int, k: int) -> None:
     report.add("rmsnorm_quantize", [k], m, timings, moved, baseline="separate", exact=exact)
 
 
-def _fused_silu(report: Report, m: int, k: int) -> None:
+def _fused_gate(report: Report, activation: Activation, m: int, k: int) -> None:
     sets = [cases.activations(m, 2 * k, "cuda") / 8 for _ in range(min(64, bench.copies(m * k * 5)))]
 
     def separate(x: Tensor) -> object:
-        return quantize_activation(torch.nn.functional.silu(x[:, :k]) * x[:, k:], "fp32")
+        gate, up = x[:, :k], x[:, k:]
+        if activation == "silu":
+            return quantize_activation(torch.nn.functional.silu(gate) * up, "fp32")
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        return quantize_activation(torch.nn.functional.gelu(gate, approximate=approximate) * up, "fp32")
 
     calls: Calls = {
-        "blockfp8": lambda i: silu_mul_quantize(sets[i], "fp32"),
+        "blockfp8": lambda i: gated_quantize(sets[i], activation, "fp32"),
         "separate": lambda i: separate(sets[i]),
     }
     moved = dict.fromkeys(calls, m * (k * 5 + blocks(k) * 4))
     timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
-    exact = {"blockfp8": silu_mul("fp32", min(m, 64), k)[0]}
-    report.add("silu_mul_quantize", [k], m, timings, moved, baseline="separate", exact=exact)
+    exact = {"blockfp8": gated(activation, "fp32", min(m, 64), k)[0]}
+    report.add(f"{activation}_mul_quantize", [k], m, timings, moved, baseline="separate", exact=exact)
 
 
 if __name__ == "__main__":

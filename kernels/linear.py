@@ -82,9 +82,10 @@ def rmsnorm_linear(
     return out, x_MK.new_empty(0) if residual_MK is None else added
 
 
-@torch.library.custom_op("fp8ext::silu_mul_linear", mutates_args=())
-def silu_mul_linear(
+@torch.library.custom_op("fp8ext::gated_linear", mutates_args=())
+def gated_linear(
     gate_up_M2K: Tensor,
+    activation: str,
     codes_NK: Tensor,
     scales_NbKb: Tensor,
     bias_N: Tensor | None,
@@ -92,10 +93,10 @@ def silu_mul_linear(
     decode_tokens: int,
     gemm: str,
 ) -> Tensor:
-    """`linear` of `silu(gate) * up`."""
-    from vllm_fp8ext.kernels.silu_mul_quantize import silu_mul_quantize
+    """`linear` of `activation(gate) * up`; `activation` as in `gated_quantize`."""
+    from vllm_fp8ext.kernels.gated_quantize import Activation, gated_quantize
 
-    quantized = silu_mul_quantize(gate_up_M2K, cast("ScaleFormat", scale_format))
+    quantized = gated_quantize(gate_up_M2K, cast("Activation", activation), cast("ScaleFormat", scale_format))
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, gate_up_M2K.dtype)
 
 
@@ -161,8 +162,8 @@ def _(
     return x_MK.new_empty(x_MK.shape[0], codes_NK.shape[0]), added
 
 
-@silu_mul_linear.register_fake
-def _(gate_up_M2K: Tensor, codes_NK: Tensor, *_rest: object) -> Tensor:
+@gated_linear.register_fake
+def _(gate_up_M2K: Tensor, _activation: str, codes_NK: Tensor, *_rest: object) -> Tensor:
     return gate_up_M2K.new_empty(gate_up_M2K.shape[0], codes_NK.shape[0])
 
 

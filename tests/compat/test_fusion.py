@@ -113,30 +113,37 @@ def test_norms_that_stay(joined, weight, why: str):
     assert joined(graph.graph) == {"linear": 1}
 
 
-def test_silu_and_product(joined, weight):
-    """As `SiluAndMul` is in a functional graph when its operator is enabled."""
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"])
+def test_a_gate(joined, weight, name: str):
+    """As `SiluAndMul` and `GeluAndMul` are in a functional graph when their operators are enabled."""
     codes, scales = weight
     graph = fx.Graph()
     gate_up, held_codes, held_scales = (graph.placeholder(name) for name in ("gate_up", "codes", "scales"))
     empty = graph.call_function(torch.ops.aten.empty.memory_format, ([M, K],), {"dtype": torch.bfloat16})
-    operation = _silu_and_mul()
-    made = graph.call_function(auto_functionalized, (operation,), {"result": empty, "input": gate_up})
+    operation, result = _gate(name), "result" if name == "silu_and_mul" else "out"
+    made = graph.call_function(auto_functionalized, (operation,), {result: empty, "input": gate_up})
     activated = graph.call_function(operator.getitem, (made, 1))
     arguments = (activated, held_codes, held_scales, None, "fp32", 0, "slow")
     graph.output(graph.call_function(torch.ops.fp8ext.linear.default, arguments))
-    assert joined(graph) == {"silu_mul_linear": 1}
+    assert joined(graph) == {"gated_linear": 1}
     values = (integers(M, 2 * K) / 16).contiguous()
     found = fx.GraphModule(torch.nn.Module(), graph)(values, codes, scales)
     gate, up = values.chunk(2, 1)
-    expected = linear(torch.nn.functional.silu(gate) * up, weight)
+    functions = {
+        "silu_and_mul": torch.nn.functional.silu,
+        "gelu_and_mul": torch.nn.functional.gelu,
+        "gelu_tanh_and_mul": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }
+    expected = linear(functions[name](gate) * up, weight)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-def _silu_and_mul() -> Any:
+def _gate(name: str) -> Any:
     """vLLM's operator, or one of its name where vLLM is built without it."""
-    if not hasattr(torch.ops._C, "silu_and_mul"):
-        torch.library.define("_C::silu_and_mul", "(Tensor(a!) result, Tensor input) -> ()")
-    return torch.ops._C.silu_and_mul.default
+    if not hasattr(torch.ops._C, name):
+        result = "result" if name == "silu_and_mul" else "out"
+        torch.library.define(f"_C::{name}", f"(Tensor(a!) {result}, Tensor input) -> ()")
+    return getattr(torch.ops._C, name).default
 
 
 def test_the_pass_is_named_by_its_source():

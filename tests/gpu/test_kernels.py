@@ -2,6 +2,8 @@
 """Kernels on a Hopper GPU against the reference. `tests/kernels` has the quantizers' edge cases, on the GPU where there is
 one."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,13 +87,15 @@ def test_fused_norm_of_activations(shape: tuple[int, int], scale_format: ScaleFo
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(64, 4096), (3, 200), (7, 5120)], ids=str)
-def test_fused_silu_of_activations(shape: tuple[int, int], scale_format: ScaleFormat) -> None:
-    from vllm_fp8ext.kernels.silu_mul_quantize import silu_mul_quantize, silu_mul_quantize_reference
+def test_gated_activations(shape: tuple[int, int], activation: Any, scale_format: ScaleFormat) -> None:
+    from vllm_fp8ext.kernels.gated_quantize import gated_quantize, gated_quantize_reference
 
     gate_up = cases.activations(shape[0], 2 * shape[1], "cuda") / 8
     _assert_nearly(
-        silu_mul_quantize(gate_up, scale_format), silu_mul_quantize_reference(gate_up, scale_format)
+        gated_quantize(gate_up, activation, scale_format),
+        gated_quantize_reference(gate_up, activation, scale_format),
     )
 
 

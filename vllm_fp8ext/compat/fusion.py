@@ -23,7 +23,10 @@ from vllm_fp8ext.kernels import linear
 logger = logging.getLogger("vllm.fp8ext")
 
 PASS = "post_grad_custom_post_pass"
-SILU_MUL = "silu_and_mul"
+GATES = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "gelu_tanh"}
+"""vLLM's operators, and what `gated_linear` calls them."""
+CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul")
+"""vLLM's layers that call them."""
 
 
 def configure(config: Any) -> None:
@@ -37,18 +40,20 @@ def configure(config: Any) -> None:
     compilation.inductor_compile_config[PASS] = JoinLinear()
     # vLLM's cache of compiled graphs asks for the configuration alone
     config.additional_config = {**(config.additional_config or {}), "fp8ext_graphs": JoinLinear().uuid()}
-    if not any(op in compilation.custom_ops for op in (f"+{SILU_MUL}", f"-{SILU_MUL}", "all")):
-        compilation.custom_ops.append(f"+{SILU_MUL}")  # as one node, so that it is found below
+    for name in CUSTOM_OPS:  # each as one node, so that it is found below
+        if not any(op in compilation.custom_ops for op in (f"+{name}", f"-{name}", "all")):
+            compilation.custom_ops.append(f"+{name}")
 
 
 class JoinLinear(InductorPass):
-    """`fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of SiLU and product `fp8ext::silu_mul_linear`."""
+    """`fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of a gated activation function
+    `fp8ext::gated_linear`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         found = 0
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is torch.ops.fp8ext.linear.default:
-                found += _join_norm(graph, node) or _join_silu_mul(graph, node)
+                found += _join_norm(graph, node) or _join_gate(graph, node)
         graph.eliminate_dead_code()
         logger.debug("fp8ext: joined %d linear layers with what comes before them", found)
 
@@ -90,22 +95,32 @@ def _join_norm(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def _join_silu_mul(graph: fx.Graph, node: fx.Node) -> bool:
+def _join_gate(graph: fx.Graph, node: fx.Node) -> bool:
     source = node.args[0]
     if not isinstance(source, fx.Node) or len(source.users) > 1 or source.target is not operator.getitem:
         return False
     made, index = source.args
     if index != 1 or not isinstance(made, fx.Node) or made.target is not auto_functionalized:
         return False
-    if not made.args or made.args[0] is not torch.ops._C.silu_and_mul.default:
+    activation = _gates().get(made.args[0]) if made.args else None
+    if activation is None:
         return False
     with graph.inserting_before(node):
         joined = graph.call_function(
-            torch.ops.fp8ext.silu_mul_linear.default, (made.kwargs["input"], *node.args[1:])
+            torch.ops.fp8ext.gated_linear.default, (made.kwargs["input"], activation, *node.args[1:])
         )
     joined.meta.update(node.meta)
     node.replace_all_uses_with(joined)
     return True
+
+
+def _gates() -> dict[Any, str]:
+    """Those of `GATES` that this vLLM is built with."""
+    return {
+        getattr(torch.ops._C, name).default: activation
+        for name, activation in GATES.items()
+        if hasattr(torch.ops._C, name)
+    }
 
 
 def _items(node: fx.Node, index: int) -> Iterator[fx.Node]:

@@ -15,10 +15,10 @@ from torch import nn
 from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
 from vllm_fp8ext.kernels import compiled, decode_gemm
+from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
 from vllm_fp8ext.kernels.linear import GEMMS
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
-from vllm_fp8ext.kernels.silu_mul_quantize import silu_mul_quantize
 from vllm_fp8ext.linear import SCALES, BlockFp8LinearMethod
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -68,7 +68,8 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     norm = torch.ones(k, dtype=dtype, device=weight.device)
     rmsnorm_quantize(x[:1], None, norm, 1e-6, form)
     rmsnorm_quantize(x[:1], x[:1], norm, 1e-6, form)
-    silu_mul_quantize(torch.zeros(1, 2 * k, dtype=dtype, device=weight.device), form)
+    for activation in ACTIVATIONS:
+        gated_quantize(torch.zeros(1, 2 * k, dtype=dtype, device=weight.device), activation, form)
     quantized = quantize_activation(x, form)
     for tokens in decode_gemm.widths(few):
         decode_gemm.decode_gemm(x[:tokens], weight, scales, None, form)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SiLU of the gate times the up projection, and activation quantization, in one launch."""
+"""Activation function of the gate times the up projection, and activation quantization, in one launch."""
+
+from typing import Literal, get_args
 
 import torch
 import triton
@@ -11,25 +13,46 @@ from vllm_fp8ext.kernels.quantized import Quantized, empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
 
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
 GROUPS = 8
 """Groups of 128 columns that a program takes."""
 
 
-def silu_mul_quantize_reference(gate_up_M2K: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """What the kernel computes: vLLM's `SiluAndMul` (SiLU in fp32, rounded to the dtype before the product and after it),
-    then `reference.quantize_activation`."""
+def gated_quantize_reference(
+    gate_up_M2K: Tensor, activation: Activation, scale_format: ScaleFormat
+) -> tuple[Tensor, Tensor]:
+    """What the kernel computes: vLLM's `SiluAndMul` and `GeluAndMul` (the function in fp32, rounded to the dtype before the
+    product and after it), then `reference.quantize_activation`."""
     gate, up = gate_up_M2K.chunk(2, dim=1)
-    return reference.quantize_activation(torch.nn.functional.silu(gate) * up, scale_format)
+    if activation == "silu":
+        active = torch.nn.functional.silu(gate)
+    else:
+        active = torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return reference.quantize_activation(active * up, scale_format)
+
+
+@triton.jit
+def _active(x, ACTIVATION: tl.constexpr):
+    """The activation function of fp32 `x`."""
+    if ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    if ACTIVATION == "gelu_tanh":
+        # (1 + tanh y) / 2 = 1 / (1 + exp(-2y))
+        return tl.div_rn(x, 1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return tl.div_rn(x, 1.0 + tl.exp(-x))
 
 
 @triton.jit(do_not_specialize=["scales_column"])
-def _silu_mul_quantize(
+def _gated_quantize(
     gate_up_M2K,
     codes_MK,
     scales_MKb,
     K,
     row,
     scales_column,
+    ACTIVATION: tl.constexpr,
     POW2: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -48,26 +71,26 @@ def _silu_mul_quantize(
     at = gate_up_M2K + token * row + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + K, mask=inside, other=0.0).to(tl.float32)
-    silu = rounded(tl.div_rn(gate, 1.0 + tl.exp(-gate)), dtype, HARDWARE)
-    values = rounded(silu * up, dtype, HARDWARE)
+    values = rounded(rounded(_active(gate, ACTIVATION), dtype, HARDWARE) * up, dtype, HARDWARE)
     scale = scale_of(tl.max(magnitude_bits(values), axis=1), POW2)
     tl.store(codes_MK + token * K + columns, codes_of(values, scale[:, None], True, HARDWARE), mask=inside)
     tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 
 
-def silu_mul_quantize(gate_up_M2K: Tensor, scale_format: ScaleFormat) -> Quantized:
-    """Codes and scales of `silu(gate) * up`; `gate_up_M2K` holds gate, then up, BF16 or FP16, columns contiguous."""
+def gated_quantize(gate_up_M2K: Tensor, activation: Activation, scale_format: ScaleFormat) -> Quantized:
+    """Codes and scales of `activation(gate) * up`; `gate_up_M2K` holds gate, then up, BF16 or FP16, columns contiguous."""
     m, k = gate_up_M2K.shape[0], gate_up_M2K.shape[1] // 2
     codes, scales = empty(m, k, gate_up_M2K.device)
     early = gate_up_M2K.is_cuda
     if m:
-        _silu_mul_quantize[(m, -(-blocks(k) // GROUPS))](
+        _gated_quantize[(m, -(-blocks(k) // GROUPS))](
             gate_up_M2K,
             codes.view(torch.uint8),
             scales,
             k,
             gate_up_M2K.stride(0),
             scales.stride(1),
+            ACTIVATION=activation,
             POW2=scale_format == "pow2",
             HARDWARE=early,
             EARLY=early,

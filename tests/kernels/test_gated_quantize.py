@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused activation function against its reference, bit for bit.
 
-Exponentials differ in their last bits between libraries. Gates whose SiLU lies so near the middle of two numbers of the
-dtype that those bits decide are left out.
+Exponentials and error functions differ in their last bits between libraries. Gates whose function lies so near the middle of
+two numbers of the dtype that those bits decide are left out.
 """
 
 import pytest
@@ -15,7 +15,13 @@ from vllm_fp8ext.kernels import cases
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.silu_mul_quantize import GROUPS, silu_mul_quantize, silu_mul_quantize_reference
+from vllm_fp8ext.kernels.gated_quantize import (
+    ACTIVATIONS,
+    GROUPS,
+    Activation,
+    gated_quantize,
+    gated_quantize_reference,
+)
 
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
 KINDS = st.sampled_from(("normal", "heavy", "zeros", "floor"))
@@ -23,10 +29,17 @@ MARGIN = 2.0**-16
 """Relative: 2^-24 in the exponent of e^x, where |x| < 100."""
 
 
-def decided(gate: Tensor) -> Tensor:
-    """The gates, with zero in place of those that the last bits of an exponential decide."""
-    silu = gate.double() / (1 + torch.exp(-gate.double()))
-    low, high = ((silu * (1 + side)).to(gate.dtype) for side in (-MARGIN, MARGIN))
+def decided(gate: Tensor, activation: Activation = "silu") -> Tensor:
+    """The gates, with zero in place of those that the last bits of a function decide."""
+    x = gate.double()
+    if activation == "silu":
+        active = x * torch.sigmoid(x)
+    else:
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        active = torch.nn.functional.gelu(x, approximate=approximate)
+    # 1 + erf, and in torch 1 + tanh, is near zero on the left, and as wrong as if it were near one
+    margin = active.abs() * MARGIN + (0 if activation == "silu" else x.abs() * 2.0**-22)
+    low, high = ((active + side * margin).to(gate.dtype) for side in (-1, 1))
     return torch.where(low == high, gate, torch.zeros_like(gate))
 
 
@@ -42,12 +55,13 @@ def same(first: Tensor, second: Tensor) -> bool:
     KINDS,
     KINDS,
     st.sampled_from((torch.bfloat16, torch.float16)),
+    st.sampled_from(ACTIVATIONS),
     st.sampled_from(("fp32", "pow2")),
     st.integers(0, 2**32 - 2),
 )
-@example(1, 1, "normal", "normal", torch.bfloat16, "fp32", 0)
-@example(1, GROUPS * BLOCK + 1, "normal", "heavy", torch.bfloat16, "pow2", 0)
-@settings(max_examples=40, deadline=None)
+@example(1, 1, "normal", "normal", torch.bfloat16, "gelu", "fp32", 0)
+@example(1, GROUPS * BLOCK + 1, "normal", "heavy", torch.bfloat16, "gelu_tanh", "pow2", 0)
+@settings(max_examples=60, deadline=None)
 def test_codes_and_scales_are_the_references(
     device: str,
     m: int,
@@ -55,29 +69,30 @@ def test_codes_and_scales_are_the_references(
     gate_kind: str,
     up_kind: str,
     dtype: torch.dtype,
+    activation: Activation,
     scale_format: ScaleFormat,
     seed: int,
 ) -> None:
-    gate = decided(cases.awkward(m, k, gate_kind, dtype, seed).clamp(-100, 100))
+    gate = decided(cases.awkward(m, k, gate_kind, dtype, seed).clamp(-100, 100), activation)
     # products stay finite
     up = cases.awkward(m, k, up_kind, dtype, seed + 1).clamp(-600, 600)
     gate_up = torch.cat((gate, up), 1)
-    codes, scales = silu_mul_quantize(gate_up.to(device), scale_format)
-    expected = silu_mul_quantize_reference(gate_up, scale_format)
+    codes, scales = gated_quantize(gate_up.to(device), activation, scale_format)
+    expected = gated_quantize_reference(gate_up, activation, scale_format)
     assert same(codes, expected[0])
     assert same(scales, expected[1])
 
 
 def test_rows_may_lie_apart(device: str) -> None:
     wide = decided(cases.awkward(3, 900, "normal", torch.bfloat16))
-    codes, scales = silu_mul_quantize(wide.to(device)[:, 100:700], "fp32")
-    expected = silu_mul_quantize_reference(wide[:, 100:700], "fp32")
+    codes, scales = gated_quantize(wide.to(device)[:, 100:700], "silu", "fp32")
+    expected = gated_quantize_reference(wide[:, 100:700], "silu", "fp32")
     assert same(codes, expected[0])
     assert same(scales, expected[1])
 
 
 def test_no_tokens_make_no_codes(device: str) -> None:
-    codes, scales = silu_mul_quantize(torch.empty(0, 600, dtype=torch.bfloat16, device=device), "fp32")
+    codes, scales = gated_quantize(torch.empty(0, 600, dtype=torch.bfloat16, device=device), "silu", "fp32")
     assert (codes.shape, scales.shape) == ((0, 300), (0, 3))
 
 
@@ -88,8 +103,8 @@ def test_no_tokens_make_no_codes(device: str) -> None:
 def test_scales_show_what_is_not_finite(device: str, value: float, column: int) -> None:
     gate_up = decided(cases.awkward(2, 600, "normal", torch.bfloat16) + 1)
     gate_up[1, column] = value
-    codes, scales = silu_mul_quantize(gate_up.to(device), "fp32")
-    expected = silu_mul_quantize_reference(gate_up, "fp32")
+    codes, scales = gated_quantize(gate_up.to(device), "silu", "fp32")
+    expected = gated_quantize_reference(gate_up, "silu", "fp32")
     torch.testing.assert_close(scales.cpu(), expected[1], rtol=0, atol=0, equal_nan=True)
     assert torch.isfinite(scales).tolist() == [[True, True, True], [True, False, True]]
     assert same(codes[0], expected[0][0])
