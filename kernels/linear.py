@@ -21,8 +21,6 @@ _LARGEST_SLICE = 1 << 24
 Gemm = Callable[[Quantized, Tensor, Tensor, torch.dtype], Tensor]
 """`x @ weight.T` `[M, N]` of quantized activations, codes and scales of the weight, and the dtype of the result."""
 
-DECODE_GEMM = "decode_gemm"
-
 
 def in_slices(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, _dtype: torch.dtype) -> Tensor:
     """The GEMM for few tokens, as often as many tokens need it: for shapes that no other kernel takes."""
@@ -34,7 +32,7 @@ def in_slices(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, _dtype: torch
     return torch.cat([decode_gemm.decode_gemm(part, codes_NK, scales_NbKb, None, "fp32") for part in parts])
 
 
-GEMMS: dict[str, Gemm] = {DECODE_GEMM: in_slices}
+GEMMS: dict[str, Gemm] = {"decode_gemm": in_slices}
 """Kernels for many tokens, by name. An engine adds those that it has."""
 
 

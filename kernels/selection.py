@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel multiplies by a weight of which shape, for how many tokens."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_fp8ext.kernels import decode_gemm
@@ -16,6 +17,33 @@ class Route(NamedTuple):
     gemm: str
 
 
-def decode_tokens(n: int, k: int) -> int:
-    """Most tokens of one launch of `decode_gemm` for a weight `[N, K]`; 0 where it does not take the shape."""
-    return DECODE_TOKENS if decode_gemm.usable(DECODE_TOKENS, n, k) else 0
+def route(
+    shape_NK: tuple[int, int],
+    usable: Sequence[str],
+    *,
+    few: bool,
+    decode_tokens: int | None = None,
+    gemm: str | None = None,
+) -> Route | None:
+    """The kernels for one shape of weight; None if there are none.
+
+    `usable`: kernels for many tokens that take it here, the fastest first. `few`: whether `decode_gemm` runs here. Of what a
+    user chose, `decode_tokens` or `gemm`, nothing is left out.
+
+    Raises:
+        ValueError: a kernel that the user chose does not take the shape here.
+    """
+    n, k = shape_NK
+    if decode_tokens and not (few and decode_gemm.usable(decode_tokens, n, k)):
+        raise ValueError(f"decode_tokens {decode_tokens}: decode_gemm does not take weights of {n}x{k} here")
+    if not few or not decode_gemm.usable(DECODE_TOKENS, n, k):
+        default = 0
+    else:
+        default = DECODE_TOKENS
+        usable = [*usable, "decode_gemm"]
+    if gemm is not None and gemm not in usable:
+        able = ", ".join(usable) or "none"
+        raise ValueError(f"gemm {gemm}: does not take weights of {n}x{k} here; those that do: {able}")
+    if not usable:
+        return None
+    return Route(default if decode_tokens is None else decode_tokens, gemm or usable[0])

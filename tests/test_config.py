@@ -33,7 +33,7 @@ def test_what_json_can_say_is_taken() -> None:
                 "4096x12288": {"decode_tokens": 32, "gemm": "cutlass"},
                 "*": {"decode_tokens": None, "gemm": None},
             },
-            "batch_invariant": True,
+            "batch_invariant": False,
         },
         "allowed_dirs": ["/data"],
         "spool_dir": "/tmp",
@@ -63,6 +63,13 @@ def test_kernels_are_chosen_by_shape() -> None:
     for wrong in ("8", "8x", "0x8", "8x16x2", "**"):
         with pytest.raises(ValidationError):
             KernelSettings.model_validate({"shapes": {wrong: {}}})
+
+
+@pytest.mark.parametrize("shape", [{"decode_tokens": 8}, {"gemm": "decode_gemm"}])
+def test_batch_invariance_does_not_go_with_kernels_for_few_tokens(shape) -> None:
+    section = {"kernels": {"shapes": {"8x16": shape}, "batch_invariant": True}}
+    assert "batch_invariant leaves decode_gemm out, which shapes.8x16 asks for" in refused(section)
+    Settings.parse({"fp8ext": {"kernels": {"shapes": {"8x16": {"gemm": "triton"}}, "batch_invariant": True}}})
 
 
 def test_an_unknown_key_is_named_with_the_known_ones() -> None:

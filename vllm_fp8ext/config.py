@@ -2,9 +2,9 @@
 """The settings of a server: `--additional-config '{"fp8ext": {…}}'`, validated."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_fp8ext.errors import ConfigError
 
@@ -57,6 +57,13 @@ class KernelSettings(BaseModel):
 
     batch_invariant: bool = False
     """One kernel path whatever the number of tokens: a token's result does not depend on what it is computed beside."""
+
+    @model_validator(mode="after")
+    def _one_path(self) -> Self:
+        for shape, chosen in self.shapes.items():
+            if self.batch_invariant and (chosen.decode_tokens or chosen.gemm == "decode_gemm"):
+                raise ValueError(f"batch_invariant leaves decode_gemm out, which shapes.{shape} asks for")
+        return self
 
     def route(self, n: int, k: int) -> ShapeSettings:
         """What was chosen for a weight of `n` rows and `k` columns."""

@@ -20,9 +20,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import fp8_gemm_nt
 
-from vllm_fp8ext.config import KernelSettings
+from vllm_fp8ext.config import SECTION, KernelSettings
+from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import selection
-from vllm_fp8ext.kernels.linear import DECODE_GEMM, GEMMS
+from vllm_fp8ext.kernels.linear import GEMMS
 from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.kernels.selection import Route
@@ -73,28 +74,34 @@ _logged: set[str] = set()
 
 
 def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettings) -> Route | None:
-    """What multiplies by a weight of this shape, or None where the reference runs (CPUs, shapes that no kernel takes)."""
+    """What multiplies by a weight of this shape, or None where the reference runs (CPUs, shapes that no kernel takes).
+
+    Raises:
+        ConfigError: a kernel that the settings name does not take the shape here.
+    """
     n, k = shape_NK
     if not current_platform.is_cuda():
         _log_once("blockfp8 runs the reference linear layer on this platform")
         return None
     chosen = settings.route(n, k)
-    few = 0
-    if dtype == torch.bfloat16 and current_platform.is_device_capability(HOPPER):
-        few = selection.decode_tokens(n, k) if chosen.decode_tokens is None else chosen.decode_tokens
-    if settings.batch_invariant:
-        few = 0
-    usable = [name for name in _KERNELS if _takes(name, shape_NK, dtype)] + [DECODE_GEMM] * bool(few)
-    if chosen.gemm is not None:
-        usable = [name for name in usable if name == chosen.gemm]
-    if not usable:
+    few = dtype == torch.bfloat16 and current_platform.is_device_capability(HOPPER)
+    try:
+        route = selection.route(
+            shape_NK,
+            [name for name in _KERNELS if _takes(name, shape_NK, dtype)],
+            few=few and not settings.batch_invariant,
+            decode_tokens=chosen.decode_tokens,
+            gemm=chosen.gemm,
+        )
+    except ValueError as error:
+        raise ConfigError(f'--additional-config "{SECTION}": kernels.shapes: {error}') from None
+    if route is None:
         _log_once(
             f"blockfp8 runs the reference linear layer for shape {n}x{k}: no FP8 kernel takes it (slow)"
         )
         return None
-    route = Route(few, usable[0])
-    small = f"decode_gemm up to {few} tokens, " if few else ""
-    _log_once(f"blockfp8 multiplies {n}x{k} by {small}{route.gemm}{' beyond' if few else ''}")
+    small = f"decode_gemm up to {route.decode_tokens} tokens, " if route.decode_tokens else ""
+    _log_once(f"blockfp8 multiplies {n}x{k} by {small}{route.gemm}{' beyond' if small else ''}")
     if route.gemm != "deep_gemm" and chosen.gemm is None:
         _log_once(f"blockfp8: DeepGEMM does not take {n}x{k} here, {route.gemm} is the next best")
     return route
