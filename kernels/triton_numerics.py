@@ -93,8 +93,12 @@ def rounded(x, dtype: tl.constexpr, HARDWARE: tl.constexpr):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
-def _note(*_: Any, **__: Any) -> None:
+_before = triton.knobs.runtime.jit_post_compile_hook
+
+
+def _note(*args: Any, **named: Any) -> Any:
     compiled.note("triton")
+    return _before(*args, **named) if _before else None
 
 
 triton.knobs.runtime.jit_post_compile_hook = _note

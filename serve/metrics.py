@@ -63,6 +63,14 @@ class Metrics:
         yield GaugeMetricFamily("fp8ext:epoch", "Epoch that is served.", value=self._status["epoch"])
         poisoned = float(self._status["poisoned"] is not None)
         yield GaugeMetricFamily("fp8ext:poisoned", "1 while the engine refuses to generate.", value=poisoned)
+        compiled = CounterMetricFamily(
+            "fp8ext:compiled",
+            "Kernels and graphs that were compiled, by compiler; over all ranks, at the last call to them.",
+            labels=["compiler"],
+        )
+        for compiler in self._status["compiled"][0] if self._status["compiled"] else ():
+            compiled.add_metric([compiler], sum(rank[compiler] for rank in self._status["compiled"]))
+        yield compiled
         last = self._status["last_update"]
         if last and last["quantization_error"]:
             error = GaugeMetricFamily(

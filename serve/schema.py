@@ -177,6 +177,9 @@ class Weights(BaseModel):
         None,
         description="From the pause for the last exchange to the end of the next engine step; null without requests.",
     )
+    compiled: list[dict[str, int]] = Field(
+        description="By rank, kernels and graphs compiled since its process began, by compiler, as of the last call to it."
+    )
     twin_kv_blocks: int = Field(description="KV-cache blocks that the twin's memory would hold.")
     last_update: LastUpdate | None
 

@@ -158,11 +158,14 @@ def test_what_metrics_tell(single: Server):
         pytest.fail("no commit met a running request")
 
     with single.client() as client:
+        compiled = metrics(single, "fp8ext:compiled_total")
+        assert set(compiled) == {f'compiler="{name}"' for name in ("nvrtc", "triton", "deep_gemm", "torch")}
         before = stalled()
         client.rollback()
         client.abandon(client.open().id)
         wait_for([before[0] + 1, before[1] + 1, before[2] + 1, before[3] + 2, before[4] + 1])
         assert client.weights().stall_seconds is None
+        assert metrics(single, "fp8ext:compiled_total") == compiled
         with pytest.raises(UpdateError, match="no update"):
             client.update("unknown")
         assert metrics(single, "fp8ext:refusals_total")['kind="unknown-update"'] >= 1

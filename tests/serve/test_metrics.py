@@ -21,6 +21,7 @@ def status(totals: Totals | None = None, **fields: Any) -> dict[str, Any]:
         "epoch": 3,
         "poisoned": None,
         "last_update": None,
+        "compiled": [],
         "totals": (totals or Totals()).as_dict(),
         **fields,
     }
@@ -86,8 +87,15 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
     totals.stalled(0.125)
     totals.bytes = 1 << 40
     error = {"relative": 0.02, "mean": 0.03, "max": 0.5, "worst": "lm_head.weight"}
+    compiled = [{"triton": 4, "torch": 1}, {"triton": 5, "torch": 1}]
     metrics.observe(
-        status(totals, epoch=7, poisoned="rank 1: copy failed", last_update={"quantization_error": error})
+        status(
+            totals,
+            compiled=compiled,
+            epoch=7,
+            poisoned="rank 1: copy failed",
+            last_update={"quantization_error": error},
+        )
     )
     found = scraped(registry)
     assert {
@@ -102,6 +110,8 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
         key("update_bytes_total"): 1 << 40,
         key("epoch"): 7,
         key("poisoned"): 1,
+        key("compiled_total", compiler="triton"): 9,
+        key("compiled_total", compiler="torch"): 2,
         key("quantization_error", statistic="relative"): 0.02,
         key("quantization_error", statistic="mean"): 0.03,
         key("quantization_error", statistic="max"): 0.5,

@@ -2,7 +2,7 @@
 """The commit against an engine core that notes what it is told, and ranks that fail by a script."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -29,6 +29,7 @@ class ScriptedCore:
     kv_cache_dtype = "auto"
     vocabulary = 100
     longest_prompt = 100
+    compiled: ClassVar[list[dict[str, int]]] = []
 
     def __init__(self, ranks: int = 2) -> None:
         self.swapped: list[bool | None] = [False] * ranks

@@ -59,6 +59,8 @@ class CoreAccess:
         self.watchdog = Watchdog(self.settings.deadline_seconds, core.model_executor)
         self._prefix_cache = EpochPrefixCache(core, 0) if self.quantization == METHOD else None
         self._calls = itertools.count(1)
+        self.compiled: list[dict[str, int]] = []
+        """By rank, what its process had compiled when it was last called."""
         self._add_request = core.add_request
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
@@ -72,6 +74,7 @@ class CoreAccess:
             results: list[dict[str, Any]] = self._core.collective_rpc("fp8ext", args=(call, method, *args))
         except Exception as error:
             self.watchdog.end(f"call {call} of {method} failed: {error!r}")
+        self.compiled = [result.pop("compiled") for result in results]
         answers = [(result.pop("call"), result.pop("from")) for result in results]
         if answers != [(call, rank) for rank in range(len(results))]:
             self.watchdog.end(f"call {call} of {method} was answered by {answers}")

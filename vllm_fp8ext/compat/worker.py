@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from vllm_fp8ext.compat.compilations import counts
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UpdateError, described
 
@@ -64,9 +65,11 @@ def _load_with_twin(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def call(self: Any, number: int, method: str, *args: Any) -> dict[str, Any]:
-    """Run one method of this worker's `Rank`; never raises. The reply names its `call` and the rank that it is `from`."""
+    """Run one method of this worker's `Rank`; never raises. The reply names its `call` and the rank that it is `from`, and
+    what this process has `compiled` so far."""
     return {
         **_answer(getattr(self, "fp8ext_rank", None), method, args),
+        "compiled": counts(),
         "call": number,
         "from": self.worker.rank,
     }

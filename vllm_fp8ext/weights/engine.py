@@ -86,6 +86,7 @@ class UpdateEngine:
             "kv_cache_dtype": self.core.kv_cache_dtype,
             "staging": self.core.settings.staging,
             "stall_seconds": step.stall_seconds,
+            "compiled": self.core.compiled,
             **self._cost,
             "last_update": self._last,
             "totals": self.totals.as_dict(),

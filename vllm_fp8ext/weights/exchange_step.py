@@ -27,6 +27,7 @@ class Core(Protocol):
     kv_cache_dtype: str
     vocabulary: int
     longest_prompt: int
+    compiled: list[dict[str, int]]
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
     def pause(self) -> float: ...

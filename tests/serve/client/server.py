@@ -231,6 +231,7 @@ class Server:
             staging="shadow",
             twin_bytes=[0],
             twin_kv_blocks=0,
+            compiled=[],
             last_update=None,
         )
 
