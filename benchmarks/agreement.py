@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance
-
+from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server
 

@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from generated import SHAPES, write_checkpoint
-from provenance import provenance
 from rich.console import Console
 from rich.table import Table
+
+from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.provenance import provenance
 
 _VARIANTS = ("bf16", "blockfp8")
 _BATCHES = (1, 8)

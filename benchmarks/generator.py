@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance
 
 PORT = 8450
 OUTPUT_TOKENS = 50

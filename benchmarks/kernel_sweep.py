@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from operands import Operands
-from provenance import provenance
 
+from vllm_fp8ext.bench.operands import Operands
+from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.kernels import bench, cases, decode_gemm
 from vllm_fp8ext.kernels.decode_gemm import Config
 from vllm_fp8ext.kernels.reference import blocks

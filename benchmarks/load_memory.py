@@ -17,8 +17,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 def main() -> int:
     import torch
-    from generated import SHAPES, write_checkpoint
-    from provenance import provenance
+
+    from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+    from vllm_fp8ext.bench.provenance import provenance
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

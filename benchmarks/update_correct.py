@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from generated import SHAPES, write_checkpoint
-from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
+from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.demo.server import MODEL, Server
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest

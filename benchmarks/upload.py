@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from generated import SHAPES, write_checkpoint
-from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
+from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.demo.server import MODEL, Server
 
 IGNORED = "lm_head.weight"

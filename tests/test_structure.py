@@ -15,7 +15,12 @@ PACKAGE = "vllm_fp8ext"
 LINKED = ("kernels", "serve", "loadtest")
 """Top-level folders that are parts of the package."""
 FOLDERS = (PACKAGE, *LINKED, "tests", "scripts", "examples", "benchmarks", "docs")
-TOUCH_VLLM = ("vllm_fp8ext.linear", "vllm_fp8ext.quantization")
+TOUCH_VLLM = (
+    "vllm_fp8ext.linear",
+    "vllm_fp8ext.quantization",
+    "vllm_fp8ext.bench.engines",
+    "vllm_fp8ext.bench.rivals",
+)
 """Modules that may import vLLM, besides those of vllm_fp8ext.compat."""
 LIGHT = (
     "vllm_fp8ext",

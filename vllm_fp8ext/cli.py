@@ -184,7 +184,7 @@ def demo(problems: int, json_file: Path | None) -> None:
 
 @cli.group()
 def bench() -> None:
-    """Measure servers."""
+    """Measure kernels, engines and servers."""
 
 
 @bench.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -221,6 +221,27 @@ def load(
         os.environ[ADMIN_KEY] = key_file.read_text().strip()
     line = command(url, profile, users, run_time, web, context.args)
     os.execv(line[0], line)
+
+
+PASSED_ON = {"ignore_unknown_options": True, "help_option_names": []}
+
+
+@bench.command(context_settings=PASSED_ON)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def kernels(arguments: tuple[str, ...]) -> None:
+    """Time this project's kernels on this GPU beside BF16 and others' (--help lists the options)."""
+    from vllm_fp8ext.bench.kernels import main
+
+    sys.exit(main(arguments))
+
+
+@bench.command(context_settings=PASSED_ON)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def rollout(arguments: tuple[str, ...]) -> None:
+    """Time whole engines on this GPU: BF16, fp8_per_block, blockfp8 (--help lists the options)."""
+    from vllm_fp8ext.bench.rollout import main
+
+    sys.exit(main(arguments))
 
 
 @bench.command("report")

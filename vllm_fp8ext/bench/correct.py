@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel against the reference on this GPU, one line each.
+"""Every kernel against the reference on this GPU, one line each: `fp8ext bench kernels --check`."""
 
-    python benchmarks/kernel_check.py [--only decode]
-
-Exit code 1 when something is wrong.
-"""
-
-import argparse
 import itertools
 import math
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,10 +29,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Verdict = tuple[bool, str]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="checks whose name has this in it")
-    only = parser.parse_args().only
+def check(only: str) -> int:
+    """Run the checks that have `only` in their name; 1 if something is wrong."""
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     start = time.perf_counter()
     good = [_verdict(what, call) for what, call in _checks() if only in what]
@@ -59,29 +51,21 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
     found: list[tuple[str, Callable[[], Verdict]]] = []
     for form, dtype in itertools.product(FORMATS, DTYPES):
         for shape in ((4096, 4096), (200, 328), (1, 1), (129, 257)):
-            found.append(
-                (f"weight {form} {dtype} {shape}", lambda f=form, d=dtype, s=shape: weight(f, d, s)),
-            )
-    for form, shape in itertools.product(FORMATS, ((64, 4096), (3, 200), (7, 5120))):
-        found.append((f"activation {form} {shape}", lambda f=form, s=shape: activation(f, *s)))
-        found.append((f"rmsnorm {form} {shape}", lambda f=form, s=shape: rmsnorm(f, *s)))
-        for activation_name in gated_quantize.ACTIVATIONS:
-            found.append(
-                (
-                    f"{activation_name}_mul {form} {shape}",
-                    lambda f=form, s=shape, a=activation_name: gated(a, f, *s),
-                )
-            )
-    for m, n, k, splits in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
-        found.append((f"triton {(m, n, k)} {splits}", lambda s=(m, n, k, splits): triton(*s)))
-    for config, case in itertools.product(cases.CUTS, cases.DECODE_SHAPES):
-        form = FORMATS[case[0] % 2]
-        if config.fits(decode_gemm.width(case[0]), case[2]):
-            found.append(
-                (f"decode {config} {form} {case}", lambda f=form, c=config, s=case: decode(f, c, *s))
-            )
+            found.append((f"weight {form} {dtype} {shape}", partial(weight, form, dtype, shape)))
+    for form, (m, k) in itertools.product(FORMATS, ((64, 4096), (3, 200), (7, 5120))):
+        found.append((f"activation {form} {m}x{k}", partial(activation, form, m, k)))
+        found.append((f"rmsnorm {form} {m}x{k}", partial(rmsnorm, form, m, k)))
+        for activated in gated_quantize.ACTIVATIONS:
+            found.append((f"{activated}_mul {form} {m}x{k}", partial(gated, activated, form, m, k)))
+    for case in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
+        found.append((f"triton {case}", partial(triton, *case)))
+    for config, (m, n, k, bias) in itertools.product(cases.CUTS, cases.DECODE_SHAPES):
+        form = FORMATS[m % 2]
+        if config.fits(decode_gemm.width(m), k):
+            name = f"decode {config} {form} {m}x{n}x{k}{' bias' if bias else ''}"
+            found.append((name, partial(decode, form, config, m, n, k, bias)))
     for form, (m, splits) in itertools.product(FORMATS, ((1, 1), (7, 2), (33, 4), (64, 1), (100, 8))):
-        found.append((f"decode prologue {form} {m} {splits}", lambda f=form, s=(m, splits): prologue(f, *s)))
+        found.append((f"decode prologue {form} {m} {splits}", partial(prologue, form, m, splits)))
     return found
 
 
@@ -200,7 +184,3 @@ def triton(m: int, n: int, k: int, splits: int) -> Verdict:
     out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)
     error = cases.gemm_error(out, *reference.quantize_activation(x), codes, scales)
     return error < 1, f"error/bound {error:.3f}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

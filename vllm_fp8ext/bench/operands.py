@@ -27,3 +27,8 @@ class Operands:
     def error(self, x: Tensor, out: Tensor) -> float:
         """Error of a GEMM with the first copy, as a part of its bound."""
         return cases.gemm_error(out, *reference.quantize_activation(x), self.codes[0], self.scales)
+
+    def difference(self, x: Tensor, out: Tensor) -> float:
+        """Of a GEMM with the first copy that leaves activations as they are: ‖out - exact‖ / ‖exact‖."""
+        exact = x.double() @ reference.dequantize_weight(self.codes[0], self.scales).double().t()
+        return float((out.double() - exact).norm() / exact.norm())

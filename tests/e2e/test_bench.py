@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of whole engines, on the tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from vllm_fp8ext.checkpoints import EARLY
+from vllm_fp8ext.cli import cli
+from vllm_fp8ext.errors import ConfigError
+
+
+def test_engines_take_turns(tmp_path: Path):
+    out = tmp_path / "rollout.json"
+    line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "bf16", "blockfp8"]
+    line += ["--cases", "3x8x6", "--repeats", "2", "--kv-gib", "0.05", "--out", str(out)]
+    line += ["--engine", '{"enforce_eager": true}']
+    done = CliRunner().invoke(cli, line)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert found["provenance"]["versions"]["vllm-fp8ext"]
+    bf16, ours = found["cases"]
+    assert [case["variant"] for case in (bf16, ours)] == ["bf16", "blockfp8"]
+    assert [case["staging"] for case in (bf16, ours)] == ["none", "shadow"]
+    assert all((case["requests"], case["input"], case["output"]) == (3, 8, 6) for case in (bf16, ours))
+    assert all(len(case["samples"]) == 2 and min(case["samples"]) > 0 for case in (bf16, ours))
+    assert bf16["ratio_bf16"] == 1
+    assert ours["ratio_bf16"] == pytest.approx(ours["tokens_per_s"] / bf16["tokens_per_s"])
+    assert set(ours["compiled_meanwhile"].values()) == {0}
+
+
+@pytest.mark.parametrize("case", ["8x512", "axbxc", "0x8x8", "1x8x1"])
+def test_a_case_that_is_none(case: str):
+    with pytest.raises(ConfigError, match=f"--cases: expected .* found '{case}'"):
+        CliRunner().invoke(cli, ["bench", "rollout", "--cases", case], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("command", ["kernels", "rollout"])
+def test_without_a_gpu(command: str):
+    with pytest.raises(ConfigError, match="expected a CUDA GPU, found none"):
+        CliRunner().invoke(cli, ["bench", command], catch_exceptions=False)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines side by side on one GPU, each in a process of its own."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from vllm_fp8ext.errors import Fp8ExtError
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8_per_block": {"quantization": "fp8_per_block"},
+    "blockfp8": {"quantization": "blockfp8"},
+}
+"""What vLLM is told, by variant."""
+Kernels = list[tuple[str, float, int]]
+"""Name, milliseconds and launches of each kernel, the longest first."""
+
+
+class EngineError(Fp8ExtError):
+    """An engine ended before it answered."""
+
+
+class Engine:
+    """One engine; `arguments` are those of `vllm.LLM`. With `profile` it tells the times of its kernels instead."""
+
+    def __init__(self, checkpoint: Path, name: str, arguments: Mapping[str, Any], *, profile: bool = False):
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._end, there = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(str(checkpoint), dict(arguments), profile, there)
+        )
+        self._process.start()
+        there.close()
+        self._started = time.monotonic()
+
+    def wait(self) -> float:
+        """Until it is ready; seconds since its start."""
+        self._ask()
+        return time.monotonic() - self._started
+
+    def seconds(self, requests: int, tokens: int, output: int, seed: int) -> float:
+        """How long it takes to answer `requests` prompts of `tokens` random tokens with `output` tokens each."""
+        found = self._ask((requests, tokens, output, seed))
+        assert isinstance(found, float)
+        return found
+
+    def kernels(self, requests: int, tokens: int, output: int, seed: int) -> Kernels:
+        """The same, as a profile."""
+        found: Kernels = self._ask((requests, tokens, output, seed))
+        return found
+
+    def compiled(self) -> dict[str, int]:
+        """What its worker has compiled so far, by compiler; nothing for engines without this plugin's methods."""
+        found: dict[str, int] = self._ask("compiled")
+        return found
+
+    def close(self) -> None:
+        """End it and the processes that it started."""
+        with contextlib.suppress(OSError):
+            self._end.send(None)
+        self._process.join(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+
+    def _ask(self, what: Any = None) -> Any:
+        try:
+            if what is not None:
+                self._end.send(what)
+            return self._end.recv()
+        except (EOFError, OSError):
+            self._process.join(10)
+            raise EngineError(f"the engine {self.name} ended: exit code {self._process.exitcode}") from None
+
+
+def _serve(checkpoint: str, arguments: dict[str, Any], profile: bool, end: Connection) -> None:
+    os.setsid()
+    if profile:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(checkpoint, **arguments)
+    vocabulary = engine.model_config.get_vocab_size()
+    end.send("ready")
+    while case := end.recv():
+        if case == "compiled":
+            end.send(_compiled(engine, arguments))
+            continue
+        requests, tokens, output, seed = case
+        draw = torch.Generator().manual_seed(seed)
+        prompts: Any = [
+            {"prompt_token_ids": torch.randint(vocabulary, (tokens,), generator=draw).tolist()}
+            for _ in range(requests)
+        ]
+        sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        if profile:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                engine.generate(prompts, sampling, use_tqdm=False)
+            events = [(e.key, e.self_device_time_total / 1e3, e.count) for e in seen.key_averages()]
+            end.send(sorted(events, key=lambda kernel: -kernel[1]))
+            continue
+        answers = engine.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert all(len(answer.outputs[0].token_ids) == output for answer in answers)
+        end.send(seconds)
+    engine.llm_engine.engine_core.shutdown()  # else its processes and this one wait for each other
+
+
+def _compiled(engine: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
+    if arguments.get("quantization") != "blockfp8":
+        return {}
+    found: dict[str, int] = engine.collective_rpc("fp8ext", args=(0, "describe"))[0]["compiled"]
+    return found

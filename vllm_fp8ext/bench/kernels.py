@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast the kernels are on this GPU, beside what else computes the same.
+
+    fp8ext bench kernels --out kernels.json --rivals scaled_mm cutlass deep_gemm
+
+Everything that is timed passes its bound in the same process first. Exit code 1 when a kernel of ours does not.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from vllm_fp8ext.bench.rivals import NAMES
+from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernels import cases
+
+PARTS = ("decode", "prefill", "weights", "fused")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as the command line says; the exit code.
+
+    Raises:
+        ConfigError: no GPU.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fp8ext bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts alone")
+    parser.add_argument("--rivals", nargs="*", choices=NAMES, default=["scaled_mm", "cutlass", "deep_gemm"])
+    parser.add_argument("--prefill-tokens", type=int, nargs="*", default=cases.PREFILL_TOKENS)
+    parser.add_argument("--decode-tokens", type=int, nargs="*", default=cases.DECODE_TOKENS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so long")
+    parser.add_argument(
+        "--check",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="compare each kernel (whose check has NAME in it) with the reference instead",
+    )
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise ConfigError("bench kernels: expected a CUDA GPU, found none")
+    from vllm_fp8ext.bench import correct, gemms, quantizers
+    from vllm_fp8ext.bench.report import Report
+
+    if options.check is not None:
+        return correct.check(options.check)
+    start = time.perf_counter()
+    report = Report(options.out, stop=start + options.seconds)
+    if "decode" in options.only:
+        gemms.decode(report, options.decode_tokens, options.rivals)
+    if "prefill" in options.only:
+        gemms.prefill(report, options.prefill_tokens, options.rivals)
+    if "weights" in options.only:
+        quantizers.weights(report)
+    if "fused" in options.only:
+        quantizers.fused(report)
+    for kernel in ("decode_gemm", "prefill_gemm"):
+        for variant in ("blockfp8", "blockfp8_codes"):
+            report.summarize(kernel, variant)
+    report.say(f"{time.perf_counter() - start:.0f} s")
+    return 0 if report.exact else 1

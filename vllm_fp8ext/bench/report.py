@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of kernels, as lines in the terminal and as a result file."""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.kernels import bench
+
+Calls = dict[str, Callable[[int], object]]
+"""By variant: a call with the number of one of the copies of its operands."""
+
+
+class Report:
+    """Collects cases; the file is written anew after each. `stop`: the time (`time.perf_counter`) after which no case is
+    begun."""
+
+    def __init__(self, file: Path | None, stop: float = math.inf) -> None:
+        self.file = file
+        self.stop = stop
+        self.provenance = provenance()
+        self.cases: list[dict[str, Any]] = []
+        self.bandwidth = bench.copy_bandwidth()
+        self._console = Console(width=140, highlight=False)
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        self.say(f"a copy moves {self.bandwidth / 1e12:.2f} TB/s")
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self._console.print(text, markup=False)
+
+    def late(self, what: str) -> bool:
+        """Whether there is no time left for this."""
+        late = time.perf_counter() > self.stop
+        if late:
+            self.say(f"no time left for {what}")
+        return late
+
+    def add(
+        self,
+        kernel: str,
+        shape: tuple[int | str, ...],
+        m: int | None,
+        timings: Mapping[str, bench.Timing],
+        moved: Mapping[str, int],
+        *,
+        baseline: str = "bf16",
+        exact: Mapping[str, bool],
+        operations: int = 0,
+    ) -> None:
+        """`moved`: fewest bytes of each variant. `baseline`: the variant that the ratio compares with; it is called
+        `ratio_bf16` where that is BF16's GEMM, else `ratio`."""
+        ratio = "ratio_bf16" if baseline == "bf16" else "ratio"
+        for variant, timing in timings.items():
+            case: dict[str, Any] = {"kernel": kernel, "shape": list(shape), "m": m, "variant": variant}
+            case |= {"exact": exact.get(variant, True), "error": timing.error, "samples": timing.samples}
+            if timing.samples:
+                case |= {
+                    "us": timing.us,
+                    "gbps": moved[variant] / timing.us / 1e3,
+                    "tflops": operations / timing.us / 1e6,
+                    ratio: timings[baseline].us / timing.us,
+                    "baseline": baseline,
+                    "ratio_copy": moved[variant] / timing.us * 1e6 / self.bandwidth,
+                }
+            self.cases.append(case)
+            self.say(self._line(case))
+        if self.file:
+            result = {"provenance": self.provenance, "copy_gbps": self.bandwidth / 1e9, "cases": self.cases}
+            self.file.write_text(json.dumps(result, indent=1) + "\n")
+
+    def summarize(self, kernel: str, variant: str) -> None:
+        """Geometric mean and worst of a variant's ratios to BF16."""
+        ratios = [
+            case["ratio_bf16"]
+            for case in self.cases
+            if (case["kernel"], case["variant"]) == (kernel, variant) and case["samples"]
+        ]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            self.say(f"{kernel}, {variant}, against BF16: geometric mean {mean:.3f}, worst {min(ratios):.3f}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether every kernel of ours was within its bound."""
+        return all(case["exact"] for case in self.cases if case["variant"].startswith("blockfp8"))
+
+    @staticmethod
+    def _line(case: dict[str, Any]) -> str:
+        line = f"{case['kernel']:18} {'x'.join(map(str, case['shape'])):15} m={case['m']!s:5} {case['variant']:15}"
+        if not case["samples"]:
+            return f"{line} {case['error'][:80]}"
+        ratio = case.get("ratio_bf16", case.get("ratio"))
+        numbers = f"{case['us']:9.2f} us {ratio:6.2f}x {case['ratio_copy']:7.1%} of copy"
+        return f"{line} {numbers}{'' if case['exact'] else ' NOT WITHIN ITS BOUND'}"

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second of whole engines on one GPU: BF16, stock `fp8_per_block` and `blockfp8`, in turn.
+
+    fp8ext bench rollout --shape Qwen3-8B --kv auto fp8 --out rollout.json
+
+All engines are alive at once and take turns, so that they see the same GPU. Weights are generated (or given, --checkpoint);
+token ids go in and come out. A case first runs once in every engine unmeasured. The time to the first tokens, measured in a
+run of its own, is taken off for the time of a decode step.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_fp8ext.bench.engines import VARIANTS, Engine
+from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.errors import ConfigError
+
+CAPTURED = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+"""Batch sizes of CUDA graphs."""
+CASES = ("1x1024x1024", "8x1024x1024", "8x512x256", "32x1024x1024", "128x1024x1024", "256x1024x1024")
+console = Console(width=140, highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as the command line says; the exit code.
+
+    Raises:
+        ConfigError: no GPU, or a case that is none.
+    """
+    options = _parser().parse_args(arguments)
+    cases = [_case(text) for text in options.cases]
+    stop = time.monotonic() + options.seconds
+    with contextlib.ExitStack() as stack:
+        folder = options.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not (folder / "config.json").exists():
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ConfigError("bench rollout: expected a CUDA GPU, found none")
+            write_checkpoint(folder, options.shape, 0, "cuda")
+        engines = {}
+        for kv in options.kv:
+            for name in options.variants:
+                engine = Engine(
+                    *(folder, f"{name}, KV {kv}", _arguments(name, kv, options)),
+                    profile=options.profile is not None,
+                )
+                engines[name, kv] = stack.enter_context(contextlib.closing(engine))
+        for engine in engines.values():
+            console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
+        if options.profile:
+            for case in cases:
+                _profile(options.profile, case, engines)
+            return 0
+        found = [result for case in cases for result in _measure(options, case, engines, stop)]
+    if options.out and found:
+        _write(options.out, found, append=options.append)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fp8ext bench rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--kv", nargs="+", choices=("auto", "fp8"), default=["auto"])
+    parser.add_argument("--cases", nargs="+", metavar="REQUESTSxINPUTxOUTPUT", default=CASES)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kv-gib", type=float, default=24.0, help="KV cache of each engine")
+    parser.add_argument("--settings", type=json.loads, default={}, help="more settings of blockfp8, as JSON")
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="more arguments of vllm.LLM for all of them, as JSON"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no repeat after so long")
+    parser.add_argument("--profile", type=Path, help="write kernel times of each case here, measure nothing")
+    parser.add_argument("--checkpoint", type=Path, help="serve this one, or keep the generated weights here")
+    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
+    parser.add_argument("--append", action="store_true", help="keep the other cases that --out has")
+    return parser
+
+
+def _case(text: str) -> tuple[int, int, int]:
+    try:
+        requests, tokens, output = map(int, text.split("x"))
+    except ValueError:
+        raise ConfigError(
+            f"--cases: expected REQUESTSxINPUTxOUTPUT such as 8x512x256, found {text!r}"
+        ) from None
+    if min(requests, tokens) < 1 or output < 2:
+        raise ConfigError(
+            f"--cases: expected a request, an input token, two output tokens at least, found {text!r}"
+        )
+    return requests, tokens, output
+
+
+def _arguments(name: str, kv: str, options: argparse.Namespace) -> dict[str, Any]:
+    settings = {**options.settings, **({"kv_scales": "static"} if kv == "fp8" else {})}
+    longest = max(sum(_case(text)[1:]) for text in options.cases)
+    return {
+        **VARIANTS[name],
+        "kv_cache_dtype": kv,
+        "max_model_len": longest + 16,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_memory_bytes": int(options.kv_gib * 2**30),
+        "gpu_memory_utilization": 0.3,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "compilation_config": {"cudagraph_capture_sizes": list(CAPTURED)},
+        **({"additional_config": {"fp8ext": settings}} if name == "blockfp8" else {}),
+        **options.engine,
+    }
+
+
+def _measure(
+    options: argparse.Namespace,
+    case: tuple[int, int, int],
+    engines: dict[tuple[str, str], Engine],
+    stop: float,
+) -> list[dict[str, Any]]:
+    requests, tokens, output = case
+    samples: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in engines}
+    before: dict[tuple[str, str], dict[str, int]] = {}
+    for repeat in range(options.repeats + 1):
+        if time.monotonic() > stop:
+            break
+        for key, engine in engines.items():
+            first = engine.seconds(requests, tokens, 1, 2 * repeat)
+            whole = engine.seconds(requests, tokens, output, 2 * repeat + 1)
+            if repeat:
+                samples[key].append((first, whole))
+            else:
+                before[key] = engine.compiled()
+    found: list[dict[str, Any]] = []
+    for (name, kv), pairs in samples.items():
+        if not pairs:
+            console.print(f"{requests}x{tokens}x{output}: no time left")
+            return []
+        after = engines[name, kv].compiled()
+        rates = [requests * output / whole for _, whole in pairs]
+        result = {
+            "model": options.checkpoint.name if options.checkpoint else options.shape,
+            "requests": requests,
+            "input": tokens,
+            "output": output,
+            "kv_cache": kv,
+            "staging": options.settings.get("staging", "shadow") if name == "blockfp8" else "none",
+            "settings": options.settings if name == "blockfp8" else {},
+            "engine": options.engine,
+            "variant": name,
+            "tokens_per_s": statistics.median(rates),
+            "samples": rates,
+            "ms_per_step": statistics.median((whole - first) / (output - 1) * 1e3 for first, whole in pairs),
+            "first_token_ms": statistics.median(first * 1e3 for first, _ in pairs),
+            "compiled_meanwhile": {
+                compiler: after[compiler] - count for compiler, count in before[name, kv].items()
+            },
+            "beside": sorted({other for other, _ in engines}),
+        }
+        base = next((other["tokens_per_s"] for other in found if other["variant"] == "bf16"), None)
+        if name == "bf16" or base:
+            result["ratio_bf16"] = result["tokens_per_s"] / (base or result["tokens_per_s"])
+        found.append(result)
+        console.print(
+            f"{requests:4} x {tokens}/{output} KV {kv:4} {name:14} {result['tokens_per_s']:9.0f} tok/s "
+            f"{result['ms_per_step']:7.2f} ms/step {result['first_token_ms']:8.1f} ms to the first tokens "
+            f"{result.get('ratio_bf16', math.nan):5.2f}x"
+        )
+    return found
+
+
+def _write(file: Path, found: list[dict[str, Any]], *, append: bool) -> None:
+    """Provenance of each run beside its cases: a file may hold several runs."""
+    origin = provenance()
+    result: dict[str, Any] = {"provenance": origin, "cases": []}
+    if append and file.exists():
+        result = json.loads(file.read_text())
+    result.setdefault("runs", []).append(origin)
+    for case in found:
+        case["run"] = len(result["runs"]) - 1
+    result["cases"] += found
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _profile(file: Path, case: tuple[int, int, int], engines: dict[tuple[str, str], Engine]) -> None:
+    requests, tokens, output = case
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for engine in engines.values():
+        engine.kernels(*case, 0)
+        kernels = engine.kernels(*case, 1)
+        with file.open("a") as out:
+            total = sum(ms for _, ms, _ in kernels)
+            print(f"== {requests} x {tokens}/{output}, {engine.name}: {total:.1f} ms", file=out)
+            for name, ms, count in kernels[:30]:
+                print(f"{ms:9.2f} ms {count:7} x {ms / count * 1e3:9.2f} us  {name[:110]}", file=out)
