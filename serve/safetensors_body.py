@@ -77,8 +77,13 @@ class Body:
         return found.digest()
 
 
+SCALES = "_scale_inv"
+"""What the name of a weight's block scales ends with, after the name of the weight."""
+
+
 def bodies(parts: Iterable[Part], limit: int) -> Iterator[Body]:
-    """Bodies of `limit` bytes of tensors at most, in order; a larger tensor travels alone.
+    """Bodies of `limit` bytes of tensors at most, in order; a larger tensor travels alone. Block scales that come right after
+    their weight go where it goes.
 
     Raises:
         ValueError: a name that comes twice.
@@ -90,7 +95,8 @@ def bodies(parts: Iterable[Part], limit: int) -> Iterator[Body]:
         if part.name in names:
             raise ValueError(f"tensor {part.name}: expected once, found twice")
         names.add(part.name)
-        if group and size + part.size > limit:
+        beside = group and part.name == group[-1].name + SCALES
+        if group and size + part.size > limit and not beside:
             yield Body(tuple(group))
             group, size = [], 0
         group.append(part)

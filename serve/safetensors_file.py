@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_fp8ext.serve import safetensors_body
+from vllm_fp8ext.serve.safetensors_body import SCALES
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,20 @@ def ranges_of(checkpoint: Path) -> list[Range]:
     files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
     if not files or not all(file.is_file() for file in files):
         raise ValueError(f"{checkpoint}: expected *.safetensors, found none")
-    return [part for file in files for part in _ranges(file)]
+    return _beside([part for file in files for part in _ranges(file)])
+
+
+def _beside(ranges: list[Range]) -> list[Range]:
+    """The same, with the block scales of a weight right after it."""
+    names = {part.name for part in ranges}
+    scales: dict[str, list[Range]] = {}
+    others = []
+    for part in ranges:
+        if part.name.endswith(SCALES) and part.name.removesuffix(SCALES) in names:
+            scales.setdefault(part.name, []).append(part)
+        else:
+            others.append(part)
+    return [found for part in others for found in (part, *scales.pop(part.name + SCALES, ()))]
 
 
 def _ranges(file: Path) -> list[Range]:

@@ -62,7 +62,10 @@ class OpenUpdate(Body):
         None, description="The trainer's label; `epoch-N` when absent. May repeat."
     )
     base_epoch: Epoch | None = Field(None, description="Refuse unless this epoch is served.")
-    partial: bool = Field(False, description="Reserved: every tensor must be sent.")
+    partial: bool = Field(
+        False,
+        description="Parameters of which nothing is sent keep their served weights. Needs `base_epoch`.",
+    )
     running: Running = Field("keep", description="What happens to running requests at the commit.")
     wait_seconds: WaitSeconds | None = Field(
         None, description="With `running` `wait`: longest time that the commit waits for running requests."
@@ -124,6 +127,7 @@ class Update(BaseModel):
     version: str
     running: Running
     base_epoch: int | None
+    partial: bool = False
     opened_at: float = Field(description="Unix time, seconds.")
     expires_at: float | None = Field(
         None, description="Unix time, seconds, at which it ends if nothing happens to it; null after its end."

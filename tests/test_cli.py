@@ -68,6 +68,7 @@ def push(tmp_path: Path, *arguments: str) -> Any:
 
 def test_options_are_handed_on(recorded: Recorded, tmp_path: Path) -> None:
     arguments = ["--running", "wait", "--wait-seconds", "5", "--no-checksum", "--resume", "u1"]
+    arguments += ["--partial", "--fp8"]
     push(tmp_path, "--key", "k", "--version", "v", "--base-epoch", "2", *arguments)
     assert recorded.made == [(DEFAULT_URL, "k")]
     assert recorded.pushed == [
@@ -79,6 +80,8 @@ def test_options_are_handed_on(recorded: Recorded, tmp_path: Path) -> None:
             "wait_seconds": 5.0,
             "checksum": False,
             "id": "u1",
+            "partial": True,
+            "fp8": True,
         }
     ]
 

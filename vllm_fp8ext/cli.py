@@ -70,6 +70,9 @@ def serve(context: click.Context, model: str) -> None:
 @click.option("--version", help="Label of these weights (the training step, say).")
 @click.option("--base-epoch", type=int, help="Refuse unless this epoch is served.")
 @click.option(
+    "--partial", is_flag=True, help="What CHECKPOINT lacks keeps its served weights. Needs --base-epoch."
+)
+@click.option(
     "--running",
     type=click.Choice(["keep", "recompute", "wait", "abort"]),
     default="keep",
@@ -78,6 +81,9 @@ def serve(context: click.Context, model: str) -> None:
 )
 @click.option("--wait-seconds", type=float, help="With --running wait: how long to wait for them.")
 @click.option("--no-checksum", is_flag=True, help="Send no SHA-256 of the chunks.")
+@click.option(
+    "--fp8", is_flag=True, help="Quantize here, on the GPU if there is one, and send half the bytes."
+)
 @click.option("--resume", metavar="ID", help="Go on with an update that was interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="Print the final state as JSON.")
 def push(

@@ -47,6 +47,7 @@ def open(
     base_epoch: int | None = None,
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
+    partial: bool = False,
     tensors: Mapping[str, schema.TensorClaim] | None = None,
     canary: schema.Canary | None = None,
     id: str | None = None,
@@ -58,6 +59,7 @@ def open(
         base_epoch=base_epoch,
         running=running,
         wait_seconds=wait_seconds,
+        partial=partial,
         tensors=None if tensors is None else dict(tensors),
         canary=canary,
     )

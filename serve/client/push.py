@@ -27,19 +27,23 @@ def push(
     *,
     version: str | None = None,
     base_epoch: int | None = None,
+    partial: bool = False,
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     checksum: bool = True,
+    fp8: bool = False,
     id: str | None = None,
     progress: Progress | None = None,
     commit: bool = True,
 ) -> Flow[schema.Update]:
     """Send weights and commit them: a checkpoint's path, a mapping of names to tensors, or an iterable of such pairs.
 
+    `partial`: what is not sent keeps its served weights; needs `base_epoch`, and of each parameter all of its tensors.
     `wait_seconds`: with `running="wait"`, how long the commit may wait for running requests. `chunk_bytes`: of tensors in
     one chunk; tensors are copied to host memory a chunk at a time. `checksum`: the server checks a SHA-256 of each chunk.
+    `fp8`: quantize here what the server takes quantized (needs torch), and send half the bytes.
     `id`: of an update that was interrupted, to go on with it; chunks of a checkpoint on disk that have been staged are not
     sent again.
 
@@ -56,13 +60,14 @@ def push(
     def manifests() -> Flow[list[dict[str, Any]]]:
         return [(yield from calls.manifest(endpoint))]
 
-    source = yield from source_of(weights, manifests)
+    source = yield from source_of(weights, manifests, fp8=fp8)
     id = id or uuid.uuid4().hex
     try:
         update = yield from calls.open(
             endpoint,
             version=version,
             base_epoch=base_epoch,
+            partial=partial,
             running=running,
             wait_seconds=wait_seconds,
             canary=canary,

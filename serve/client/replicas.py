@@ -32,11 +32,13 @@ def push_everywhere(
     *,
     version: str | None = None,
     base_epoch: int | None = None,
+    partial: bool = False,
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     checksum: bool = True,
+    fp8: bool = False,
     id: str | None = None,
     progress: Progress | None = None,
 ) -> Flow[dict[str, schema.Update]]:
@@ -59,7 +61,7 @@ def push_everywhere(
         found = yield from _on_all(endpoints, calls.manifest)
         return list(found.values())
 
-    source = yield from source_of(weights, manifests)
+    source = yield from source_of(weights, manifests, fp8=fp8)
     update_id = id or uuid.uuid4().hex
 
     def opened(endpoint: Endpoint) -> Flow[schema.Update]:
@@ -67,6 +69,7 @@ def push_everywhere(
             endpoint,
             version=version,
             base_epoch=base_epoch,
+            partial=partial,
             running=running,
             wait_seconds=wait_seconds,
             canary=canary,

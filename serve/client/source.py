@@ -35,18 +35,43 @@ class Source:
         return sum(body.length for body in self.chunks(limit)) if known else None
 
 
-def source_of(weights: Pushable, manifests: Callable[[], Flow[list[dict[str, Any]]]]) -> Flow[Source]:
+def source_of(
+    weights: Pushable, manifests: Callable[[], Flow[list[dict[str, Any]]]], *, fp8: bool = False
+) -> Flow[Source]:
     """The source, checked as far as it can be before a tensor is sent. `manifests`: what the servers take, asked when needed.
+    `fp8`: what they take quantized is quantized here.
 
     Raises:
         ValueError: a checkpoint that can't be read, or a tensor that can't be sent.
     """
+    if fp8:
+        return (yield from _quantized(weights, (yield from manifests())))
     if isinstance(weights, str | PathLike):
         path = Path(weights)
         return Source(list((yield from work(lambda: ranges_of(path)))), files=True)
-    found = yield from manifests()
-    dtypes = [name for name in found[0]["dtypes"] if all(name in other["dtypes"] for other in found)]
-    ignored = frozenset.intersection(*(frozenset(manifest["ignored"]) for manifest in found))
+    dtypes, ignored = _taken((yield from manifests()))
     if isinstance(weights, Mapping):
         return Source(list(tensor_parts(weights.items(), dtypes, ignored)), files=False)
     return Source(tensor_parts(weights, dtypes, ignored), files=False)
+
+
+def _taken(manifests: list[dict[str, Any]]) -> tuple[list[str], frozenset[str]]:
+    """Dtypes that all servers take, and names whose tensors none of them looks at."""
+    first, *others = manifests
+    dtypes = [name for name in first["dtypes"] if all(name in other["dtypes"] for other in others)]
+    return dtypes, frozenset.intersection(*(frozenset(manifest["ignored"]) for manifest in manifests))
+
+
+def _quantized(weights: Pushable, manifests: list[dict[str, Any]]) -> Flow[Source]:
+    from vllm_fp8ext.weights.manifest import Manifest
+    from vllm_fp8ext.weights.wire import quantized, stored
+
+    pairs: Iterable[tuple[str, TensorLike]]
+    if isinstance(weights, str | PathLike):
+        path = Path(weights)
+        yield from work(lambda: ranges_of(path))  # for what is wrong with it
+        pairs = stored(path)
+    else:
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+    layouts = [Manifest.from_dict(manifest) for manifest in manifests]
+    return Source(tensor_parts(quantized(pairs, *layouts), *_taken(manifests)), files=False)

@@ -412,11 +412,3 @@ def test_bad_requests(unchanged: Server):
         reply = httpx.post(f"{unchanged.url}/fp8ext/v1/updates", json=body, headers=headers, timeout=10)
         assert reply.status_code == 422, reply.text
         assert reply.json()["type"] == "urn:fp8ext:problem:invalid-request"
-
-
-def test_partial_updates_are_not_there_yet(unchanged: Server):
-    headers = {"Authorization": f"Bearer {unchanged.key}"}
-    reply = httpx.post(
-        f"{unchanged.url}/fp8ext/v1/updates", json={"partial": True}, headers=headers, timeout=10
-    )
-    assert (reply.status_code, reply.json()["type"]) == (422, "urn:fp8ext:problem:unsupported")

@@ -179,3 +179,16 @@ def test_a_file_that_shrinks_later_is_noticed(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"model\.safetensors: ends in the middle of a"):
         list(body)
+
+
+def test_block_scales_travel_with_their_weight(tmp_path: Path) -> None:
+    """Wherever they are stored; scales of weights that are not there keep their place."""
+    weights = {name: torch.zeros(8) for name in ("a.weight", "b.weight", "z.weight_scale_inv")}
+    save_file(weights, tmp_path / "model-1.safetensors")
+    save_file({f"{name}.weight_scale_inv": torch.ones(4) for name in "ba"}, tmp_path / "model-2.safetensors")
+    found = [sorted(part.name for part in body.parts) for body in bodies(ranges_of(tmp_path), 32)]
+    assert found == [
+        ["a.weight", "a.weight_scale_inv"],
+        ["b.weight", "b.weight_scale_inv"],
+        ["z.weight_scale_inv"],
+    ]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.weights.manifest import DTYPES, Manifest, Piece, TensorSpec, merge
+from vllm_fp8ext.weights.manifest import CODES_DTYPE, DTYPES, Manifest, Piece, TensorSpec, merge
 
 
 def manifest(rank: int = 0, ignored: frozenset[str] = frozenset({"lm_head"})) -> Manifest:
@@ -64,7 +64,7 @@ def test_a_manifest_survives_json(original: Manifest) -> None:
 
 
 def test_the_json_names_the_dtypes_that_may_be_sent() -> None:
-    assert manifest().as_dict()["dtypes"] == ["bfloat16", "float16", "float32"]
+    assert manifest().as_dict()["dtypes"] == ["bfloat16", "float16", "float32", "float8_e4m3fn"]
 
 
 def test_merge_gathers_the_pieces_of_all_ranks() -> None:
@@ -108,7 +108,7 @@ def test_every_problem_is_found() -> None:
     ]
     assert manifest().problems(brought) == [
         {"kind": "wrong-shape", "tensor": "q", "expected": [256, 64], "found": [256, 65]},
-        {"kind": "wrong-dtype", "tensor": "q", "expected": list(DTYPES), "found": "int8"},
+        {"kind": "wrong-dtype", "tensor": "q", "expected": [*DTYPES, CODES_DTYPE], "found": "int8"},
         {"kind": "unknown-tensor", "tensor": "stranger"},
     ]
 
@@ -118,3 +118,65 @@ def test_every_dtype_that_may_be_sent_is_torchs(dtype: str) -> None:
     spec = TensorSpec("q", (256, 64), dtype)
     assert manifest().problems([spec]) == []
     assert spec.torch_dtype == getattr(torch, dtype)
+
+
+def piece(rows: tuple[int, int], origin: int, room: int, columns: tuple[int, int] = (0, 256)) -> Piece:
+    width = columns[1] - columns[0]
+    return Piece(0, "w", (room, width), (rows, columns), (origin, 0), True, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("shape", "pieces", "taken"),
+    [
+        ((256, 256), [piece((0, 256), 0, 256)], True),
+        ((256, 256), [piece((0, 128), 0, 128), piece((128, 256), 0, 128)], True),
+        ((256, 256), [piece((0, 256), 0, 256, (0, 128)), piece((0, 256), 0, 256, (128, 256))], True),
+        ((200, 256), [piece((0, 200), 128, 328)], True),  # the last block of both is cut off alike
+        ((200, 256), [piece((0, 200), 0, 328)], False),  # another tensor's rows share its last block
+        ((256, 256), [piece((0, 256), 64, 320)], False),
+        ((256, 256), [piece((0, 64), 0, 64), piece((64, 256), 0, 192)], False),
+        ((256, 192), [piece((0, 256), 0, 256, (0, 96)), piece((0, 256), 0, 256, (96, 192))], False),
+        ((256, 256), [replace(piece((0, 256), 0, 256), quantized=False)], False),
+        ((256, 256), [], False),
+    ],
+)
+def test_codes_are_taken_where_blocks_are_those_that_are_served(shape, pieces, taken) -> None:
+    found = Manifest({"w": TensorSpec("w", shape, "bfloat16")}, frozenset(), {"w": tuple(pieces)}, "fp32", 1)
+    assert found.takes_codes("w") == taken
+    assert (CODES_DTYPE in found.dtypes_of("w")) == taken
+    assert found.as_dict()["tensors"]["w"]["takes_codes"] == taken
+    brought = [
+        TensorSpec("w", shape, CODES_DTYPE),
+        TensorSpec("w_scale_inv", (2, -(-shape[1] // 128)), "float32"),
+    ]
+    assert [problem["kind"] for problem in found.problems(brought)] == ([] if taken else ["wrong-dtype"])
+
+
+def test_codes_and_scales_come_together() -> None:
+    found = Manifest(
+        {"w": TensorSpec("w", (256, 256), "bfloat16")},
+        frozenset(),
+        {"w": (piece((0, 256), 0, 256),)},
+        "fp32",
+        1,
+    )
+    codes, scales = TensorSpec("w", (256, 256), CODES_DTYPE), TensorSpec("w_scale_inv", (2, 2), "float32")
+    assert found.problems([codes]) == [{"kind": "missing-scales", "tensor": "w", "expected": "w_scale_inv"}]
+    assert [problem["kind"] for problem in found.problems([scales])] == ["unknown-tensor"]
+    beside = [replace(codes, dtype="bfloat16"), scales]
+    assert [problem["kind"] for problem in found.problems(beside)] == ["unknown-tensor"]
+    assert found.problems([codes, replace(scales, shape=(1, 2))]) == [
+        {"kind": "wrong-shape", "tensor": "w_scale_inv", "expected": [2, 2], "found": [1, 2]}
+    ]
+
+
+def test_what_lies_in_one_parameter_is_completed() -> None:
+    names = {name: TensorSpec(name, (4, 2), "bfloat16") for name in "qkvon"}
+    pieces = {
+        name: (Piece(0, target, (12, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),)
+        for name, target in zip("qkvo", ("qkv", "qkv", "qkv", "o"), strict=True)
+    }
+    found = Manifest(names, frozenset(), pieces, "fp32", 1)
+    assert found.completed(["k", "o"]) == set("qkvo")
+    assert found.completed(["n", "unknown"]) == {"n"}
+    assert found.completed([]) == set()

@@ -2,6 +2,7 @@
 """One update's state machine: each transition, and any sequence of calls against a small model."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.claims import Claim
-from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
+from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
 from vllm_fp8ext.weights.session import Running, Session, State, refusal
 
 NAMES = ("a", "b", "c", "d")
@@ -70,6 +71,61 @@ def refused(call: Callable[[], object]) -> UpdateError:
     with pytest.raises(UpdateError) as caught:
         call()
     return caught.value
+
+
+FUSED = Manifest(
+    MANIFEST.tensors,
+    MANIFEST.ignored,
+    {
+        name: (Piece(rank, target, (8, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),)
+        for name, rank, target in (("a", 0, "ab"), ("b", 1, "ab"), ("c", 0, "c"), ("d", 0, "d"))
+    },
+    "fp32",
+    2,
+)
+"""`a` and `b` lie in one parameter."""
+
+
+def partly(**more: Any) -> Session:
+    return Session("u1", "step-9", Running.KEEP, FUSED, OPENED, LIFETIME, base_epoch=0, partial=True, **more)
+
+
+# --- partial updates
+
+
+def test_a_partial_update_needs_whole_parameters() -> None:
+    session = partly()
+    assert session.missing() == []
+    error = refused(lambda: session.check(0))
+    assert (error.kind, error.status, str(error)) == ("incomplete", 422, "the update brings nothing")
+    send(session, "0", "a")
+    assert session.missing() == ["b"]
+    assert refused(lambda: session.check(0)).details["missing"] == ["b"]
+    send(session, "1", "b")
+    assert (session.as_dict()["tensors_required"], session.missing()) == (2, [])
+    prepare(session)
+    assert session.state is State.PREPARED
+
+
+def test_a_partial_update_needs_what_was_announced() -> None:
+    session = partly(claims={"c": Claim(), "tied": Claim()})
+    assert session.missing() == ["c"]
+    send(session, "0", "d")
+    assert session.missing() == ["c"]
+    send(session, "1", "c")
+    prepare(session)
+
+
+@pytest.mark.parametrize("key", ["1", "2"])
+def test_a_refused_chunk_of_a_partial_update_is_not_left_out(key: str) -> None:
+    session = partly()
+    send(session, "0", "c")
+    session.receive("1", specs("d"), 10)
+    session.staged("1", [{"kind": "non-finite", "tensor": "d"}])
+    error = refused(lambda: session.check(0))
+    assert error.details == {"missing": ["d"], "problems": [{"kind": "non-finite", "tensor": "d"}]}
+    send(session, key, "d")
+    prepare(session)
 
 
 # --- transitions
@@ -376,6 +432,7 @@ def test_what_is_told_about_an_update() -> None:
     send(session, "0", "ab", 30)
     session.receive("1", specs("c"), 15)
     assert session.as_dict() == {
+        "partial": False,
         "id": "u1",
         "state": "open",
         "version": "step-9",

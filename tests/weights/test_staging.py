@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Piece
-from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
+from vllm_fp8ext.weights.staging import QuantizedTarget, ScaleError, Stager
 
 BF16 = torch.bfloat16
 
@@ -225,3 +225,46 @@ def test_one_tensor_may_fill_several_parameters() -> None:
     assert torch.equal(plain, weight[240:])
     assert norm == pytest.approx(weight[:240].double().square().sum().item(), rel=1e-5)
     assert 0 < error < norm
+
+
+# --- tensors that come quantized
+
+
+@pytest.mark.parametrize("form", ["fp32", "pow2"])
+def test_codes_and_scales_are_served_as_they_are(form: ScaleFormat) -> None:
+    """The lower right quarter of a weight, as a shard that begins behind another tensor's rows."""
+    weight = random(512, 384, 0).to(BF16)
+    whole = target(384, 256, form)
+    stager = Stager(
+        {"w": (Piece(0, "t", (384, 256), ((256, 512), (128, 384)), (128, 0), True, "bfloat16"),)},
+        {"t": whole},
+        {},
+    )
+    whole.write(0, weight[:128, :256])
+    stager.stage_codes("w", *reference.quantize_weight(weight, form))
+    assert holds(whole, torch.cat([weight[:128, :256], weight[256:, 128:]]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "match"),
+    [
+        (
+            lambda codes, scales: codes.view(torch.uint8)[200, 7].fill_(0x7F),
+            NonFiniteError,
+            "NaN or infinity",
+        ),
+        (lambda codes, scales: codes.view(torch.uint8)[0, 0].fill_(0xFF), NonFiniteError, "NaN or infinity"),
+        (lambda codes, scales: scales[1, 0].fill_(torch.inf), NonFiniteError, "NaN or infinity"),
+        (lambda codes, scales: scales[0, 0].fill_(0), ScaleError, "positive"),
+        (lambda codes, scales: scales[0, 1].neg_(), ScaleError, "positive"),
+        (lambda codes, scales: scales[1, 1].mul_(1.5), ScaleError, "powers of two"),
+    ],
+)
+def test_codes_that_can_not_be_served(spoil, error: type[Exception], match: str) -> None:
+    codes, scales = reference.quantize_weight(random(256, 256, 1), "pow2")
+    whole = target(256, 256, "pow2")
+    stager = Stager({"w": (piece("t", (256, 256), ((0, 256), (0, 256)), (0, 0)),)}, {"t": whole}, {})
+    stager.stage_codes("w", codes, scales)
+    spoil(codes, scales)
+    with pytest.raises(error, match=match):
+        stager.stage_codes("w", codes, scales)

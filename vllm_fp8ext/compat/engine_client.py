@@ -67,7 +67,7 @@ class EngineCalls:
         return _unwrapped(result)
 
     async def job(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run an operation that may start a job, and wait for its result.
+        """Run an operation that may start a job (which may go on in another one), and wait for its result.
 
         Raises:
             UpdateError: also `engine-timeout`, when no tensor was done for the deadline.
@@ -79,7 +79,11 @@ class EngineCalls:
         while True:
             result = await self("poll", job=started["job"])
             if result["done"]:
-                return _unwrapped(result)
+                result = _unwrapped(result)
+                if "job" not in result:
+                    return result
+                started, pause, progress = result, 0.002, -1
+                continue
             if result.get("tensors", 0) != progress:
                 progress, until = result.get("tensors", 0), time.monotonic() + self._deadline
             if time.monotonic() > until:

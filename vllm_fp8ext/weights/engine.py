@@ -111,10 +111,10 @@ class UpdateEngine:
         manifest = self._known_manifest()
         if id is not None and id in self.sessions:
             return self.sessions[id].as_dict()
-        if partial:
-            raise UpdateError(
-                "unsupported", "partial updates are not supported yet: send every tensor", status=422
-            )
+        if partial and base_epoch is None:
+            raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
+        if partial and self.step.poisoned:
+            raise UpdateError("poisoned", "only a full update heals a poisoned engine", status=503)
         busy = self._open_session()
         if busy is not None:
             raise UpdateError("update-open", f"update {busy.id} is open: one at a time", open=busy.id)
@@ -131,6 +131,7 @@ class UpdateEngine:
             lifetime=self.core.settings.update_lifetime_seconds,
             base_epoch=base_epoch,
             wait_seconds=wait_seconds,
+            partial=partial,
             claims=claims,
         )
         session.check_base(self.step.live.epoch)
@@ -158,7 +159,8 @@ class UpdateEngine:
         session.receive(chunk, specs, size)
         session.touch(self._clock())
         self.step.lose_previous()
-        used = [tensor for tensor in tensors if tensor[0] in session.manifest.tensors]
+        names = session.manifest.tensors.keys() | session.manifest.scales_among(specs).keys()
+        used = [tensor for tensor in tensors if tensor[0] in names]
         hashes = {name: claim.sha256 for name, claim in session.claims.items() if claim.sha256}
         wanted = {tensor[0]: hashes[tensor[0]] for tensor in used if tensor[0] in hashes}
         finish = partial(self._staged, session, chunk, time.perf_counter())
@@ -178,9 +180,15 @@ class UpdateEngine:
                 session.check_base(self.step.live.epoch)
             return session.as_dict()
         session.check(self.step.live.epoch)
-        canary = self._canaries[id]
-        finish = partial(self._sung, session, canary, session.revision, time.perf_counter())
-        return self.jobs.start("sing", canary.prompts, finish=finish)
+        started, revision = time.perf_counter(), session.revision
+        if not session.partial:
+            return self._sing(session, revision, started)
+
+        def kept(results: list[Result]) -> Result:
+            _raise_first(results)
+            return self._sing(session, revision, started)
+
+        return self.jobs.start("keep_others", session.id, sorted(session.staged_names()), finish=kept)
 
     def commit(self, id: str) -> Result:
         """Serve a prepared update's weights from the next step on; `{"waiting": requests}` while it waits. Idempotent."""
@@ -196,6 +204,8 @@ class UpdateEngine:
         except UpdateError:
             if self.step.poisoned:
                 session.forget()
+                if session.partial:
+                    self.abandon(id)
             raise
         if phases is None:
             return {"waiting": self.core.unfinished()}
@@ -253,6 +263,11 @@ class UpdateEngine:
         if problems:
             raise refusal(problems)
         return {"update": session.as_dict()}
+
+    def _sing(self, session: Session, revision: int, started: float) -> Result:
+        canary = self._canaries[session.id]
+        finish = partial(self._sung, session, canary, revision, started)
+        return self.jobs.start("sing", canary.prompts, finish=finish)
 
     def _sung(
         self, session: Session, canary: Canary, revision: int, started: float, results: list[Result]

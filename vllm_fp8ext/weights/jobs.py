@@ -45,7 +45,8 @@ class Jobs:
         return {"job": serial}
 
     def poll(self, job: int) -> Result:
-        """Progress of a job: `{"done": False, …}`, or `done` with its result, once every rank has one."""
+        """Progress of a job: `{"done": False, …}`, or `done` with its result, once every rank has one. A result may be
+        another job, in which this one goes on."""
         if job in self._done:
             return self._done.pop(job)
         if job not in self._jobs:

@@ -12,6 +12,14 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that an update may send; converted to the model's dtype first, as on load."""
+CODES_DTYPE = "float8_e4m3fn"
+"""The dtype of codes, for tensors that are taken quantized, together with their block scales."""
+BLOCK = 128
+
+
+def scale_name(name: str) -> str:
+    """Under which name the block scales of a weight travel (DeepSeek's convention): `….weight_scale_inv`."""
+    return f"{name}_scale_inv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +70,41 @@ class Manifest:
     scale_format: str
     world_size: int
 
+    def takes_codes(self, name: str) -> bool:
+        """Whether a tensor may come as codes and block scales: everywhere its blocks are those that are served."""
+        spec, pieces = self.tensors.get(name), self.pieces.get(name, ())
+        return spec is not None and bool(pieces) and all(_aligned(spec.shape, piece) for piece in pieces)
+
+    def dtype_of(self, name: str) -> "torch.dtype":
+        """What a tensor is converted to before it is quantized: the dtype of the model."""
+        import torch
+
+        dtype = getattr(torch, self.pieces[name][0].dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def scales_among(self, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+        """By name, the scales that tensors which come as codes must have beside them."""
+        found = {}
+        for spec in specs:
+            if spec.dtype == CODES_DTYPE and spec.name in self.tensors:
+                shape = tuple(-(-size // BLOCK) for size in self.tensors[spec.name].shape)
+                found[scale_name(spec.name)] = TensorSpec(scale_name(spec.name), shape, "float32")
+        return found
+
     def problems(self, specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:
-        """Everything wrong with tensors that an update brings: unknown names, shapes and dtypes that differ."""
-        found: list[dict[str, Any]] = []
+        """Everything wrong with tensors that an update brings together: unknown names, shapes and dtypes that differ, codes
+        without their scales."""
+        specs = list(specs)
+        scales = self.scales_among(specs)
+        found: list[dict[str, Any]] = [
+            {"kind": "missing-scales", "tensor": name.removesuffix("_scale_inv"), "expected": name}
+            for name in sorted(scales.keys() - {spec.name for spec in specs})
+        ]
         for spec in specs:
             if spec.name in self.ignored:
                 continue
-            known = self.tensors.get(spec.name)
+            known = scales.get(spec.name) or self.tensors.get(spec.name)
             if known is None:
                 found.append({"kind": "unknown-tensor", "tensor": spec.name})
                 continue
@@ -81,27 +117,41 @@ class Manifest:
                         "found": list(spec.shape),
                     }
                 )
-            if spec.dtype not in DTYPES:
+            expected = [known.dtype] if spec.name in scales else self.dtypes_of(spec.name)
+            if spec.dtype not in expected:
                 found.append(
                     {
                         "kind": "wrong-dtype",
                         "tensor": spec.name,
-                        "expected": list(DTYPES),
+                        "expected": expected,
                         "found": spec.dtype,
                     }
                 )
         return found
 
+    def dtypes_of(self, name: str) -> list[str]:
+        """Dtypes in which a tensor may come."""
+        return [*DTYPES, CODES_DTYPE] if self.takes_codes(name) else list(DTYPES)
+
+    def completed(self, names: Iterable[str]) -> set[str]:
+        """These tensors and every other one that lies in a parameter with them, on any rank."""
+        targets = {piece.target for name in names for piece in self.pieces.get(name, ())}
+        beside = {
+            name for name, pieces in self.pieces.items() if any(piece.target in targets for piece in pieces)
+        }
+        return beside | (set(names) & self.tensors.keys())
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "scale_format": self.scale_format,
             "world_size": self.world_size,
-            "dtypes": list(DTYPES),
+            "dtypes": [*DTYPES, CODES_DTYPE],
             "ignored": sorted(self.ignored),
             "tensors": {
                 name: {
                     "shape": list(spec.shape),
                     "dtype": spec.dtype,
+                    "takes_codes": self.takes_codes(name),
                     "pieces": [asdict(piece) for piece in self.pieces.get(name, ())],
                 }
                 for name, spec in sorted(self.tensors.items())
@@ -138,6 +188,24 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
     }
     ignored = frozenset.intersection(*(rank.ignored for rank in ranks))
     return Manifest(first.tensors, ignored, pieces, first.scale_format, len(ranks))
+
+
+def _aligned(shape: tuple[int, ...], piece: Piece) -> bool:
+    """Whether a piece is made of whole blocks, both of its tensor and of its parameter."""
+    if not piece.quantized or not len(shape) == len(piece.source) == len(piece.target_shape) == 2:
+        return False
+    for size, (start, stop), origin, room in zip(
+        shape, piece.source, piece.origin, piece.target_shape, strict=True
+    ):
+        end = origin + stop - start
+        if (
+            start % BLOCK
+            or origin % BLOCK
+            or (stop % BLOCK and stop != size)
+            or (end % BLOCK and end != room)
+        ):
+            return False
+    return True
 
 
 def _piece(data: Mapping[str, Any]) -> Piece:

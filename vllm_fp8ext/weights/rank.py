@@ -17,11 +17,12 @@ import torch
 from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.digest import combine, digest
-from vllm_fp8ext.weights.manifest import TensorSpec
+from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec, scale_name
 from vllm_fp8ext.weights.recital import Attend, recite
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.slices import Pause, Slices
 from vllm_fp8ext.weights.source import Source, Sources
+from vllm_fp8ext.weights.staging import ScaleError
 from vllm_fp8ext.weights.twin import Twin
 
 Result = dict[str, Any]
@@ -72,6 +73,18 @@ class Rank:
         opened = Source(source["path"], source["offset"], tuple(stamp) if stamp else None)
         self._session = session
         return self._start("staging", job, lambda: self._stage(job, session, opened, stored, hashes))
+
+    @described
+    def keep_others(self, job: int, session: str, names: list[str]) -> Result:
+        """Start to give the twin the served weights wherever these tensors of an update lie not."""
+
+        def work() -> Result:
+            if self._session != session or self._staged != session:
+                raise UpdateError("wrong-state", "a newer update was begun")
+            self.twin.keep_others(names)
+            return {}
+
+        return self._start("staging", job, work)
 
     @described
     def rehearse(self, prompts: list[list[int]]) -> Result:
@@ -158,6 +171,8 @@ class Rank:
             self._staged = session
         problems: list[dict[str, Any]] = []
         errors: dict[str, tuple[float, float]] = {}
+        by_name = {stored.spec.name: stored for stored in tensors}
+        scales = {name: scale_name(name) for name in by_name if by_name[name].spec.dtype == CODES_DTYPE}
         with self._sources.open(source) as read:
             for count, stored in enumerate(tensors):
                 if self._session != session:
@@ -165,11 +180,18 @@ class Rank:
                 name, tensor = stored.spec.name, read(stored)
                 problem = self._hash_problem(name, tensor, count, hashes)
                 try:
-                    error, norm = self.twin.stager.stage(name, tensor)
-                    if norm:
-                        errors[name] = (error, norm)
+                    if name in scales.values():
+                        pass  # staged with its codes
+                    elif name in scales:
+                        self.twin.stager.stage_codes(name, tensor, read(by_name[scales[name]]))
+                    else:
+                        error, norm = self.twin.stager.stage(name, tensor)
+                        if norm:
+                            errors[name] = (error, norm)
                 except NonFiniteError:
                     problem = {"kind": "non-finite", "tensor": name, "rank": self.rank}
+                except ScaleError as error:
+                    problem = {"kind": "wrong-scales", "tensor": name, "rank": self.rank, "found": str(error)}
                 if problem:
                     problems.append(problem)
                 self._progress[job] = count + 1

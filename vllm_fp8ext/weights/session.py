@@ -50,11 +50,14 @@ class Chunk:
     """A set of tensors that came together and is replaced together."""
 
     names: frozenset[str]
+    """What it has brought: nothing any more once it was refused."""
     bytes: int
     staged: bool = False
     problems: list[dict[str, Any]] = field(default_factory=list)
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Squared quantization error and squared norm by tensor."""
+    refused: frozenset[str] = frozenset()
+    """Names of a chunk that was refused."""
 
     @property
     def busy(self) -> bool:
@@ -74,6 +77,8 @@ class Session:
     """Seconds after the last activity at which an update that nobody finishes expires."""
     base_epoch: int | None = None
     wait_seconds: float | None = None
+    partial: bool = False
+    """Parameters of which nothing is brought keep their served weights."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
     state: State = State.OPEN
     chunks: dict[str, Chunk] = field(default_factory=dict)
@@ -137,15 +142,27 @@ class Session:
         chunk = self.chunks[key]
         if problems:
             chunk.problems = problems
-            chunk.names = frozenset()
+            chunk.refused, chunk.names = chunk.names, frozenset()
         else:
             chunk.staged = True
             chunk.errors = dict(errors or {})
 
+    def staged_names(self) -> set[str]:
+        """Tensors that staged chunks have brought."""
+        names = {name for chunk in self.chunks.values() if chunk.staged for name in chunk.names}
+        return names & self.manifest.tensors.keys()
+
+    def required(self) -> set[str]:
+        """Tensors that the update must bring: all; of a partial one those that were announced or refused, and the whole of
+        every parameter of which something came."""
+        if not self.partial:
+            return set(self.manifest.tensors)
+        refused = {name for chunk in self.chunks.values() for name in chunk.refused}
+        return self.manifest.completed(self.staged_names() | refused | self.claims.keys())
+
     def missing(self) -> list[str]:
         """Required tensors that no staged chunk has brought."""
-        have = {name for chunk in self.chunks.values() if chunk.staged for name in chunk.names}
-        return sorted(self.manifest.tensors.keys() - have)
+        return sorted(self.required() - self.staged_names())
 
     def check(self, epoch: int) -> None:
         """Require that everything is here and that the update fits the served `epoch`.
@@ -158,15 +175,17 @@ class Session:
         if self.busy:
             raise UpdateError("staging", "chunks are still being staged: prepare when they are done")
         missing = self.missing()
-        if missing:
-            refused = [problem for chunk in self.chunks.values() for problem in chunk.problems]
-            raise UpdateError(
-                "incomplete",
-                f"the update lacks {len(missing)} of {len(self.manifest.tensors)} tensors: {_some(missing)}",
-                status=422,
-                missing=missing,
-                problems=refused,
-            )
+        if not missing and self.staged_names():
+            return
+        reason = f"lacks {len(missing)} of {len(self.required())} tensors: {_some(missing)}"
+        refused = [problem for chunk in self.chunks.values() for problem in chunk.problems]
+        raise UpdateError(
+            "incomplete",
+            f"the update {reason if missing else 'brings nothing'}",
+            status=422,
+            missing=missing,
+            problems=refused,
+        )
 
     def prepared(self, revision: int) -> None:
         """What was staged up to `revision` has been validated as a whole.
@@ -240,7 +259,8 @@ class Session:
             "base_epoch": self.base_epoch,
             "opened_at": self.opened_at,
             "expires_at": self.expires_at if self.live else None,
-            "tensors_required": len(self.manifest.tensors),
+            "partial": self.partial,
+            "tensors_required": len(self.required()),
             "tensors_missing": len(missing),
             "missing": missing,
             "bytes": self.bytes,

@@ -29,6 +29,10 @@ class Strip:
         return sum(self.spans.values()) == self.rows_RK.shape[0]
 
 
+class ScaleError(ValueError):
+    """Block scales that can't be served."""
+
+
 class QuantizedTarget:
     """Codes and scales of one twin parameter `[N, K]`."""
 
@@ -58,6 +62,22 @@ class QuantizedTarget:
                 more_error, more_norm = self._fill(start, rows[start - first : stop - first])
                 error, norm = error + more_error, norm + more_norm
         return error, norm
+
+    def copy(self, first: int, codes: Tensor, scales: Tensor) -> None:
+        """Take whole blocks that are quantized already, as rows from `first` on.
+
+        Raises:
+            NonFiniteError: NaN in the codes, NaN or infinity in the scales.
+            ScaleError: scales that are not positive, or no powers of two where all are.
+        """
+        if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()) or not bool(torch.isfinite(scales).all()):
+            raise NonFiniteError("expected finite codes and scales, found NaN or infinity")
+        if not bool((scales > 0).all()):
+            raise ScaleError("expected positive scales, found zero or less")
+        if self.scale_format == "pow2" and bool((torch.frexp(scales).mantissa != 0.5).any()):
+            raise ScaleError("expected powers of two, the server's scale_format, found other scales")
+        self.codes[first : first + codes.shape[0]].copy_(codes)
+        self.scales[first // BLOCK : first // BLOCK + scales.shape[0]].copy_(scales)
 
     def _fill(self, start: int, rows: Tensor) -> tuple[float, float]:
         if not bool(torch.isfinite(rows).all()):
@@ -117,6 +137,18 @@ class Stager:
                 raise NonFiniteError(f"{piece.target}: expected finite values, found NaN or infinity")
             destination.copy_(values)
         return error, norm
+
+    def stage_codes(self, name: str, codes: Tensor, scales: Tensor) -> None:
+        """Stage a tensor that comes quantized: E4M3 `[N, K]` and fp32 `[ceil(N/128), ceil(K/128)]`, as they are.
+
+        Raises:
+            NonFiniteError, ScaleError: what this rank serves of it can't be served.
+        """
+        for piece in self.pieces[name]:
+            (top, bottom), (left, right) = piece.source
+            part = codes[top:bottom, left:right]
+            blocks = scales[top // BLOCK : -(-bottom // BLOCK), left // BLOCK : -(-right // BLOCK)]
+            self.quantized[piece.target].copy(piece.origin[0], part, blocks)
 
 
 def place(parameter: Tensor, piece: Piece) -> Tensor:

@@ -53,8 +53,18 @@ class Twin:
         self.quantized_paths = frozenset(quantized)
         plain = {path: tensor.data for path, tensor in _parameters(twin).items() if path not in quantized}
         self.stager = Stager(pieces, quantized, plain)
-        self.exchange = Exchange(_pairs(live, twin, _targets(pieces)))
+        groups, pairs = _pairs(live, twin, _targets(pieces))
+        self._groups = groups
+        self.exchange = Exchange(pairs)
         self.manifest = Manifest(tensors, frozenset(ignored), pieces, self.scale_format, 1)
+
+    def keep_others(self, names: Iterable[str]) -> None:
+        """Copy from live what holds nothing of these checkpoint tensors. On any thread, while nothing is exchanged."""
+        targets = {piece.target for name in names for piece in self.stager.pieces.get(name, ())}
+        targets |= {f"{path.rpartition('.')[0]}.{SCALES}" for path in targets & self.quantized_paths}
+        for paths, (live, twin) in zip(self._groups, self.exchange.pairs, strict=True):
+            if not paths & targets:
+                twin.copy_(live)
 
     def commit(self) -> None:
         """Swap live and twin contents and rebuild what is derived from the live ones; all of it or nothing."""
@@ -120,8 +130,10 @@ def _targets(pieces: Mapping[str, tuple[Piece, ...]]) -> frozenset[str]:
     return frozenset(piece.target for parts in pieces.values() for piece in parts)
 
 
-def _pairs(live: nn.Module, twin: nn.Module, targets: frozenset[str]) -> list[tuple[Tensor, Tensor]]:
-    """Classify everything; returns each exchanged storage once.
+def _pairs(
+    live: nn.Module, twin: nn.Module, targets: frozenset[str]
+) -> tuple[list[frozenset[str]], list[tuple[Tensor, Tensor]]]:
+    """Classify everything; returns each exchanged storage once, as the paths of its tensors and as live and twin.
 
     Raises:
         ConfigError: naming every tensor that could be forgotten by an exchange.
@@ -152,7 +164,8 @@ def _pairs(live: nn.Module, twin: nn.Module, targets: frozenset[str]) -> list[tu
         problems.append("live and twin share storages in different ways")
     if problems:
         raise ConfigError("this model's weights can't be updated live:\n  " + "\n  ".join(problems))
-    return [(tensors[min(paths)], others[min(paths)]) for paths in groups.values()]
+    paths = list(groups.values())
+    return paths, [(tensors[min(group)], others[min(group)]) for group in paths]
 
 
 def _exchanged(tensors: Mapping[str, Tensor], targets: frozenset[str]) -> set[str]:

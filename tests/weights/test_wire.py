@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer sends as codes and block scales."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.reference import NonFiniteError
+from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.weights.wire import quantized, stored
+
+
+def layout(form: str = "fp32", rows: int = 256) -> Manifest:
+    """A server that takes `w` as codes, if its rows are whole blocks, and `norm` as it is."""
+    tensors = {"w": TensorSpec("w", (rows, 256), "float32"), "norm": TensorSpec("norm", (256,), "bfloat16")}
+    pieces = {
+        "w": (Piece(0, "t", (rows + 1, 256), ((0, rows), (0, 256)), (0, 0), True, "bfloat16"),),
+        "norm": (Piece(0, "norm", (256,), ((0, 256),), (0,), False, "bfloat16"),),
+    }
+    return Manifest(tensors, frozenset(), pieces, form, 1)
+
+
+WEIGHT = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("form", ["fp32", "pow2"])
+def test_they_are_those_of_the_server(form) -> None:
+    norm = torch.ones(256)
+    found = list(quantized([("w", WEIGHT), ("norm", norm), ("other", norm)], layout(form)))
+    codes, scales = reference.quantize_weight(WEIGHT.bfloat16(), form)
+    assert [name for name, _ in found] == ["w", "w_scale_inv", "norm", "other"]
+    assert torch.equal(found[0][1].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found[1][1], scales)
+    assert found[2][1] is norm
+
+
+def test_what_one_of_several_servers_does_not_take_is_left() -> None:
+    unaligned = layout(rows=200)
+    assert [name for name, _ in quantized([("w", WEIGHT)], layout(), unaligned)] == ["w"]
+    codes, scales = reference.quantize_weight(WEIGHT)
+    given = [("w", codes), ("w_scale_inv", scales)]
+    assert list(quantized(given, layout())) == given
+
+
+def test_what_can_not_be_quantized() -> None:
+    with pytest.raises(ValueError, match="expected servers of one scale format, found fp32, pow2"):
+        list(quantized([("w", WEIGHT)], layout(), layout("pow2")))
+    with pytest.raises(ValueError, match="tensor w: expected a torch tensor to quantize, found ndarray"):
+        list(quantized([("w", np.zeros((256, 256), np.float32))], layout()))
+    with pytest.raises(NonFiniteError):
+        list(quantized([("w", torch.full((256, 256), torch.nan))], layout()))
+
+
+def test_checkpoints_are_read_tensor_by_tensor(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
+    save_file({"b": torch.zeros(3), "c": torch.ones(1)}, tmp_path / "2.safetensors")
+    assert [(name, tensor.tolist()) for name, tensor in stored(tmp_path)] == [
+        ("a", [1, 1]),
+        ("b", [0, 0, 0]),
+        ("c", [1]),
+    ]
+    assert [name for name, _ in stored(tmp_path / "1.safetensors")] == ["a"]
