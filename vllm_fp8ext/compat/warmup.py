@@ -18,10 +18,15 @@ from vllm_fp8ext.kernels import compiled, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
 from vllm_fp8ext.kernels.linear import GEMMS
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
+from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
 from vllm_fp8ext.linear import SCALES, BlockFp8LinearMethod
 
 logger = logging.getLogger("vllm.fp8ext")
+
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of tensors that are quantized."""
 
 
 @torch.inference_mode()
@@ -62,6 +67,9 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     assert method.route is not None
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
     n, k = weight.shape
+    for source in SOURCES:  # as load and update quantize it
+        part = weight[: min(n, BLOCK) + n % BLOCK]
+        quantize_weight(torch.zeros_like(part, dtype=source), *empty_like(part), form)
     few, name = method.route
     dtype = method.out_dtype
     x = torch.zeros(max_tokens, k, dtype=dtype, device=weight.device)

@@ -22,7 +22,7 @@ from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
 from vllm_fp8ext.weights.safetensors_header import file_tensors
-from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, place
+from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, place, settled
 
 Digests = dict[str, dict[str, str]]
 """Hexadecimal digests by checkpoint name, then by rank (a string, as in JSON)."""
@@ -167,7 +167,7 @@ def _target_digests(
     for name in group:
         with safe_open(index[name][1], framework="pt") as reader:
             try:
-                stager.stage(name, reader.get_tensor(name))
+                settled(stager.stage(name, reader.get_tensor(name)))
             except NonFiniteError as error:
                 raise UpdateError("non-finite", f"{name}: {error}", status=422) from None
     return {(name, piece): digest(piece, values, scales) for name, parts in pieces.items() for piece in parts}

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Swaps the contents of live and twin parameters, so that every address stays where CUDA graphs expect it."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.kernels.swap import Swap
 
 _WORKSPACE_BYTES = 64 << 20
 
@@ -10,8 +15,8 @@ _WORKSPACE_BYTES = 64 << 20
 class Exchange:
     """Pairs of equally laid out tensors whose contents are swapped together.
 
-    A swap is its own inverse: `run` twice restores everything. An interrupted `run` is undone before its error is raised;
-    when that fails too, `broken` is set and the contents are undefined.
+    A swap is its own inverse: `run` twice restores everything. On a GPU it is one launch. On a CPU an interrupted `run` is
+    undone before its error is raised; when that fails too, `broken` is set and the contents are undefined.
     """
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -19,8 +24,20 @@ class Exchange:
         self.broken = False
         self._copies = 3  # copies done of the swap at hand
         largest = max((live.numel() for live, _ in self.pairs), default=0)
-        device = self.pairs[0][0].device if self.pairs else torch.device("cpu")
-        self._workspace = torch.empty(min(largest, _WORKSPACE_BYTES), dtype=torch.uint8, device=device)
+        self._device = self.pairs[0][0].device if self.pairs else torch.device("cpu")
+        self._launch = self._compiled() if self._device.type == "cuda" else None
+        if self._launch is not None:
+            largest = 0
+        self._workspace = torch.empty(min(largest, _WORKSPACE_BYTES), dtype=torch.uint8, device=self._device)
+
+    def _compiled(self) -> "Swap":
+        """The launch, after it was tried: twice, which changes nothing."""
+        from vllm_fp8ext.kernels.swap import Swap
+
+        swap = Swap(self.pairs)
+        swap.run()
+        swap.run()
+        return swap
 
     @property
     def bytes(self) -> int:
@@ -29,6 +46,12 @@ class Exchange:
 
     def run(self) -> None:
         """Swap everything, and wait until it is done."""
+        if self._launch is not None:
+            self.broken = True  # until the GPU says that it is done
+            self._launch.run()
+            self._synchronize()
+            self.broken = False
+            return
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
             for live, twin in self._slices():
@@ -74,8 +97,8 @@ class Exchange:
         ]
 
     def _synchronize(self) -> None:
-        if self._workspace.is_cuda:
-            torch.cuda.synchronize(self._workspace.device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def _flat(tensor: Tensor) -> Tensor:

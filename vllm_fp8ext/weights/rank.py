@@ -22,7 +22,7 @@ from vllm_fp8ext.weights.recital import Attend, recite
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.slices import Pause, Slices
 from vllm_fp8ext.weights.source import Source, Sources
-from vllm_fp8ext.weights.staging import ScaleError
+from vllm_fp8ext.weights.staging import Outcome, ScaleError, settled
 from vllm_fp8ext.weights.twin import Twin
 
 Result = dict[str, Any]
@@ -38,7 +38,7 @@ class Rank:
         self.kv_blocks = kv_blocks
         self._attend = attend
         self._device = twin.exchange.pairs[0][0].device
-        self._sources = Sources()
+        self._sources = Sources(pinned=self._device.type == "cuda")
         self._lanes: dict[str, queue.SimpleQueue[tuple[int, Callable[[], Result]]]] = {}
         self._results: dict[int, Result] = {}
         self._progress: dict[int, int] = {}
@@ -170,7 +170,7 @@ class Rank:
             self.twin.stager.reset()
             self._staged = session
         problems: list[dict[str, Any]] = []
-        errors: dict[str, tuple[float, float]] = {}
+        outcomes: dict[str, Outcome] = {}
         by_name = {stored.spec.name: stored for stored in tensors}
         scales = {name: scale_name(name) for name in by_name if by_name[name].spec.dtype == CODES_DTYPE}
         with self._sources.open(source) as read:
@@ -179,23 +179,38 @@ class Rank:
                     raise UpdateError("wrong-state", "a newer update was begun")
                 name, tensor = stored.spec.name, read(stored)
                 problem = self._hash_problem(name, tensor, count, hashes)
-                try:
-                    if name in scales.values():
-                        pass  # staged with its codes
-                    elif name in scales:
-                        self.twin.stager.stage_codes(name, tensor, read(by_name[scales[name]]))
-                    else:
-                        error, norm = self.twin.stager.stage(name, tensor)
-                        if norm:
-                            errors[name] = (error, norm)
-                except NonFiniteError:
-                    problem = {"kind": "non-finite", "tensor": name, "rank": self.rank}
-                except ScaleError as error:
-                    problem = {"kind": "wrong-scales", "tensor": name, "rank": self.rank, "found": str(error)}
                 if problem:
                     problems.append(problem)
+                if name in scales:
+                    outcomes[name] = self.twin.stager.stage_codes(name, tensor, read(by_name[scales[name]]))
+                elif name not in scales.values():  # those are staged with their codes
+                    outcomes[name] = self.twin.stager.stage(name, tensor)
                 self._progress[job] = count + 1
-        return {"problems": problems, "errors": errors}
+            wrong, errors = self._settle(outcomes)
+        return {"problems": problems + wrong, "errors": errors}
+
+    def _settle(
+        self, outcomes: dict[str, Outcome]
+    ) -> tuple[list[dict[str, Any]], dict[str, tuple[float, float]]]:
+        """Wait until everything is staged: what was wrong, and squared error and squared norm by tensor."""
+        problems: list[dict[str, Any]] = []
+        errors: dict[str, tuple[float, float]] = {}
+        # at once: one wait for the GPU, not one for each tensor
+        found = (
+            torch.stack([outcome.to(self._device) for outcome in outcomes.values()]).cpu() if outcomes else ()
+        )
+        for name, outcome in zip(outcomes, found, strict=True):
+            try:
+                error, norm = settled(outcome)
+                if norm:
+                    errors[name] = (error, norm)
+            except NonFiniteError:
+                problems.append({"kind": "non-finite", "tensor": name, "rank": self.rank})
+            except ScaleError as refused:
+                problems.append(
+                    {"kind": "wrong-scales", "tensor": name, "rank": self.rank, "found": str(refused)}
+                )
+        return problems, errors
 
     def _hash_problem(
         self, name: str, tensor: torch.Tensor, index: int, hashes: dict[str, str]

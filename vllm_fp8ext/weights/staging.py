@@ -8,11 +8,12 @@ depends on their contents alone. Needs no vLLM, no forward context and no collec
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.quantize_weight import quantize_weight
+from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Piece
 
@@ -29,8 +30,28 @@ class Strip:
         return sum(self.spans.values()) == self.rows_RK.shape[0]
 
 
+Outcome: TypeAlias = Tensor
+"""What became of a part of a tensor: fp64 `[4]` of squared error, squared norm, and 1 or 0 for finite values and for scales
+that can be served."""
+
+
 class ScaleError(ValueError):
     """Block scales that can't be served."""
+
+
+def settled(outcome: Outcome) -> tuple[float, float]:
+    """Squared error and squared norm.
+
+    Raises:
+        NonFiniteError: NaN or infinity, in values, codes or scales.
+        ScaleError: scales that are not positive, or no powers of two where all are.
+    """
+    error, norm, finite, good = outcome.tolist()
+    if not finite:
+        raise NonFiniteError("expected finite values, found NaN or infinity")
+    if not good:
+        raise ScaleError("expected positive scales, powers of two where the server's are")
+    return error, norm
 
 
 class QuantizedTarget:
@@ -48,55 +69,54 @@ class QuantizedTarget:
     def reset(self) -> None:
         self._strips.clear()
 
-    def write(self, first: int, source: Tensor) -> tuple[float, float]:
-        """Quantize rows from `first` on; returns squared error and squared norm of what became final."""
+    def write(self, first: int, source: Tensor) -> list[Tensor]:
+        """Queue the quantization of rows from `first` on; outcomes (see `Outcome`) of what became final."""
         last = first + source.shape[0]
         rows = source.to(self.dtype)
         begin = -(-first // BLOCK) * BLOCK
         end = last if last == self.codes.shape[0] else last // BLOCK * BLOCK
-        error = norm = 0.0
+        found = []
         if begin < end:
-            error, norm = self._quantize(begin, end, rows[begin - first : end - first])
+            found.append(self._quantize(begin, end, rows[begin - first : end - first]))
         for start, stop in ((first, min(begin, last)), (max(end, begin, first), last)):
             if start < stop:
-                more_error, more_norm = self._fill(start, rows[start - first : stop - first])
-                error, norm = error + more_error, norm + more_norm
-        return error, norm
+                found.append(self._fill(start, rows[start - first : stop - first]))
+        return found
 
-    def copy(self, first: int, codes: Tensor, scales: Tensor) -> None:
-        """Take whole blocks that are quantized already, as rows from `first` on.
+    def copy(self, first: int, codes: Tensor, scales: Tensor) -> Tensor:
+        """Queue the copy of whole blocks that are quantized already, to the rows from `first` on; their outcome."""
+        own_codes = self.codes[first : first + codes.shape[0]]
+        own_scales = self.scales[first // BLOCK : first // BLOCK + scales.shape[0]]
+        own_codes.copy_(codes, non_blocking=True)
+        own_scales.copy_(scales, non_blocking=True)
+        finite = ((own_codes.view(torch.uint8) & 0x7F) != 0x7F).all() & torch.isfinite(own_scales).all()
+        good = (own_scales > 0).all()
+        if self.scale_format == "pow2":
+            good &= (torch.frexp(own_scales).mantissa == 0.5).all()
+        return torch.stack([finite.new_zeros(()), finite.new_zeros(()), finite, good | ~finite]).double()
 
-        Raises:
-            NonFiniteError: NaN in the codes, NaN or infinity in the scales.
-            ScaleError: scales that are not positive, or no powers of two where all are.
-        """
-        if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()) or not bool(torch.isfinite(scales).all()):
-            raise NonFiniteError("expected finite codes and scales, found NaN or infinity")
-        if not bool((scales > 0).all()):
-            raise ScaleError("expected positive scales, found zero or less")
-        if self.scale_format == "pow2" and bool((torch.frexp(scales).mantissa != 0.5).any()):
-            raise ScaleError("expected powers of two, the server's scale_format, found other scales")
-        self.codes[first : first + codes.shape[0]].copy_(codes)
-        self.scales[first // BLOCK : first // BLOCK + scales.shape[0]].copy_(scales)
-
-    def _fill(self, start: int, rows: Tensor) -> tuple[float, float]:
-        if not bool(torch.isfinite(rows).all()):
-            raise NonFiniteError("expected finite values, found NaN or infinity")
+    def _fill(self, start: int, rows: Tensor) -> Tensor:
+        finite = torch.isfinite(rows).all()
         index = start // BLOCK
         top = index * BLOCK
         strip = self._strips.get(index)
         if strip is None:
             height = min(BLOCK, self.codes.shape[0] - top)
-            strip = self._strips[index] = Strip(torch.empty(height, self.codes.shape[1], dtype=self.dtype))
-        strip.rows_RK[start - top : start - top + rows.shape[0]] = rows
+            room = torch.empty(height, self.codes.shape[1], dtype=self.dtype, device=self.codes.device)
+            strip = self._strips[index] = Strip(room)
+        strip.rows_RK[start - top : start - top + rows.shape[0]].copy_(rows, non_blocking=True)
         strip.spans[start - top] = rows.shape[0]
         if not strip.complete:
-            return 0.0, 0.0
-        return self._quantize(top, top + strip.rows_RK.shape[0], strip.rows_RK)
+            zero = torch.zeros((), dtype=torch.float64, device=finite.device)
+            return torch.stack([zero, zero, finite.double(), zero + 1])
+        outcome = self._quantize(top, top + strip.rows_RK.shape[0], strip.rows_RK).nan_to_num(0.0, 0.0)
+        outcome[2] = finite  # of these rows: what others brought is their fault
+        return outcome
 
-    def _quantize(self, start: int, stop: int, rows: Tensor) -> tuple[float, float]:
+    def _quantize(self, start: int, stop: int, rows: Tensor) -> Tensor:
         scales = self.scales[start // BLOCK : -(-stop // BLOCK)]
-        return quantize_weight(rows, self.codes[start:stop], scales, self.scale_format)
+        outcome = quantize_weight.queue(rows, self.codes[start:stop], scales, self.scale_format)
+        return torch.cat([outcome, outcome.new_ones(1)])
 
 
 class Stager:
@@ -117,38 +137,41 @@ class Stager:
         for target in self.quantized.values():
             target.reset()
 
-    def stage(self, name: str, tensor: Tensor) -> tuple[float, float]:
-        """Stage one tensor of the manifest's shape; returns squared quantization error and squared norm.
+    def stage(self, name: str, tensor: Tensor) -> Outcome:
+        """Queue the staging of one tensor of the manifest's shape, and tell its outcome (on the device of the twin).
 
-        Raises:
-            NonFiniteError: the part that this rank serves holds NaN or infinity.
+        What is found wrong has been written all the same: the tensor counts as not staged until it comes again.
         """
-        error = norm = 0.0
+        found = []
         for piece in self.pieces[name]:
             source = tensor[tuple(slice(start, stop) for start, stop in piece.source)]
             target = self.quantized.get(piece.target)
             if target is not None:
-                more_error, more_norm = target.write(piece.origin[0], source)
-                error, norm = error + more_error, norm + more_norm
+                found += target.write(piece.origin[0], source)
                 continue
             destination = place(self.plain[piece.target], piece)
-            values = source.to(destination.dtype)
-            if not bool(torch.isfinite(values).all()):
-                raise NonFiniteError(f"{piece.target}: expected finite values, found NaN or infinity")
-            destination.copy_(values)
-        return error, norm
+            destination.copy_(source, non_blocking=True)
+            finite = torch.isfinite(destination).all().double()
+            found.append(torch.stack([finite * 0, finite * 0, finite, finite * 0 + 1]))
+        return _together(found)
 
-    def stage_codes(self, name: str, codes: Tensor, scales: Tensor) -> None:
-        """Stage a tensor that comes quantized: E4M3 `[N, K]` and fp32 `[ceil(N/128), ceil(K/128)]`, as they are.
-
-        Raises:
-            NonFiniteError, ScaleError: what this rank serves of it can't be served.
-        """
+    def stage_codes(self, name: str, codes: Tensor, scales: Tensor) -> Outcome:
+        """The same for a tensor that comes quantized: E4M3 `[N, K]` and fp32 `[ceil(N/128), ceil(K/128)]`, as they are."""
+        found = []
         for piece in self.pieces[name]:
             (top, bottom), (left, right) = piece.source
             part = codes[top:bottom, left:right]
             blocks = scales[top // BLOCK : -(-bottom // BLOCK), left // BLOCK : -(-right // BLOCK)]
-            self.quantized[piece.target].copy(piece.origin[0], part, blocks)
+            found.append(self.quantized[piece.target].copy(piece.origin[0], part, blocks))
+        return _together(found)
+
+
+def _together(outcomes: list[Outcome]) -> Outcome:
+    if not outcomes:
+        return torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    device = outcomes[-1].device
+    found = torch.stack([outcome.to(device) for outcome in outcomes])
+    return torch.cat([found[:, :2].sum(0), found[:, 2:].amin(0)])
 
 
 def place(parameter: Tensor, piece: Piece) -> Tensor:
