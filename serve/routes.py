@@ -21,6 +21,7 @@ from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
 from vllm_fp8ext.serve.spool import Spool
+from vllm_fp8ext.weights.ipc_source import IpcSource, ipc_tensor
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
 from vllm_fp8ext.weights.source import Source, settled_stamp
 
@@ -121,6 +122,14 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     async def post_files(id: schema.UpdateId, body: schema.Files) -> Any:
         return await _finished(_read(backend, id, backend.allowed(body.path)))
 
+    @routes.post(
+        "/updates/{id}/handles",
+        response_model=schema.Update,
+        summary="Read tensors where they are on a GPU of this machine",
+    )
+    async def post_handles(id: schema.UpdateId, body: schema.Handles) -> Any:
+        return await _finished(_read_there(backend, id, body))
+
     @routes.post("/updates/{id}/prepare", response_model=schema.Update, summary="Validate the whole update")
     async def prepare(id: schema.UpdateId) -> Any:
         return await _finished(backend.engine.job("prepare", id=id))
@@ -162,8 +171,14 @@ async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> d
         return await _stage(backend, id, chunk, source, tensors, extent.length)
 
 
+async def _read_there(backend: Backend, id: str, body: schema.Handles) -> dict[str, Any]:
+    source = IpcSource(body.device, tuple((found.handle, found.bytes) for found in body.allocations))
+    tensors = [ipc_tensor(source, dict(tensor)) for tensor in body.tensors]
+    return await _stage(backend, id, str(body.n), source, tensors, sum(tensor.size for tensor in tensors))
+
+
 async def _stage(
-    backend: Backend, id: str, chunk: str, source: Source, tensors: list[StoredTensor], size: int
+    backend: Backend, id: str, chunk: str, source: Source | IpcSource, tensors: list[StoredTensor], size: int
 ) -> dict[str, Any]:
     listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in tensors]
     staged = await backend.engine.job(

@@ -84,6 +84,34 @@ class Files(Body):
     )
 
 
+class Allocation(Body):
+    """A piece of GPU memory of another process."""
+
+    handle: str = Field(
+        pattern=r"^[A-Za-z0-9+/]{86}==$", description="Its CUDA IPC handle, 64 bytes in base64."
+    )
+    bytes: Size = Field(gt=0)
+
+
+class IpcTensor(Body):
+    """A dense tensor in one of the allocations."""
+
+    name: Annotated[str, Field(min_length=1, max_length=512)]
+    dtype: Annotated[str, Field(max_length=32)] = Field(description="torch's name, such as `bfloat16`.")
+    shape: Annotated[list[Size], Field(max_length=64)]
+    allocation: Size = Field(description="Which of `allocations`, from 0 on.")
+    offset: Size = Field(description="Bytes from its begin.")
+
+
+class Handles(Body):
+    """`POST /updates/{id}/handles`: tensors on a GPU of the server's machine. They must stay as they are until it answers."""
+
+    n: Annotated[int, Field(ge=0, le=65_535)] = Field(description="Number of the chunk that they make.")
+    device: Annotated[str, Field(min_length=1, max_length=64)] = Field(description="UUID of the GPU.")
+    allocations: Annotated[list[Allocation], Field(min_length=1, max_length=65_536)]
+    tensors: Annotated[list[IpcTensor], Field(min_length=1, max_length=1 << 20)]
+
+
 class Load(Body):
     """`POST /load`: open, files, prepare and commit in one call."""
 

@@ -112,6 +112,12 @@ def files(endpoint: Endpoint, /, id: str, path: str | Path) -> Flow[schema.Updat
     return call(endpoint, request, _UPDATE)
 
 
+def handles(endpoint: Endpoint, /, id: str, body: schema.Handles) -> Flow[schema.Update]:
+    """Let the server read tensors on a GPU of its machine, as chunk `body.n`; they may change once this returns."""
+    request = endpoint.request("POST", f"/updates/{id}/handles", json=body.model_dump())
+    return call(endpoint, request, _UPDATE)
+
+
 def prepare(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
     """Validate the whole update."""
     return call(endpoint, endpoint.request("POST", f"/updates/{id}/prepare"), _UPDATE)

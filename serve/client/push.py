@@ -3,7 +3,8 @@
 
 import contextlib
 import uuid
-from typing import Any
+from functools import partial as partial_of
+from typing import Any, Literal, TypeAlias
 
 import httpx
 
@@ -11,6 +12,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
+from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.repeat import lost, unsent
 from vllm_fp8ext.serve.client.source import Pushable, Source, source_of
@@ -18,6 +20,11 @@ from vllm_fp8ext.serve.safetensors_body import Body
 
 CHUNK_BYTES = 256 << 20
 """Bytes of tensors in a chunk."""
+IPC_CHUNK_BYTES = 4 << 30
+"""The same for tensors that the server reads where they are; of an iterable so many are kept alive at once."""
+
+Transport: TypeAlias = Literal["http", "ipc"]
+"""`http`: as the bodies of requests. `ipc`: torch tensors on a GPU of the server's machine are read where they are."""
 
 
 def push(
@@ -31,7 +38,8 @@ def push(
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    transport: Transport = "http",
+    chunk_bytes: int | None = None,
     checksum: bool = True,
     fp8: bool = False,
     id: str | None = None,
@@ -42,7 +50,8 @@ def push(
 
     `partial`: what is not sent keeps its served weights; needs `base_epoch`, and of each parameter all of its tensors.
     `wait_seconds`: with `running="wait"`, how long the commit may wait for running requests. `chunk_bytes`: of tensors in
-    one chunk; tensors are copied to host memory a chunk at a time. `checksum`: the server checks a SHA-256 of each chunk.
+    one chunk (`CHUNK_BYTES` or `IPC_CHUNK_BYTES`); over HTTP tensors are copied to host memory a chunk at a time. `checksum`:
+    the server checks a SHA-256 of each chunk that comes over HTTP.
     `fp8`: quantize here what the server takes quantized (needs torch), and send half the bytes.
     `id`: of an update that was interrupted, to go on with it; chunks of a checkpoint on disk that have been staged are not
     sent again.
@@ -60,7 +69,7 @@ def push(
     def manifests() -> Flow[list[dict[str, Any]]]:
         return [(yield from calls.manifest(endpoint))]
 
-    source = yield from source_of(weights, manifests, fp8=fp8)
+    source = yield from source_of(weights, manifests, fp8=fp8, there=transport == "ipc")
     id = id or uuid.uuid4().hex
     try:
         update = yield from calls.open(
@@ -80,7 +89,10 @@ def push(
     if update.state == "committed":
         return update
     try:
-        yield from _send(endpoint, update, source, chunk_bytes, checksum, progress)
+        if transport == "ipc":
+            yield from _hand_over(endpoint, update, source, chunk_bytes or IPC_CHUNK_BYTES, progress)
+        else:
+            yield from _send(endpoint, update, source, chunk_bytes or CHUNK_BYTES, checksum, progress)
         if not commit:
             return (yield from calls.prepare(endpoint, id))
         return (yield from calls.commit(endpoint, id, wait_seconds=wait_seconds))
@@ -108,6 +120,18 @@ def _send(
                 endpoint, update.id, n, body, sha256=sha256, sent=counter.of(endpoint.url)
             )
         counter.end_chunk(body.length)
+
+
+def _hand_over(
+    endpoint: Endpoint, update: schema.Update, source: Source, limit: int, progress: Progress | None
+) -> Flow[None]:
+    sent = 0
+    for n, group in enumerate(batches(source.pairs, limit)):
+        body = yield from work(partial_of(handles, group, n))
+        yield from calls.handles(endpoint, update.id, body)
+        sent += sum(tensor.nbytes for _, tensor in group)
+        if progress is not None:
+            progress(sent, None)
 
 
 def chunk_limit(updates: list[schema.Update], chunk_bytes: int) -> int:

@@ -21,9 +21,11 @@ is gone through once, and no further than one tensor beyond the chunk that is be
 class Source:
     """The parts of what is pushed: all of them, or an iterator that makes them as they are sent."""
 
-    parts: list[Part] | Iterator[Part]
-    files: bool
+    parts: list[Part] | Iterator[Part] = ()  # type: ignore[assignment]  # an empty one
+    files: bool = False
     """Whether the parts are files, so that another process finds the same chunks in them."""
+    pairs: Iterable[tuple[str, TensorLike]] = ()
+    """Instead of parts: the tensors themselves, for a server that reads them where they are."""
 
     def chunks(self, limit: int) -> Iterator[Body]:
         """The chunks, in order; each holds `limit` bytes of tensors at most, or one tensor."""
@@ -36,16 +38,24 @@ class Source:
 
 
 def source_of(
-    weights: Pushable, manifests: Callable[[], Flow[list[dict[str, Any]]]], *, fp8: bool = False
+    weights: Pushable,
+    manifests: Callable[[], Flow[list[dict[str, Any]]]],
+    *,
+    fp8: bool = False,
+    there: bool = False,
 ) -> Flow[Source]:
     """The source, checked as far as it can be before a tensor is sent. `manifests`: what the servers take, asked when needed.
-    `fp8`: what they take quantized is quantized here.
+    `fp8`: what they take quantized is quantized here. `there`: the server reads the tensors where they are.
 
     Raises:
         ValueError: a checkpoint that can't be read, or a tensor that can't be sent.
     """
-    if fp8:
-        return (yield from _quantized(weights, (yield from manifests())))
+    if there or fp8:
+        pairs = yield from _pairs(weights)
+        layouts = (yield from manifests()) if fp8 else []
+        if fp8:
+            pairs = _quantized(pairs, layouts)
+        return Source(pairs=pairs) if there else Source(tensor_parts(pairs, *_taken(layouts)))
     if isinstance(weights, str | PathLike):
         path = Path(weights)
         return Source(list((yield from work(lambda: ranges_of(path)))), files=True)
@@ -62,16 +72,20 @@ def _taken(manifests: list[dict[str, Any]]) -> tuple[list[str], frozenset[str]]:
     return dtypes, frozenset.intersection(*(frozenset(manifest["ignored"]) for manifest in manifests))
 
 
-def _quantized(weights: Pushable, manifests: list[dict[str, Any]]) -> Flow[Source]:
-    from vllm_fp8ext.weights.manifest import Manifest
-    from vllm_fp8ext.weights.wire import quantized, stored
-
-    pairs: Iterable[tuple[str, TensorLike]]
+def _pairs(weights: Pushable) -> Flow[Iterable[tuple[str, TensorLike]]]:
     if isinstance(weights, str | PathLike):
+        from vllm_fp8ext.weights.wire import stored
+
         path = Path(weights)
         yield from work(lambda: ranges_of(path))  # for what is wrong with it
-        pairs = stored(path)
-    else:
-        pairs = weights.items() if isinstance(weights, Mapping) else weights
-    layouts = [Manifest.from_dict(manifest) for manifest in manifests]
-    return Source(tensor_parts(quantized(pairs, *layouts), *_taken(manifests)), files=False)
+        return stored(path)
+    return weights.items() if isinstance(weights, Mapping) else weights
+
+
+def _quantized(
+    pairs: Iterable[tuple[str, TensorLike]], manifests: list[dict[str, Any]]
+) -> Iterator[tuple[str, TensorLike]]:
+    from vllm_fp8ext.weights.manifest import Manifest
+    from vllm_fp8ext.weights.wire import quantized
+
+    return quantized(pairs, *(Manifest.from_dict(manifest) for manifest in manifests))

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, scale_name
 from vllm_fp8ext.weights.wire import quantized
 
@@ -85,5 +86,28 @@ def test_what_is_refused(single: Server, late: dict[str, Tensor]):
         with pytest.raises(UpdateError) as refused:
             client.put_chunk(id, 0, body, len(body))
         assert [problem["kind"] for problem in refused.value.details["problems"]] == ["wrong-dtype"]
+        client.abandon(id)
+    assert state(single) == before
+
+
+def test_handles_need_a_gpu(single: Server):
+    """Told as any other refusal; the same chunk may come over HTTP then."""
+    before = state(single)
+    allocation = Allocation(handle="A" * 86 + "==", bytes=1024)
+    tensor = IpcTensor(name="model.norm.weight", dtype="bfloat16", shape=[256], allocation=0, offset=0)
+    with single.client() as client:
+        id = client.open().id
+        body = Handles(n=0, device="none", allocations=[allocation], tensors=[tensor])
+        with pytest.raises(UpdateError, match="expected a GPU that the server sees, found none") as refused:
+            client.handles(id, body)
+        assert (refused.value.kind, refused.value.status) == ("bad-handle", 422)
+        beyond = tensor.model_copy(update={"offset": 1024})
+        with pytest.raises(UpdateError, match="do not lie in allocation 0 of 1024 bytes"):
+            client.handles(id, body.model_copy(update={"tensors": [beyond]}))
+        unknown = tensor.model_copy(update={"name": "stranger"})
+        with pytest.raises(UpdateError, match="stranger"):
+            client.handles(id, body.model_copy(update={"tensors": [unknown]}))
+        whole = (LATE / "model.safetensors").read_bytes()
+        client.put_chunk(id, 0, whole, len(whole))
         client.abandon(id)
     assert state(single) == before

@@ -21,7 +21,7 @@ from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec, scale_name
 from vllm_fp8ext.weights.recital import Attend, recite
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.slices import Pause, Slices
-from vllm_fp8ext.weights.source import Source, Sources
+from vllm_fp8ext.weights.source import AnySource, Sources, source_of
 from vllm_fp8ext.weights.staging import Outcome, ScaleError, settled
 from vllm_fp8ext.weights.twin import Twin
 
@@ -69,10 +69,9 @@ class Rank:
             StoredTensor(TensorSpec(name, tuple(shape), dtype), start, size)
             for name, shape, dtype, start, size in tensors
         ]
-        stamp = source["stamp"]
-        opened = Source(source["path"], source["offset"], tuple(stamp) if stamp else None)
+        found = source_of(source)
         self._session = session
-        return self._start("staging", job, lambda: self._stage(job, session, opened, stored, hashes))
+        return self._start("staging", job, lambda: self._stage(job, session, found, stored, hashes))
 
     @described
     def keep_others(self, job: int, session: str, names: list[str]) -> Result:
@@ -164,7 +163,7 @@ class Rank:
             self._results[job] = result
 
     def _stage(
-        self, job: int, session: str, source: Source, tensors: list[StoredTensor], hashes: dict[str, str]
+        self, job: int, session: str, source: AnySource, tensors: list[StoredTensor], hashes: dict[str, str]
     ) -> Result:
         if self._staged != session:
             self.twin.stager.reset()
@@ -217,7 +216,7 @@ class Rank:
     ) -> dict[str, Any] | None:
         if name not in hashes or index % self.world_size != self.rank:
             return None
-        found = hashlib.sha256(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())).hexdigest()
+        found = hashlib.sha256(memoryview(tensor.reshape(-1).view(torch.uint8).cpu().numpy())).hexdigest()
         if found == hashes[name]:
             return None
         return {"kind": "sha256-mismatch", "tensor": name, "expected": hashes[name], "found": found}

@@ -7,17 +7,18 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.ipc_source import IpcSource
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -42,6 +43,17 @@ class Source:
     path: str
     offset: int = 0
     stamp: Stamp | None = None
+
+
+AnySource: TypeAlias = Source | IpcSource
+
+
+def source_of(data: Mapping[str, Any]) -> AnySource:
+    """The source that was told as a dict."""
+    if "device" in data:
+        return IpcSource(data["device"], tuple((handle, size) for handle, size in data["allocations"]))
+    stamp = data["stamp"]
+    return Source(data["path"], data["offset"], tuple(stamp) if stamp else None)
 
 
 class Reader(Protocol):
@@ -74,12 +86,18 @@ class Sources:
         self._readers = ThreadPoolExecutor(READERS, "fp8ext-read")
 
     @contextmanager
-    def open(self, source: Source) -> Iterator[Reader]:
+    def open(self, source: AnySource) -> Iterator[Reader]:
         """A reader of this source, valid inside the context.
 
         Raises:
             UpdateError: `file-changed`, on entering, reading or leaving.
         """
+        if isinstance(source, IpcSource):
+            from vllm_fp8ext.weights import ipc
+
+            with ipc.opened(source) as read:
+                yield read
+            return
         if source.stamp is None:
             mapped = self._mapped(source.path)
             yield lambda tensor: _view(mapped, source.offset + tensor.start, tensor)

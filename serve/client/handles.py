@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA tensors as inter-process handles: the server reads them where they are. Imports no torch: a CUDA tensor can only be
+there when it is."""
+
+import base64
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
+from vllm_fp8ext.serve.tensors import TensorLike
+
+_HANDLE_BYTES = 64
+
+
+def batches(tensors: Iterable[tuple[str, TensorLike]], limit: int) -> Iterator[list[tuple[str, Any]]]:
+    """CUDA tensors of one device, contiguous, in groups of `limit` bytes at most, or of one tensor.
+
+    Raises:
+        ValueError: what is no dense torch tensor on a GPU.
+    """
+    group: list[tuple[str, Any]] = []
+    size = 0
+    for name, tensor in tensors:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+            where = getattr(tensor, "device", type(tensor).__name__)
+            raise ValueError(f"tensor {name}: expected a torch tensor on a GPU, found {where}")
+        held = tensor.detach().contiguous()
+        if group and (size + held.nbytes > limit or held.device != group[0][1].device):
+            yield group
+            group, size = [], 0
+        group.append((name, held))
+        size += held.nbytes
+    if group:
+        yield group
+
+
+def handles(group: list[tuple[str, Any]], n: int) -> Handles:
+    """What tells a server where these tensors are; they must stay as they are until it has answered.
+
+    Raises:
+        ValueError: memory that can't be shared (torch's expandable segments, say).
+    """
+    import torch
+
+    device = group[0][1].device
+    torch.cuda.synchronize(device)  # what is still being computed into them
+    driver = ctypes.CDLL("libcuda.so.1")
+    numbers: dict[int, int] = {}
+    allocations: list[Allocation] = []
+    listed = []
+    with torch.cuda.device(device):
+        for name, tensor in group:
+            base, size = ctypes.c_ulonglong(), ctypes.c_size_t()
+            address = ctypes.c_ulonglong(tensor.data_ptr())
+            if driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address):
+                raise ValueError(f"tensor {name}: expected memory of {device}, found none")
+            if base.value not in numbers:
+                handle = (ctypes.c_byte * _HANDLE_BYTES)()
+                failed = driver.cuIpcGetMemHandle(ctypes.byref(handle), base)
+                if failed:
+                    raise ValueError(
+                        f"tensor {name}: its memory can't be shared (CUDA error {failed}): with torch's allocator this "
+                        "needs PYTORCH_CUDA_ALLOC_CONF without expandable_segments"
+                    )
+                numbers[base.value] = len(allocations)
+                allocations.append(
+                    Allocation(handle=base64.b64encode(bytes(handle)).decode(), bytes=size.value)
+                )
+            listed.append(
+                IpcTensor(
+                    name=name,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    shape=list(tensor.shape),
+                    allocation=numbers[base.value],
+                    offset=tensor.data_ptr() - base.value,
+                )
+            )
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return Handles(n=n, device=uuid, allocations=allocations, tensors=listed)
