@@ -12,6 +12,8 @@ TILE_BYTES = 1 << 15
 """What one program exchanges."""
 _UNIT = 16
 """Bytes of the widest load."""
+_BYTE_TILE = 1 << 12
+"""What one program exchanges byte by byte."""
 
 
 @triton.jit
@@ -30,7 +32,8 @@ def _swap(table, WORDS: tl.constexpr):
 
 @triton.jit
 def _swap_bytes(table, BYTES: tl.constexpr):
-    """The same for what is left at the end of a tensor; the number counts bytes."""
+    """The same at any address; the number counts bytes. For what is left at the end of a tensor, and for one that begins
+    between two multiples of 16."""
     row = table + tl.program_id(0) * 3
     first = tl.load(row).to(tl.pointer_type(tl.uint8))
     second = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
@@ -47,27 +50,28 @@ class Swap:
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         tiles: list[tuple[int, int, int]] = []
-        ends: list[tuple[int, int, int]] = []
+        rest: list[tuple[int, int, int]] = []
         self._pairs = list(pairs)  # the addresses below are theirs
         for first, second in pairs:
             here, there, size = first.data_ptr(), second.data_ptr(), first.nbytes
-            whole = size // _UNIT * _UNIT
-            if here % _UNIT or there % _UNIT or second.nbytes != size:
-                raise ValueError(f"swap: expected equal sizes at multiples of {_UNIT} bytes")
+            if second.nbytes != size:
+                raise ValueError(f"swap: expected equal sizes, found {size} and {second.nbytes} bytes")
+            whole = 0 if here % _UNIT or there % _UNIT else size // _UNIT * _UNIT
             tiles += [
                 (here + at, there + at, min(TILE_BYTES, whole - at) // _UNIT)
                 for at in range(0, whole, TILE_BYTES)
             ]
-            if whole < size:
-                ends.append((here + whole, there + whole, size - whole))
+            rest += [
+                (here + at, there + at, min(_BYTE_TILE, size - at)) for at in range(whole, size, _BYTE_TILE)
+            ]
         device = pairs[0][0].device if pairs else torch.device("cpu")
-        self._tiles, self._ends = (
-            torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(device) for rows in (tiles, ends)
+        self._tiles, self._rest = (
+            torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(device) for rows in (tiles, rest)
         )
 
     def run(self) -> None:
         """Queue the exchange on the current stream."""
         if len(self._tiles):
             _swap[(len(self._tiles),)](self._tiles, WORDS=TILE_BYTES // 4, num_warps=8)
-        if len(self._ends):
-            _swap_bytes[(len(self._ends),)](self._ends, BYTES=_UNIT, num_warps=1)
+        if len(self._rest):
+            _swap_bytes[(len(self._rest),)](self._rest, BYTES=_BYTE_TILE, num_warps=4)
