@@ -25,7 +25,7 @@ from .ask import complete
 from .conftest import on_early
 
 CHECKPOINTS = {"early": EARLY, "late": LATE}
-STEPS = {"tp1": 30, "tp2": 10}
+STEPS = {"tp1": 30, "tp2": 6}
 """By server: with two ranks on two cores each step takes long."""
 ASKED = [problem.prompt for problem in problems(6, seed=21)]
 

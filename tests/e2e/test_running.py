@@ -101,12 +101,12 @@ def test_cached_blocks_are_not_found_across_epochs(server: Server):
             assert _cached(server, PROMPT) >= BLOCK
 
 
-def test_a_kept_request_leaves_nothing_behind_in_the_cache(server: Server):
+def test_a_kept_request_leaves_nothing_behind_in_the_cache(single: Server):
     """Its later blocks hold K and V that mix both weights: no request of the new epoch may find them."""
-    found = _straddle(server, "keep", prompt=PROMPT, tokens=300)
-    assert _cached(server, found["prompt"]) == 0
+    found = _straddle(single, "keep", prompt=PROMPT, tokens=300)
+    assert _cached(single, found["prompt"]) == 0
     whole = found["prompt_token_ids"] + found["token_ids"]
-    assert 0 < _cached(server, whole) <= len(found["prompt_token_ids"])
+    assert 0 < _cached(single, whole) <= len(found["prompt_token_ids"])
 
 
 def test_weight_versions_with_the_openai_client(server: Server):
@@ -137,7 +137,7 @@ def test_weight_versions_with_the_openai_client(server: Server):
     openai.close()
 
 
-def test_a_repeated_version_is_still_two_spans(server: Server):
-    _check_spans(_straddle(server, "keep", version="early")["weight_versions"], 1000, "early", "early")
-    with server.client() as client:
+def test_a_repeated_version_is_still_two_spans(single: Server):
+    _check_spans(_straddle(single, "keep", version="early")["weight_versions"], 1000, "early", "early")
+    with single.client() as client:
         client.push(EARLY, version="early")

@@ -74,26 +74,26 @@ def test_waiting_has_a_deadline(server: Server):
         assert any(attempt() for _ in range(ATTEMPTS))
 
 
-def test_abandoning_an_update_ends_its_wait(server: Server):
+def test_abandoning_an_update_ends_its_wait(single: Server):
     def attempt() -> bool:
         id = _prepared(client, LATE, running="wait", wait_seconds=60)
-        stream = Stream(server, tokens=1900)
+        stream = Stream(single, tokens=1900)
         commit = pool.submit(other.commit, id)
         refused = _refusal(lambda: client.abandon(id))
         if refused is not None:
             assert refused.kind == "wrong-state"
             stream.wait()
             assert stream.came_too_early
-            on_early(server)
+            on_early(single)
             return False
         with pytest.raises(UpdateError, match="abandoned"):
             commit.result()
-        assert complete(server, "1+1=", 2)["choices"][0]["weight_versions"][0]["version"] == "early"
+        assert complete(single, "1+1=", 2)["choices"][0]["weight_versions"][0]["version"] == "early"
         stream.wait()
         assert (stream.finish, _versions(stream)) == ("length", ["early"])
         return True
 
-    with server.client() as client, server.client() as other, ThreadPoolExecutor(1) as pool:
+    with single.client() as client, single.client() as other, ThreadPoolExecutor(1) as pool:
         assert any(attempt() for _ in range(ATTEMPTS))
 
 
