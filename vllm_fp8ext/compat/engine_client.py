@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the engine core from the API server.
 
-Replaces nothing; uses the asynchronous utility call that vLLM's own client methods use. Can go once `EngineClient` has a
-public way to call a plugin's utility method.
+Uses the asynchronous utility call that vLLM's own client methods use. Replaces, on an instance,
+`BackgroundResources.validate_alive`, to note that an engine told of its death. Can go once `EngineClient` has a public way to
+call a plugin's utility method, and vLLM's server an exit code when its engine died.
 """
 
 import asyncio
@@ -11,6 +12,8 @@ import os
 import signal
 import time
 from typing import Any
+
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_fp8ext.compat.watchdog import EXIT_CODE
 from vllm_fp8ext.errors import UpdateError
@@ -26,6 +29,8 @@ class EngineCalls:
 
     def __init__(self, engine_client: Any, deadline_seconds: float) -> None:
         self._core = engine_client.engine_core
+        self._died = False
+        self._note_death()
         self._deadline = deadline_seconds
         self._processes = list(self._core.resources.engine_manager.processes)
 
@@ -36,12 +41,26 @@ class EngineCalls:
         """
         codes = [process.exitcode for process in self._processes]
         failed = [code for code in codes if code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)]
-        if failed:
+        if failed or self._died:
             logger.critical(
-                "fp8ext: the engine ended with code %s; so this server ends with %d", failed[0], EXIT_CODE
+                "fp8ext: the engine died (code %s); so this server ends with %d", failed or codes, EXIT_CODE
             )
             logging.shutdown()
             os._exit(EXIT_CODE)
+
+    def _note_death(self) -> None:
+        """An engine that fails says so before it ends; vLLM's server may stop it then, and its code is that of a wish."""
+        resources = self._core.resources
+        check = resources.validate_alive
+
+        def validate_alive(frames: Any) -> None:
+            try:
+                check(frames)
+            except EngineDeadError:
+                self._died = True
+                raise
+
+        resources.validate_alive = validate_alive
 
     async def __call__(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation.

@@ -201,6 +201,12 @@ INTERFACES: tuple[Interface, ...] = (
     ),
     Interface(
         module="vllm.v1.engine.core_client",
+        name="BackgroundResources.validate_alive",
+        parameters=("frames",),
+        why="end with a code of its own when the engine died",
+    ),
+    Interface(
+        module="vllm.v1.engine.core_client",
         name="BackgroundResources.engine_manager",
         why="end with the engine's exit code",
     ),
