@@ -114,20 +114,20 @@ class Kernel:
         self.threads, self.cluster = threads, cluster
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._resident: dict[int, int] = {}
-        _check("cuModuleLoadData", ctypes.byref(self._module), machine_code)
-        _check("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
-        _check("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, MOST_SHARED_BYTES)
+        call("cuModuleLoadData", ctypes.byref(self._module), machine_code)
+        call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+        call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, MOST_SHARED_BYTES)
         # the same share for all: kernels of different shares cannot run on one multiprocessor at once
-        _check("cuFuncSetAttribute", self._function, _SHARED_CARVEOUT, 100)
+        call("cuFuncSetAttribute", self._function, _SHARED_CARVEOUT, 100)
         if cluster > 8:
-            _check("cuFuncSetAttribute", self._function, _ANY_CLUSTER_SIZE, 1)
+            call("cuFuncSetAttribute", self._function, _ANY_CLUSTER_SIZE, 1)
 
     def resident_blocks(self, shared_bytes: int) -> int:
         """Blocks with so much shared memory that the device runs at once."""
         if shared_bytes not in self._resident:
             count = ctypes.c_int()
             launch, _keep = self._launch(self.cluster, shared_bytes, 0, (self._cluster_attribute(),))
-            _check("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(launch))
+            call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(launch))
             self._resident[shared_bytes] = count.value * self.cluster
         return self._resident[shared_bytes]
 
@@ -144,7 +144,7 @@ class Kernel:
             attributes.append(_Attribute(_PROGRAMMATIC, 0, (1,)))
         launch, _keep = self._launch(blocks, shared_bytes, stream, attributes)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-        _check("cuLaunchKernelEx", ctypes.byref(launch), self._function, pointers, None)
+        call("cuLaunchKernelEx", ctypes.byref(launch), self._function, pointers, None)
 
     def _cluster_attribute(self) -> _Attribute:
         return _Attribute(_CLUSTER, 0, (self.cluster, 1, 1))
@@ -163,7 +163,7 @@ def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple
     storage = (ctypes.c_byte * (ctypes.sizeof(TensorMap) + 64))()
     found = TensorMap.from_buffer(storage, -ctypes.addressof(storage) % 64)
     uint8, no_interleave, swizzle_128, promote_256, zeros = 0, 0, 3, 3, 0
-    _check(
+    call(
         "cuTensorMapEncodeTiled",
         ctypes.byref(found),
         uint8,
@@ -181,7 +181,12 @@ def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple
     return found
 
 
-def _check(function: str, *arguments: Any) -> None:
+def call(function: str, *arguments: Any) -> None:
+    """Call a function of the driver.
+
+    Raises:
+        CudaError: it failed, or there is no driver.
+    """
     driver = _driver()
     status = getattr(driver, function)(*arguments)
     if status:
@@ -190,9 +195,23 @@ def _check(function: str, *arguments: Any) -> None:
         raise CudaError(f"{function}: {(message.value or b'error').decode()} ({status})")
 
 
+def allocation_of(address: int) -> tuple[int, int]:
+    """Begin and bytes of the allocation that an address of the current device lies in.
+
+    Raises:
+        CudaError: in none.
+    """
+    base, size = ctypes.c_ulonglong(), ctypes.c_size_t()
+    call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_ulonglong(address))
+    return base.value, size.value
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"found no driver of CUDA: {error}") from None
 
 
 @functools.cache

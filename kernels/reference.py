@@ -14,10 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.kernels.layout import BLOCK as BLOCK
+from vllm_fp8ext.kernels.layout import blocks as blocks
+
 ScaleFormat = Literal["fp32", "pow2"]
 
-BLOCK = 128
-"""Rows and columns of a weight block; columns of an activation group."""
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Largest finite E4M3 value."""
@@ -29,11 +30,6 @@ ROUND_OFF = 2.0**-24
 
 class NonFiniteError(ValueError):
     """A tensor that was to be quantized holds NaN or infinity."""
-
-
-def blocks(size: int) -> int:
-    """Number of blocks that cover `size` rows or columns."""
-    return -(-size // BLOCK)
 
 
 def scale_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:

@@ -173,7 +173,7 @@ async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> d
 
 async def _read_there(backend: Backend, id: str, body: schema.Handles) -> dict[str, Any]:
     source = IpcSource(body.device, tuple((found.handle, found.bytes) for found in body.allocations))
-    tensors = [ipc_tensor(source, dict(tensor)) for tensor in body.tensors]
+    tensors = await asyncio.to_thread(lambda: [ipc_tensor(source, **dict(tensor)) for tensor in body.tensors])
     return await _stage(backend, id, str(body.n), source, tensors, sum(tensor.size for tensor in tensors))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors bodies made of parts that know their size before they are read. Standard library only."""
+"""Safetensors bodies made of parts that know their size before they are read. Needs neither torch nor vLLM."""
 
 import hashlib
 import json
@@ -7,6 +7,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from vllm_fp8ext.weights.manifest import scale_name
 
 PIECE = 1 << 20
 """Largest piece in which a body is read, in bytes."""
@@ -77,10 +79,6 @@ class Body:
         return found.digest()
 
 
-SCALES = "_scale_inv"
-"""What the name of a weight's block scales ends with, after the name of the weight."""
-
-
 def bodies(parts: Iterable[Part], limit: int) -> Iterator[Body]:
     """Bodies of `limit` bytes of tensors at most, in order; a larger tensor travels alone. Block scales that come right after
     their weight go where it goes.
@@ -95,7 +93,7 @@ def bodies(parts: Iterable[Part], limit: int) -> Iterator[Body]:
         if part.name in names:
             raise ValueError(f"tensor {part.name}: expected once, found twice")
         names.add(part.name)
-        beside = group and part.name == group[-1].name + SCALES
+        beside = group and part.name == scale_name(group[-1].name)
         if group and size + part.size > limit and not beside:
             yield Body(tuple(group))
             group, size = [], 0

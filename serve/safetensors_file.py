@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of safetensors files as byte ranges: none is decoded, none is read before it is sent. Standard library only."""
+"""The tensors of safetensors files as byte ranges: none is decoded, none is read before it is sent. Needs neither torch
+nor vLLM."""
 
 import json
 import struct
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_fp8ext.serve import safetensors_body
-from vllm_fp8ext.serve.safetensors_body import SCALES
+from vllm_fp8ext.weights.manifest import SCALES, scale_name
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _beside(ranges: list[Range]) -> list[Range]:
             scales.setdefault(part.name, []).append(part)
         else:
             others.append(part)
-    return [found for part in others for found in (part, *scales.pop(part.name + SCALES, ()))]
+    return [found for part in others for found in (part, *scales.pop(scale_name(part.name), ()))]
 
 
 def _ranges(file: Path) -> list[Range]:

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from vllm_fp8ext.kernels import cuda
+from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
 from vllm_fp8ext.serve.tensors import TensorLike
-
-_HANDLE_BYTES = 64
+from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES
 
 
 def batches(tensors: Iterable[tuple[str, TensorLike]], limit: int) -> Iterator[list[tuple[str, Any]]]:
@@ -42,41 +43,41 @@ def handles(group: list[tuple[str, Any]], n: int) -> Handles:
 
     Raises:
         ValueError: memory that can't be shared (torch's expandable segments, say).
+        CudaError: no memory of this GPU.
     """
     import torch
 
     device = group[0][1].device
     torch.cuda.synchronize(device)  # what is still being computed into them
-    driver = ctypes.CDLL("libcuda.so.1")
     numbers: dict[int, int] = {}
     allocations: list[Allocation] = []
     listed = []
     with torch.cuda.device(device):
         for name, tensor in group:
-            base, size = ctypes.c_ulonglong(), ctypes.c_size_t()
-            address = ctypes.c_ulonglong(tensor.data_ptr())
-            if driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address):
-                raise ValueError(f"tensor {name}: expected memory of {device}, found none")
-            if base.value not in numbers:
-                handle = (ctypes.c_byte * _HANDLE_BYTES)()
-                failed = driver.cuIpcGetMemHandle(ctypes.byref(handle), base)
-                if failed:
-                    raise ValueError(
-                        f"tensor {name}: its memory can't be shared (CUDA error {failed}): with torch's allocator this "
-                        "needs PYTORCH_CUDA_ALLOC_CONF without expandable_segments"
-                    )
-                numbers[base.value] = len(allocations)
-                allocations.append(
-                    Allocation(handle=base64.b64encode(bytes(handle)).decode(), bytes=size.value)
-                )
+            base, size = cuda.allocation_of(tensor.data_ptr())
+            if base not in numbers:
+                numbers[base] = len(allocations)
+                allocations.append(Allocation(handle=_handle(name, base), bytes=size))
             listed.append(
                 IpcTensor(
                     name=name,
                     dtype=str(tensor.dtype).removeprefix("torch."),
                     shape=list(tensor.shape),
-                    allocation=numbers[base.value],
-                    offset=tensor.data_ptr() - base.value,
+                    allocation=numbers[base],
+                    offset=tensor.data_ptr() - base,
                 )
             )
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return Handles(n=n, device=uuid, allocations=allocations, tensors=listed)
+
+
+def _handle(name: str, base: int) -> str:
+    handle = (ctypes.c_byte * HANDLE_BYTES)()
+    try:
+        cuda.call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_ulonglong(base))
+    except CudaError as error:
+        raise ValueError(
+            f"tensor {name}: its memory can't be shared ({error}): with torch's allocator this needs "
+            "PYTORCH_CUDA_ALLOC_CONF without expandable_segments"
+        ) from None
+    return base64.b64encode(bytes(handle)).decode()

@@ -3,8 +3,9 @@
 
 import contextlib
 import uuid
+from collections.abc import Callable, Iterable
 from functools import partial as partial_of
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import httpx
 
@@ -15,8 +16,9 @@ from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
 from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.repeat import lost, unsent
-from vllm_fp8ext.serve.client.source import Pushable, Source, source_of
+from vllm_fp8ext.serve.client.source import Pushable, Source, source_of, tensors_of
 from vllm_fp8ext.serve.safetensors_body import Body
+from vllm_fp8ext.serve.tensors import TensorLike
 
 CHUNK_BYTES = 256 << 20
 """Bytes of tensors in a chunk."""
@@ -69,7 +71,15 @@ def push(
     def manifests() -> Flow[list[dict[str, Any]]]:
         return [(yield from calls.manifest(endpoint))]
 
-    source = yield from source_of(weights, manifests, fp8=fp8, there=transport == "ipc")
+    send: Callable[[schema.Update], Flow[None]]
+    if transport == "ipc":
+        tensors = yield from tensors_of(weights, manifests, fp8=fp8)
+        send = partial_of(_hand_over, endpoint, tensors, chunk_bytes or IPC_CHUNK_BYTES, progress)
+    elif transport == "http":
+        source = yield from source_of(weights, manifests, fp8=fp8)
+        send = partial_of(_send, endpoint, source, chunk_bytes or CHUNK_BYTES, checksum, progress)
+    else:
+        raise ValueError(f"transport: expected {' or '.join(get_args(Transport))}, found {transport!r}")
     id = id or uuid.uuid4().hex
     try:
         update = yield from calls.open(
@@ -89,10 +99,7 @@ def push(
     if update.state == "committed":
         return update
     try:
-        if transport == "ipc":
-            yield from _hand_over(endpoint, update, source, chunk_bytes or IPC_CHUNK_BYTES, progress)
-        else:
-            yield from _send(endpoint, update, source, chunk_bytes or CHUNK_BYTES, checksum, progress)
+        yield from send(update)
         if not commit:
             return (yield from calls.prepare(endpoint, id))
         return (yield from calls.commit(endpoint, id, wait_seconds=wait_seconds))
@@ -105,11 +112,11 @@ def push(
 
 def _send(
     endpoint: Endpoint,
-    update: schema.Update,
     source: Source,
     chunk_bytes: int,
     checksum: bool,
     progress: Progress | None,
+    update: schema.Update,
 ) -> Flow[None]:
     limit = chunk_limit([update], chunk_bytes)
     counter = Counter(progress, source.total(limit))
@@ -123,15 +130,17 @@ def _send(
 
 
 def _hand_over(
-    endpoint: Endpoint, update: schema.Update, source: Source, limit: int, progress: Progress | None
+    endpoint: Endpoint,
+    tensors: Iterable[tuple[str, TensorLike]],
+    limit: int,
+    progress: Progress | None,
+    update: schema.Update,
 ) -> Flow[None]:
-    sent = 0
-    for n, group in enumerate(batches(source.pairs, limit)):
+    counter = Counter(progress, None)
+    for n, group in enumerate(batches(tensors, limit)):
         body = yield from work(partial_of(handles, group, n))
         yield from calls.handles(endpoint, update.id, body)
-        sent += sum(tensor.nbytes for _, tensor in group)
-        if progress is not None:
-            progress(sent, None)
+        counter.end_chunk(sum(tensor.nbytes for _, tensor in group))
 
 
 def chunk_limit(updates: list[schema.Update], chunk_bytes: int) -> int:

@@ -21,11 +21,9 @@ is gone through once, and no further than one tensor beyond the chunk that is be
 class Source:
     """The parts of what is pushed: all of them, or an iterator that makes them as they are sent."""
 
-    parts: list[Part] | Iterator[Part] = ()  # type: ignore[assignment]  # an empty one
-    files: bool = False
+    parts: list[Part] | Iterator[Part]
+    files: bool
     """Whether the parts are files, so that another process finds the same chunks in them."""
-    pairs: Iterable[tuple[str, TensorLike]] = ()
-    """Instead of parts: the tensors themselves, for a server that reads them where they are."""
 
     def chunks(self, limit: int) -> Iterator[Body]:
         """The chunks, in order; each holds `limit` bytes of tensors at most, or one tensor."""
@@ -37,25 +35,21 @@ class Source:
         return sum(body.length for body in self.chunks(limit)) if known else None
 
 
-def source_of(
-    weights: Pushable,
-    manifests: Callable[[], Flow[list[dict[str, Any]]]],
-    *,
-    fp8: bool = False,
-    there: bool = False,
-) -> Flow[Source]:
-    """The source, checked as far as it can be before a tensor is sent. `manifests`: what the servers take, asked when needed.
-    `fp8`: what they take quantized is quantized here. `there`: the server reads the tensors where they are.
+Manifests: TypeAlias = Callable[[], Flow[list[dict[str, Any]]]]
+"""Asks each server what it takes."""
+
+
+def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> Flow[Source]:
+    """The source, checked as far as it can be before a tensor is sent. `fp8`: what all servers take quantized is quantized
+    here.
 
     Raises:
         ValueError: a checkpoint that can't be read, or a tensor that can't be sent.
     """
-    if there or fp8:
-        pairs = yield from _pairs(weights)
-        layouts = (yield from manifests()) if fp8 else []
-        if fp8:
-            pairs = _quantized(pairs, layouts)
-        return Source(pairs=pairs) if there else Source(tensor_parts(pairs, *_taken(layouts)))
+    if fp8:
+        found = yield from manifests()
+        pairs = _quantized((yield from _pairs(weights)), found)
+        return Source(tensor_parts(pairs, *_taken(found)), files=False)
     if isinstance(weights, str | PathLike):
         path = Path(weights)
         return Source(list((yield from work(lambda: ranges_of(path)))), files=True)
@@ -63,6 +57,14 @@ def source_of(
     if isinstance(weights, Mapping):
         return Source(list(tensor_parts(weights.items(), dtypes, ignored)), files=False)
     return Source(tensor_parts(weights, dtypes, ignored), files=False)
+
+
+def tensors_of(
+    weights: Pushable, manifests: Manifests, *, fp8: bool = False
+) -> Flow[Iterable[tuple[str, TensorLike]]]:
+    """The tensors themselves, for a server that reads them where they are. Arguments and errors as `source_of`'s."""
+    pairs = yield from _pairs(weights)
+    return _quantized(pairs, (yield from manifests())) if fp8 else pairs
 
 
 def _taken(manifests: list[dict[str, Any]]) -> tuple[list[str], frozenset[str]]:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
@@ -199,7 +201,11 @@ def _require_poisoned(server: Server) -> None:
         assert reply.status_code == 503, f"{path}: {reply.status_code} {reply.text}"
         assert reply.json()["type"] == "urn:fp8ext:problem:poisoned"
     with server.client() as client:
-        assert client.weights().state == "poisoned"
+        weights = client.weights()
+        assert weights.state == "poisoned"
+        with pytest.raises(UpdateError, match="only a full update heals") as refused:
+            client.open(partial=True, base_epoch=weights.epoch)
+        assert (refused.value.kind, refused.value.status) == ("poisoned", 503)
 
 
 def _heal(server: Server) -> None:

@@ -67,8 +67,10 @@ class Engine:
         with contextlib.suppress(OSError):
             self._end.send(None)
         self._process.join(60)
+        self._process.kill()
+        assert self._process.pid
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ask(self, what: Any = None) -> Any:
         try:

@@ -74,7 +74,8 @@ class CoreAccess:
             results: list[dict[str, Any]] = self._core.collective_rpc("fp8ext", args=(call, method, *args))
         except Exception as error:
             self.watchdog.end(f"call {call} of {method} failed: {error!r}")
-        self.compiled = [result.pop("compiled") for result in results]
+        told = [result.pop("compiled", None) for result in results]
+        self.compiled = [new or old for new, old in zip(told, self.compiled or told, strict=True)]
         answers = [(result.pop("call"), result.pop("from")) for result in results]
         if answers != [(call, rank) for rank in range(len(results))]:
             self.watchdog.end(f"call {call} of {method} was answered by {answers}")

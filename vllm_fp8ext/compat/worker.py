@@ -66,13 +66,11 @@ def _load_with_twin(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def call(self: Any, number: int, method: str, *args: Any) -> dict[str, Any]:
     """Run one method of this worker's `Rank`; never raises. The reply names its `call` and the rank that it is `from`, and
-    what this process has `compiled` so far."""
-    return {
-        **_answer(getattr(self, "fp8ext_rank", None), method, args),
-        "compiled": counts(),
-        "call": number,
-        "from": self.worker.rank,
-    }
+    what this process has `compiled` so far: not while the engine pauses, and not each time that a job is asked about."""
+    answer = _answer(getattr(self, "fp8ext_rank", None), method, args)
+    if method != "exchange" and answer.get("done", True):
+        answer["compiled"] = counts()
+    return {**answer, "call": number, "from": self.worker.rank}
 
 
 @described

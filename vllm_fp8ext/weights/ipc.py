@@ -5,8 +5,6 @@ the time of one chunk. Through the driver, with ctypes: torch's own sharing want
 import base64
 import bisect
 import ctypes
-import functools
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +13,8 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kernels import cuda
+from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES, IpcSource
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
@@ -48,7 +48,6 @@ def opened(source: IpcSource) -> Iterator[Any]:
         UpdateError: `bad-handle`: a GPU that this process does not see, a handle that can't be opened, a smaller allocation.
     """
     index = device_index(source.device)
-    bounds = list(itertools.accumulate((size for _, size in source.allocations), initial=0))
     addresses: list[int] = []
     with torch.cuda.device(index):
         try:
@@ -60,8 +59,8 @@ def opened(source: IpcSource) -> Iterator[Any]:
                 )
 
             def read(tensor: StoredTensor) -> Tensor:
-                number = bisect.bisect_right(bounds, tensor.start) - 1
-                start = tensor.start - bounds[number]
+                number = bisect.bisect_right(source.bounds, tensor.start, hi=len(parts)) - 1
+                start = tensor.start - source.bounds[number]
                 raw = parts[number][start : start + tensor.size]
                 return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
 
@@ -69,7 +68,7 @@ def opened(source: IpcSource) -> Iterator[Any]:
         finally:
             torch.cuda.current_stream().synchronize()
             for address in addresses:
-                driver().cuIpcCloseMemHandle(ctypes.c_ulonglong(address))
+                cuda.call("cuIpcCloseMemHandle", ctypes.c_ulonglong(address))
 
 
 def device_index(uuid: str) -> int:
@@ -82,35 +81,20 @@ def device_index(uuid: str) -> int:
 
 def _open(text: str) -> int:
     handle, address = Handle.from_buffer_copy(base64.b64decode(text)), ctypes.c_ulonglong()
-    failed = driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
-    if failed:
+    try:
+        cuda.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
+    except CudaError as error:
         raise _bad(
-            f"a handle could not be opened (CUDA error {failed}): is its process alive, and another one?"
-        )
+            f"a handle could not be opened ({error}): is its process alive, and another one?"
+        ) from None
     return address.value
 
 
 def _checked(address: int, size: int) -> int:
-    base, found = ctypes.c_ulonglong(), ctypes.c_size_t()
-    failed = driver().cuMemGetAddressRange_v2(
-        ctypes.byref(base), ctypes.byref(found), ctypes.c_ulonglong(address)
-    )
-    if failed or found.value < size:
-        raise _bad(f"an allocation should have {size} bytes, found {found.value}")
+    _, found = cuda.allocation_of(address)
+    if found < size:
+        raise _bad(f"an allocation should have {size} bytes, found {found}")
     return address
-
-
-@functools.cache
-def driver() -> ctypes.CDLL:
-    """CUDA's driver.
-
-    Raises:
-        UpdateError: `bad-handle`: there is none.
-    """
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        raise _bad("expected a server on GPUs, found none") from None
 
 
 def _bad(message: str) -> UpdateError:

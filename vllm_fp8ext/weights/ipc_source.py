@@ -2,9 +2,10 @@
 """What a client says of tensors that it holds on a GPU."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec
@@ -22,22 +23,28 @@ class IpcSource:
     device: str
     allocations: tuple[tuple[str, int], ...]
 
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each allocation begins, and the end of the last."""
+        return tuple(accumulate((size for _, size in self.allocations), initial=0))
 
-def ipc_tensor(source: IpcSource, described: Mapping[str, Any]) -> StoredTensor:
-    """One tensor (`name`, `dtype`, `shape`, `allocation`, `offset`) of a source.
+
+def ipc_tensor(
+    source: IpcSource, *, name: str, dtype: str, shape: Sequence[int], allocation: int, offset: int
+) -> StoredTensor:
+    """One tensor of a source, from byte `offset` of an allocation on.
 
     Raises:
         UpdateError: `bad-handle`: it lies outside its allocation. `wrong-dtype`: no dtype that an update may have.
     """
-    name, dtype, number, offset = (described[key] for key in ("name", "dtype", "allocation", "offset"))
     if dtype not in ITEM_BYTES:
         message = f"tensor {name}: expected dtype {', '.join(ITEM_BYTES)}, found {dtype}"
         problems = [{"kind": "wrong-dtype", "tensor": name, "expected": list(ITEM_BYTES), "found": dtype}]
         raise UpdateError("wrong-dtype", message, status=422, problems=problems)
-    size = math.prod(described["shape"]) * ITEM_BYTES[dtype]
-    room = source.allocations[number][1] if number < len(source.allocations) else -1
+    size = math.prod(shape) * ITEM_BYTES[dtype]
+    room = source.allocations[allocation][1] if allocation < len(source.allocations) else -1
     if offset + size > room or offset % ITEM_BYTES[dtype]:
-        message = f"tensor {name}: {size} bytes from {offset} on do not lie in allocation {number} of {max(room, 0)} bytes"
+        where = f"allocation {allocation} of {max(room, 0)} bytes"
+        message = f"tensor {name}: {size} bytes from {offset} on do not lie in {where}"
         raise UpdateError("bad-handle", message, status=422)
-    start = sum(size for _, size in source.allocations[:number]) + offset
-    return StoredTensor(TensorSpec(name, tuple(described["shape"]), dtype), start, size)
+    return StoredTensor(TensorSpec(name, tuple(shape), dtype), source.bounds[allocation] + offset, size)

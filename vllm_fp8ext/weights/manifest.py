@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kernels.layout import BLOCK, blocks
 
 if TYPE_CHECKING:
     import torch
@@ -14,12 +15,15 @@ DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that an update may send; converted to the model's dtype first, as on load."""
 CODES_DTYPE = "float8_e4m3fn"
 """The dtype of codes, for tensors that are taken quantized, together with their block scales."""
-BLOCK = 128
+
+
+SCALES = "_scale_inv"
+"""What the name of a weight's block scales ends with, after the name of the weight (DeepSeek's convention)."""
 
 
 def scale_name(name: str) -> str:
-    """Under which name the block scales of a weight travel (DeepSeek's convention): `….weight_scale_inv`."""
-    return f"{name}_scale_inv"
+    """Under which name the block scales of a weight travel: `….weight_scale_inv`."""
+    return name + SCALES
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class Manifest:
         found = {}
         for spec in specs:
             if spec.dtype == CODES_DTYPE and spec.name in self.tensors:
-                shape = tuple(-(-size // BLOCK) for size in self.tensors[spec.name].shape)
+                shape = tuple(blocks(size) for size in self.tensors[spec.name].shape)
                 found[scale_name(spec.name)] = TensorSpec(scale_name(spec.name), shape, "float32")
         return found
 
@@ -98,7 +102,7 @@ class Manifest:
         specs = list(specs)
         scales = self.scales_among(specs)
         found: list[dict[str, Any]] = [
-            {"kind": "missing-scales", "tensor": name.removesuffix("_scale_inv"), "expected": name}
+            {"kind": "missing-scales", "tensor": name.removesuffix(SCALES), "expected": name}
             for name in sorted(scales.keys() - {spec.name for spec in specs})
         ]
         for spec in specs:

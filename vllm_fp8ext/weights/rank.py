@@ -171,7 +171,8 @@ class Rank:
         problems: list[dict[str, Any]] = []
         outcomes: dict[str, Outcome] = {}
         by_name = {stored.spec.name: stored for stored in tensors}
-        scales = {name: scale_name(name) for name in by_name if by_name[name].spec.dtype == CODES_DTYPE}
+        codes = {name for name, stored in by_name.items() if stored.spec.dtype == CODES_DTYPE}
+        scales = {scale_name(name) for name in codes}
         with self._sources.open(source) as read:
             for count, stored in enumerate(tensors):
                 if self._session != session:
@@ -180,9 +181,10 @@ class Rank:
                 problem = self._hash_problem(name, tensor, count, hashes)
                 if problem:
                     problems.append(problem)
-                if name in scales:
-                    outcomes[name] = self.twin.stager.stage_codes(name, tensor, read(by_name[scales[name]]))
-                elif name not in scales.values():  # those are staged with their codes
+                if name in codes:
+                    scale = read(by_name[scale_name(name)])
+                    outcomes[name] = self.twin.stager.stage_codes(name, tensor, scale)
+                elif name not in scales:  # those are staged with their codes
                     outcomes[name] = self.twin.stager.stage(name, tensor)
                 self._progress[job] = count + 1
             wrong, errors = self._settle(outcomes)
@@ -207,7 +209,7 @@ class Rank:
                 problems.append({"kind": "non-finite", "tensor": name, "rank": self.rank})
             except ScaleError as refused:
                 problems.append(
-                    {"kind": "wrong-scales", "tensor": name, "rank": self.rank, "found": str(refused)}
+                    {"kind": "wrong-scales", "tensor": name, "rank": self.rank, "detail": str(refused)}
                 )
         return problems, errors
 

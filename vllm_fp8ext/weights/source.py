@@ -8,7 +8,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +138,10 @@ class Sources:
                     raise _changed(source)
                 start += count
 
-        list(self._readers.map(read, range(0, tensor.size, READ_BYTES)))
+        reads = [self._readers.submit(read, start) for start in range(0, tensor.size, READ_BYTES)]
+        wait(reads)  # all of them, before the file may be closed
+        for done in reads:
+            done.result()
         return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
 
 

@@ -23,3 +23,9 @@ def test_nothing_is_left_open(caller: Caller, server: Server) -> None:
     with pytest.raises(ValueError, match="expected a torch tensor on a GPU"):
         caller(server.url, "push", {"w": torch.ones(2)}, transport="ipc")
     assert [update.state for update in server.updates.values()] == ["abandoned"]
+
+
+def test_a_transport_that_is_none(caller: Caller, server: Server) -> None:
+    with pytest.raises(ValueError, match="transport: expected http or ipc, found 'nccl'"):
+        caller(server.url, "push", {"w": torch.ones(2)}, transport="nccl")
+    assert server.calls == []
