@@ -3,8 +3,9 @@
 
     python benchmarks/update_correct.py --shape Qwen3-8B --out benchmarks/results/update_correct_h200.json
 
-Starts a server on checkpoint A, updates it to B from files, to A again over HTTP while it streams, rolls back to B, and
-compares digests and greedy outputs with a cold start on B. Exit code 1 when anything differs.
+Starts a server on checkpoint A, updates it to B from files, to A again over HTTP while it streams, rolls back to B, updates
+it in the other ways that there are (FP8 on the wire; with --device cuda, CUDA IPC), and compares digests and greedy outputs
+with a cold start on B. Exit code 1 when anything differs.
 """
 
 import argparse
@@ -24,8 +25,10 @@ from rich.table import Table
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
 from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.demo.server import MODEL, Server
+from vllm_fp8ext.serve.client import Transport
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
+from vllm_fp8ext.weights.wire import stored
 
 _PROMPTS = [[7 + 13 * (i + j) % 500 for i in range(48)] for j in range(4)]
 _NEW_TOKENS = 48
@@ -93,8 +96,28 @@ def _updated(
         same = client.digests()
         case("rollback to B", rolled.seconds["pause"], pause_seconds=rolled.seconds["pause"])
         case("digests of B after the rollback", 0.0, equal=same.digests == digests_b.digests)
-        case("addresses after everything", 0.0, equal=same.addresses == digests_a.addresses)
+        digests = {"A": digests_a.digests, "B": digests_b.digests}
+        for version, checkpoint, transport, fp8 in _pushes(options.device, a, b):
+            weights: Any = dict(stored(checkpoint)) if transport == "ipc" else checkpoint
+            with _Streaming(server.url) as streaming:
+                start = time.perf_counter()
+                update = client.push(weights, version=version, transport=transport, fp8=fp8)
+                seconds = time.perf_counter() - start
+            name = f"update to {version} over {transport}{' as FP8' if fp8 else ''} while streaming"
+            case(name, seconds, **_summary(update), **streaming.result())
+            equal = client.digests().digests == digests[version]
+            case(f"digests of {version} = those before", 0.0, equal=equal)
+            del weights
+        end = client.digests().addresses
+        case("addresses after everything", 0.0, equal=end == digests_a.addresses)
     return {"digests": digests_b.digests, "outputs": outputs_b}
+
+
+def _pushes(device: str, a: Path, b: Path) -> list[tuple[str, Path, Transport, bool]]:
+    """Version, weights, transport and whether as FP8: the other ways to send weights to a server that serves B."""
+    if device != "cuda":
+        return [("A", a, "http", True)]
+    return [("A", a, "ipc", False), ("B", b, "ipc", False), ("A", a, "ipc", True), ("B", b, "http", True)]
 
 
 def _cold(

@@ -3,7 +3,16 @@
 
 from vllm_fp8ext.serve.client.clients import AsyncClient, AsyncReplicas, Client, Replicas
 from vllm_fp8ext.serve.client.progress import Progress
-from vllm_fp8ext.serve.client.push import CHUNK_BYTES
+from vllm_fp8ext.serve.client.push import CHUNK_BYTES, Transport
 from vllm_fp8ext.serve.client.source import Pushable
 
-__all__ = ["CHUNK_BYTES", "AsyncClient", "AsyncReplicas", "Client", "Progress", "Pushable", "Replicas"]
+__all__ = [
+    "CHUNK_BYTES",
+    "AsyncClient",
+    "AsyncReplicas",
+    "Client",
+    "Progress",
+    "Pushable",
+    "Replicas",
+    "Transport",
+]

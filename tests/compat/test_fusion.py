@@ -138,6 +138,28 @@ def test_a_gate(joined, weight, name: str):
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+def test_inductor_takes_the_joined_graph(weight):
+    """With the layouts that it noted of the operator that was there before."""
+    import vllm.ir.ops  # noqa: F401  its operators
+
+    from vllm_fp8ext.compat.fusion import PASS, JoinLinear
+
+    operation = _gate("silu_and_mul")
+
+    options = {PASS: JoinLinear(), "fx_graph_cache": False, "enable_auto_functionalized_v2": False}  # as vLLM's
+
+    @torch.compile(fullgraph=True, dynamic=True, options=options)
+    def layer(gate_up: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        activated = gate_up.new_empty(gate_up.shape[0], K)
+        operation(activated, gate_up)
+        return linear(activated, (codes, scales))
+
+    values = (integers(M, 2 * K) / 16).contiguous()
+    gate, up = values.chunk(2, 1)
+    expected = linear(torch.nn.functional.silu(gate) * up, weight)
+    torch.testing.assert_close(layer(values, *weight), expected, rtol=2e-2, atol=2e-2)
+
+
 def _gate(name: str) -> Any:
     """vLLM's operator, or one of its name where vLLM is built without it."""
     if not hasattr(torch.ops._C, name):

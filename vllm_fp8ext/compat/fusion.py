@@ -110,6 +110,7 @@ def _join_gate(graph: fx.Graph, node: fx.Node) -> bool:
             torch.ops.fp8ext.gated_linear.default, (made.kwargs["input"], activation, *node.args[1:])
         )
     joined.meta.update(node.meta)
+    joined.meta.pop("eager_input_vals", None)  # the other operator's
     node.replace_all_uses_with(joined)
     return True
 
