@@ -33,15 +33,15 @@ __device__ __forceinline__ void stamp(u64* trace, u32 index) {
 """
 _PLACES = (
     ("// --- the kernel\n", _FUNCTION),
-    ("u32 n, u32 k, u32 stages) {", "u32 n, u32 k, u32 stages, u64* trace) {"),
+    ("                u32 stages) {", "                u32 stages, u64* trace) {"),
     ("  const Work work = work_of(n, k);\n", "  const Work work = work_of(n, k);\n  stamp(trace, 0);\n"),
     (
-        '  asm volatile("griddepcontrol.wait;" ::: "memory");\n',
-        '  asm volatile("griddepcontrol.wait;" ::: "memory");\n  stamp(trace, 1);\n',
+        '  asm volatile("griddepcontrol.wait;" ::: "memory");\n#if !CODES',
+        '  asm volatile("griddepcontrol.wait;" ::: "memory");\n  stamp(trace, 1);\n#if !CODES',
     ),
     (
-        "x_scales_stride, m, k, work, at);\n  fence_async();\n",
-        "x_scales_stride, m, k, work, at);\n  stamp(trace, 2);\n  fence_async();\n",
+        "  fence_async();\n#endif\n#if SPLITS",
+        "  fence_async();\n#endif\n  stamp(trace, 2);\n#if SPLITS",
     ),
     ("  sync_named(EVERYONE, THREADS);\n", "  sync_named(EVERYONE, THREADS);\n  stamp(trace, 3);\n"),
     (
@@ -91,6 +91,7 @@ def source() -> str:
 
 def machine_code(config: Config, tokens: int, codes: bool) -> bytes:
     macros = {"ROWS": config.rows, "TOKENS": tokens, "SPLITS": config.splits, "POW2": 0, "CODES": int(codes)}
+    macros["STREAM"] = int(config.stream)
     return cuda.compile_source(source(), {"wgmma.cuh": decode_gemm._wgmma(tokens)}, macros)
 
 
@@ -111,13 +112,8 @@ def _trace(operands: Operands, m: int, config: Config, codes: bool) -> Tensor:
     for index in range(LAUNCHES):
         weight = operands.codes[index % len(operands.codes)]
         arguments = (
-            decode_gemm._weight_map(
-                weight.data_ptr(), (operands.n, operands.k), weight.stride(0), config.rows
-            ),
-            ctypes.c_void_p(values.data_ptr()),
-            ctypes.c_longlong(values.stride(0)),
-            ctypes.c_void_p(None if scales is None else scales.data_ptr()),
-            ctypes.c_longlong(0 if scales is None else scales.stride(1)),
+            decode_gemm._map(weight.data_ptr(), (operands.n, operands.k), weight.stride(0), config.rows),
+            *decode_gemm._activations(values, scales, tokens),
             ctypes.c_void_p(operands.scales.data_ptr()),
             ctypes.c_void_p(None),
             ctypes.c_void_p(out.data_ptr()),

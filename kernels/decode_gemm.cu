@@ -6,20 +6,22 @@
 //   TOKENS  M rounded up to a width of wgmma's N side: the weights are wgmma's M side, so few tokens waste nothing
 //   SPLITS  blocks of a cluster, which share tiles and take consecutive parts of K
 //   POW2    activation scales are powers of two
-//   CODES   x comes quantized: codes, and scales with the tokens of a block adjacent
+//   CODES   x comes quantized: codes, and scales with the tokens of a block adjacent, columns a multiple of 16 bytes apart
+//   STREAM  such x comes through the ring beside the weights, again for each tile, instead of staying in shared memory
 //
 // A cluster takes tiles in turn. Each of its blocks owns one part of K for the whole launch:
 //   1. a producer thread fills a ring in shared memory with weights by TMA, from the very start;
 //   2. meanwhile the consumer warps bring x[:, own part of K], quantized, into shared memory, where it stays. Blocks of other
-//      clusters do the same again; the part is short, and weights are on their way. So no block waits for the grid;
+//      clusters do the same again; the part is short, and weights are on their way. So no block waits for the grid. With
+//      CODES the producer copies x, by TMA too, and the consumers begin with the first 128 columns that are there;
 //   3. consumers multiply 128 columns at a time with FP8 tensor cores and add each block's product, scaled, in fp32
 //      registers, as DeepGEMM does. At the end of a tile every warp sends what it has of the sums that another rank owns
 //      to that rank's shared memory; the owner adds the SPLITS parts, always in the order of the ranks, and stores them.
 //
 // A launch may begin before the previous kernel has ended: only x and `out` are touched after griddepcontrol.wait.
 //
-// Shared memory: ring of `stages` ROWS x 128 codes, then x: one TOKENS x 128 for each block of own columns, both in the
-// 128-byte swizzle that wgmma reads (rows of x from M on are never written: they only reach outputs that are never
+// Shared memory: ring of `stages` ROWS x 128 codes, then x: one TOKENS x 128 for each block of own columns (STREAM: for each
+// stage), both in the 128-byte swizzle that wgmma reads (rows of x from M on are never written: they only reach outputs that are never
 // stored), then what other ranks send, scales of x, barriers.
 
 typedef unsigned int u32;
@@ -113,6 +115,19 @@ DEVICE void cluster_wait() {
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- copies
+
+DEVICE void load_codes(u32 to, const TensorMap* map, u32 column, u32 row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
 
 DEVICE void load_weights(u32 to, const TensorMap* map, u32 column, u32 row, u32 barrier) {
   asm volatile(
@@ -235,8 +250,23 @@ struct Work {
 };
 
 struct Memory {  // addresses in shared memory
-  u32 ring, x, x_scales, received, full, empty, arrived, freed;
+  u32 ring, x, x_scales, received, full, empty, arrived, freed, copied;
 };
+
+#if CODES
+struct Activations {
+  const TensorMap* codes_MK;
+  const float* scales_MKb;
+  long long stride;  // between columns of the scales
+  u32 m;
+};
+#else
+struct Activations {
+  const bf16* x_MK;
+  long long stride;
+  u32 m, k;
+};
+#endif
 
 DEVICE Work work_of(u32 n, u32 k) {
   const u32 blocks = (k + BLOCK - 1) / BLOCK, rank = blockIdx.x % SPLITS;
@@ -245,16 +275,17 @@ DEVICE Work work_of(u32 n, u32 k) {
 }
 
 DEVICE Memory memory_of(const u8* shared, u32 stages, u32 k) {
-  const u32 depth = ((k + BLOCK - 1) / BLOCK + SPLITS - 1) / SPLITS;
+  const u32 slots = STREAM ? stages : ((k + BLOCK - 1) / BLOCK + SPLITS - 1) / SPLITS;
   Memory at;
   at.ring = shared_address(shared);
   at.x = at.ring + stages * WEIGHT_BYTES;
-  at.received = at.x + depth * CODE_BYTES;
+  at.received = at.x + slots * CODE_BYTES;
   at.x_scales = at.received + RECEIVED_BYTES;
-  at.full = at.x_scales + depth * TOKENS * 4;
+  at.full = at.x_scales + slots * TOKENS * 4;
   at.empty = at.full + stages * 8;
   at.arrived = at.empty + stages * 8;
   at.freed = at.arrived + WARPS * 8;
+  at.copied = at.freed + WARPS * 8;
   return at;
 }
 
@@ -268,8 +299,18 @@ DEVICE void prefetch_scales(const float* scales_NbKb, Work work, u32 n, u32 k) {
   }
 }
 
+#if CODES
+// Bring a block of own columns of x.
+DEVICE void copy_activations(const Activations& x, Memory at, u32 block, u32 slot) {
+  const u32 barrier = at.copied + slot * 8, scale_bytes = (x.m + 3) / 4 * 16;
+  barrier_expect(barrier, CODE_BYTES + scale_bytes);
+  load_codes(at.x + slot * CODE_BYTES, x.codes_MK, block * BLOCK, 0, barrier);
+  load_bytes(at.x_scales + slot * TOKENS * 4, x.scales_MKb + block * x.stride, scale_bytes, barrier);
+}
+#endif
+
 // The producer warp; all its lanes come here, one works.
-DEVICE void produce(const TensorMap* map, Work work, Memory at, u32 stages) {
+DEVICE void produce(const TensorMap* map, const Activations& x, Work work, Memory at, u32 stages) {
   const bool leader = threadIdx.x % 32 == 0;
   const u32 mine = work.first < work.tiles ? (work.tiles - 1 - work.first) / work.step + 1 : 0, total = mine * work.depth;
   u32 stage = 0, phase = 0, block = 0, row = work.first * ROWS;
@@ -285,6 +326,9 @@ DEVICE void produce(const TensorMap* map, Work work, Memory at, u32 stages) {
       barrier_init(at.full + i * 8, 1);
       barrier_init(at.empty + i * 8, WARPS);
     }
+#if CODES
+    for (u32 i = 0; i < (STREAM ? stages : work.depth); ++i) barrier_init(at.copied + i * 8, 1);
+#endif
 #if SPLITS > 1
     for (u32 i = 0; i < WARPS; ++i) {
       barrier_init(at.arrived + i * 8, 1);
@@ -300,78 +344,34 @@ DEVICE void produce(const TensorMap* map, Work work, Memory at, u32 stages) {
 #if SPLITS > 1
   cluster_arrive();
 #endif
-  if (leader)
+  if (leader) {
+#if CODES
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // the previous kernel may just be making x
+    for (u32 i = 0; i < (STREAM ? early : mine ? work.depth : 0); ++i)
+      copy_activations(x, at, work.begin + i % work.depth, i);
+#endif
     for (u32 i = early; i < total; ++i) {
       barrier_wait(at.empty + stage * 8, phase ^ 1);
+#if STREAM
+      copy_activations(x, at, work.begin + block, stage);
+#endif
       load();
     }
+  }
 #if SPLITS > 1
   cluster_wait();
 #endif
 }
 
-#if CODES
-typedef u8 Activation;
-
-// Eight lanes take 16 codes each of one token's 128; a warp takes four blocks of a token, several of these at a time.
-DEVICE void activate(const u8* x_MK, long long stride, const float* scales_MKb, long long scales_stride, u32 m, u32 k,
-                     Work work, Memory at) {
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % 8;
-  const u32 quads = (work.depth + 3) / 4;
-  if (quads == 0) return;
-  const u32 tokens_on = WARPS / quads, quads_on = WARPS % quads;
-  u32 token = warp / quads, quad = warp % quads;
-  while (token < m) {
-    uint4 codes[FLIGHT];
-    float scale[FLIGHT];
-    u32 there = token, here = quad;
-    auto advance = [&](u32& t, u32& q) {
-      t += tokens_on;
-      q += quads_on;
-      if (q >= quads) q -= quads, ++t;
-    };
-#pragma unroll
-    for (u32 i = 0; i < FLIGHT; ++i) {
-      const u32 block = here * 4 + lane / 8, column = (work.begin + block) * BLOCK + part * 16;
-      codes[i] = make_uint4(0, 0, 0, 0);
-      if (there < m && block < work.depth) {
-        if (column < k)  // K is a multiple of 16: 16 columns are all inside or all outside
-          codes[i] = load_x(reinterpret_cast<const uint4*>(x_MK + there * stride + column));
-        if (part == 0)
-          asm volatile("ld.global.f32 %0, [%1];"
-                       : "=f"(scale[i])
-                       : "l"(scales_MKb + there + (work.begin + block) * scales_stride)
-                       : "memory");
-      }
-      advance(there, here);
-    }
-#pragma unroll
-    for (u32 i = 0; i < FLIGHT; ++i) {
-      const u32 block = quad * 4 + lane / 8;
-      if (token < m && block < work.depth) {
-        const u32 to = at.x + block * CODE_BYTES + token * BLOCK + ((part ^ (token % 8)) << 4);
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(codes[i].x), "r"(codes[i].y),
-                     "r"(codes[i].z), "r"(codes[i].w)
-                     : "memory");
-        if (part == 0)
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(at.x_scales + (block * TOKENS + token) * 4), "f"(scale[i])
-                       : "memory");
-      }
-      advance(token, quad);
-    }
-  }
-}
-#else
-typedef bf16 Activation;
-
+#if !CODES
 // Eight lanes quantize 16 columns each of one token's 128; a warp takes four blocks of a token, several of these at a time.
-DEVICE void activate(const bf16* x_MK, long long stride, const float*, long long, u32 m, u32 k, Work work, Memory at) {
+DEVICE void activate(const Activations& x, Work work, Memory at) {
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % 8;
   const u32 quads = (work.depth + 3) / 4;
   if (quads == 0) return;
   const u32 tokens_on = WARPS / quads, quads_on = WARPS % quads;
   u32 token = warp / quads, quad = warp % quads;
-  while (token < m) {
+  while (token < x.m) {
     uint4 low[FLIGHT], high[FLIGHT];
     u32 there = token, here = quad;
     auto advance = [&](u32& t, u32& q) {
@@ -383,8 +383,8 @@ DEVICE void activate(const bf16* x_MK, long long stride, const float*, long long
     for (u32 i = 0; i < FLIGHT; ++i) {
       const u32 block = here * 4 + lane / 8, column = (work.begin + block) * BLOCK + part * 16;
       low[i] = high[i] = make_uint4(0, 0, 0, 0);
-      if (there < m && block < work.depth && column < k) {  // K is a multiple of 16: 16 columns are all inside or all outside
-        const uint4* from = reinterpret_cast<const uint4*>(x_MK + there * stride + column);
+      if (there < x.m && block < work.depth && column < x.k) {  // K is a multiple of 16: 16 columns are all inside or all outside
+        const uint4* from = reinterpret_cast<const uint4*>(x.x_MK + there * x.stride + column);
         low[i] = load_x(from);
         high[i] = load_x(from + 1);
       }
@@ -398,7 +398,7 @@ DEVICE void activate(const bf16* x_MK, long long stride, const float*, long long
       for (u32 distance = 1; distance < 8; distance *= 2)
         amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
       const float scale = scale_of(max(amax & 0xFFFFu, amax >> 16) << 16), inverse = __frcp_rn(scale);
-      if (token < m && block < work.depth) {
+      if (token < x.m && block < work.depth) {
         const u32 to = at.x + block * CODE_BYTES + token * BLOCK + ((part ^ (token % 8)) << 4);
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(codes_of(low[i].x, low[i].y, scale, inverse)),
                      "r"(codes_of(low[i].z, low[i].w, scale, inverse)), "r"(codes_of(high[i].x, high[i].y, scale, inverse)),
@@ -441,16 +441,26 @@ DEVICE void store(const float (&sum)[4], bf16* out_MN, u32 row, u32 token, u32 m
 // --- the kernel
 
 extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, RESIDENT)
-    decode_gemm(const __grid_constant__ TensorMap map, const Activation* x_MK, long long x_stride,
-                const float* x_scales_MKb, long long x_scales_stride, const float* __restrict__ scales_NbKb, const bf16* __restrict__ bias_N, bf16* out_MN, u32 m,
-                u32 n, u32 k, u32 stages) {
+    decode_gemm(const __grid_constant__ TensorMap map,
+#if CODES
+                const __grid_constant__ TensorMap x_map, const float* x_scales_MKb, long long x_stride,
+#else
+                const bf16* x_MK, long long x_stride,
+#endif
+                const float* __restrict__ scales_NbKb, const bf16* __restrict__ bias_N, bf16* out_MN, u32 m, u32 n, u32 k,
+                u32 stages) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Work work = work_of(n, k);
   const Memory at = memory_of(shared, stages, k);
+#if CODES
+  const Activations x{&x_map, x_scales_MKb, x_stride, m};
+#else
+  const Activations x{x_MK, x_stride, m, k};
+#endif
   if (warp == WARPS) {
     prefetch_scales(scales_NbKb, work, n, k);
-    produce(&map, work, at, stages);
+    produce(&map, x, work, at, stages);
     return;
   }
 #if SPLITS > 1
@@ -474,8 +484,10 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   float later = fetch_scales(), held = 0;
 
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  activate(x_MK, x_stride, x_scales_MKb, x_scales_stride, m, k, work, at);
+#if !CODES
+  activate(x, work, at);
   fence_async();
+#endif
 #if SPLITS > 1
   cluster_wait();
 #endif
@@ -500,13 +512,19 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         later = fetch_scales();
       }
       const float weight_scale = __shfl_sync(0xFFFFFFFFu, held, block % 32);
-      const u64 a = matrix(at.ring + stage * WEIGHT_BYTES + warp / 4 * 64 * BLOCK), b = matrix(at.x + block * CODE_BYTES);
+      const u32 slot = STREAM ? stage : block;
+      const u64 a = matrix(at.ring + stage * WEIGHT_BYTES + warp / 4 * 64 * BLOCK), b = matrix(at.x + slot * CODE_BYTES);
+#if STREAM
+      barrier_wait(at.copied + slot * 8, phase);
+#elif CODES
+      if (turn == 0) barrier_wait(at.copied + slot * 8, 0);
+#endif
       float2 scale[GROUPS_OF_8];
 #pragma unroll
       for (u32 j = 0; j < GROUPS_OF_8; ++j)
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                      : "=f"(scale[j].x), "=f"(scale[j].y)
-                     : "r"(scales_at + (block * TOKENS + j * 8) * 4)
+                     : "r"(scales_at + (slot * TOKENS + j * 8) * 4)
                      : "memory");
       barrier_wait(at.full + stage * 8, phase);
       float product[TOKENS / 2];
@@ -515,7 +533,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       for (u32 step = 0; step < 4; ++step) wgmma(product, a + step * 2, b + step * 2, step);
       wgmma_commit();
       wgmma_wait(product);
-      if (lane == 0) barrier_arrive(at.empty + stage * 8);
+      if (!STREAM && lane == 0) barrier_arrive(at.empty + stage * 8);
 #pragma unroll
       for (u32 j = 0; j < GROUPS_OF_8; ++j) {
         const float x = scale[j].x * weight_scale, y = scale[j].y * weight_scale;
@@ -524,6 +542,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         sum[j * 4 + 2] += product[j * 4 + 2] * x;
         sum[j * 4 + 3] += product[j * 4 + 3] * y;
       }
+      if (STREAM && lane == 0) barrier_arrive(at.empty + stage * 8);  // only now the warp has read its scales
       if (++stage == stages) stage = 0, phase ^= 1;
     }
 

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,9 @@ class Config:
     """Parts of K, each taken by one block of a cluster: 1, 2, 4, 8 or 16."""
     stages: int = 0
     """Depth of the shared-memory ring, in blocks of 128 columns; 0: as deep as fits and is of use."""
+    stream: bool = False
+    """Activations that come quantized go through the ring, again for each tile, and leave shared memory for a second block on
+    the multiprocessor: for weights of few tiles."""
     early: bool = False
     """Start while the previous kernel of the stream still runs (programmatic dependent launch). Only where that kernel
     does not write this one's weights."""
@@ -50,22 +54,30 @@ class Config:
     def ring(self, tokens: int, k: int) -> int:
         """Stages that a kernel of so many TOKENS gets."""
         room = cuda.MOST_SHARED_BYTES - self._fixed_bytes(tokens, k)
-        fitting = room // (self.rows * BLOCK + 16)
+        fitting = room // self._stage_bytes(tokens)
         return max(0, min(self.stages or fitting, fitting))
 
     def shared_bytes(self, tokens: int, k: int) -> int:
         """Shared memory of a block."""
-        return self.ring(tokens, k) * (self.rows * BLOCK + 16) + self._fixed_bytes(tokens, k)
+        return self.ring(tokens, k) * self._stage_bytes(tokens) + self._fixed_bytes(tokens, k)
 
     def fits(self, tokens: int, k: int) -> bool:
         """Whether the part of x that a block keeps leaves room for a ring, and the accumulators fit in registers."""
         return self.ring(tokens, k) >= _FEWEST_STAGES and tokens <= _WIDEST.get(self.rows, TOKENS[-1])
 
+    def _stage_bytes(self, tokens: int) -> int:
+        return self.rows * BLOCK + 16 + (_x_bytes(tokens) if self.stream else 0)
+
     def _fixed_bytes(self, tokens: int, k: int) -> int:
-        depth, warps = -(-blocks(k) // self.splits), self.rows // 16
+        depth, warps = 0 if self.stream else -(-blocks(k) // self.splits), self.rows // 16
         owned = -(-warps * (tokens // 8) // self.splits)
         received = self.splits * owned * 512 if self.splits > 1 else 0
-        return depth * tokens * (BLOCK + 4) + received + warps * 16
+        return depth * _x_bytes(tokens) + received + warps * 16
+
+
+def _x_bytes(tokens: int) -> int:
+    """Shared memory of 128 columns of x: codes, scales, barrier."""
+    return tokens * (BLOCK + 4) + 8
 
 
 def usable(m: int, n: int, k: int) -> bool:
@@ -132,17 +144,15 @@ def decode_gemm(
     _check(values, scales, codes_NK, scales_NbKb, bias_N, config)
     tokens = width(m)
     kernel = _kernel(
-        config.rows, config.splits, tokens, scale_format, scales is not None, values.device.index
+        *(config.rows, config.splits, tokens, scale_format, scales is not None, config.stream),
+        values.device.index,
     )
     shared = config.shared_bytes(tokens, k)
     grid = min(-(-n // config.rows), kernel.resident_blocks(shared) // config.splits) * config.splits
     out_MN = torch.empty(m, n, dtype=torch.bfloat16, device=values.device)
     arguments = (
-        _weight_map(codes_NK.data_ptr(), (n, k), codes_NK.stride(0), config.rows),
-        ctypes.c_void_p(values.data_ptr()),
-        ctypes.c_longlong(values.stride(0)),
-        ctypes.c_void_p(None if scales is None else scales.data_ptr()),
-        ctypes.c_longlong(0 if scales is None else scales.stride(1)),
+        _map(codes_NK.data_ptr(), (n, k), codes_NK.stride(0), config.rows),
+        *_activations(values, scales, tokens),
         ctypes.c_void_p(scales_NbKb.data_ptr()),
         ctypes.c_void_p(None if bias_N is None else bias_N.data_ptr()),
         ctypes.c_void_p(out_MN.data_ptr()),
@@ -154,23 +164,45 @@ def decode_gemm(
 
 
 @functools.cache
-def machine_code(rows: int, splits: int, tokens: int, scale_format: ScaleFormat, quantized: bool) -> bytes:
+def machine_code(
+    rows: int, splits: int, tokens: int, scale_format: ScaleFormat, quantized: bool, stream: bool
+) -> bytes:
     """Compile one kernel; needs no GPU."""
     macros = {"ROWS": rows, "TOKENS": tokens, "SPLITS": splits, "POW2": int(scale_format == "pow2")}
-    macros["CODES"] = int(quantized)
+    macros |= {"CODES": int(quantized), "STREAM": int(stream)}
     return cuda.compile_source(_SOURCE.read_text(), {"wgmma.cuh": _wgmma(tokens)}, macros)
 
 
 @functools.cache
 def _kernel(
-    rows: int, splits: int, tokens: int, scale_format: ScaleFormat, quantized: bool, _device: int
+    rows: int,
+    splits: int,
+    tokens: int,
+    scale_format: ScaleFormat,
+    quantized: bool,
+    stream: bool,
+    _device: int,
 ) -> cuda.Kernel:
-    code = machine_code(rows, splits, tokens, "fp32" if quantized else scale_format, quantized)
+    form: ScaleFormat = "fp32" if quantized else scale_format
+    code = machine_code(rows, splits, tokens, form, quantized, stream)
     return cuda.Kernel(code, "decode_gemm", rows * 2 + 32, splits)
 
 
+def _activations(values: Tensor, scales: Tensor | None, tokens: int) -> tuple[Any, ...]:
+    """The kernel's arguments about x."""
+    if scales is None:
+        return ctypes.c_void_p(values.data_ptr()), ctypes.c_longlong(values.stride(0))
+    m, k = values.shape
+    return (
+        _map(values.data_ptr(), (m, k), values.stride(0), tokens),
+        ctypes.c_void_p(scales.data_ptr()),
+        ctypes.c_longlong(scales.stride(1)),
+    )
+
+
 @functools.lru_cache(maxsize=4096)
-def _weight_map(address: int, shape: tuple[int, int], pitch: int, rows: int) -> cuda.TensorMap:
+def _map(address: int, shape: tuple[int, int], pitch: int, rows: int) -> cuda.TensorMap:
+    """For copies of `rows` rows and 128 columns of codes."""
     return cuda.byte_matrix_map(address, shape, pitch, (rows, BLOCK))
 
 
@@ -209,12 +241,12 @@ def _check(
             (f"columns in multiples of 16, found {k}", k % 16 != 0),
             (f"{_KINDS[dtype]} activations, found {x_MK.dtype}", x_MK.dtype != dtype),
             (
-                f"fp32 scales of activations [{m}, {blocks(k)}] with adjacent tokens",
+                f"fp32 scales of activations [{m}, {blocks(k)}] with adjacent tokens, aligned columns",
                 x_scales_MKb is not None
                 and (
                     tuple(x_scales_MKb.shape) != (m, blocks(k))
                     or x_scales_MKb.dtype != torch.float32
-                    or x_scales_MKb.stride(0) != 1
+                    or not _columns_aligned(x_scales_MKb)
                 ),
             ),
             (f"E4M3 codes, found {codes_NK.dtype}", codes_NK.dtype != torch.float8_e4m3fn),
@@ -228,6 +260,7 @@ def _check(
                 f"a cut that fits, found {config}",
                 0 < m <= TOKENS[-1] and not config.fits(width(m), k),
             ),
+            ("quantized activations for the ring", config.stream and x_scales_MKb is None),
             ("rows of activations that begin at multiples of 16 bytes", not aligned(x_MK)),
             ("rows of weights that begin at multiples of 16 bytes", not aligned(codes_NK)),
             (
@@ -244,6 +277,14 @@ def _check(
     ]
     if problems:
         raise ValueError(f"decode_gemm: expected {'; '.join(problems)}")
+
+
+def _columns_aligned(scales_MKb: Tensor) -> bool:
+    """Whether columns are contiguous and begin at multiples of 16 bytes."""
+    m, columns = scales_MKb.shape
+    adjacent = m == 1 or scales_MKb.stride(0) == 1
+    apart = columns == 1 or (scales_MKb.stride(1) % 4 == 0 and scales_MKb.stride(1) >= m)
+    return adjacent and apart and scales_MKb.data_ptr() % 16 == 0
 
 
 def aligned(matrix: Tensor) -> bool:

@@ -146,7 +146,11 @@ def test_inductor_takes_the_joined_graph(weight):
 
     operation = _gate("silu_and_mul")
 
-    options = {PASS: JoinLinear(), "fx_graph_cache": False, "enable_auto_functionalized_v2": False}  # as vLLM's
+    options = {
+        PASS: JoinLinear(),
+        "fx_graph_cache": False,
+        "enable_auto_functionalized_v2": False,
+    }  # as vLLM's
 
     @torch.compile(fullgraph=True, dynamic=True, options=options)
     def layer(gate_up: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

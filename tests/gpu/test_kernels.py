@@ -2,6 +2,7 @@
 """Kernels on a Hopper GPU against the reference. `tests/kernels` has the quantizers' edge cases, on the GPU where there is
 one."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -124,7 +125,9 @@ def test_decode_gemm_stays_within_the_bound_and_repeats(
     assert cases.gemm_error(outs[0], *expected, codes, scales, bias) < 1
     assert all(same(outs[0], out) for out in outs[1:])
     before = quantize_activation(x, scale_format)
-    assert same(outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, config))
+    for stream in (False, True):
+        cut = dataclasses.replace(config, stream=stream)
+        assert same(outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, cut))
 
 
 @pytest.mark.parametrize("m", cases.DECODE_TOKENS)

@@ -18,7 +18,8 @@ PREFILL_RIVALS = ("cutlass", "deep_gemm")
 
 
 def decode(report: Report, tokens: Sequence[int], names: Sequence[str]) -> None:
-    """Few tokens. `blockfp8` quantizes inside, `blockfp8_codes` had it done by a fused norm or activation function.
+    """Few tokens. `blockfp8` quantizes inside, `blockfp8_apart` in a launch of its own, `blockfp8_codes` had it done by a
+    fused norm or activation function; `deep_gemm_codes` is DeepGEMM after that.
     `blockfp8_alone` may not start before the previous kernel has ended; `blockfp8_triton` is the portable kernel."""
     _compare(report, "decode_gemm", tokens, rivals(names), _decode)
 
@@ -65,6 +66,8 @@ def _copy(copies: list[Call], x: Tensor, index: int) -> Tensor:
 
 
 def _decode(operands: Operands, x: Tensor) -> Calls:
+    from vllm_fp8ext.compat.gemm import deep_gemm
+
     codes, scales, quantized = operands.codes, operands.scales, quantize_activation(x, "fp32")
     config = decode_gemm.choose(operands.n, operands.k, decode_gemm.width(x.shape[0]))
     alone = dataclasses.replace(config, early=False)
@@ -72,7 +75,11 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
     return {
         "blockfp8": lambda i: decode_gemm.decode_gemm(x, codes[i], scales, None, "fp32"),
         "blockfp8_codes": lambda i: decode_gemm.decode_gemm(quantized, codes[i], scales, None, "fp32"),
+        "blockfp8_apart": lambda i: decode_gemm.decode_gemm(
+            quantize_activation(x, "fp32"), codes[i], scales, None, "fp32"
+        ),
         "blockfp8_alone": lambda i: decode_gemm.decode_gemm(x, codes[i], scales, None, "fp32", alone),
+        "deep_gemm_codes": lambda i: deep_gemm(quantized, codes[i], scales, torch.bfloat16),
         "blockfp8_triton": lambda i: decode_gemm_triton.decode_gemm_triton(
             x, codes[i], scales, None, "fp32", portable
         ),
