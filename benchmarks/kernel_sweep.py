@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best cut of the decode GEMM for each shape on this GPU.
 
-    python benchmarks/kernel_sweep.py --out sweep.json --seconds 100
+    python benchmarks/kernel_sweep.py --models Qwen3-8B --table kernels/decode_cuts.json
 
-Prints and writes as it goes. A launch that never ends is named: its line is there without a time, and the process ends.
+Prints and writes as it goes; --table keeps what the file has of other shapes. A launch that never ends is named: its line is
+there without a time, and the process ends.
 """
 
 import argparse
 import concurrent.futures
-import dataclasses
 import faulthandler
 import itertools
 import json
@@ -25,25 +25,24 @@ from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.kernels import bench, cases, decode_gemm
 from vllm_fp8ext.kernels.decode_gemm import Config
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.reference import blocks
 
 TOKENS = (8, 16, 32, 64)
-SHAPES = {
-    **cases.LINEAR,
-    "1.7B gate_up": (12288, 2048),
-    "1.7B down": (2048, 6144),
-    "1.7B qkv": (4096, 2048),
-    "1.7B o": (2048, 2048),
-    "32B gate_up": (51200, 5120),
-    "32B down": (5120, 25600),
-    "32B qkv": (10240, 5120),
-    "32B o": (5120, 8192),
+MODELS = {
+    "Qwen3-0.6B": (1024, 3072, 2048, 1024),
+    "Qwen3-1.7B": (2048, 6144, 2048, 1024),
+    "Qwen3-4B": (2560, 9728, 4096, 1024),
+    "Qwen3-8B": (4096, 12288, 4096, 1024),
+    "Qwen3-14B": (5120, 17408, 5120, 1024),
+    "Qwen3-32B": (5120, 25600, 8192, 1024),
+    "Qwen2.5-7B": (3584, 18944, 3584, 512),
+    "Qwen2.5-72B": (8192, 29568, 8192, 1024),
+    "Llama-3.1-8B": (4096, 14336, 4096, 1024),
+    "Llama-3.1-70B": (8192, 28672, 8192, 1024),
 }
+"""Hidden and intermediate size, columns of Q, and of K or V."""
 FEWEST_BLOCKS, MOST_WAVES = 48, 12
 """Cuts into fewer blocks, or into more for each multiprocessor, are not tried."""
 KINDS = ("BF16", "codes")
-SHALLOW_BYTES = 113 * 1024
-"""Shared memory with which two blocks, of one kernel or of two, fit on a multiprocessor."""
 
 
 def main() -> int:
@@ -51,20 +50,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=100, help="stop after so long")
     parser.add_argument("--tokens", type=int, nargs="+", choices=decode_gemm.TOKENS, default=TOKENS)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-8B"])
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes")
+    parser.add_argument("--table", type=Path, help="put the best cuts into this file")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of activations")
     options = parser.parse_args()
     start = time.perf_counter()
     faulthandler.dump_traceback_later(options.seconds + 20, exit=True)
-    work = [
-        (m, name, kind, cut)
-        for m in options.tokens
-        for name in options.shapes
-        for kind in options.kinds
-        for cut in _cuts(*SHAPES[name], m, kind)
-    ]
+    shapes = _shapes(options.models, options.tp)
+    work = {
+        (shape, m, kind): _cuts(*shape, m, kind)
+        for shape, m, kind in itertools.product(shapes, options.tokens, options.kinds)
+    }
     kernels = sorted(
-        {(cut.rows, cut.splits, m, "fp32", kind == "codes", cut.stream) for m, _, kind, cut in work}
+        {
+            (cut.rows, cut.splits, m, "fp32", kind == "codes", cut.stream)
+            for (_, m, kind), cuts in work.items()
+            for cut in cuts
+        }
     )
     # before CUDA starts: forked processes have torch already, and NVRTC needs no GPU
     with concurrent.futures.ProcessPoolExecutor(16, multiprocessing.get_context("fork")) as pool:
@@ -75,17 +78,18 @@ def main() -> int:
     bandwidth = bench.copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, {time.perf_counter() - start:.1f} s", flush=True)
     found: list[dict[str, Any]] = []
-    for name in options.shapes:
-        operands = Operands(*SHAPES[name])
+    for shape in shapes:
+        operands = Operands(*shape)
         for m, kind in itertools.product(options.tokens, options.kinds):
             if time.perf_counter() - start > options.seconds:
-                print(f"no time left for {name} m={m} {kind}", flush=True)
+                print(f"no time left for {shape} m={m} {kind}", flush=True)
                 continue
-            cuts = [cut for *here, cut in work if here == [m, name, kind]]
-            found += _sweep(name, operands, m, cuts, bandwidth, kind)
+            found += _sweep(operands, m, work[shape, m, kind], bandwidth, kind)
         if options.out:
             result = {"provenance": provenance(), "copy": bandwidth, "cases": found}
             options.out.write_text(json.dumps(result) + "\n")
+        if options.table:
+            _keep(options.table, found)
     print("failures:", sorted({case["error"] for case in found if case["error"]})[:8])
     print(f"{time.perf_counter() - start:.0f} s")
     return 0 if all(case.get("bound", 0) < 1 for case in found) else 1
@@ -95,33 +99,45 @@ def _compile(kernel: tuple[Any, ...]) -> bytes:
     return decode_gemm.machine_code(*kernel)
 
 
-def _cuts(n: int, k: int, m: int, kind: str) -> list[Config]:
-    """Every cut that fits and makes a sensible number of blocks, with a deep ring and with one that leaves room for a second
-    block."""
+def _shapes(models: list[str], tp: list[int]) -> list[tuple[int, int]]:
+    """Rows and columns of their linear layers' weights, each once."""
     found = []
-    for rows, splits in itertools.product((64, 128, 192, 256), decode_gemm.SPLITS):
-        grid = -(-n // rows) * splits
-        if splits > blocks(k) // 2 or not FEWEST_BLOCKS <= grid <= MOST_WAVES * 132:
-            continue
-        for stream in (False, True) if kind == "codes" else (False,):
-            cut = Config(rows=rows, splits=splits, stream=stream, early=True)
-            if cut.fits(m, k):
-                found += [dataclasses.replace(cut, stages=stages) for stages in _depths(cut, m, k)]
-    return found
+    for name, parts in itertools.product(models, tp):
+        hidden, intermediate, q, kv = MODELS[name]
+        found += [
+            *((2 * intermediate // parts, hidden), (hidden, intermediate // parts)),
+            *(((q + 2 * kv) // parts, hidden), (hidden, q // parts)),
+        ]
+    return [(n, k) for n, k in dict.fromkeys(found) if decode_gemm.usable(1, n, k)]
 
 
-def _depths(cut: Config, m: int, k: int) -> list[int]:
-    deep = cut.ring(m, k)
-    shallow = [
-        stages
-        for stages in range(deep, 2, -1)
-        if dataclasses.replace(cut, stages=stages).shared_bytes(m, k) <= SHALLOW_BYTES
+def _keep(table: Path, found: list[dict[str, Any]]) -> None:
+    """Put the best cut of each case into the table."""
+    key = ("n", "k", "tokens", "quantized")
+    known = json.loads(table.read_text()) if table.exists() else {"cuts": []}
+    cuts = {tuple(cut[part] for part in key): cut for cut in known["cuts"]}
+    for case in sorted((case for case in found if not case["error"]), key=lambda case: -case["us"]):
+        (n, k), config = case["shape"], case["config"]
+        best = {"n": n, "k": k, "tokens": case["m"], "quantized": case["kind"] == "codes"}
+        best |= {part: config[part] for part in ("rows", "splits", "stages", "stream")}
+        best |= {"us": round(case["us"], 2), "bf16_us": round(case["bf16_us"], 2)}
+        cuts[tuple(best[part] for part in key)] = best
+    lines = ",\n  ".join(json.dumps(cuts[which]) for which in sorted(cuts))
+    origin = json.dumps(provenance())
+    table.write_text(f'{{"provenance": {origin},\n "cuts": [\n  {lines}\n ]}}\n')
+
+
+def _cuts(n: int, k: int, m: int, kind: str) -> list[Config]:
+    """Those that make a sensible number of blocks."""
+    return [
+        cut
+        for cut in decode_gemm.cuts(n, k, m, quantized=kind == "codes")
+        if FEWEST_BLOCKS <= -(-n // cut.rows) * cut.splits <= MOST_WAVES * 132
     ]
-    return list(dict.fromkeys([deep, *shallow[:1]]))
 
 
 def _sweep(
-    name: str, operands: Operands, m: int, cuts: list[Config], bandwidth: float, kind: str
+    operands: Operands, m: int, cuts: list[Config], bandwidth: float, kind: str
 ) -> list[dict[str, Any]]:
     x = cases.activations(m, operands.k, "cuda")
     base = bench.measure(
@@ -130,6 +146,7 @@ def _sweep(
         5,
     )["bf16"].us
     floor = operands.fp8_bytes(m) / bandwidth * 1e6
+    name = f"{operands.n}x{operands.k}"
     print(f"{name} m={m} {kind} bf16 {base:.2f} us, at copy bandwidth {floor:.2f} us", flush=True)
     found = []
     for config in cuts:
@@ -137,7 +154,7 @@ def _sweep(
         print(
             f"    {config.rows:3} x {config.splits:2}, {config.stages:2} deep {streamed} ", end="", flush=True
         )
-        case = {"name": name, "shape": [operands.n, operands.k], "m": m, "kind": kind}
+        case = {"shape": [operands.n, operands.k], "m": m, "kind": kind}
         case |= {"config": vars(config), "bf16_us": base} | _time(operands, x, config, kind)
         found.append(case)
         if case["error"]:

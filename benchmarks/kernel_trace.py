@@ -74,7 +74,7 @@ def main() -> int:
     for name in options.shapes:
         operands = Operands(*cases.LINEAR[name])
         for m in options.tokens:
-            config = decode_gemm.choose(operands.n, operands.k, decode_gemm.width(m))
+            config = decode_gemm.choose(operands.n, operands.k, decode_gemm.width(m), quantized=options.codes)
             print(f"{name} {operands.n}x{operands.k} m={m} {config}", flush=True)
             _show(_trace(operands, m, config, options.codes))
     return 0

@@ -10,6 +10,9 @@ launch.
 import ctypes
 import dataclasses
 import functools
+import itertools
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,11 @@ _WIDEST = {192: 64, 256: 64}
 """Widest TOKENS for a tile of so many rows, where accumulators of more don't fit in its threads' registers."""
 _KINDS = {torch.bfloat16: "BF16", reference.FP8_DTYPE: "E4M3"}
 _FEWEST_STAGES = 3
-_BYTES_PER_NS = 32.0
-"""What one of 132 multiprocessors gets of the memory's bandwidth, about."""
+_HALF = 113 * 1024
+"""Shared memory with which two blocks fit on a multiprocessor."""
+_MEASURED = _SOURCE.with_name("decode_cuts.json")
+PROLOGUE_TOKENS = 16
+"""Most tokens that are quantized inside faster than by a launch of their own before."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,28 +103,82 @@ def widths(most: int) -> tuple[int, ...]:
     return tuple(tokens for tokens in TOKENS if tokens <= width(most)) if most else ()
 
 
-def cost(config: Config, n: int, k: int, tokens: int) -> float:
-    """Nanoseconds that a cut should take, about: the ring fills while x is quantized, then weights come at memory speed."""
-    clusters = _CLUSTERS[config.splits]
-    tiles = -(-n // config.rows)
-    columns = -(-blocks(k) // config.splits) * BLOCK
-    bytes_each = -(-tiles // clusters) * config.rows * columns
-    quantize = 900 + tokens * columns * 0.03
-    ring = min(config.ring(tokens, k) * config.rows * BLOCK, bytes_each)
-    stall = max(0.0, quantize - ring / _BYTES_PER_NS)
-    return bytes_each / _BYTES_PER_NS + stall + 20 * config.splits + 1500
+def cuts(n: int, k: int, tokens: int, *, quantized: bool) -> list[Config]:
+    """Every cut that fits: with as deep a ring as fits, and with one that leaves room for a second block on the
+    multiprocessor, of the next kernel for example."""
+    found = []
+    for rows, splits in itertools.product((64, 128, 192, 256), SPLITS):
+        for stream in (False, True)[: 1 + quantized]:
+            cut = Config(rows=rows, splits=splits, stream=stream, early=True)
+            if splits > blocks(k) or not cut.fits(tokens, k):
+                continue
+            deep = cut.ring(tokens, k)
+            fitting = (
+                dataclasses.replace(cut, stages=stages) for stages in range(deep, _FEWEST_STAGES - 1, -1)
+            )
+            shallow = (other for other in fitting if other.shared_bytes(tokens, k) <= _HALF)
+            found += list(
+                dict.fromkeys([dataclasses.replace(cut, stages=deep), *itertools.islice(shallow, 1)])
+            )
+    return found
+
+
+def cost(config: Config, n: int, k: int, tokens: int, *, quantized: bool) -> float:
+    """What ranks cuts of shapes that were not measured: about their time in us.
+
+    Fitted to the sweep of 12 shapes (`benchmarks/kernel_sweep.py`): for a shape that it has not seen, the cut of the lowest
+    cost takes 1.1 times as long as the best on average.
+    """
+    tiles, depth = -(-n // config.rows), -(-blocks(k) // config.splits)
+    side_by_side = _CLUSTERS[config.splits]
+    shared = config.shared_bytes(tokens, k) <= _HALF
+    waves = -(-tiles // (side_by_side * (1 + shared)))
+    turns = -(-tiles // side_by_side)
+    weights, x = config.rows * depth * BLOCK, tokens * depth * BLOCK
+    again = waves if config.stream else 1
+    features = (
+        turns * weights / 32e3,  # what comes to one multiprocessor, at 32 bytes a nanosecond
+        tiles * weights * config.splits / 132 / 32e3,  # the same if all had the same share
+        x * again * (1 + (shared and tiles > side_by_side)) / 32e3,
+        turns * config.rows * tokens * 4 / 32e3 if config.splits > 1 else 0.0,  # sums that ranks exchange
+        math.log2(config.splits),
+        turns * depth * config.rows / 64 * tokens / 1e3,
+        turns * depth * tokens / 1e3,
+        waves * depth / 10,
+        waves,
+    )
+    weighted = _QUANTIZED_COSTS if quantized else _COSTS
+    return sum(weight * feature for weight, feature in zip(weighted, features, strict=True))
+
+
+_COSTS = (0.154, 0.071, 2.655, 1.278, 0.275, 0.77, 0.057, 0.186, 0.231)
+_QUANTIZED_COSTS = (0.055, 0.181, 0.064, 1.515, 0.296, 0.0, 0.695, 0.589, 0.605)
 
 
 @functools.cache
-def choose(n: int, k: int, tokens: int) -> Config:
-    """The cut of the lowest cost."""
-    cuts = [
-        Config(rows=rows, splits=splits, early=True)
-        for rows in (128, 192, 256, 64)
-        for splits in SPLITS
-        if splits <= blocks(k) and Config(rows=rows, splits=splits).fits(tokens, k)
-    ]
-    return min(cuts, key=lambda cut: cost(cut, n, k, tokens))
+def choose(n: int, k: int, tokens: int, *, quantized: bool) -> Config:
+    """The cut that was measured as the fastest for this shape, else the one of the lowest cost. `quantized`: as x comes."""
+    known = _measured().get((n, k, tokens, quantized))
+    if known is not None and known.fits(tokens, k):
+        return known
+    return min(
+        cuts(n, k, tokens, quantized=quantized), key=lambda cut: cost(cut, n, k, tokens, quantized=quantized)
+    )
+
+
+@functools.cache
+def _measured() -> dict[tuple[int, int, int, bool], Config]:
+    """By weight rows and columns, TOKENS, and whether x comes quantized; as `benchmarks/kernel_sweep.py` writes them."""
+    return {
+        (case["n"], case["k"], case["tokens"], case["quantized"]): Config(
+            rows=case["rows"],
+            splits=case["splits"],
+            stages=case["stages"],
+            stream=case["stream"],
+            early=True,
+        )
+        for case in json.loads(_MEASURED.read_text())["cuts"]
+    }
 
 
 def decode_gemm(
@@ -140,7 +200,8 @@ def decode_gemm(
     values, scales = x if isinstance(x, Quantized) else (x, None)
     m, (n, k) = values.shape[0], codes_NK.shape
     if config is None:
-        config = choose(n, k, width(m)) if 0 < m <= TOKENS[-1] else Config(rows=64, splits=1)
+        usual = Config(rows=64, splits=1)
+        config = choose(n, k, width(m), quantized=scales is not None) if 0 < m <= TOKENS[-1] else usual
     _check(values, scales, codes_NK, scales_NbKb, bias_N, config)
     tokens = width(m)
     kernel = _kernel(

@@ -48,15 +48,17 @@ def linear(
 ) -> Tensor:
     """`x @ weight.T (+ bias)` `[M, N]` in the dtype of `x_MK`, which is quantized per token and 128 columns.
 
-    Up to `decode_tokens` tokens (BF16 then) are taken by `decode_gemm`, more by `GEMMS[gemm]`.
+    Up to `decode_tokens` tokens (BF16 then) are taken by `decode_gemm`, more by `GEMMS[gemm]`; more than
+    `decode_gemm.PROLOGUE_TOKENS` are quantized before.
     """
     from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 
     form = cast("ScaleFormat", scale_format)
-    if 0 < x_MK.shape[0] <= decode_tokens:
+    if 0 < x_MK.shape[0] <= min(decode_tokens, decode_gemm.PROLOGUE_TOKENS):
         x_MK = x_MK if decode_gemm.aligned(x_MK) else x_MK.contiguous()
         return decode_gemm.decode_gemm(x_MK, codes_NK, scales_NbKb, bias_N, form)
-    return _many(quantize_activation(x_MK, form), codes_NK, scales_NbKb, bias_N, gemm, x_MK.dtype)
+    quantized = quantize_activation(x_MK, form)
+    return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
 
 
 @torch.library.custom_op("fp8ext::rmsnorm_linear", mutates_args=())

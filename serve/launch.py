@@ -16,10 +16,14 @@ PLUGIN = "fp8ext"
 def command(model: str, arguments: Sequence[str]) -> list[str]:
     """The command line that serves `model`; `--quantization blockfp8` unless the arguments say otherwise."""
     chosen = any(argument.split("=")[0] in ("--quantization", "-q") for argument in arguments)
-    quantization = [] if chosen else ["--quantization", "blockfp8"]
-    module = "vllm.entrypoints.openai.api_server"
+    return stock_command(model, arguments if chosen else ["--quantization", "blockfp8", *arguments])
+
+
+def stock_command(model: str, arguments: Sequence[str]) -> list[str]:
+    """The command line that serves `model` as it is."""
     # -P: the working directory must not shadow packages (this project's own folder `kernels` is one that would)
-    return [sys.executable, "-P", "-m", module, "--model", model, *quantization, *arguments]
+    module = "vllm.entrypoints.openai.api_server"
+    return [sys.executable, "-P", "-m", module, "--model", model, *arguments]
 
 
 def environment(base: Mapping[str, str]) -> tuple[dict[str, str], Path | None]:

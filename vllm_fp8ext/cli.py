@@ -250,6 +250,15 @@ def rollout(arguments: tuple[str, ...]) -> None:
     sys.exit(main(arguments))
 
 
+@bench.command(context_settings=PASSED_ON)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def update(arguments: tuple[str, ...]) -> None:
+    """Time weight updates of a server, idle and beside running requests (--help lists the options)."""
+    from vllm_fp8ext.bench.updates import main
+
+    sys.exit(main(arguments))
+
+
 @bench.command("report")
 @click.argument(
     "reports", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -9,14 +9,15 @@ from vllm_fp8ext.kernels.decode_gemm import Config
 from vllm_fp8ext.kernels.reference import BLOCK, blocks
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("m", [*cases.DECODE_TOKENS, 100, 128])
 @pytest.mark.parametrize("shape", [*cases.LINEAR.values(), (1, 16), (20001, 1024)], ids=str)
-def test_the_chosen_cut_fits(shape: tuple[int, int], m: int) -> None:
+def test_the_chosen_cut_fits(shape: tuple[int, int], m: int, quantized: bool) -> None:
     n, k = shape
     tokens = decode_gemm.width(m)
     assert m <= tokens <= decode_gemm.TOKENS[-1]
     assert decode_gemm.usable(m, n, k)
-    config = decode_gemm.choose(n, k, tokens)
+    config = decode_gemm.choose(n, k, tokens, quantized=quantized)
     assert config.fits(tokens, k)
     assert config.splits <= blocks(k)
     assert config.shared_bytes(tokens, k) <= cuda.MOST_SHARED_BYTES

@@ -18,8 +18,9 @@ PREFILL_RIVALS = ("cutlass", "deep_gemm")
 
 
 def decode(report: Report, tokens: Sequence[int], names: Sequence[str]) -> None:
-    """Few tokens. `blockfp8` quantizes inside, `blockfp8_apart` in a launch of its own, `blockfp8_codes` had it done by a
-    fused norm or activation function; `deep_gemm_codes` is DeepGEMM after that.
+    """Few tokens. `blockfp8` is the layer as it is served, which quantizes inside (`blockfp8_inside`) or in a launch of its
+    own (`blockfp8_apart`); `blockfp8_codes` had it done by a fused norm or activation function, and `deep_gemm_codes` is
+    DeepGEMM after that.
     `blockfp8_alone` may not start before the previous kernel has ended; `blockfp8_triton` is the portable kernel."""
     _compare(report, "decode_gemm", tokens, rivals(names), _decode)
 
@@ -69,11 +70,15 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
     from vllm_fp8ext.compat.gemm import deep_gemm
 
     codes, scales, quantized = operands.codes, operands.scales, quantize_activation(x, "fp32")
-    config = decode_gemm.choose(operands.n, operands.k, decode_gemm.width(x.shape[0]))
+    tokens = decode_gemm.width(x.shape[0])
+    config = decode_gemm.choose(operands.n, operands.k, tokens, quantized=False)
     alone = dataclasses.replace(config, early=False)
     portable = decode_gemm_triton.Config(splits=max(1, min(8, 132 // -(-operands.n // 128))))
     return {
-        "blockfp8": lambda i: decode_gemm.decode_gemm(x, codes[i], scales, None, "fp32"),
+        "blockfp8": lambda i: torch.ops.fp8ext.linear(
+            x, codes[i], scales, None, "fp32", decode_gemm.TOKENS[-1], "deep_gemm"
+        ),
+        "blockfp8_inside": lambda i: decode_gemm.decode_gemm(x, codes[i], scales, None, "fp32"),
         "blockfp8_codes": lambda i: decode_gemm.decode_gemm(quantized, codes[i], scales, None, "fp32"),
         "blockfp8_apart": lambda i: decode_gemm.decode_gemm(
             quantize_activation(x, "fp32"), codes[i], scales, None, "fp32"

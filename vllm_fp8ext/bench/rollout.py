@@ -4,8 +4,8 @@
     fp8ext bench rollout --shape Qwen3-8B --kv auto fp8 --out rollout.json
 
 All engines are alive at once and take turns, so that they see the same GPU. Weights are generated (or given, --checkpoint);
-token ids go in and come out. A case first runs once in every engine unmeasured. The time to the first tokens, measured in a
-run of its own, is taken off for the time of a decode step.
+token ids go in and come out. Every engine first runs the start of a case unmeasured. The time to the first tokens, measured
+in a run of its own, is taken off for the time of a decode step.
 """
 
 import argparse
@@ -139,7 +139,7 @@ def _measure(
             break
         for key, engine in engines.items():
             first = engine.seconds(requests, tokens, 1, 2 * repeat)
-            whole = engine.seconds(requests, tokens, output, 2 * repeat + 1)
+            whole = engine.seconds(requests, tokens, output if repeat else min(output, 32), 2 * repeat + 1)
             if repeat:
                 samples[key].append((first, whole))
             else:

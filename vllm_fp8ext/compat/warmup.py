@@ -54,11 +54,9 @@ def _compile(layers: dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod
     programs = set()
     for (n, k), (_, method) in layers.items():
         for tokens in decode_gemm.widths(method.route.decode_tokens if method.route else 0):
-            cut = decode_gemm.choose(n, k, tokens)
-            programs |= {
-                (cut.rows, cut.splits, tokens, form, quantized)
-                for form, quantized in ((method.scale_format, False), ("fp32", True))
-            }
+            for form, quantized in ((method.scale_format, False), ("fp32", True)):
+                cut = decode_gemm.choose(n, k, tokens, quantized=quantized)
+                programs.add((cut.rows, cut.splits, tokens, form, quantized, cut.stream))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda program: decode_gemm.machine_code(*program), programs))
 

@@ -18,7 +18,7 @@ import httpx
 
 from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.serve.client import Client
-from vllm_fp8ext.serve.launch import command, environment
+from vllm_fp8ext.serve.launch import command, environment, stock_command
 
 MODEL = "model"
 """Name under which every server here serves its model."""
@@ -31,7 +31,8 @@ _STOP_SECONDS = 20
 
 
 class Server:
-    """`fp8ext serve` on a free port of this machine, with its log in a file."""
+    """`fp8ext serve` on a free port of this machine, with its log in a file. `stock`: vLLM's own server with the routes of
+    its dev mode and without any plugin, for comparisons."""
 
     def __init__(
         self,
@@ -41,20 +42,20 @@ class Server:
         settings: dict[str, Any] | None = None,
         arguments: Sequence[str] = (),
         variables: dict[str, str] | None = None,
+        stock: bool = False,
     ) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = secrets.token_urlsafe(16)
         self.log = log
-        env, _ = environment({**os.environ, ADMIN_KEY: self.key, **(variables or {})})
-        line = command(
-            str(model),
-            [
-                *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL),
-                *("--additional-config", json.dumps({"fp8ext": settings or {}})),
-                *arguments,
-            ],
-        )
+        own = {**os.environ, **(variables or {})}
+        here = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL, *arguments]
+        if stock:
+            env = {**own, "VLLM_PLUGINS": "", "VLLM_SERVER_DEV_MODE": "1"}
+            line = stock_command(str(model), here)
+        else:
+            env, _ = environment({**own, ADMIN_KEY: self.key})
+            line = command(str(model), [*here, "--additional-config", json.dumps({"fp8ext": settings or {}})])
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 line, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

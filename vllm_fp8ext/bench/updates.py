@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What updates cost: seconds from open to the commit's answer, the pause, the longest gap in a stream, tokens lost.
+
+    fp8ext bench update --shape Qwen3-8B --transports files http ipc --running 0 128 --out update.json
+
+Serves generated weights (or --checkpoints) and changes them back and forth, from the first update on: nothing is warmed up.
+With running requests, updates follow each other without a break. `stock` is vLLM's own reload of `fp8_per_block`.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.demo.server import MODEL, Server
+
+TRANSPORTS = ("files", "http", "http-fp8", "ipc", "ipc-fp8")
+VARIANTS = ("blockfp8", "stock")
+SETTLE_SECONDS = 5.0
+"""For the rates of tokens before and after the updates."""
+console = Console(width=140, highlight=False)
+Push = Callable[[str], dict[str, float]]
+"""Change the weights to a version and say what it took."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as the command line says; the exit code."""
+    options = _parser().parse_args(arguments)
+    cases: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
+        folder = Path(scratch)
+        checkpoints = options.checkpoints or _generated(options.shape, folder)
+        for variant in options.variants:
+            with _server(variant, options, checkpoints[0], folder) as server:
+                server.wait(1200)
+                console.print(f"{variant} is ready")
+                cases += _measure(variant, options, server, checkpoints)
+    _show(cases)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fp8ext bench update", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
+    parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["blockfp8"])
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["files", "http"])
+    parser.add_argument("--running", type=int, nargs="+", default=[0], help="requests beside the updates")
+    parser.add_argument(
+        "--policy", choices=("keep", "recompute"), default="keep", help="for running requests"
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--busy-seconds", type=float, default=10.0, help="of updates beside requests, at least"
+    )
+    parser.add_argument("--settings", type=json.loads, default={}, help="more settings of fp8ext, as JSON")
+    parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
+    parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
+    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
+    return parser
+
+
+def _generated(shape: str, folder: Path) -> list[Path]:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = [folder / "a", folder / "b"]
+    for seed, checkpoint in enumerate(found):
+        size = write_checkpoint(checkpoint, shape, seed, device)
+        console.print(f"{checkpoint.name}: {size / 1e9:.1f} GB generated")
+    return found
+
+
+def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path) -> Server:
+    longest = max(options.running)
+    arguments = [
+        *("--skip-tokenizer-init", "--max-model-len", "4096", "--max-num-seqs", str(max(16, longest + 1))),
+        *(word for pair in options.serve for word in f"--{pair}".split("=", 1)),
+    ]
+    allowed = [str(path.resolve().parent) for path in options.checkpoints or [folder / "a"]]
+    if variant == "stock":
+        arguments += ["--quantization", "fp8_per_block"]
+        return Server(model, folder / "stock.log", arguments=arguments, stock=True)
+    settings = {"allowed_dirs": sorted(set(allowed)), **options.settings}
+    return Server(model, folder / "blockfp8.log", arguments=arguments, settings=settings)
+
+
+def _measure(
+    variant: str, options: argparse.Namespace, server: Server, checkpoints: list[Path]
+) -> list[dict[str, Any]]:
+    found = []
+    transports = ["reload"] if variant == "stock" else options.transports
+    weights = itertools.cycle(range(2))
+    next(weights)  # the first is served
+    for running in options.running:
+        with contextlib.ExitStack() as stack:
+            load = stack.enter_context(Load(server.url, running)) if running else None
+            for transport in transports:
+                push = stack.enter_context(_pusher(transport, options, server, checkpoints))
+                case = {
+                    "model": options.shape,
+                    "transport": transport,
+                    "variant": variant,
+                    "running": running,
+                }
+                case |= {"policy": options.policy, "staging": options.settings.get("staging", "shadow")}
+                case |= _updates(options, load, partial(_next, push, weights))
+                console.print(case)
+                found.append(case)
+    return found
+
+
+def _next(push: Push, weights: Iterator[int]) -> dict[str, float]:
+    return push("ab"[next(weights)])
+
+
+@contextlib.contextmanager
+def _pusher(
+    transport: str, options: argparse.Namespace, server: Server, checkpoints: list[Path]
+) -> Iterator[Push]:
+    """What changes the weights to checkpoint "a" or "b" in this way."""
+    folders = dict(zip("ab", checkpoints, strict=True))
+    if transport == "reload":
+        from vllm_fp8ext.loadtest.weights import Stock
+
+        stock = {name: Stock(server.url, [path]) for name, path in folders.items()}
+
+        def reload(name: str) -> dict[str, float]:
+            done = stock[name].push()
+            if done.error:
+                raise RuntimeError(f"stock vLLM's reload: {done.error}")
+            return {}
+
+        yield reload
+        return
+    way: Any
+    way, _, form = transport.partition("-")
+    with server.client() as client:
+        sources: dict[str, Any] = {
+            name: _on_gpu(path) if way == "ipc" else path for name, path in folders.items()
+        }
+
+        def push(name: str) -> dict[str, float]:
+            if way == "files":
+                done = client.load(sources[name], version=name, running=options.policy)
+            else:
+                done = client.push(
+                    *(sources[name],),
+                    version=name,
+                    running=options.policy,
+                    transport=way,
+                    fp8=form == "fp8",
+                )
+            return {"bytes": float(done.bytes), **done.seconds}
+
+        yield push
+
+
+def _on_gpu(checkpoint: Path) -> dict[str, Any]:
+    from vllm_fp8ext.weights.wire import stored
+
+    return dict(stored(checkpoint))
+
+
+def _updates(
+    options: argparse.Namespace, load: "Load | None", push: Callable[[], dict[str, float]]
+) -> dict[str, Any]:
+    """Idle: `repeats` of them, each by itself. Beside requests: one after the other for a while."""
+    if load:
+        load.settle()
+    with Memory() as memory:
+        begin = time.monotonic()
+        samples: list[dict[str, float]] = []
+        while len(samples) < options.repeats or (load and time.monotonic() < begin + options.busy_seconds):
+            start = time.monotonic()
+            seconds = push()
+            samples.append({"seconds": time.monotonic() - start, **seconds})
+            if not load:
+                time.sleep(0.2)
+        end = time.monotonic()
+    totals = [sample["seconds"] for sample in samples]
+    pauses = [sample["pause"] for sample in samples if "pause" in sample]
+    case: dict[str, Any] = {
+        "total_seconds": statistics.median(totals),
+        "first_seconds": totals[0],
+        "pause_seconds": max(pauses, default=None),
+        "bytes": samples[0].get("bytes"),
+        "peak_extra_bytes": memory.peak,
+        "samples": samples,
+    }
+    if load:
+        case |= load.during(begin, end)
+    return case
+
+
+class Load:
+    """Requests that always run, one stream to watch, and the server's count of tokens."""
+
+    def __init__(self, url: str, running: int) -> None:
+        self._url = url
+        self._running = running
+        self._stop = threading.Event()
+        self._arrivals: list[float] = []
+        self._counts: list[tuple[float, float]] = []
+
+    def __enter__(self) -> "Load":
+        self._pool = ThreadPoolExecutor(self._running + 1)
+        self._pool.submit(self._count)
+        self._pool.submit(self._watch)
+        for number in range(self._running - 1):
+            self._pool.submit(self._ask, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+
+    def settle(self) -> None:
+        """Until tokens come steadily; their rate over the last seconds is the one before the updates."""
+        time.sleep(2 * SETTLE_SECONDS)
+
+    def during(self, begin: float, end: float) -> dict[str, Any]:
+        """Rates around updates that lasted from `begin` to `end`, and the longest gap in the watched stream."""
+        time.sleep(2 * SETTLE_SECONDS)
+        rates = {
+            "tokens_per_s_before": self._rate(begin - SETTLE_SECONDS, begin),
+            "tokens_per_s_during": self._rate(begin, end),
+            "tokens_per_s_after": self._rate(end + SETTLE_SECONDS, end + 2 * SETTLE_SECONDS),
+        }
+        around = [when for when in self._arrivals if begin - 1 < when < end + 1]
+        before = [when for when in self._arrivals if begin - SETTLE_SECONDS < when < begin]
+        lost = 1 - rates["tokens_per_s_during"] / rates["tokens_per_s_before"]
+        gaps = {"stall_seconds": _longest(around), "longest_gap_before": _longest(before)}
+        return {**rates, **gaps, "tokens_lost": lost}
+
+    def _rate(self, begin: float, end: float) -> float:
+        inside = [(when, count) for when, count in self._counts if begin <= when <= end]
+        (first, few), (last, many) = inside[0], inside[-1]
+        return (many - few) / (last - first)
+
+    def _count(self) -> None:
+        with httpx.Client() as client:
+            while not self._stop.wait(0.1):
+                text = client.get(f"{self._url}/metrics").text
+                counts = [
+                    float(line.split()[-1])
+                    for line in text.splitlines()
+                    if line.startswith("vllm:generation_tokens_total")
+                ]
+                self._counts.append((time.monotonic(), sum(counts)))
+
+    def _ask(self, number: int) -> None:
+        with httpx.Client(timeout=600) as client:
+            for turn in itertools.count():
+                if self._stop.is_set():
+                    return
+                # so that they don't all begin anew at once
+                tokens = 512 + (number * 97 + turn * 31) % 1024
+                client.post(f"{self._url}/v1/completions", json=_body(number, tokens)).raise_for_status()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            body = _body(self._running, 3000) | {"stream": True}
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=600) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        self._arrivals.append(time.monotonic())
+                    if self._stop.is_set():
+                        break
+
+
+def _body(number: int, tokens: int) -> dict[str, Any]:
+    prompt = [7 + 13 * (number + position) % 500 for position in range(512)]
+    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+
+
+def _longest(times: list[float]) -> float | None:
+    return max((after - before for before, after in itertools.pairwise(times)), default=None)
+
+
+class Memory:
+    """The most memory that the GPU gave away meanwhile, in bytes beyond what was taken before."""
+
+    peak: int | None = None
+
+    def __enter__(self) -> "Memory":
+        import torch
+
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if torch.cuda.is_available():
+            before = torch.cuda.mem_get_info()[0]
+
+            def watch() -> None:
+                while not self._stop.wait(0.002):
+                    self.peak = max(self.peak or 0, before - torch.cuda.mem_get_info()[0])
+
+            self._thread = threading.Thread(target=watch)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+
+
+def _show(cases: list[dict[str, Any]]) -> None:
+    table = Table(
+        "variant", "running", "transport", "median s", "first s", "pause s", "stall s", "lost", "peak GB"
+    )
+    for case in cases:
+        numbers = (
+            *(case["total_seconds"], case["first_seconds"], case["pause_seconds"], case.get("stall_seconds")),
+            *(case.get("tokens_lost"), case["peak_extra_bytes"] and case["peak_extra_bytes"] / 1e9),
+        )
+        texts = ["" if number is None else f"{number:.3f}" for number in numbers]
+        table.add_row(case["variant"], str(case["running"]), case["transport"], *texts)
+    console.print(table)
