@@ -87,7 +87,7 @@ def _load(
         *("--profile", "rollout", "--time", "600s", "--rollout-steps", str(options.steps)),
         *("--prompts", str(options.prompts), "--samples", str(options.samples)),
         *("--input-tokens", options.input_tokens, "--output-tokens", options.output_tokens),
-        *("--report", str(report), "--label", f"{name}, {traffic}"),
+        *("--vocabulary", "500", "--report", str(report), "--label", f"{name}, {traffic}"),
         *(updates if traffic in ("updates", "one-step-off") else ()),
         *(("--one-step-off",) if traffic == "one-step-off" else ()),
     ]

@@ -8,6 +8,7 @@ With running requests, updates follow each other without a break. `stock` is vLL
 """
 
 import argparse
+import bisect
 import contextlib
 import itertools
 import json
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,15 +221,13 @@ class Load:
         self._url = url
         self._running = running
         self._stop = threading.Event()
-        self._arrivals: list[float] = []
+        self._streams: list[list[float]] = []
         self._counts: list[tuple[float, float]] = []
 
     def __enter__(self) -> "Load":
         self._pool = ThreadPoolExecutor(self._running + 1)
-        self._pool.submit(self._count)
-        self._pool.submit(self._watch)
-        for number in range(self._running - 1):
-            self._pool.submit(self._ask, number)
+        self._work = [self._pool.submit(self._count), self._pool.submit(self._watch)]
+        self._work += [self._pool.submit(self._ask, number) for number in range(self._running - 1)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -237,29 +236,43 @@ class Load:
 
     def settle(self) -> None:
         """Until tokens come steadily; their rate over the last seconds is the one before the updates."""
-        time.sleep(2 * SETTLE_SECONDS)
+        self._wait(2 * SETTLE_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        """Raises what went wrong with a request."""
+        for failed in wait(self._work, seconds, FIRST_COMPLETED).done:
+            failed.result()
 
     def during(self, begin: float, end: float) -> dict[str, Any]:
         """Rates around updates that lasted from `begin` to `end`, and the longest gap in the watched stream."""
-        time.sleep(2 * SETTLE_SECONDS)
+        self._wait(2 * SETTLE_SECONDS)
         rates = {
             "tokens_per_s_before": self._rate(begin - SETTLE_SECONDS, begin),
             "tokens_per_s_during": self._rate(begin, end),
             "tokens_per_s_after": self._rate(end + SETTLE_SECONDS, end + 2 * SETTLE_SECONDS),
         }
-        around = [when for when in self._arrivals if begin - 1 < when < end + 1]
-        before = [when for when in self._arrivals if begin - SETTLE_SECONDS < when < begin]
         lost = 1 - rates["tokens_per_s_during"] / rates["tokens_per_s_before"]
-        gaps = {"stall_seconds": _longest(around), "longest_gap_before": _longest(before)}
-        return {**rates, **gaps, "tokens_lost": lost}
+        stall, usual = self._longest_gap(begin - 1, end + 1), self._longest_gap(begin - SETTLE_SECONDS, begin)
+        return {**rates, "stall_seconds": stall, "longest_gap_before": usual, "tokens_lost": lost}
+
+    def _longest_gap(self, begin: float, end: float) -> float | None:
+        """Between two tokens of one stream."""
+        inside = ([when for when in times if begin < when < end] for times in list(self._streams))
+        return max(
+            (after - before for times in inside for before, after in itertools.pairwise(times)), default=None
+        )
 
     def _rate(self, begin: float, end: float) -> float:
-        inside = [(when, count) for when, count in self._counts if begin <= when <= end]
-        (first, few), (last, many) = inside[0], inside[-1]
-        return (many - few) / (last - first)
+        return (self._tokens(end) - self._tokens(begin)) / (end - begin)
+
+    def _tokens(self, when: float) -> float:
+        """Tokens until then, between two counts in proportion to the time."""
+        after = min(max(1, bisect.bisect(self._counts, (when, 0.0))), len(self._counts) - 1)
+        (first, few), (last, many) = self._counts[after - 1 : after + 1]
+        return few + (many - few) * (when - first) / (last - first)
 
     def _count(self) -> None:
-        with httpx.Client() as client:
+        with httpx.Client(timeout=600) as client:
             while not self._stop.wait(0.1):
                 text = client.get(f"{self._url}/metrics").text
                 counts = [
@@ -280,11 +293,13 @@ class Load:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
+            times: list[float] = []
+            self._streams.append(times)
             body = _body(self._running, 3000) | {"stream": True}
             with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=600) as reply:
                 for line in reply.iter_lines():
                     if line.startswith("data: {"):
-                        self._arrivals.append(time.monotonic())
+                        times.append(time.monotonic())
                     if self._stop.is_set():
                         break
 
@@ -292,10 +307,6 @@ class Load:
 def _body(number: int, tokens: int) -> dict[str, Any]:
     prompt = [7 + 13 * (number + position) % 500 for position in range(512)]
     return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
-
-
-def _longest(times: list[float]) -> float | None:
-    return max((after - before for before, after in itertools.pairwise(times)), default=None)
 
 
 class Memory:
