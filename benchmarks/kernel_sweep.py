@@ -22,8 +22,8 @@ import torch
 
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.provenance import provenance
-from vllm_fp8ext.kernels import bench, cases, decode_gemm
-from vllm_fp8ext.kernels.decode_gemm import Config
+from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
+from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 
 TOKENS = (8, 16, 32, 64)
@@ -43,13 +43,15 @@ MODELS = {
 FEWEST_BLOCKS, MOST_WAVES = 48, 12
 """Cuts into fewer blocks, or into more for each multiprocessor, are not tried."""
 KINDS = ("BF16", "codes")
+KEPT = 8
+"""Cuts of a case that the table keeps."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=100, help="stop after so long")
-    parser.add_argument("--tokens", type=int, nargs="+", choices=decode_gemm.TOKENS, default=TOKENS)
+    parser.add_argument("--tokens", type=int, nargs="+", choices=decode_cuts.TOKENS, default=TOKENS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-8B"])
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes")
     parser.add_argument("--table", type=Path, help="put the best cuts into this file")
@@ -108,30 +110,36 @@ def _shapes(models: list[str], tp: list[int]) -> list[tuple[int, int]]:
             *((2 * intermediate // parts, hidden), (hidden, intermediate // parts)),
             *(((q + 2 * kv) // parts, hidden), (hidden, q // parts)),
         ]
-    return [(n, k) for n, k in dict.fromkeys(found) if decode_gemm.usable(1, n, k)]
+    return [(n, k) for n, k in dict.fromkeys(found) if decode_cuts.usable(1, n, k)]
 
 
 def _keep(table: Path, found: list[dict[str, Any]]) -> None:
-    """Put the best cut of each case into the table."""
+    """Put the fastest cuts of each case into the table."""
     key = ("n", "k", "tokens", "quantized")
-    known = json.loads(table.read_text()) if table.exists() else {"cuts": []}
-    cuts = {tuple(cut[part] for part in key): cut for cut in known["cuts"]}
-    for case in sorted((case for case in found if not case["error"]), key=lambda case: -case["us"]):
-        (n, k), config = case["shape"], case["config"]
-        best = {"n": n, "k": k, "tokens": case["m"], "quantized": case["kind"] == "codes"}
-        best |= {part: config[part] for part in ("rows", "splits", "stages", "stream")}
-        best |= {"us": round(case["us"], 2), "bf16_us": round(case["bf16_us"], 2)}
-        cuts[tuple(best[part] for part in key)] = best
-    lines = ",\n  ".join(json.dumps(cuts[which]) for which in sorted(cuts))
+    known = json.loads(table.read_text())["cases"] if table.exists() else []
+    cases = {tuple(case[part] for part in key): case for case in known}
+    swept: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in found:
+        if not one["error"]:
+            swept.setdefault((*one["shape"], one["m"], one["kind"] == "codes"), []).append(one)
+    for which, ones in swept.items():
+        fastest = sorted(ones, key=lambda one: one["us"])[:KEPT]
+        case = dict(zip(key, which, strict=True)) | {"bf16_us": round(ones[0]["bf16_us"], 2)}
+        case["cuts"] = [
+            [*decode_cuts.kind(Config(**one["config"]), one["m"], which[1]), round(one["us"], 2)]
+            for one in fastest
+        ]
+        cases[which] = case
+    lines = ",\n  ".join(json.dumps(cases[which]) for which in sorted(cases))
     origin = json.dumps(provenance())
-    table.write_text(f'{{"provenance": {origin},\n "cuts": [\n  {lines}\n ]}}\n')
+    table.write_text(f'{{"provenance": {origin},\n "cases": [\n  {lines}\n ]}}\n')
 
 
 def _cuts(n: int, k: int, m: int, kind: str) -> list[Config]:
     """Those that make a sensible number of blocks."""
     return [
         cut
-        for cut in decode_gemm.cuts(n, k, m, quantized=kind == "codes")
+        for cut in decode_cuts.cuts(n, k, m, quantized=kind == "codes")
         if FEWEST_BLOCKS <= -(-n // cut.rows) * cut.splits <= MOST_WAVES * 132
     ]
 

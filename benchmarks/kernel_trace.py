@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.bench.operands import Operands
-from vllm_fp8ext.kernels import cases, cuda, decode_gemm
-from vllm_fp8ext.kernels.decode_gemm import Config
+from vllm_fp8ext.kernels import cases, cuda, decode_cuts, decode_gemm
+from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 
 STAMPS = ("begins", "may read x", "x is quantized", "x is there", "first weights", "last product", "stored")
@@ -74,7 +74,7 @@ def main() -> int:
     for name in options.shapes:
         operands = Operands(*cases.LINEAR[name])
         for m in options.tokens:
-            config = decode_gemm.choose(operands.n, operands.k, decode_gemm.width(m), quantized=options.codes)
+            config = decode_cuts.choose(operands.n, operands.k, decode_cuts.width(m), quantized=options.codes)
             print(f"{name} {operands.n}x{operands.k} m={m} {config}", flush=True)
             _show(_trace(operands, m, config, options.codes))
     return 0
@@ -97,7 +97,7 @@ def machine_code(config: Config, tokens: int, codes: bool) -> bytes:
 
 def _trace(operands: Operands, m: int, config: Config, codes: bool) -> Tensor:
     """`[blocks, stamps, 2]` of the last of several launches: nanoseconds, and cycles of the block's multiprocessor."""
-    tokens = decode_gemm.width(m)
+    tokens = decode_cuts.width(m)
     kernel = cuda.Kernel(
         machine_code(config, tokens, codes), "decode_gemm", config.rows * 2 + 32, config.splits
     )

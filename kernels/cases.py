@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels import reference
-from vllm_fp8ext.kernels.decode_gemm import Config
+from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.reference import BLOCK
 
 LINEAR = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "o": (4096, 4096)}

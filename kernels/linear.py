@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import decode_gemm, reference
+from vllm_fp8ext.kernels import decode_cuts, decode_gemm, reference
 from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import ScaleFormat
 
@@ -24,7 +24,7 @@ Gemm = Callable[[Quantized, Tensor, Tensor, torch.dtype], Tensor]
 
 def in_slices(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, _dtype: torch.dtype) -> Tensor:
     """The GEMM for few tokens, as often as many tokens need it: for shapes that no other kernel takes."""
-    m, step = x.codes.shape[0], decode_gemm.TOKENS[-1]
+    m, step = x.codes.shape[0], decode_cuts.TOKENS[-1]
     parts = [
         Quantized(x.codes[start : start + step], x.scales[start : start + step])
         for start in range(0, m, step)

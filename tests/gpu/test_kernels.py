@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import cases, decode_gemm, reference
-from vllm_fp8ext.kernels.decode_gemm import Config
+from vllm_fp8ext.kernels import cases, decode_cuts, decode_gemm, reference
+from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_gated_activations(shape: tuple[int, int], activation: Any, scale_format
         pytest.param(config, shape, id=f"{cut(config)}-{shape}")
         for config in cases.CUTS
         for shape in cases.DECODE_SHAPES
-        if config.fits(decode_gemm.width(shape[0]), shape[2])
+        if config.fits(decode_cuts.width(shape[0]), shape[2])
     ],
 )
 def test_decode_gemm_stays_within_the_bound_and_repeats(

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the decode GEMM is cut and what it refuses; its results are tested in `tests/gpu`."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from vllm_fp8ext.kernels import cases, cuda, decode_gemm
-from vllm_fp8ext.kernels.decode_gemm import Config
-from vllm_fp8ext.kernels.reference import BLOCK, blocks
+from vllm_fp8ext.kernels import cases, cuda, decode_cuts, decode_gemm
+from vllm_fp8ext.kernels.decode_cuts import Config
+from vllm_fp8ext.kernels.quantized import Quantized
+from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, blocks
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -14,10 +18,10 @@ from vllm_fp8ext.kernels.reference import BLOCK, blocks
 @pytest.mark.parametrize("shape", [*cases.LINEAR.values(), (1, 16), (20001, 1024)], ids=str)
 def test_the_chosen_cut_fits(shape: tuple[int, int], m: int, quantized: bool) -> None:
     n, k = shape
-    tokens = decode_gemm.width(m)
-    assert m <= tokens <= decode_gemm.TOKENS[-1]
-    assert decode_gemm.usable(m, n, k)
-    config = decode_gemm.choose(n, k, tokens, quantized=quantized)
+    tokens = decode_cuts.width(m)
+    assert m <= tokens <= decode_cuts.TOKENS[-1]
+    assert decode_cuts.usable(m, n, k)
+    config = decode_cuts.choose(n, k, tokens, quantized=quantized)
     assert config.fits(tokens, k)
     assert config.splits <= blocks(k)
     assert config.shared_bytes(tokens, k) <= cuda.MOST_SHARED_BYTES
@@ -28,7 +32,7 @@ def test_the_chosen_cut_fits(shape: tuple[int, int], m: int, quantized: bool) ->
     "shape", [(0, 8, 16), (129, 8, 16), (1, 0, 16), (1, 8, 0), (1, 8, 24), (8, 8, 1 << 20)]
 )
 def test_shapes_that_it_does_not_take(shape: tuple[int, int, int]) -> None:
-    assert not decode_gemm.usable(*shape)
+    assert not decode_cuts.usable(*shape)
 
 
 def test_everything_wrong_is_said_at_once() -> None:
@@ -40,3 +44,32 @@ def test_everything_wrong_is_said_at_once() -> None:
         assert text in str(caught.value)
     for text in ("fp32 scales [1, 1], found [2, 1]", "rows of weights that begin", "BF16 bias [8]"):
         assert text in str(caught.value)
+
+
+def test_a_measured_shape_gets_its_fastest_cut() -> None:
+    table = json.loads(Path(decode_cuts.__file__).with_suffix(".json").read_text())
+    for case in table["cases"]:
+        n, k, tokens, quantized = (case[part] for part in ("n", "k", "tokens", "quantized"))
+        times = {tuple(cut): us for *cut, us in case["cuts"]}
+        cut = decode_cuts.choose(n, k, tokens, quantized=quantized)
+        assert times[decode_cuts.kind(cut, tokens, k)] == min(times.values())
+
+
+def test_a_shape_like_measured_ones_gets_what_was_fast_for_them() -> None:
+    assert decode_cuts.choose(24500, 4096, 64, quantized=True).rows >= 128
+    assert decode_cuts.choose(4000, 4096, 16, quantized=True).splits > 1
+    assert not decode_cuts.choose(24500, 4096, 64, quantized=False).stream
+
+
+def test_activations_of_the_ring_come_quantized() -> None:
+    x, codes, scales = torch.zeros(8, 128).bfloat16(), torch.zeros(8, 128).to(FP8_DTYPE), torch.zeros(1, 1)
+    cut = Config(rows=64, splits=1, stream=True)
+    with pytest.raises(ValueError, match="quantized activations for the ring"):
+        decode_gemm.decode_gemm(x, codes, scales, None, "fp32", cut)
+
+
+def test_scales_of_activations_are_laid_out_for_the_copy_engine() -> None:
+    codes, scales = torch.zeros(8, 256).to(FP8_DTYPE), torch.zeros(1, 2)
+    x = Quantized(torch.zeros(3, 256).to(FP8_DTYPE), torch.zeros(2, 3).t())
+    with pytest.raises(ValueError, match="with adjacent tokens, aligned columns"):
+        decode_gemm.decode_gemm(x, codes, scales, None, "fp32")

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_fp8ext.kernels.selection import DECODE_TOKENS, Route, route
+from vllm_fp8ext.kernels.selection import Route, crossover, route
 
 ALL = ("deep_gemm", "cutlass", "triton")
 BIG = (4096, 12288)
@@ -14,16 +14,17 @@ ODD = (200, 1000)
 @pytest.mark.parametrize(
     ("shape", "usable", "few", "chosen", "expected"),
     [
-        (BIG, ALL, True, {}, Route(DECODE_TOKENS, "deep_gemm")),
-        (BIG, ALL[1:], True, {}, Route(DECODE_TOKENS, "cutlass")),
+        (BIG, ALL, True, {}, Route(32, "deep_gemm")),
+        ((24576, 4096), ALL, True, {}, Route(64, "deep_gemm")),
+        (BIG, ALL[1:], True, {}, Route(64, "cutlass")),
         (BIG, ALL, False, {}, Route(0, "deep_gemm")),
-        (BIG, (), True, {}, Route(DECODE_TOKENS, "decode_gemm")),
+        (BIG, (), True, {}, Route(64, "decode_gemm")),
         (BIG, (), False, {}, None),
         (ODD, ("triton",), True, {}, Route(0, "triton")),
         (ODD, (), True, {}, None),
         (BIG, ALL, True, {"decode_tokens": 0}, Route(0, "deep_gemm")),
         (BIG, ALL, True, {"decode_tokens": 128, "gemm": "triton"}, Route(128, "triton")),
-        (BIG, ALL, True, {"gemm": "decode_gemm"}, Route(DECODE_TOKENS, "decode_gemm")),
+        (BIG, ALL, True, {"gemm": "decode_gemm"}, Route(32, "decode_gemm")),
         (ODD, ("triton",), True, {"decode_tokens": 0}, Route(0, "triton")),
     ],
 )
@@ -43,3 +44,8 @@ def test_routes(shape, usable, few, chosen, expected) -> None:
 def test_what_was_chosen_is_not_replaced(shape, usable, few, chosen, match) -> None:
     with pytest.raises(ValueError, match=match):
         route(shape, usable, few=few, **chosen)
+
+
+def test_large_weights_stay_with_the_decode_gemm_for_longer() -> None:
+    assert crossover(24576, 4096) == 64
+    assert crossover(4096, 12288) == crossover(4096, 4096) == 32

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels import (
     cases,
+    decode_cuts,
     decode_gemm,
     decode_gemm_triton,
     gated_quantize,
@@ -20,7 +21,7 @@ from vllm_fp8ext.kernels import (
     reference,
     rmsnorm_quantize,
 )
-from vllm_fp8ext.kernels.decode_gemm import Config
+from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.gated_quantize import Activation
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 
@@ -61,7 +62,7 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
         found.append((f"triton {case}", partial(triton, *case)))
     for config, (m, n, k, bias) in itertools.product(cases.CUTS, cases.DECODE_SHAPES):
         form = FORMATS[m % 2]
-        if config.fits(decode_gemm.width(m), k):
+        if config.fits(decode_cuts.width(m), k):
             name = f"decode {config} {form} {m}x{n}x{k}{' bias' if bias else ''}"
             found.append((name, partial(decode, form, config, m, n, k, bias)))
     for form, (m, splits) in itertools.product(FORMATS, ((1, 1), (7, 2), (33, 4), (64, 1), (100, 8))):

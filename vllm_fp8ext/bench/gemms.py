@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.bench.rivals import UNQUANTIZED, Call, Gemm, rivals
-from vllm_fp8ext.kernels import bench, cases, decode_gemm, decode_gemm_triton
+from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm, decode_gemm_triton
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 
 PREFILL_RIVALS = ("cutlass", "deep_gemm")
@@ -70,13 +70,13 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
     from vllm_fp8ext.compat.gemm import deep_gemm
 
     codes, scales, quantized = operands.codes, operands.scales, quantize_activation(x, "fp32")
-    tokens = decode_gemm.width(x.shape[0])
-    config = decode_gemm.choose(operands.n, operands.k, tokens, quantized=False)
+    tokens = decode_cuts.width(x.shape[0])
+    config = decode_cuts.choose(operands.n, operands.k, tokens, quantized=False)
     alone = dataclasses.replace(config, early=False)
     portable = decode_gemm_triton.Config(splits=max(1, min(8, 132 // -(-operands.n // 128))))
     return {
         "blockfp8": lambda i: torch.ops.fp8ext.linear(
-            x, codes[i], scales, None, "fp32", decode_gemm.TOKENS[-1], "deep_gemm"
+            x, codes[i], scales, None, "fp32", decode_cuts.TOKENS[-1], "deep_gemm"
         ),
         "blockfp8_inside": lambda i: decode_gemm.decode_gemm(x, codes[i], scales, None, "fp32"),
         "blockfp8_codes": lambda i: decode_gemm.decode_gemm(quantized, codes[i], scales, None, "fp32"),

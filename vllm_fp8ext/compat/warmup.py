@@ -14,7 +14,7 @@ import vllm.envs as envs
 from torch import nn
 from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
-from vllm_fp8ext.kernels import compiled, decode_gemm
+from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
 from vllm_fp8ext.kernels.linear import GEMMS
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
@@ -53,9 +53,9 @@ def warm_up(model: nn.Module, max_tokens: int) -> None:
 def _compile(layers: dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]]) -> None:
     programs = set()
     for (n, k), (_, method) in layers.items():
-        for tokens in decode_gemm.widths(method.route.decode_tokens if method.route else 0):
+        for tokens in decode_cuts.widths(method.route.decode_tokens if method.route else 0):
             for form, quantized in ((method.scale_format, False), ("fp32", True)):
-                cut = decode_gemm.choose(n, k, tokens, quantized=quantized)
+                cut = decode_cuts.choose(n, k, tokens, quantized=quantized)
                 programs.add((cut.rows, cut.splits, tokens, form, quantized, cut.stream))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda program: decode_gemm.machine_code(*program), programs))
@@ -77,7 +77,7 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     for activation in ACTIVATIONS:
         gated_quantize(torch.zeros(1, 2 * k, dtype=dtype, device=weight.device), activation, form)
     quantized = quantize_activation(x, form)
-    for tokens in decode_gemm.widths(few):
+    for tokens in decode_cuts.widths(few):
         decode_gemm.decode_gemm(x[:tokens], weight, scales, None, form)
         decode_gemm.decode_gemm(quantize_activation(x[:tokens], form), weight, scales, None, form)
     counts = {max_tokens}

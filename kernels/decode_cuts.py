@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the decode GEMM is cut into blocks, and which cut is the fastest: `decode_cuts.json` has what was measured."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import TypeAlias
+
+from vllm_fp8ext.kernels.cuda import MOST_SHARED_BYTES
+from vllm_fp8ext.kernels.reference import BLOCK, blocks
+
+TOKENS = (8, 16, 32, 64, 128)
+"""Widths that kernels are built for; a batch takes the smallest that holds it."""
+SPLITS = (1, 2, 4, 8, 16)
+_WIDEST = {192: 64, 256: 64}
+"""Widest TOKENS for a tile of so many rows, where accumulators of more don't fit in its threads' registers."""
+_FEWEST_STAGES = 3
+_HALF = 113 * 1024
+"""Shared memory with which two blocks fit on a multiprocessor."""
+_TABLE = Path(__file__).with_suffix(".json")
+_ALIKE = 4
+_UNKNOWN = 1.5
+"""Time, relative to the fastest cut's, of one that is not among the fastest that the table keeps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How one GEMM is cut: see the top of `decode_gemm.cu`."""
+
+    rows: int
+    """Weight rows of a tile: 64, 128, 192 or 256."""
+    splits: int
+    """Parts of K, each taken by one block of a cluster: 1, 2, 4, 8 or 16."""
+    stages: int = 0
+    """Depth of the shared-memory ring, in blocks of 128 columns; 0: as deep as fits and is of use."""
+    stream: bool = False
+    """Activations that come quantized go through the ring, again for each tile, and leave shared memory for a second block on
+    the multiprocessor: for weights of few tiles."""
+    early: bool = False
+    """Start while the previous kernel of the stream still runs (programmatic dependent launch). Only where that kernel
+    does not write this one's weights."""
+
+    def ring(self, tokens: int, k: int) -> int:
+        """Stages that a kernel of so many TOKENS gets."""
+        room = MOST_SHARED_BYTES - self._fixed_bytes(tokens, k)
+        fitting = room // self._stage_bytes(tokens)
+        return max(0, min(self.stages or fitting, fitting))
+
+    def shared_bytes(self, tokens: int, k: int) -> int:
+        """Shared memory of a block."""
+        return self.ring(tokens, k) * self._stage_bytes(tokens) + self._fixed_bytes(tokens, k)
+
+    def fits(self, tokens: int, k: int) -> bool:
+        """Whether the part of x that a block keeps leaves room for a ring, and the accumulators fit in registers."""
+        return self.ring(tokens, k) >= _FEWEST_STAGES and tokens <= _WIDEST.get(self.rows, TOKENS[-1])
+
+    def _stage_bytes(self, tokens: int) -> int:
+        return self.rows * BLOCK + 16 + (_x_bytes(tokens) if self.stream else 0)
+
+    def _fixed_bytes(self, tokens: int, k: int) -> int:
+        depth, warps = 0 if self.stream else -(-blocks(k) // self.splits), self.rows // 16
+        owned = -(-warps * (tokens // 8) // self.splits)
+        received = self.splits * owned * 512 if self.splits > 1 else 0
+        return depth * _x_bytes(tokens) + received + warps * 16
+
+
+def _x_bytes(tokens: int) -> int:
+    """Shared memory of 128 columns of x: codes, scales, barrier."""
+    return tokens * (BLOCK + 4) + 8
+
+
+def usable(m: int, n: int, k: int) -> bool:
+    """Whether this kernel takes the shape."""
+    if not (0 < m <= TOKENS[-1] and n > 0 and k > 0 and k % 16 == 0):
+        return False
+    return any(Config(rows=64, splits=splits).fits(width(m), k) for splits in SPLITS)
+
+
+def width(m: int) -> int:
+    """TOKENS of the kernel that takes `m` tokens."""
+    return next(tokens for tokens in TOKENS if tokens >= m)
+
+
+def widths(most: int) -> tuple[int, ...]:
+    """TOKENS of every kernel that batches of up to `most` tokens take."""
+    return tuple(tokens for tokens in TOKENS if tokens <= width(most)) if most else ()
+
+
+def cuts(n: int, k: int, tokens: int, *, quantized: bool) -> list[Config]:
+    """Every cut that fits: with as deep a ring as fits, and with one that leaves room for a second block on the
+    multiprocessor, of the next kernel for example."""
+    found = []
+    for rows, splits in itertools.product((64, 128, 192, 256), SPLITS):
+        for stream in (False, True)[: 1 + quantized]:
+            cut = Config(rows=rows, splits=splits, stream=stream, early=True)
+            if splits > blocks(k) or not cut.fits(tokens, k):
+                continue
+            deep = cut.ring(tokens, k)
+            fitting = (
+                dataclasses.replace(cut, stages=stages) for stages in range(deep, _FEWEST_STAGES - 1, -1)
+            )
+            shallow = (other for other in fitting if other.shared_bytes(tokens, k) <= _HALF)
+            found += list(
+                dict.fromkeys([dataclasses.replace(cut, stages=deep), *itertools.islice(shallow, 1)])
+            )
+    return found
+
+
+@functools.cache
+def choose(n: int, k: int, tokens: int, *, quantized: bool) -> Config:
+    """The cut that was the fastest where this shape was measured. Else the one that was the fastest on average of those for
+    the four measured shapes that are the most alike: for shapes left out of the table it takes 1.05 times as long as the
+    best. `quantized`: as x comes."""
+    known = _measured(tokens, quantized)
+    near = sorted(known, key=lambda shape: abs(math.log(n / shape[0])) + abs(math.log(k / shape[1])))[:_ALIKE]
+    tables = [known[shape] for shape in (near[:1] if near[0] == (n, k) else near)]
+
+    def slowness(cut: Config) -> float:
+        return sum(table.get(kind(cut, tokens, k), _UNKNOWN) for table in tables)
+
+    return min(cuts(n, k, tokens, quantized=quantized), key=slowness)
+
+
+Kind: TypeAlias = tuple[int, int, bool, bool]
+"""Rows, splits, stream, and whether it leaves room for a second block."""
+
+
+def kind(cut: Config, tokens: int, k: int) -> Kind:
+    """What tells cuts of other shapes apart."""
+    return cut.rows, cut.splits, cut.stream, cut.shared_bytes(tokens, k) <= _HALF
+
+
+@functools.cache
+def _measured(tokens: int, quantized: bool) -> dict[tuple[int, int], dict[Kind, float]]:
+    """By shape of the weights, times of the fastest cuts relative to the fastest, at the measured width next to `tokens`; as
+    `benchmarks/kernel_sweep.py` writes them."""
+    cases = [case for case in json.loads(_TABLE.read_text())["cases"] if case["quantized"] == quantized]
+    swept = {case["tokens"] for case in cases}
+    width = min(swept, key=lambda other: abs(math.log(other / tokens)))
+    found = {}
+    for case in cases:
+        if case["tokens"] == width:
+            best = min(us for *_, us in case["cuts"])
+            found[case["n"], case["k"]] = {
+                (rows, splits, stream, half): us / best for rows, splits, stream, half, us in case["cuts"]
+            }
+    return found
