@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and pictures of `docs/performance.md` from the results.
+
+    python benchmarks/performance_page.py
+
+Writes `docs/images/kernels.svg` and `docs/images/rollout.svg`, and what stands in the page between `<!-- NAME -->` and
+`<!-- /NAME -->`.
+"""
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+IMAGES = ROOT / "docs" / "images"
+TOKENS = (1, 8, 16, 32, 64)
+DECODE = {
+    "blockfp8": "blockfp8, BF16 activations",
+    "blockfp8_codes": "blockfp8, activations quantized by the layer before",
+    "deep_gemm": "vLLM's quantization and DeepGEMM",
+    "cutlass": "vLLM's quantization and CUTLASS",
+    "scaled_mm": "torch._scaled_mm",
+}
+PREFILL = ("blockfp8", "blockfp8_codes", "deep_gemm", "cutlass")
+ENGINES = {"fp8_per_block": "fp8_per_block", "blockfp8": "blockfp8"}
+Cases = list[dict[str, Any]]
+
+
+def main() -> None:
+    kernels = json.loads((RESULTS / "kernels_h200.json").read_text())["cases"]
+    rollout = json.loads((RESULTS / "rollout_h200.json").read_text())["cases"]
+    matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
+    _kernels_picture(kernels)
+    _rollout_picture(rollout)
+    page = PAGE.read_text()
+    for name, table in {
+        "decode": _decode(kernels),
+        "prefill": _prefill(kernels),
+        "weights": _weights(kernels),
+        "fused": _fused(kernels),
+        "rollout": _rollout(rollout),
+    }.items():
+        page, count = re.subn(
+            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", rf"\g<1>{table}\n\g<2>", page, flags=re.DOTALL
+        )
+        assert count == 1, name
+    PAGE.write_text(page)
+
+
+def _of(cases: Cases, kernel: str, **wanted: Any) -> Cases:
+    return [
+        case
+        for case in cases
+        if case["kernel"] == kernel
+        and case["samples"]
+        and all(case[key] == value for key, value in wanted.items())
+    ]
+
+
+def _shape(shape: list[Any]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _shapes(cases: Cases, kernel: str) -> list[list[Any]]:
+    return [
+        json.loads(text) for text in dict.fromkeys(json.dumps(case["shape"]) for case in _of(cases, kernel))
+    ]
+
+
+def _decode(cases: Cases) -> str:
+    lines = [
+        "| weight | variant | " + " | ".join(f"M={m}" for m in TOKENS) + " |",
+        "|---|---|" + "---|" * len(TOKENS),
+    ]
+    for shape in _shapes(cases, "decode_gemm"):
+        for variant in ("bf16", *DECODE):
+            cells = []
+            for m in TOKENS:
+                found = _of(cases, "decode_gemm", shape=shape, m=m, variant=variant)
+                cells.append(f"{found[0]['us']:.1f} ({found[0]['ratio_bf16']:.2f}×)" if found else "–")
+            label = DECODE.get(variant, f"`{variant}`")
+            lines.append(f"| {_shape(shape)} | {label} | " + " | ".join(cells) + " |")
+    for variant in ("blockfp8", "blockfp8_codes", "deep_gemm"):
+        ratios = [
+            case["ratio_bf16"] for m in TOKENS for case in _of(cases, "decode_gemm", m=m, variant=variant)
+        ]
+        mean, worst = statistics.geometric_mean(ratios), min(ratios)
+        lines.append(f"| all | {DECODE[variant]} | geometric mean {mean:.2f}×, worst {worst:.2f}× | | | | |")
+    return "\n".join(lines)
+
+
+def _prefill(cases: Cases) -> str:
+    lines = [
+        "| weight | M | BF16 us | " + " | ".join(PREFILL) + " |",
+        "|---|---|---|" + "---|" * len(PREFILL),
+    ]
+    for shape in _shapes(cases, "prefill_gemm"):
+        for m in (4096, 8192):
+            base = _of(cases, "prefill_gemm", shape=shape, m=m, variant="bf16")[0]["us"]
+            found = [_of(cases, "prefill_gemm", shape=shape, m=m, variant=variant)[0] for variant in PREFILL]
+            cells = " | ".join(f"{case['us']:.0f} ({case['ratio_bf16']:.2f}×)" for case in found)
+            lines.append(f"| {_shape(shape)} | {m} | {base:.0f} | {cells} |")
+    for variant in PREFILL[:2]:
+        ratios = [case["ratio_bf16"] for case in _of(cases, "prefill_gemm", variant=variant)]
+        mean, worst = statistics.geometric_mean(ratios), min(ratios)
+        lines.append(f"| all | | | `{variant}`: geometric mean {mean:.2f}×, worst {worst:.2f}× | | | |")
+    return "\n".join(lines)
+
+
+def _weights(cases: Cases) -> str:
+    lines = [
+        "| weight, scales | us | of copy bandwidth | `torch.compile` of the reference |",
+        "|---|---|---|---|",
+    ]
+    for case in _of(cases, "quantize_weight", variant="blockfp8"):
+        rival = _of(cases, "quantize_weight", shape=case["shape"], variant="compiled")
+        other = f"{rival[0]['us']:.0f} us" if rival else "–"
+        lines.append(f"| {_shape(case['shape'])} | {case['us']:.1f} | {case['ratio_copy']:.0%} | {other} |")
+    return "\n".join(lines)
+
+
+def _fused(cases: Cases) -> str:
+    kernels = ("rmsnorm_quantize", "silu_mul_quantize", "gelu_mul_quantize", "gelu_tanh_mul_quantize")
+    counts = (1, 16, 64, 8192)
+    lines = ["| kernel | " + " | ".join(f"M={m}" for m in counts) + " |", "|---|" + "---|" * len(counts)]
+    for kernel in kernels:
+        cells = []
+        for m in counts:
+            ours = _of(cases, kernel, m=m, variant="blockfp8")[0]
+            apart = _of(cases, kernel, m=m, variant="separate")[0]
+            cells.append(f"{ours['us']:.1f}, apart {apart['us']:.1f}")
+        lines.append(f"| `{kernel}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _rollout(cases: Cases) -> str:
+    lines = [
+        "| model | KV cache | requests × in/out | BF16 tok/s | fp8_per_block | blockfp8 | ms per step: BF16, fp8_per_block, "
+        "blockfp8 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for group in _groups(cases):
+        base = group["bf16"]
+        cells, steps = [], [f"{base['ms_per_step']:.2f}"]
+        for variant in ENGINES:
+            case = group.get(variant)
+            cells.append(f"{case['tokens_per_s']:,.0f} ({case['ratio_bf16']:.2f}×)" if case else "–")
+            steps.append(f"{case['ms_per_step']:.2f}" if case else "–")
+        name = f"{base['model']} | {_kv(base)} | {base['requests']} × {base['input']}/{base['output']}"
+        lines.append(
+            f"| {name} | {base['tokens_per_s']:,.0f} | " + " | ".join(cells) + f" | {', '.join(steps)} |"
+        )
+    return "\n".join(lines)
+
+
+def _kv(case: dict[str, Any]) -> str:
+    return "FP8" if case["kv_cache"] == "fp8" else "BF16"
+
+
+def _groups(cases: Cases) -> list[dict[str, dict[str, Any]]]:
+    """Cases of one run that differ in the variant alone, by variant."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for case in cases:
+        key = tuple(case[part] for part in ("run", "model", "kv_cache", "requests", "input", "output"))
+        found.setdefault(key, {})[case["variant"]] = case
+    order = sorted(found, key=lambda key: (key[1] != "Qwen3-8B", key[1], key[2], *key[3:]))
+    return [found[key] for key in order if "bf16" in found[key]]
+
+
+def _kernels_picture(cases: Cases) -> None:
+    shapes = _shapes(cases, "decode_gemm")
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(14, 3.6), sharey=True)
+    for axis, shape in zip(axes, shapes, strict=True):
+        for variant, label in DECODE.items():
+            points = [
+                (case["m"], case["ratio_bf16"])
+                for case in _of(cases, "decode_gemm", shape=shape, variant=variant)
+                if case["m"] in TOKENS
+            ]
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+        axis.axhline(1, color="gray", linewidth=0.8)
+        axis.set(title=_shape(shape), xscale="log", xlabel="tokens", ylim=(0, 2.5))
+        axis.set_xticks(TOKENS, [str(m) for m in TOKENS])
+    axes[0].set_ylabel("speed of cuBLAS BF16")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.savefig(IMAGES / "kernels.svg", metadata={"Date": None})
+
+
+def _rollout_picture(cases: Cases) -> None:
+    groups = _groups(cases)
+    figure, axis = pyplot.subplots(figsize=(14, 4))
+    for offset, (variant, label) in enumerate(ENGINES.items()):
+        places = [
+            (at + 0.4 * offset - 0.2, group[variant]["ratio_bf16"])
+            for at, group in enumerate(groups)
+            if variant in group
+        ]
+        bars = axis.bar([at for at, _ in places], [ratio for _, ratio in places], width=0.38, label=label)
+        axis.bar_label(bars, fmt="%.2f", fontsize=7)
+    axis.axhline(1, color="gray", linewidth=0.8)
+    names = [
+        f"{base['model'].removeprefix('Qwen3-')}, KV {_kv(base)}\n{base['requests']} × {base['input']}/{base['output']}"
+        for base in (group["bf16"] for group in groups)
+    ]
+    axis.set_xticks(range(len(names)), names, fontsize=7)
+    axis.set_ylabel("output tokens/s of BF16's")
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(IMAGES / "rollout.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
