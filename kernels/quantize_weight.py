@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight quantization straight into its destination: the one path of load, update and digest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,15 +36,16 @@ def quantize_weight(
     Raises:
         NonFiniteError: NaN or infinity; some or all of the codes are already written.
     """
-    error, norm, finite = queue(weight_NK, codes_NK, scales_NbKb, scale_format).tolist()
-    if not finite:
+    error, norm, wrong = totals([queue(weight_NK, codes_NK, scales_NbKb, scale_format)])[0].tolist()
+    if wrong:
         raise reference.NonFiniteError("weight: expected finite values, found NaN or infinity")
     return error, norm
 
 
 def queue(weight_NK: Tensor, codes_NK: Tensor, scales_NbKb: Tensor, scale_format: ScaleFormat) -> Tensor:
-    """The same without waiting for a GPU: fp64 `[3]` beside the codes, with squared error, squared norm, and 1 where all was
-    finite, else 0. A weight in pinned memory must stay as it is until the current stream has come so far."""
+    """The same without waiting for a GPU. Returns sums to add up, `[…, 3]` beside the codes: squared error, squared norm, and
+    1 where something is not finite, else 0. A weight in pinned memory must stay as it is until the current stream has come so
+    far."""
     if codes_NK.is_cuda:
         return _on_gpu(weight_NK, codes_NK, scales_NbKb, scale_format)
     sums = torch.zeros(3, dtype=torch.float64)
@@ -53,30 +54,37 @@ def queue(weight_NK: Tensor, codes_NK: Tensor, scales_NbKb: Tensor, scale_format
         try:
             codes, scales = reference.quantize_weight(source, scale_format)
         except reference.NonFiniteError:
-            return torch.zeros(3, dtype=torch.float64)
+            return torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
         codes_NK[rows] = codes
         scales_NbKb[row_blocks] = scales
         values = source.float()
         sums[0] += (reference.dequantize_weight(codes, scales) - values).square().sum()
         sums[1] += values.square().sum()
-    sums[2] = 1
     return sums
+
+
+def totals(sums: Sequence[Tensor]) -> Tensor:
+    """What `queue` returned, added up for each of its calls: fp64 `[calls, 3]`, on their device, where it is only queued."""
+    if sums[0].is_cuda:
+        from vllm_fp8ext.kernels import block_sums
+
+        return block_sums.totals(sums)
+    return torch.stack([part.double().reshape(-1, 3).sum(0) for part in sums])
 
 
 def _on_gpu(weight_NK: Tensor, codes_NK: Tensor, scales_NbKb: Tensor, scale_format: ScaleFormat) -> Tensor:
     from vllm_fp8ext.kernels import quantize_weight_triton
 
-    sums_NbKb2 = torch.empty(*scales_NbKb.shape, 2, dtype=torch.float32, device=codes_NK.device)
+    sums_NbKb3 = torch.empty(*scales_NbKb.shape, 3, dtype=torch.float32, device=codes_NK.device)
     ready = weight_NK.device == codes_NK.device and weight_NK.dtype in quantize_weight_triton.DTYPES
     for rows, row_blocks in _slices(weight_NK, weight_NK.numel() if ready else _COPIED_ELEMENTS):
         source = weight_NK[rows].to(codes_NK.device, non_blocking=True)
         if source.dtype not in quantize_weight_triton.DTYPES:
             source = source.float()
         quantize_weight_triton.launch(
-            source, codes_NK[rows], scales_NbKb[row_blocks], scale_format, sums_NbKb2[row_blocks]
+            source, codes_NK[rows], scales_NbKb[row_blocks], scale_format, sums_NbKb3[row_blocks]
         )
-    finite = torch.isfinite(scales_NbKb).all().double()
-    return torch.cat([sums_NbKb2.double().sum(dim=(0, 1)), finite[None]])
+    return sums_NbKb3
 
 
 def _slices(weight_NK: Tensor, elements: int) -> Iterator[tuple[slice, slice]]:

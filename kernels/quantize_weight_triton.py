@@ -20,7 +20,7 @@ def _quantize_weight(
     weight_NK,
     codes_NK,
     scales_NbKb,
-    sums_NbKb2,
+    sums_NbKb3,
     N,
     K,
     weight_row,
@@ -58,9 +58,10 @@ def _quantize_weight(
     tl.store(scales_NbKb + row_block * scales_row + column_block, scale)
     if SUMS:
         lost = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale - x
-        to = sums_NbKb2 + (row_block * column_blocks + column_block) * 2
+        to = sums_NbKb3 + (row_block * column_blocks + column_block) * 3
         tl.store(to, tl.sum(tl.sum(lost * lost, axis=1), axis=0))
         tl.store(to + 1, tl.sum(tl.sum(x * x, axis=1), axis=0))
+        tl.store(to + 2, tl.where(scale - scale == 0.0, 0.0, 1.0))
 
 
 def launch(
@@ -68,7 +69,7 @@ def launch(
     codes_NK: Tensor,
     scales_NbKb: Tensor,
     scale_format: ScaleFormat,
-    sums_NbKb2: Tensor | None = None,
+    sums_NbKb3: Tensor | None = None,
     *,
     warps: int = WARPS,
     early: bool = True,
@@ -76,8 +77,9 @@ def launch(
     """Queue the quantization of `weight_NK` (BF16, FP16 or fp32) into `codes_NK` and `scales_NbKb`; waits for nothing.
 
     A block with NaN or infinity gets a scale that is not finite: the scales are their own flags. The codes' and the scales'
-    rows may lie apart, their columns not. `sums_NbKb2`: fp32 `[Nb, Kb, 2]`, takes each block's squared quantization error
-    and squared norm. `early`: be launched before the previous kernel of the stream has ended, and wait for its end inside.
+    rows may lie apart, their columns not. `sums_NbKb3`: fp32 `[Nb, Kb, 3]`, takes each block's squared
+    quantization error and squared norm, and 1 where a value is not finite, else 0. `early`: be launched before the previous
+    kernel of the stream has ended, and wait for its end inside.
     """
     early = early and weight_NK.is_cuda
     rows, columns = weight_NK.shape
@@ -90,7 +92,7 @@ def launch(
         weight_NK,
         codes_NK.view(torch.uint8),
         scales_NbKb,
-        scales_NbKb if sums_NbKb2 is None else sums_NbKb2,
+        scales_NbKb if sums_NbKb3 is None else sums_NbKb3,
         rows,
         columns,
         weight_NK.stride(0),
@@ -101,7 +103,7 @@ def launch(
         SHORT=weight_NK.dtype != torch.float32,
         HARDWARE=weight_NK.is_cuda,
         EVEN=rows % BLOCK == 0 and columns % BLOCK == 0,
-        SUMS=sums_NbKb2 is not None,
+        SUMS=sums_NbKb3 is not None,
         EARLY=early,
         SIZE=BLOCK,
         num_warps=warps,

@@ -69,9 +69,10 @@ def test_the_sums_are_the_error_and_the_norm(
     for weight in weights:
         here = weight.to(device)
         codes, scales = filled(here)
-        sums = torch.empty(*scales.shape, 2, device=device)
+        sums = torch.empty(*scales.shape, 3, device=device)
         quantize_weight_triton.launch(here, codes, scales, scale_format, sums)
-        error, norm = sums.double().sum(dim=(0, 1)).tolist()
+        error, norm, wrong = sums.double().sum(dim=(0, 1)).tolist()
+        assert wrong == 0
         expected = reference.dequantize_weight(*reference.quantize_weight(weight, scale_format)).double()
         assert error == pytest.approx((expected - weight.double()).square().sum().item(), rel=1e-4)
         assert norm == pytest.approx(weight.double().square().sum().item(), rel=1e-4)
@@ -111,8 +112,10 @@ def test_only_the_blocks_scale_shows_what_is_not_finite(
     expected = reference.quantize_weight(weight, scale_format)
     weight[150, 130] = value
     codes, scales = filled(weight.to(device))
-    quantize_weight_triton.launch(weight.to(device), codes, scales, scale_format)
+    sums = torch.zeros(*scales.shape, 3, device=device)
+    quantize_weight_triton.launch(weight.to(device), codes, scales, scale_format, sums)
     assert torch.isfinite(scales).tolist() == [[True, True, True], [True, False, True]]
+    assert sums[..., 2].tolist() == [[0, 0, 0], [0, 1, 0]]
     others = torch.ones(200, 300, dtype=torch.bool)
     others[BLOCK:, BLOCK : 2 * BLOCK] = False
     assert same(codes.cpu().view(torch.uint8)[others], expected[0].view(torch.uint8)[others])

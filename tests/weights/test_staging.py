@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Piece
-from vllm_fp8ext.weights.staging import QuantizedTarget, ScaleError, Stager, settled
+from vllm_fp8ext.weights.staging import Outcome, QuantizedTarget, ScaleError, Stager, settled, verdicts
 
 BF16 = torch.bfloat16
 
@@ -39,8 +39,9 @@ def holds(staged: QuantizedTarget, weight: Tensor) -> bool:
 
 
 def write(staged: QuantizedTarget, first: int, source: Tensor) -> tuple[float, float]:
-    found = [settled(outcome) for outcome in staged.write(first, source)]
-    return sum(error for error, _ in found), sum(norm for _, norm in found)
+    outcome = Outcome()
+    staged.write(first, source, outcome)
+    return settled(outcome)
 
 
 def piece(
@@ -245,7 +246,7 @@ def test_codes_and_scales_are_served_as_they_are(form: ScaleFormat) -> None:
         {"t": whole},
         {},
     )
-    whole.write(0, weight[:128, :256])
+    whole.write(0, weight[:128, :256], Outcome())
     stager.stage_codes("w", *reference.quantize_weight(weight, form))
     assert holds(whole, torch.cat([weight[:128, :256], weight[256:, 128:]]))
 
@@ -273,3 +274,36 @@ def test_codes_that_can_not_be_served(spoil, error: type[Exception], match: str)
     spoil(codes, scales)
     with pytest.raises(error, match=match):
         settled(stager.stage_codes("w", codes, scales))
+
+
+# --- many tensors, one wait
+
+
+def test_each_tensor_gets_its_own_verdict() -> None:
+    """Of tensors that were staged together, quantized and plain and as codes, good and bad."""
+    weights = {name: random(256, 130, seed).bfloat16() for seed, name in enumerate("abc")}
+    weights["b"][200, 5] = torch.inf
+    stager = Stager(
+        {name: (piece(name, (256, 130), ((0, 256), (0, 130)), (0, 0)),) for name in "abcd"}
+        | {name: (piece(name, (4,), ((0, 4),), (0,)),) for name in ("norm", "other")},
+        {name: target(256, 130, "pow2") for name in "abcd"},
+        {"norm": torch.zeros(4, dtype=BF16), "other": torch.zeros(4)},
+    )
+    outcomes = {name: stager.stage(name, weight) for name, weight in weights.items()}
+    codes, scales = reference.quantize_weight(weights["a"], "fp32")
+    outcomes["d"] = stager.stage_codes("d", codes, scales)
+    outcomes["norm"] = stager.stage("norm", torch.ones(4))
+    outcomes["other"] = stager.stage("other", torch.tensor([1.0, torch.nan, 2.0, 3.0]))
+    found = dict(zip(outcomes, verdicts(list(outcomes.values())), strict=True))
+    for name in ("a", "c"):
+        error, norm = found[name]
+        assert 0 < error < norm
+        assert norm == pytest.approx(weights[name].double().square().sum().item(), rel=1e-5)
+    assert isinstance(found["b"], NonFiniteError)
+    assert isinstance(found["d"], ScaleError)
+    assert found["norm"] == (0.0, 0.0)
+    assert isinstance(found["other"], NonFiniteError)
+
+
+def test_nothing_staged_has_no_verdicts() -> None:
+    assert verdicts([]) == []

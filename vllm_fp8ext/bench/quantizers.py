@@ -29,7 +29,7 @@ def weights(report: Report) -> None:
         weight = cases.weight(n, k, "cuda")
         expected = reference.quantize_weight(weight, form)
         sets = [(weight.clone(), *_destination(n, k)) for _ in range(bench.copies(3 * n * k))]
-        sums = torch.empty(blocks(n), blocks(k), 2, device="cuda")
+        sums = torch.empty(blocks(n), blocks(k), 3, device="cuda")
         calls: Calls = {
             "blockfp8": partial(_quantize, sets, form, None),
             "blockfp8_sums": partial(_quantize, sets, form, sums),

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     cases = [_case(text) for text in options.cases]
     stop = time.monotonic() + options.seconds
+    before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
     with contextlib.ExitStack() as stack:
         folder = options.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if not (folder / "config.json").exists():
@@ -63,9 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case in cases:
                 _profile(options.profile, case, engines)
             return 0
-        found = [result for case in cases for result in _measure(options, case, engines, stop)]
-    if options.out and found:
-        _write(options.out, found, append=options.append)
+        found: list[dict[str, Any]] = []
+        for case in cases:
+            found += _measure(options, case, engines, stop)
+            if options.out and found:  # as far as it came, whatever happens to the next
+                _write(options.out, before, found)
     return 0
 
 
@@ -182,18 +185,14 @@ def _measure(
     return found
 
 
-def _write(file: Path, found: list[dict[str, Any]], *, append: bool) -> None:
+def _write(file: Path, before: dict[str, Any] | None, found: list[dict[str, Any]]) -> None:
     """Provenance of each run beside its cases: a file may hold several runs."""
     origin = provenance()
-    result: dict[str, Any] = {"provenance": origin, "cases": []}
-    if append and file.exists():
-        result = json.loads(file.read_text())
-    result.setdefault("runs", []).append(origin)
-    for case in found:
-        case["run"] = len(result["runs"]) - 1
-    result["cases"] += found
+    before = before or {"provenance": origin, "runs": [], "cases": []}
+    runs = [*before["runs"], origin]
+    cases = [*before["cases"], *({**case, "run": len(runs) - 1} for case in found)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    file.write_text(json.dumps({**before, "runs": runs, "cases": cases}, indent=1) + "\n")
 
 
 def _profile(file: Path, case: tuple[int, int, int], engines: dict[tuple[str, str], Engine]) -> None:

@@ -8,7 +8,6 @@ With running requests, updates follow each other without a break. `stock` is vLL
 """
 
 import argparse
-import bisect
 import contextlib
 import itertools
 import json
@@ -17,23 +16,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
+from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
 from vllm_fp8ext.bench.provenance import provenance
-from vllm_fp8ext.demo.server import MODEL, Server
+from vllm_fp8ext.demo.server import Server
 
 TRANSPORTS = ("files", "http", "http-fp8", "ipc", "ipc-fp8")
 VARIANTS = ("blockfp8", "stock")
-SETTLE_SECONDS = 5.0
-"""For the rates of tokens before and after the updates."""
 console = Console(width=140, highlight=False)
 Push = Callable[[str], dict[str, float]]
 """Change the weights to a version and say what it took."""
@@ -115,7 +111,7 @@ def _measure(
     next(weights)  # the first is served
     for running in options.running:
         with contextlib.ExitStack() as stack:
-            load = stack.enter_context(Load(server.url, running)) if running else None
+            load = stack.enter_context(Background(server.url, running)) if running else None
             for transport in transports:
                 push = stack.enter_context(_pusher(transport, options, server, checkpoints))
                 case = {
@@ -184,7 +180,7 @@ def _on_gpu(checkpoint: Path) -> dict[str, Any]:
 
 
 def _updates(
-    options: argparse.Namespace, load: "Load | None", push: Callable[[], dict[str, float]]
+    options: argparse.Namespace, load: Background | None, push: Callable[[], dict[str, float]]
 ) -> dict[str, Any]:
     """Idle: `repeats` of them, each by itself. Beside requests: one after the other for a while."""
     if load:
@@ -212,101 +208,6 @@ def _updates(
     if load:
         case |= load.during(begin, end)
     return case
-
-
-class Load:
-    """Requests that always run, one stream to watch, and the server's count of tokens."""
-
-    def __init__(self, url: str, running: int) -> None:
-        self._url = url
-        self._running = running
-        self._stop = threading.Event()
-        self._streams: list[list[float]] = []
-        self._counts: list[tuple[float, float]] = []
-
-    def __enter__(self) -> "Load":
-        self._pool = ThreadPoolExecutor(self._running + 1)
-        self._work = [self._pool.submit(self._count), self._pool.submit(self._watch)]
-        self._work += [self._pool.submit(self._ask, number) for number in range(self._running - 1)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown()
-
-    def settle(self) -> None:
-        """Until tokens come steadily; their rate over the last seconds is the one before the updates."""
-        self._wait(2 * SETTLE_SECONDS)
-
-    def _wait(self, seconds: float) -> None:
-        """Raises what went wrong with a request."""
-        for failed in wait(self._work, seconds, FIRST_COMPLETED).done:
-            failed.result()
-
-    def during(self, begin: float, end: float) -> dict[str, Any]:
-        """Rates around updates that lasted from `begin` to `end`, and the longest gap in the watched stream."""
-        self._wait(2 * SETTLE_SECONDS)
-        rates = {
-            "tokens_per_s_before": self._rate(begin - SETTLE_SECONDS, begin),
-            "tokens_per_s_during": self._rate(begin, end),
-            "tokens_per_s_after": self._rate(end + SETTLE_SECONDS, end + 2 * SETTLE_SECONDS),
-        }
-        lost = 1 - rates["tokens_per_s_during"] / rates["tokens_per_s_before"]
-        stall, usual = self._longest_gap(begin - 1, end + 1), self._longest_gap(begin - SETTLE_SECONDS, begin)
-        return {**rates, "stall_seconds": stall, "longest_gap_before": usual, "tokens_lost": lost}
-
-    def _longest_gap(self, begin: float, end: float) -> float | None:
-        """Between two tokens of one stream."""
-        inside = ([when for when in times if begin < when < end] for times in list(self._streams))
-        return max(
-            (after - before for times in inside for before, after in itertools.pairwise(times)), default=None
-        )
-
-    def _rate(self, begin: float, end: float) -> float:
-        return (self._tokens(end) - self._tokens(begin)) / (end - begin)
-
-    def _tokens(self, when: float) -> float:
-        """Tokens until then, between two counts in proportion to the time."""
-        after = min(max(1, bisect.bisect(self._counts, (when, 0.0))), len(self._counts) - 1)
-        (first, few), (last, many) = self._counts[after - 1 : after + 1]
-        return few + (many - few) * (when - first) / (last - first)
-
-    def _count(self) -> None:
-        with httpx.Client(timeout=600) as client:
-            while not self._stop.wait(0.1):
-                text = client.get(f"{self._url}/metrics").text
-                counts = [
-                    float(line.split()[-1])
-                    for line in text.splitlines()
-                    if line.startswith("vllm:generation_tokens_total")
-                ]
-                self._counts.append((time.monotonic(), sum(counts)))
-
-    def _ask(self, number: int) -> None:
-        with httpx.Client(timeout=600) as client:
-            for turn in itertools.count():
-                if self._stop.is_set():
-                    return
-                # so that they don't all begin anew at once
-                tokens = 512 + (number * 97 + turn * 31) % 1024
-                client.post(f"{self._url}/v1/completions", json=_body(number, tokens)).raise_for_status()
-
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            times: list[float] = []
-            self._streams.append(times)
-            body = _body(self._running, 3000) | {"stream": True}
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=600) as reply:
-                for line in reply.iter_lines():
-                    if line.startswith("data: {"):
-                        times.append(time.monotonic())
-                    if self._stop.is_set():
-                        break
-
-
-def _body(number: int, tokens: int) -> dict[str, Any]:
-    prompt = [7 + 13 * (number + position) % 500 for position in range(512)]
-    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
 
 
 class Memory:

@@ -22,7 +22,7 @@ from vllm_fp8ext.weights.recital import Attend, recite
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.slices import Pause, Slices
 from vllm_fp8ext.weights.source import AnySource, Sources, source_of
-from vllm_fp8ext.weights.staging import Outcome, ScaleError, settled
+from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
 from vllm_fp8ext.weights.twin import Twin
 
 Result = dict[str, Any]
@@ -196,21 +196,15 @@ class Rank:
         """Wait until everything is staged: what was wrong, and squared error and squared norm by tensor."""
         problems: list[dict[str, Any]] = []
         errors: dict[str, tuple[float, float]] = {}
-        # at once: one wait for the GPU, not one for each tensor
-        found = (
-            torch.stack([outcome.to(self._device) for outcome in outcomes.values()]).cpu() if outcomes else ()
-        )
-        for name, outcome in zip(outcomes, found, strict=True):
-            try:
-                error, norm = settled(outcome)
-                if norm:
-                    errors[name] = (error, norm)
-            except NonFiniteError:
+        for name, verdict in zip(outcomes, verdicts(list(outcomes.values())), strict=True):
+            if isinstance(verdict, NonFiniteError):
                 problems.append({"kind": "non-finite", "tensor": name, "rank": self.rank})
-            except ScaleError as refused:
+            elif isinstance(verdict, ScaleError):
                 problems.append(
-                    {"kind": "wrong-scales", "tensor": name, "rank": self.rank, "detail": str(refused)}
+                    {"kind": "wrong-scales", "tensor": name, "rank": self.rank, "detail": str(verdict)}
                 )
+            elif verdict[1]:
+                errors[name] = verdict
         return problems, errors
 
     def _hash_problem(

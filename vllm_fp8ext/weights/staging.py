@@ -6,7 +6,7 @@ most 128 rows until all of its rows are there. So tensors may come in any order,
 depends on their contents alone. Needs no vLLM, no forward context and no collective: it may run on any thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -30,28 +30,90 @@ class Strip:
         return sum(self.spans.values()) == self.rows_RK.shape[0]
 
 
-Outcome: TypeAlias = Tensor
-"""What became of a part of a tensor: fp64 `[4]` of squared error, squared norm, and 1 or 0 for finite values and for scales
-that can be served."""
+@dataclass
+class Outcome:
+    """What is still to be asked of a tensor whose staging was queued.
+
+    `sums`: of its quantized parts, to be added up (`quantize_weight.queue`). `values`: parts that were copied and must be
+    finite. `flags`: bool `[2]`, whether codes and scales are finite, and whether the scales can be served.
+    """
+
+    sums: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    flags: list[Tensor] = field(default_factory=list)
 
 
 class ScaleError(ValueError):
     """Block scales that can't be served."""
 
 
+Verdict: TypeAlias = tuple[float, float] | NonFiniteError | ScaleError
+"""Squared error and squared norm, or what is wrong: NaN or infinity in values, codes or scales; scales that are not
+positive, or no powers of two where all are."""
+
+
+def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
+    """Wait until everything is staged, once, and tell what became of each tensor."""
+    table = torch.zeros(len(outcomes), 4, dtype=torch.float64)  # error, norm, not finite, wrong scales
+    sums = _listed(outcomes, lambda outcome: outcome.sums)
+    values = _listed(outcomes, lambda outcome: [part for part in outcome.values if part.numel()])
+    flags = _listed(outcomes, lambda outcome: outcome.flags)
+    # all of it queued before the first wait
+    added = quantize_weight.totals(sums.parts) if sums.parts else None
+    infinite = _infinite(values.parts) if values.parts else None
+    wrong = ~torch.stack(flags.parts) if flags.parts else None
+    if added is not None:
+        table[:, :3].index_add_(0, sums.owners, added.cpu().nan_to_num(0.0, 0.0))
+    if infinite is not None:
+        table[:, 2].index_add_(0, values.owners, infinite.double().cpu())
+    if wrong is not None:
+        table[:, 2:].index_add_(0, flags.owners, wrong.double().cpu())
+    return [_verdict(*row) for row in table.tolist()]
+
+
+@dataclass
+class _Listed:
+    parts: list[Tensor]
+    owners: Tensor
+
+
+def _listed(outcomes: Sequence[Outcome], parts: Callable[[Outcome], list[Tensor]]) -> _Listed:
+    """Parts of all outcomes, and whose they are."""
+    pairs = [(part, owner) for owner, outcome in enumerate(outcomes) for part in parts(outcome)]
+    return _Listed([part for part, _ in pairs], torch.tensor([owner for _, owner in pairs], dtype=torch.long))
+
+
+def _infinite(parts: list[Tensor]) -> Tensor:
+    """For each tensor, whether something in it is NaN or infinite; on a GPU in a few launches whatever their number."""
+    if not parts[0].is_cuda:
+        return torch.stack([~torch.isfinite(part).all() for part in parts])
+    found = torch.empty(len(parts), dtype=torch.float32, device=parts[0].device)
+    for dtype in {part.dtype for part in parts}:
+        alike = [index for index, part in enumerate(parts) if part.dtype == dtype]
+        largest = torch._foreach_norm([parts[index] for index in alike], float("inf"))
+        found[torch.tensor(alike, device=found.device)] = torch.stack(largest).float()
+    return ~torch.isfinite(found)
+
+
+def _verdict(error: float, norm: float, infinite: float, wrong: float) -> Verdict:
+    if infinite:
+        return NonFiniteError("expected finite values, found NaN or infinity")
+    if wrong:
+        return ScaleError("expected positive scales, powers of two where the server's are")
+    return error, norm
+
+
 def settled(outcome: Outcome) -> tuple[float, float]:
-    """Squared error and squared norm.
+    """Squared error and squared norm of one tensor.
 
     Raises:
-        NonFiniteError: NaN or infinity, in values, codes or scales.
-        ScaleError: scales that are not positive, or no powers of two where all are.
+        NonFiniteError: as in `Verdict`.
+        ScaleError: likewise.
     """
-    error, norm, finite, good = outcome.tolist()
-    if not finite:
-        raise NonFiniteError("expected finite values, found NaN or infinity")
-    if not good:
-        raise ScaleError("expected positive scales, powers of two where the server's are")
-    return error, norm
+    (verdict,) = verdicts([outcome])
+    if isinstance(verdict, ValueError):
+        raise verdict
+    return verdict
 
 
 class QuantizedTarget:
@@ -69,22 +131,20 @@ class QuantizedTarget:
     def reset(self) -> None:
         self._strips.clear()
 
-    def write(self, first: int, source: Tensor) -> list[Tensor]:
-        """Queue the quantization of rows from `first` on; outcomes (see `Outcome`) of what became final."""
+    def write(self, first: int, source: Tensor, outcome: Outcome) -> None:
+        """Queue the quantization of rows from `first` on."""
         last = first + source.shape[0]
         rows = source.to(self.dtype)
         begin = -(-first // BLOCK) * BLOCK
         end = last if last == self.codes.shape[0] else last // BLOCK * BLOCK
-        found = []
         if begin < end:
-            found.append(self._quantize(begin, end, rows[begin - first : end - first]))
+            outcome.sums.append(self._quantize(begin, end, rows[begin - first : end - first]))
         for start, stop in ((first, min(begin, last)), (max(end, begin, first), last)):
             if start < stop:
-                found.append(self._fill(start, rows[start - first : stop - first]))
-        return found
+                self._fill(start, rows[start - first : stop - first], outcome)
 
-    def copy(self, first: int, codes: Tensor, scales: Tensor) -> Tensor:
-        """Queue the copy of whole blocks that are quantized already, to the rows from `first` on; their outcome."""
+    def copy(self, first: int, codes: Tensor, scales: Tensor, outcome: Outcome) -> None:
+        """Queue the copy of whole blocks that are quantized already, to the rows from `first` on."""
         own_codes = self.codes[first : first + codes.shape[0]]
         own_scales = self.scales[first // BLOCK : first // BLOCK + scales.shape[0]]
         own_codes.copy_(codes, non_blocking=True)
@@ -93,10 +153,9 @@ class QuantizedTarget:
         good = (own_scales > 0).all()
         if self.scale_format == "pow2":
             good &= (torch.frexp(own_scales).mantissa == 0.5).all()
-        return torch.stack([finite.new_zeros(()), finite.new_zeros(()), finite, good | ~finite]).double()
+        outcome.flags.append(torch.stack([finite, good | ~finite]))
 
-    def _fill(self, start: int, rows: Tensor) -> Tensor:
-        finite = torch.isfinite(rows).all()
+    def _fill(self, start: int, rows: Tensor, outcome: Outcome) -> None:
         index = start // BLOCK
         top = index * BLOCK
         strip = self._strips.get(index)
@@ -104,19 +163,18 @@ class QuantizedTarget:
             height = min(BLOCK, self.codes.shape[0] - top)
             room = torch.empty(height, self.codes.shape[1], dtype=self.dtype, device=self.codes.device)
             strip = self._strips[index] = Strip(room)
-        strip.rows_RK[start - top : start - top + rows.shape[0]].copy_(rows, non_blocking=True)
+        place = strip.rows_RK[start - top : start - top + rows.shape[0]]
+        place.copy_(rows, non_blocking=True)
+        outcome.values.append(place)
         strip.spans[start - top] = rows.shape[0]
-        if not strip.complete:
-            zero = torch.zeros((), dtype=torch.float64, device=finite.device)
-            return torch.stack([zero, zero, finite.double(), zero + 1])
-        outcome = self._quantize(top, top + strip.rows_RK.shape[0], strip.rows_RK).nan_to_num(0.0, 0.0)
-        outcome[2] = finite  # of these rows: what others brought is their fault
-        return outcome
+        if strip.complete:
+            sums = self._quantize(top, top + strip.rows_RK.shape[0], strip.rows_RK).clone()
+            sums[..., 2] = 0  # what other tensors brought is their fault
+            outcome.sums.append(sums)
 
     def _quantize(self, start: int, stop: int, rows: Tensor) -> Tensor:
         scales = self.scales[start // BLOCK : -(-stop // BLOCK)]
-        outcome = quantize_weight.queue(rows, self.codes[start:stop], scales, self.scale_format)
-        return torch.cat([outcome, outcome.new_ones(1)])
+        return quantize_weight.queue(rows, self.codes[start:stop], scales, self.scale_format)
 
 
 class Stager:
@@ -138,40 +196,31 @@ class Stager:
             target.reset()
 
     def stage(self, name: str, tensor: Tensor) -> Outcome:
-        """Queue the staging of one tensor of the manifest's shape, and tell its outcome (on the device of the twin).
+        """Queue the staging of one tensor of the manifest's shape.
 
         What is found wrong has been written all the same: the tensor counts as not staged until it comes again.
         """
-        found = []
+        outcome = Outcome()
         for piece in self.pieces[name]:
             source = tensor[tuple(slice(start, stop) for start, stop in piece.source)]
             target = self.quantized.get(piece.target)
             if target is not None:
-                found += target.write(piece.origin[0], source)
-                continue
-            destination = place(self.plain[piece.target], piece)
-            destination.copy_(source, non_blocking=True)
-            finite = torch.isfinite(destination).all().double()
-            found.append(torch.stack([finite * 0, finite * 0, finite, finite * 0 + 1]))
-        return _together(found)
+                target.write(piece.origin[0], source, outcome)
+            else:
+                destination = place(self.plain[piece.target], piece)
+                destination.copy_(source, non_blocking=True)
+                outcome.values.append(destination)
+        return outcome
 
     def stage_codes(self, name: str, codes: Tensor, scales: Tensor) -> Outcome:
         """The same for a tensor that comes quantized: E4M3 `[N, K]` and fp32 `[ceil(N/128), ceil(K/128)]`, as they are."""
-        found = []
+        outcome = Outcome()
         for piece in self.pieces[name]:
             (top, bottom), (left, right) = piece.source
             part = codes[top:bottom, left:right]
             blocks = scales[top // BLOCK : -(-bottom // BLOCK), left // BLOCK : -(-right // BLOCK)]
-            found.append(self.quantized[piece.target].copy(piece.origin[0], part, blocks))
-        return _together(found)
-
-
-def _together(outcomes: list[Outcome]) -> Outcome:
-    if not outcomes:
-        return torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    device = outcomes[-1].device
-    found = torch.stack([outcome.to(device) for outcome in outcomes])
-    return torch.cat([found[:, :2].sum(0), found[:, 2:].amin(0)])
+            self.quantized[piece.target].copy(piece.origin[0], part, blocks, outcome)
+        return outcome
 
 
 def place(parameter: Tensor, piece: Piece) -> Tensor:

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that run beside a measurement, in a process of their own: what is measured holds up none of their clocks."""
+
+import bisect
+import itertools
+import multiprocessing
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import httpx
+
+from vllm_fp8ext.demo.server import MODEL
+
+SETTLE_SECONDS = 5.0
+"""For the rates of tokens before and after what is measured."""
+
+
+class Background:
+    """So many requests at once, until the end of the context."""
+
+    def __init__(self, url: str, running: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._end, there = context.Pipe()
+        self._process = context.Process(target=_run, args=(url, running, there), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.send(None)
+        self._process.join(60)
+        self._process.kill()
+
+    def settle(self) -> None:
+        """Until tokens come steadily; their rate over the last seconds is the one before."""
+        self._ask("settle")
+
+    def during(self, begin: float, end: float) -> dict[str, Any]:
+        """Rates before, between and after two times of the monotonic clock, and the longest gap in one stream."""
+        found: dict[str, Any] = self._ask("during", begin, end)
+        return found
+
+    def _ask(self, what: str, *arguments: float) -> Any:
+        self._end.send((what, *arguments))
+        found = self._end.recv()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def _run(url: str, running: int, end: Connection) -> None:
+    with _Load(url, running) as load:
+        while (asked := end.recv()) is not None:
+            what, *arguments = asked
+            try:
+                end.send(getattr(load, what)(*arguments))
+            except Exception as error:
+                end.send(RuntimeError(f"the requests beside: {type(error).__name__}: {error}"))
+
+
+class _Load:
+    """Requests that always run, one stream to watch, and the server's count of tokens."""
+
+    def __init__(self, url: str, running: int) -> None:
+        self._url = url
+        self._running = running
+        self._stop = threading.Event()
+        self._streams: list[list[float]] = []
+        self._counts: list[tuple[float, float]] = []
+
+    def __enter__(self) -> Self:
+        self._pool = ThreadPoolExecutor(self._running + 1)
+        self._work = [self._pool.submit(self._count), self._pool.submit(self._watch)]
+        self._work += [self._pool.submit(self._ask, number) for number in range(self._running - 1)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+
+    def settle(self) -> None:
+        """Until tokens come steadily; their rate over the last seconds is the one before the updates."""
+        self._wait(2 * SETTLE_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        """Raises what went wrong with a request."""
+        for failed in wait(self._work, seconds, FIRST_COMPLETED).done:
+            failed.result()
+
+    def during(self, begin: float, end: float) -> dict[str, Any]:
+        """Rates around updates that lasted from `begin` to `end`, and the longest gap in the watched stream."""
+        self._wait(2 * SETTLE_SECONDS)
+        rates = {
+            "tokens_per_s_before": self._rate(begin - SETTLE_SECONDS, begin),
+            "tokens_per_s_during": self._rate(begin, end),
+            "tokens_per_s_after": self._rate(end + SETTLE_SECONDS, end + 2 * SETTLE_SECONDS),
+        }
+        lost = 1 - rates["tokens_per_s_during"] / rates["tokens_per_s_before"]
+        stall, usual = self._longest_gap(begin - 1, end + 1), self._longest_gap(begin - SETTLE_SECONDS, begin)
+        return {**rates, "stall_seconds": stall, "longest_gap_before": usual, "tokens_lost": lost}
+
+    def _longest_gap(self, begin: float, end: float) -> float | None:
+        """Between two tokens of one stream."""
+        inside = ([when for when in times if begin < when < end] for times in list(self._streams))
+        return max(
+            (after - before for times in inside for before, after in itertools.pairwise(times)), default=None
+        )
+
+    def _rate(self, begin: float, end: float) -> float:
+        return (self._tokens(end) - self._tokens(begin)) / (end - begin)
+
+    def _tokens(self, when: float) -> float:
+        """Tokens until then, between two counts in proportion to the time."""
+        after = min(max(1, bisect.bisect(self._counts, (when, 0.0))), len(self._counts) - 1)
+        (first, few), (last, many) = self._counts[after - 1 : after + 1]
+        return few + (many - few) * (when - first) / (last - first)
+
+    def _count(self) -> None:
+        with httpx.Client(timeout=600) as client:
+            while not self._stop.wait(0.1):
+                text = client.get(f"{self._url}/metrics").text
+                counts = [
+                    float(line.split()[-1])
+                    for line in text.splitlines()
+                    if line.startswith("vllm:generation_tokens_total")
+                ]
+                self._counts.append((time.monotonic(), sum(counts)))
+
+    def _ask(self, number: int) -> None:
+        with httpx.Client(timeout=600) as client:
+            for turn in itertools.count():
+                if self._stop.is_set():
+                    return
+                # so that they don't all begin anew at once
+                tokens = 512 + (number * 97 + turn * 31) % 1024
+                client.post(f"{self._url}/v1/completions", json=_body(number, tokens)).raise_for_status()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            times: list[float] = []
+            self._streams.append(times)
+            body = _body(self._running, 3000) | {"stream": True}
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=600) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        times.append(time.monotonic())
+                    if self._stop.is_set():
+                        break
+
+
+def _body(number: int, tokens: int) -> dict[str, Any]:
+    prompt = [7 + 13 * (number + position) % 500 for position in range(512)]
+    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
