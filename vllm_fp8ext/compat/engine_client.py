@@ -24,6 +24,10 @@ _LOOK_SECONDS = 0.25
 """How often a call looks whether the engine still lives: vLLM leaves open utility calls waiting when it dies."""
 
 
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+"""Seconds between two polls of a job: a tenth of the time that it has taken, within these."""
+
+
 class EngineCalls:
     """Operations of the update engine, awaited; each answers within its deadline or raises."""
 
@@ -94,22 +98,25 @@ class EngineCalls:
         started = await self(operation, **arguments)
         if "job" not in started:
             return started
-        pause, progress, until = 0.002, -1, 0.0
+        begun, progress, until = time.monotonic(), -1, 0.0
         while True:
             result = await self("poll", job=started["job"])
             if result["done"]:
                 result = _unwrapped(result)
                 if "job" not in result:
                     return result
-                started, pause, progress = result, 0.002, -1
+                started, begun, progress = result, time.monotonic(), -1
                 continue
             if result.get("tensors", 0) != progress:
                 progress, until = result.get("tensors", 0), time.monotonic() + self._deadline
             if time.monotonic() > until:
                 message = f"{operation}: nothing was done for {self._deadline:g} s"
                 raise UpdateError("engine-timeout", message, status=504)
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+            # what goes on in polls alone is polled at once: engine steps come in between
+            waited = time.monotonic() - begun
+            await asyncio.sleep(
+                0 if result.get("again") else min(_SHORTEST_PAUSE + waited / 10, _LONGEST_PAUSE)
+            )
 
     async def patiently(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation that may have to wait for running requests, which have a deadline of their own."""

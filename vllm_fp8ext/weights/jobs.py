@@ -64,13 +64,14 @@ class Jobs:
 
     def _advance(self, serial: int) -> Result:
         job = self._jobs[serial]
-        tensors = 0
+        tensors, again = 0, False
         for rank, result in enumerate(self._ranks("poll", serial)):
             if job.outcomes[rank] is None and (result.get("done") or "error" in result):
                 job.outcomes[rank] = result
             tensors = max(tensors, result.get("tensors", 0))
+            again = again or result.get("again", False)
         finished = [outcome for outcome in job.outcomes if outcome is not None]
         if len(finished) < len(job.outcomes):
-            return {"done": False, "tensors": tensors}
+            return {"done": False, "tensors": tensors, "again": again}
         del self._jobs[serial]
         return {"done": True, **described(job.finish)(finished)}

@@ -114,11 +114,12 @@ class Rank:
 
     @described
     def poll(self, job: int) -> Result:
-        """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once)."""
+        """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once). `"again": True`: the job goes on in
+        polls alone."""
         recital = self._recitals.get(job)
         if recital is not None:
             if not recital.advance():
-                return {"done": False}
+                return {"done": False, "again": True}
             del self._recitals[job]
             return {"done": True, **(recital.result or {})}
         if job not in self._results:
