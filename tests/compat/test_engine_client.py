@@ -57,6 +57,6 @@ def test_a_server_ends_as_its_engine_did(tmp_path, told: str, how: str, code: in
     script = tmp_path / "server.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-P", str(script), told, how], capture_output=True, text=True, timeout=120
+        [sys.executable, "-P", str(script), told, how], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == code, done.stderr[-2000:]

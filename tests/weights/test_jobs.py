@@ -42,7 +42,7 @@ def test_a_job_is_started_on_every_rank_and_polled_to_its_end() -> None:
     ranks = Ranks([{"done": False, "tensors": 2}, done(1)], [{"done": False, "tensors": 5}, done(2)])
     jobs = Jobs(ranks)
     assert jobs.start("stage", "u1", [], finish=summed) == {"job": 1}
-    assert jobs.poll(1) == {"done": False, "tensors": 5}
+    assert jobs.poll(1) == {"done": False, "tensors": 5, "again": False}
     assert jobs.poll(1) == {"done": True, "sum": 3}
     assert ranks.calls == [("stage", 1, "u1", []), ("poll", 1), ("poll", 1)]
 
@@ -66,6 +66,13 @@ def test_an_error_while_it_runs_is_told_when_every_rank_is_done(rank: int) -> No
     jobs.start("sing", finish=summed)
     assert not jobs.poll(1)["done"]
     assert jobs.poll(1) == {"done": True, "error": ERROR.as_dict()}
+
+
+def test_a_job_that_goes_on_in_polls_alone_says_so() -> None:
+    jobs = Jobs(Ranks([{"done": False}, done(1)], [{"done": False, "again": True}, done(2)]))
+    jobs.start("sing", finish=summed)
+    assert jobs.poll(1) == {"done": False, "tensors": 0, "again": True}
+    assert jobs.poll(1) == {"done": True, "sum": 3}
 
 
 def test_what_a_rank_said_first_is_its_result() -> None:

@@ -113,10 +113,8 @@ class EngineCalls:
                 message = f"{operation}: nothing was done for {self._deadline:g} s"
                 raise UpdateError("engine-timeout", message, status=504)
             # what goes on in polls alone is polled at once: engine steps come in between
-            waited = time.monotonic() - begun
-            await asyncio.sleep(
-                0 if result.get("again") else min(_SHORTEST_PAUSE + waited / 10, _LONGEST_PAUSE)
-            )
+            pause = min(_SHORTEST_PAUSE + (time.monotonic() - begun) / 10, _LONGEST_PAUSE)
+            await asyncio.sleep(0 if result.get("again") else pause)
 
     async def patiently(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation that may have to wait for running requests, which have a deadline of their own."""

@@ -114,8 +114,8 @@ class Rank:
 
     @described
     def poll(self, job: int) -> Result:
-        """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once). `"again": True`: the job goes on in
-        polls alone."""
+        """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once). `"again": True`: polls are what makes
+        it go on."""
         recital = self._recitals.get(job)
         if recital is not None:
             if not recital.advance():
