@@ -114,8 +114,10 @@ class Rank:
 
     @described
     def poll(self, job: int) -> Result:
-        """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once). With `"again": True` it is polls that
-        make the job go on."""
+        """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once).
+
+        `"again": True`: it is polls that make the job go on.
+        """
         recital = self._recitals.get(job)
         if recital is not None:
             if not recital.advance():
