@@ -93,6 +93,17 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
             if not found.get("stale"):
                 return found
 
+    @routes.post(
+        "/weights/verify",
+        response_model=schema.Verified,
+        summary="Compare what is served with what was committed",
+    )
+    async def verify() -> Any:
+        while True:
+            found = await backend.engine.job("verify")
+            if not found.get("stale"):
+                return found
+
     @routes.post("/updates", response_model=schema.Update, status_code=201, summary="Open an update")
     async def open_update(body: schema.OpenUpdate) -> Any:
         return {**await backend.engine("open", **body.model_dump()), "max_chunk_bytes": backend.spool.limit}

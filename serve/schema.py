@@ -235,6 +235,15 @@ class Digests(BaseModel):
     )
 
 
+class Verified(BaseModel):
+    """`POST /weights/verify`: every rank serves what was committed."""
+
+    epoch: int
+    version: str
+    ranks: int
+    seconds: float
+
+
 class Problem(BaseModel):
     """RFC 9457 problem document. Members beyond these depend on the type."""
 

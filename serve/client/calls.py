@@ -20,6 +20,7 @@ Content = bytes | Iterable[bytes]
 _WEIGHTS = TypeAdapter(schema.Weights)
 _MANIFEST = TypeAdapter(dict[str, Any])
 _DIGESTS = TypeAdapter(schema.Digests)
+_VERIFIED = TypeAdapter(schema.Verified)
 _UPDATE = TypeAdapter(schema.Update)
 _COMMITTED = TypeAdapter(schema.Committed)
 
@@ -37,6 +38,15 @@ def manifest(endpoint: Endpoint, /) -> Flow[dict[str, Any]]:
 def digests(endpoint: Endpoint, /) -> Flow[schema.Digests]:
     """Digests of what is served."""
     return call(endpoint, endpoint.request("GET", "/weights/digests"), _DIGESTS)
+
+
+def verify(endpoint: Endpoint, /) -> Flow[schema.Verified]:
+    """Compare what every rank serves with what was committed, on its own device.
+
+    Raises:
+        UpdateError: `weights-differ`, with the `ranks`.
+    """
+    return call(endpoint, endpoint.request("POST", "/weights/verify"), _VERIFIED)
 
 
 def open(

@@ -35,6 +35,7 @@ def register() -> None:
     _wrap(Stager, "stage", "staging", lambda self: self.fault_rank)
     _wrap(Rank, "sing", "prepare", lambda self: self.rank)
     _wrap(Exchange, "_swap", "exchange", lambda self: self.fault_rank, skip=2)
+    _wrap(Exchange, "fingerprint", "verify", lambda self: self.fault_rank)
 
 
 def _wrap(owner: Any, name: str, point: str, rank_of: Any, skip: int = 0) -> None:
@@ -47,7 +48,7 @@ def _wrap(owner: Any, name: str, point: str, rank_of: Any, skip: int = 0) -> Non
         if Path(os.environ["FP8EXT_FAULT"]).exists():
             calls += 1
             if calls > skip:
-                _happen(point, rank_of(self))
+                _happen(point, rank_of(self), self)
         else:
             calls = 0
         return original(self, *args, **kwargs)
@@ -55,7 +56,7 @@ def _wrap(owner: Any, name: str, point: str, rank_of: Any, skip: int = 0) -> Non
     setattr(owner, name, wrapped)
 
 
-def _happen(point: str, rank: int) -> None:
+def _happen(point: str, rank: int, where: Any) -> None:
     file = Path(os.environ["FP8EXT_FAULT"])
     try:
         fault = json.loads(file.read_text())
@@ -65,6 +66,9 @@ def _happen(point: str, rank: int) -> None:
         return
     if not fault["lasting"]:
         file.unlink()
+    if fault["kind"] == "flipped bit":
+        live, _ = where.pairs[-1]
+        live[-1] ^= 4
     if fault["kind"] == "exception":
         raise RuntimeError("an injected fault")
     if fault["kind"] == "out of memory":

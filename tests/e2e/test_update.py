@@ -53,6 +53,8 @@ def test_random_updates_end_as_cold_starts_do(server: Server, servers, spoiled: 
                 served, previous = label, served
             now = client.digests()
             assert client.weights().epoch == epoch + 1
+            verified = client.verify()
+            assert (verified.epoch, verified.ranks) == (epoch + 1, len(now.addresses))
             assert now.digests == expected[served]
             assert now.addresses == cold["digests"]["addresses"]
         client.push(EARLY, version="early")

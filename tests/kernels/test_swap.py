@@ -51,3 +51,50 @@ def test_sizes_are_equal(device: str) -> None:
     whole = torch.zeros(64, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match="found 32 and 16 bytes"):
         Swap([(whole[:32], whole[48:])])
+
+
+SIZES = (40, TILE_BYTES * 2 + 56, 7, TILE_BYTES)
+
+
+@pytest.fixture
+def pairs(device: str) -> list[tuple[Tensor, Tensor]]:
+    """Equal contents on both sides."""
+    noise = torch.Generator().manual_seed(0)
+    first = [torch.randint(0, 256, (size,), generator=noise, dtype=torch.uint8).to(device) for size in SIZES]
+    return [(tensor, tensor.clone()) for tensor in first]
+
+
+def test_equal_contents_have_equal_fingerprints(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    swap = Swap(pairs)
+    assert swap.fingerprint(0) == swap.fingerprint(1) > 0
+    pairs[0][0][0] ^= 1
+    changed, other = swap.fingerprint(0), swap.fingerprint(1)
+    assert changed != other
+    swap.run()
+    assert (swap.fingerprint(0), swap.fingerprint(1)) == (other, changed)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "byte"), [(0, 0), (0, 39), (1, 5), (1, TILE_BYTES), (1, -1), (2, 3), (3, -9)]
+)
+def test_every_byte_counts(pairs: list[tuple[Tensor, Tensor]], tensor: int, byte: int) -> None:
+    swap = Swap(pairs)
+    for bit in (1, 128):
+        pairs[tensor][0][byte] ^= bit
+        assert swap.fingerprint(0) != swap.fingerprint(1)
+        pairs[tensor][0][byte] ^= bit
+    assert swap.fingerprint(0) == swap.fingerprint(1)
+
+
+def test_places_count(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """The same words in another order, within a tile and across tiles."""
+    swap = Swap(pairs)
+    for here, there in ((0, 16), (32, TILE_BYTES + 32)):
+        tensor, copy = pairs[1]
+        tensor[here : here + 4], tensor[there : there + 4] = copy[there : there + 4], copy[here : here + 4]
+        assert swap.fingerprint(0) != swap.fingerprint(1)
+        tensor.copy_(copy)
+
+
+def test_nothing_has_a_fingerprint_too(device: str) -> None:
+    assert Swap([]).fingerprint(0) == 0

@@ -167,3 +167,14 @@ def test_a_complete_run_mends_a_broken_exchange(pairs: list[tuple[Tensor, Tensor
         swap.run()
     assert sides(pairs) == before
     assert not swap.broken
+
+
+def test_fingerprints_tell_contents_apart() -> None:
+    pairs = [(torch.arange(300.0), torch.zeros(300)), (torch.ones(7).bfloat16(), torch.zeros(7).bfloat16())]
+    swapped = Exchange(pairs)
+    live, twin = swapped.fingerprint(twin=False), swapped.fingerprint(twin=True)
+    assert live != twin
+    swapped.run()
+    assert (swapped.fingerprint(twin=False), swapped.fingerprint(twin=True)) == (twin, live)
+    pairs[1][0].view(torch.uint8)[3] ^= 1
+    assert swapped.fingerprint(twin=False) != twin

@@ -38,6 +38,8 @@ class UpdateEngine:
         self.jobs = Jobs(core.ranks)
         self.sessions: dict[str, Session] = {}
         self._canaries: dict[str, Canary] = {}
+        self._fingerprints: dict[Label, list[int]] = {}
+        """What each rank's twin held when it was prepared, by the label that it was committed with."""
         self._clock = clock
         self._manifest: Manifest | None = None
         self._cost: Result = {"twin_bytes": [], "twin_kv_blocks": 0}
@@ -55,6 +57,7 @@ class UpdateEngine:
             "abandon": self.abandon,
             "rollback": self.rollback,
             "digests": self.digests,
+            "verify": self.verify,
         }
 
     @described
@@ -182,11 +185,11 @@ class UpdateEngine:
         session.check(self.step.live.epoch)
         started, revision = time.perf_counter(), session.revision
         if not session.partial:
-            return self._sing(session, revision, started)
+            return self._mark(session, revision, started)
 
         def kept(results: list[Result]) -> Result:
             _raise_first(results)
-            return self._sing(session, revision, started)
+            return self._mark(session, revision, started)
 
         return self.jobs.start("keep_others", session.id, sorted(session.staged_names()), finish=kept)
 
@@ -209,6 +212,7 @@ class UpdateEngine:
             raise
         if phases is None:
             return {"waiting": self.core.unfinished()}
+        self._remember(label, session.fingerprints)
         session.seconds.update(phases)
         session.seconds["total"] = self._clock() - session.opened_at
         session.commit({"epoch": label.epoch, "version": label.version, "pause_seconds": phases["pause"]})
@@ -238,10 +242,12 @@ class UpdateEngine:
             raise UpdateError(
                 "no-previous", "no previous weights: no update was committed, or a newer one was begun"
             )
-        label = Label(self.step.live.epoch + 1, self.step.previous.version)
+        previous = self.step.previous
+        label = Label(self.step.live.epoch + 1, previous.version)
         phases = self.step.run("rollback", label, Running(running), wait_seconds)
         if phases is None:
             return {"waiting": self.core.unfinished()}
+        self._remember(label, self._fingerprints.get(previous, []))
         self.totals.ended("rolled-back")
         self.totals.took(phases)
         return {"epoch": label.epoch, "version": label.version, "seconds": phases}
@@ -250,6 +256,12 @@ class UpdateEngine:
         """Start to compute the digests of the served weights; returns a job."""
         self._known_manifest()
         return self.jobs.start("digests", finish=partial(self._digested, self.step.live))
+
+    def verify(self) -> Result:
+        """Start to compare what is served with what was committed; returns a job."""
+        self._known_manifest()
+        finish = partial(self._verified, self.step.live, time.perf_counter())
+        return self.jobs.start("fingerprint", False, finish=finish)
 
     def _staged(self, session: Session, chunk: str, started: float, results: list[Result]) -> Result:
         errors = [result["error"] for result in results if "error" in result]
@@ -263,6 +275,45 @@ class UpdateEngine:
         if problems:
             raise refusal(problems)
         return {"update": session.as_dict()}
+
+    def _mark(self, session: Session, revision: int, started: float) -> Result:
+        """Take the fingerprints of what is prepared."""
+
+        def marked(results: list[Result]) -> Result:
+            _raise_first(results)
+            session.fingerprints = [result["fingerprint"] for result in results]
+            return self._sing(session, revision, started)
+
+        return self.jobs.start("fingerprint", True, finish=marked)
+
+    def _remember(self, label: Label, fingerprints: list[int]) -> None:
+        """Of the weights that are served from now on, beside those that a rollback brings back."""
+        kept = {
+            known: self._fingerprints[known] for known in (self.step.previous,) if known in self._fingerprints
+        }
+        self._fingerprints = {**kept, label: fingerprints}
+
+    def _verified(self, served: Label, started: float, results: list[Result]) -> Result:
+        _raise_first(results)
+        if served != self.step.live:
+            return {"stale": True}
+        found = [result["fingerprint"] for result in results]
+        expected = self._fingerprints.get(served, [])
+        wrong = [rank for rank, value in enumerate(found) if [value] != expected[rank : rank + 1]]
+        if wrong:
+            raise UpdateError(
+                "weights-differ",
+                f"rank {', '.join(map(str, wrong))}: the served weights are not those that were committed as epoch "
+                f"{served.epoch} (version {served.version})",
+                status=500,
+                ranks=wrong,
+            )
+        return {
+            "epoch": served.epoch,
+            "version": served.version,
+            "ranks": len(found),
+            "seconds": time.perf_counter() - started,
+        }
 
     def _sing(self, session: Session, revision: int, started: float) -> Result:
         canary = self._canaries[session.id]
@@ -306,6 +357,7 @@ class UpdateEngine:
             own = canary_of(None, self.core.settings, self.core.vocabulary, self.core.longest_prompt)
             _raise_first(self.core.ranks("rehearse", own.prompts))
             self._manifest = merge(Manifest.from_dict(part["manifest"]) for part in parts)
+            self._fingerprints[self.step.live] = [part["fingerprint"] for part in parts]
             self._cost = {
                 "twin_bytes": [part["twin_bytes"] for part in parts],
                 "twin_kv_blocks": parts[0]["twin_kv_blocks"],

@@ -53,6 +53,7 @@ class Rank:
         """This rank's manifest, and what its twin costs."""
         return {
             "manifest": self.twin.manifest.as_dict(),
+            "fingerprint": self._fingerprint(twin=False)["fingerprint"],
             "twin_bytes": self.twin.exchange.bytes,
             "twin_kv_blocks": self.kv_blocks,
         }
@@ -113,6 +114,11 @@ class Rank:
         return self._start("digests", job, self._digests)
 
     @described
+    def fingerprint(self, job: int, twin: bool) -> Result:
+        """Start to compute the fingerprint of the twin's contents, or of the live ones."""
+        return self._start("staging" if twin else "digests", job, lambda: self._fingerprint(twin=twin))
+
+    @described
     def poll(self, job: int) -> Result:
         """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once).
 
@@ -142,6 +148,10 @@ class Rank:
             failure = UpdateError("exchange-failed", f"rank {self.rank}: {error}", status=500)
             return {"error": failure.as_dict(), "broken": self.twin.exchange.broken}
         return {"seconds": time.perf_counter() - start}
+
+    def _fingerprint(self, *, twin: bool) -> Result:
+        with torch.inference_mode():
+            return {"fingerprint": self.twin.exchange.fingerprint(twin=twin)}
 
     def _start(self, lane: str, job: int, work: Callable[[], Result]) -> Result:
         if lane not in self._lanes:

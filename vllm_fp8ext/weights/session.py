@@ -87,6 +87,8 @@ class Session:
     result: dict[str, Any] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     canary_perplexity: float | None = None
+    fingerprints: list[int] = field(default_factory=list)
+    """Of each rank's twin, once prepared."""
     expires_at: float = field(init=False)
 
     def __post_init__(self) -> None:
