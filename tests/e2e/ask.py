@@ -50,9 +50,9 @@ class Stream:
         self._first = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(server, prompt, tokens))
         self._thread.start()
-        assert self._first.wait(60), "no token came"
+        assert self._first.wait(300), "no token came"
 
-    def wait(self, seconds: float = 120) -> None:
+    def wait(self, seconds: float = 300) -> None:
         """Until it ends, however that is."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), "a running request was not answered"
@@ -133,7 +133,7 @@ def state(server: Server) -> dict[str, Any]:
 def metrics(server: Server, name: str) -> dict[str, float]:
     """Samples of a Prometheus metric, by label set."""
     found = {}
-    for line in httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines():
+    for line in httpx.get(f"{server.url}/metrics", timeout=120).text.splitlines():
         label, _, value = line.rpartition(" ")
         if label == name or label.startswith(name + "{"):
             found[label[len(name) :].strip("{}")] = float(value)

@@ -184,7 +184,7 @@ def _state(server: Server) -> dict[str, Any]:
         "temperature": 0,
         "return_token_ids": True,
     }
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).raise_for_status().json()
     return {"epoch": weights.epoch, "digests": digests, "tokens": reply["choices"][0]["token_ids"]}
 
 
@@ -197,7 +197,7 @@ def _require_poisoned(server: Server) -> None:
         ("GET", "/v1/models"),
         ("GET", "/health"),
     ):
-        reply = httpx.request(method, f"{server.url}{path}", json={}, timeout=30)
+        reply = httpx.request(method, f"{server.url}{path}", json={}, timeout=120)
         assert reply.status_code == 503, f"{path}: {reply.status_code} {reply.text}"
         assert reply.json()["type"] == "urn:fp8ext:problem:poisoned"
     with server.client() as client:
@@ -218,7 +218,7 @@ def _heal(server: Server) -> None:
         served = client.digests().digests
         manifest = Manifest.from_dict(client.manifest())
         assert served == checkpoint_digests(LATE, manifest)
-    httpx.get(f"{server.url}/health", timeout=30).raise_for_status()
+    httpx.get(f"{server.url}/health", timeout=120).raise_for_status()
     assert _state(server)["tokens"]
 
 

@@ -61,7 +61,7 @@ def _logprobs(model: nn.Module, texts: list[list[int]]) -> Tensor:
 def _served(server: Server, texts: list[list[int]]) -> Tensor:
     """The same from the server: full distributions over the prompt."""
     body = {"model": MODEL, "prompt": texts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 128}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).raise_for_status().json()
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=580).raise_for_status().json()
     rows = []
     for choice in reply["choices"]:
         for position in choice["prompt_logprobs"][1:]:

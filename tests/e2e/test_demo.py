@@ -22,7 +22,7 @@ def test_demo(tmp_path: Path):
         "--json",
         str(results),
     ]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(results.read_text())
     assert found["ok"]

@@ -22,6 +22,6 @@ def test_curl_examples(single: Server, folder: Path, tmp_path: Path, spoiled: Ca
     script = "set -euo pipefail\n" + "\n".join(blocks)
     env = {**os.environ, "URL": single.url, "FP8EXT_ADMIN_KEY": single.key, "CHECKPOINT": str(checkpoint)}
     done = subprocess.run(
-        ["bash", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        ["bash", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr

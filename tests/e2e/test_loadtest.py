@@ -40,7 +40,7 @@ def load(server: Server, folder: Path, *more: str) -> dict[str, Any]:
         *more,
     ]
     env = {**os.environ, ADMIN_KEY: server.key}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240, env=env)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=500, env=env)
     assert done.returncode in (0, 2), done.stdout + done.stderr
     found: dict[str, Any] = json.loads((folder / "report.json").read_text())
     measured: dict[str, Any] = found["measured"]

@@ -188,7 +188,7 @@ def _put(server: Server, id: str, body: bytes, **headers: str) -> httpx.Response
         f"{server.url}/fp8ext/v1/updates/{id}/chunks/0",
         content=body,
         headers={"Authorization": f"Bearer {server.key}", **headers},
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -357,7 +357,7 @@ def test_keys(unchanged: Server, key, status, kind, monkeypatch):
 
 
 def test_no_key_beats_a_bad_body(unchanged: Server):
-    reply = httpx.post(f"{unchanged.url}/fp8ext/v1/updates", content=b"{not json", timeout=10)
+    reply = httpx.post(f"{unchanged.url}/fp8ext/v1/updates", content=b"{not json", timeout=120)
     assert reply.status_code == 401
     assert reply.headers["content-type"] == "application/problem+json"
 
@@ -409,6 +409,6 @@ def test_wrong_states(unchanged: Server):
 def test_bad_requests(unchanged: Server):
     headers = {"Authorization": f"Bearer {unchanged.key}"}
     for body in ({"nope": 1}, {"running": "sometimes"}, {"version": ""}, {"base_epoch": -1}, [], "x"):
-        reply = httpx.post(f"{unchanged.url}/fp8ext/v1/updates", json=body, headers=headers, timeout=10)
+        reply = httpx.post(f"{unchanged.url}/fp8ext/v1/updates", json=body, headers=headers, timeout=120)
         assert reply.status_code == 422, reply.text
         assert reply.json()["type"] == "urn:fp8ext:problem:invalid-request"

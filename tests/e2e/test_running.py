@@ -44,7 +44,7 @@ def _commit_under(server: Server, running: str, prompt: str, tokens: int, versio
         update = weights.open(version=version, running=running)  # type: ignore[arg-type]  # a parameter's text
         weights.put_chunk(update.id, 0, body)
         weights.prepare(update.id)
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=300) as reply:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=580) as reply:
             for line in reply.iter_lines():
                 if not line.startswith("data: {"):
                     continue

@@ -196,6 +196,6 @@ def test_health_while_updating(server: Server):
     with server.client() as client:
         update = client.open()
         assert client.weights().state == "updating"
-        assert httpx.get(f"{server.url}/health", timeout=10).is_success
+        assert httpx.get(f"{server.url}/health", timeout=120).is_success
         client.abandon(update.id)
         assert client.weights().state == "serving"

@@ -61,7 +61,7 @@ def unused_port() -> int:
         return port
 
 
-def load(url: str, folder: Path, *more: str, seconds: float = 60) -> tuple[int, dict[str, Any], str]:
+def load(url: str, folder: Path, *more: str, seconds: float = 300) -> tuple[int, dict[str, Any], str]:
     """Exit code, report and output of `fp8ext bench load`."""
     line = [sys.executable, "-m", "vllm_fp8ext.cli", "bench", "load", "--url", url, "--report", str(folder)]
     done = subprocess.run([*line, *more], capture_output=True, text=True, timeout=seconds)
@@ -182,7 +182,7 @@ def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
         "1",
     ]
     done = subprocess.run(
-        [*line, "--run-time", "1s", "--output-tokens", "5"], capture_output=True, text=True, timeout=60
+        [*line, "--run-time", "1s", "--output-tokens", "5"], capture_output=True, text=True, timeout=240
     )
     assert done.returncode in (0, 2), done.stderr
     assert "time to first token" in done.stdout
