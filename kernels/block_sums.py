@@ -28,7 +28,7 @@ def _totals(sums_T3, bounds, totals_P3, STEP: tl.constexpr, COLUMNS: tl.constexp
 
 
 def totals(parts: Sequence[Tensor]) -> Tensor:
-    """fp64 `[P, 3]` of `P` tensors fp32 `[…, 3]` on one device, queued in two launches whatever their number."""
+    """fp64 `[P, 3]` of `P` tensors fp32 `[…, 3]` on one device, in a few launches whatever their number."""
     flat = [part.reshape(-1, COLUMNS) for part in parts]
     device = flat[0].device
     found = torch.empty(len(flat), COLUMNS, dtype=torch.float64, device=device)

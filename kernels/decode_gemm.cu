@@ -21,7 +21,7 @@
 // A launch may begin before the previous kernel has ended: only x and `out` are touched after griddepcontrol.wait.
 //
 // Shared memory: ring of `stages` ROWS x 128 codes, then x: one TOKENS x 128 for each block of own columns (STREAM: for each
-// stage), both in the 128-byte swizzle that wgmma reads (rows of x from M on are never written: they only reach outputs that are never
+// stage), both in the 128-byte swizzle that wgmma reads (what rows of x from M on hold only reaches outputs that are never
 // stored), then what other ranks send, scales of x, barriers.
 
 typedef unsigned int u32;

@@ -53,6 +53,8 @@ def decode_gemm(
         )
     _check(values, scales, codes_NK, scales_NbKb, bias_N, config)
     tokens = decode_cuts.width(m)
+    if scales is not None:
+        scale_format = "fp32"  # makes no difference then
     kernel = _kernel(
         *(config.rows, config.splits, tokens, scale_format, scales is not None, config.stream),
         values.device.index,
@@ -93,8 +95,7 @@ def _kernel(
     stream: bool,
     _device: int,
 ) -> cuda.Kernel:
-    form: ScaleFormat = "fp32" if quantized else scale_format
-    code = machine_code(rows, splits, tokens, form, quantized, stream)
+    code = machine_code(rows, splits, tokens, scale_format, quantized, stream)
     return cuda.Kernel(code, "decode_gemm", rows * 2 + 32, splits)
 
 

@@ -81,7 +81,7 @@ def _on_gpu(weight_NK: Tensor, codes_NK: Tensor, scales_NbKb: Tensor, scale_form
         source = weight_NK[rows].to(codes_NK.device, non_blocking=True)
         if source.dtype not in quantize_weight_triton.DTYPES:
             source = source.float()
-        quantize_weight_triton.launch(
+        quantize_weight_triton.launch(  # on the codes' GPU, which is the current one in an engine
             source, codes_NK[rows], scales_NbKb[row_blocks], scale_format, sums_NbKb3[row_blocks]
         )
     return sums_NbKb3

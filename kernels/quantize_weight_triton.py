@@ -15,7 +15,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What it reads."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scales_NbKb", "sums_NbKb3"])
 def _quantize_weight(
     weight_NK,
     codes_NK,

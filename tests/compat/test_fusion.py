@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
+from vllm.platforms import current_platform
 
 from vllm_fp8ext.kernels import cases, reference
 
@@ -166,6 +167,7 @@ def test_inductor_takes_the_joined_graph(weight):
 
 def _gate(name: str) -> Any:
     """vLLM's operator, or one of its name where vLLM is built without it."""
+    current_platform.import_kernels()  # before: who comes second with a name is aborted
     if not hasattr(torch.ops._C, name):
         result = "result" if name == "silu_and_mul" else "out"
         torch.library.define(f"_C::{name}", f"(Tensor(a!) {result}, Tensor input) -> ()")
@@ -177,3 +179,14 @@ def test_the_pass_is_named_by_its_source():
 
     assert JoinLinear().uuid() == JoinLinear().uuid()
     assert len(JoinLinear().uuid()) == 64
+
+
+def test_graphs_of_other_kernels_have_another_key(monkeypatch: pytest.MonkeyPatch):
+    """A cached graph has the choice of kernels in it, and DeepGEMM may be installed later."""
+    from vllm_fp8ext.compat import fusion
+
+    keys = set()
+    for installed in (False, True):
+        monkeypatch.setattr(fusion, "has_deep_gemm", lambda installed=installed: installed)
+        keys.add(fusion._baked_in())
+    assert len(keys) == 2

@@ -2,6 +2,7 @@
 """Requests that run beside a measurement, in a process of their own: what is measured holds up none of their clocks."""
 
 import bisect
+import contextlib
 import itertools
 import multiprocessing
 import threading
@@ -31,7 +32,8 @@ class Background:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.send(None)
+        with contextlib.suppress(OSError):  # it has ended
+            self._end.send(None)
         self._process.join(60)
         self._process.kill()
 

@@ -189,7 +189,7 @@ def _write(file: Path, before: dict[str, Any] | None, found: list[dict[str, Any]
     """Provenance of each run beside its cases: a file may hold several runs."""
     origin = provenance()
     before = before or {"provenance": origin, "runs": [], "cases": []}
-    runs = [*before["runs"], origin]
+    runs = [*before.get("runs", ()), origin]
     cases = [*before["cases"], *({**case, "run": len(runs) - 1} for case in found)]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({**before, "runs": runs, "cases": cases}, indent=1) + "\n")

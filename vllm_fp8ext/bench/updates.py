@@ -113,7 +113,6 @@ def _measure(
         with contextlib.ExitStack() as stack:
             load = stack.enter_context(Background(server.url, running)) if running else None
             for transport in transports:
-                push = stack.enter_context(_pusher(transport, options, server, checkpoints))
                 case = {
                     "model": options.shape,
                     "transport": transport,
@@ -121,7 +120,8 @@ def _measure(
                     "running": running,
                 }
                 case |= {"policy": options.policy, "staging": options.settings.get("staging", "shadow")}
-                case |= _updates(options, load, partial(_next, push, weights))
+                with _pusher(transport, options, server, checkpoints) as push:
+                    case |= _updates(options, load, partial(_next, push, weights))
                 console.print(case)
                 found.append(case)
     return found

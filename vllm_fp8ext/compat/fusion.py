@@ -11,14 +11,16 @@ import logging
 import operator
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
+from vllm.utils.import_utils import has_deep_gemm
 
-from vllm_fp8ext.kernels import linear
+from vllm_fp8ext.kernels import linear, selection
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -39,10 +41,18 @@ def configure(config: Any) -> None:
         return
     compilation.inductor_compile_config[PASS] = JoinLinear()
     # vLLM's cache of compiled graphs asks for the configuration alone
-    config.additional_config = {**(config.additional_config or {}), "fp8ext_graphs": JoinLinear().uuid()}
+    config.additional_config = {**(config.additional_config or {}), "fp8ext_graphs": _baked_in()}
     for name in CUSTOM_OPS:  # each as one node, so that it is found below
         if not any(op in compilation.custom_ops for op in (f"+{name}", f"-{name}", "all")):
             compilation.custom_ops.append(f"+{name}")
+
+
+def _baked_in() -> str:
+    """Of everything that decides what is a constant of a compiled graph: the pass, and which kernel takes which layer."""
+    gemm = Path(__file__).with_name("gemm.py").read_text()
+    return JoinLinear.hash_source(
+        JoinLinear().uuid(), inspect.getsource(selection), gemm, str(has_deep_gemm())
+    )
 
 
 class JoinLinear(InductorPass):

@@ -53,12 +53,21 @@ def warm_up(model: nn.Module, max_tokens: int) -> None:
 def _compile(layers: dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]]) -> None:
     programs = set()
     for (n, k), (_, method) in layers.items():
-        for tokens in decode_cuts.widths(method.route.decode_tokens if method.route else 0):
-            for form, quantized in ((method.scale_format, False), ("fp32", True)):
-                cut = decode_cuts.choose(n, k, tokens, quantized=quantized)
-                programs.add((cut.rows, cut.splits, tokens, form, quantized, cut.stream))
+        for tokens, quantized in _decode_kernels(method):
+            cut = decode_cuts.choose(n, k, tokens, quantized=quantized)
+            form = "fp32" if quantized else method.scale_format
+            programs.add((cut.rows, cut.splits, tokens, form, quantized, cut.stream))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda program: decode_gemm.machine_code(*program), programs))
+
+
+def _decode_kernels(method: BlockFp8LinearMethod) -> list[tuple[int, bool]]:
+    """Widths of the decode GEMM that the layer can take, and whether activations come quantized."""
+    assert method.route is not None
+    few, gemm = method.route
+    quantized = decode_cuts.TOKENS if gemm == "decode_gemm" else decode_cuts.widths(few)
+    inside = decode_cuts.widths(min(few, decode_gemm.PROLOGUE_TOKENS))
+    return [(tokens, True) for tokens in quantized] + [(tokens, False) for tokens in inside]
 
 
 def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
@@ -77,9 +86,9 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     for activation in ACTIVATIONS:
         gated_quantize(torch.zeros(1, 2 * k, dtype=dtype, device=weight.device), activation, form)
     quantized = quantize_activation(x, form)
-    for tokens in decode_cuts.widths(few):
-        decode_gemm.decode_gemm(x[:tokens], weight, scales, None, form)
-        decode_gemm.decode_gemm(quantize_activation(x[:tokens], form), weight, scales, None, form)
+    for tokens, before in _decode_kernels(method):
+        part = quantize_activation(x[:tokens], form) if before else x[:tokens]
+        decode_gemm.decode_gemm(part, weight, scales, None, "fp32" if before else form)
     counts = {max_tokens}
     if name == "deep_gemm" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
         found = _generate_optimal_warmup_m_values(max_tokens, n, weight.device)

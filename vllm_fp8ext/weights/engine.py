@@ -260,7 +260,10 @@ class UpdateEngine:
     def verify(self) -> Result:
         """Start to compare what is served with what was committed; returns a job."""
         self._known_manifest()
-        finish = partial(self._verified, self.step.live, time.perf_counter())
+        if self.step.poisoned is not None:
+            raise UpdateError("poisoned", f"nobody knows what is served: {self.step.poisoned}", status=503)
+        served, exchanges = self.step.live, self.step.exchanges
+        finish = partial(self._verified, served, exchanges, time.perf_counter())
         return self.jobs.start("fingerprint", False, finish=finish)
 
     def _staged(self, session: Session, chunk: str, started: float, results: list[Result]) -> Result:
@@ -293,9 +296,9 @@ class UpdateEngine:
         }
         self._fingerprints = {**kept, label: fingerprints}
 
-    def _verified(self, served: Label, started: float, results: list[Result]) -> Result:
+    def _verified(self, served: Label, exchanges: int, started: float, results: list[Result]) -> Result:
         _raise_first(results)
-        if served != self.step.live:
+        if exchanges != self.step.exchanges:  # tried meanwhile: what was read may be half of each
             return {"stale": True}
         found = [result["fingerprint"] for result in results]
         expected = self._fingerprints.get(served, [])

@@ -61,6 +61,8 @@ class ExchangeStep:
         self.previous: Label | None = None
         """What the twin holds, when it holds complete weights."""
         self.poisoned: str | None = None
+        self.exchanges = 0
+        """How often live and twin were exchanged, or were tried to be."""
         self.stall_seconds: float | None = None
         """From the pause for the last exchange to the end of the first engine step after it; None without requests."""
         self._waiting: Waiting | None = None
@@ -154,6 +156,7 @@ class ExchangeStep:
     def _swap_all(self) -> None:
         """Exchange on every rank. When some fail (each undoes its own part), the others swap back; if that fails too, no
         rank can be trusted and the engine is poisoned: it generates nothing until a full update heals it."""
+        self.exchanges += 1
         results = self._core.ranks("exchange")
         failures = [result for result in results if "error" in result]
         if not failures:

@@ -49,24 +49,28 @@ def opened(source: IpcSource) -> Iterator[Any]:
     """
     index = device_index(source.device)
     addresses: list[int] = []
-    with torch.cuda.device(index):
-        try:
-            parts = []
+    try:
+        parts = []
+        with torch.cuda.device(
+            index
+        ):  # while handles are opened alone: what reads them runs on the rank's own GPU
             for text, size in source.allocations:
                 addresses.append(_open(text))
                 parts.append(
                     torch.as_tensor(_Memory(_checked(addresses[-1], size), size), device=f"cuda:{index}")
                 )
 
-            def read(tensor: StoredTensor) -> Tensor:
-                number = bisect.bisect_right(source.bounds, tensor.start, hi=len(parts)) - 1
-                start = tensor.start - source.bounds[number]
-                raw = parts[number][start : start + tensor.size]
-                return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
+        def read(tensor: StoredTensor) -> Tensor:
+            number = bisect.bisect_right(source.bounds, tensor.start, hi=len(parts)) - 1
+            start = tensor.start - source.bounds[number]
+            raw = parts[number][start : start + tensor.size]
+            return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
 
-            yield read
-        finally:
-            torch.cuda.current_stream().synchronize()
+        yield read
+    finally:
+        torch.cuda.current_stream().synchronize()  # the rank's own: what it queued may still read
+        with torch.cuda.device(index):
+            torch.cuda.current_stream().synchronize()  # copies between GPUs
             for address in addresses:
                 cuda.call("cuIpcCloseMemHandle", ctypes.c_ulonglong(address))
 

@@ -58,7 +58,6 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
     sums = _listed(outcomes, lambda outcome: outcome.sums)
     values = _listed(outcomes, lambda outcome: [part for part in outcome.values if part.numel()])
     flags = _listed(outcomes, lambda outcome: outcome.flags)
-    # all of it queued before the first wait
     added = quantize_weight.totals(sums.parts) if sums.parts else None
     infinite = _infinite(values.parts) if values.parts else None
     wrong = ~torch.stack(flags.parts) if flags.parts else None
