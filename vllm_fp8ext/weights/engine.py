@@ -17,6 +17,7 @@ from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.weights.canary import Canary, canary_of, judge
 from vllm_fp8ext.weights.claims import Claim, opening_problems
 from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
+from vllm_fp8ext.weights.fingerprints import Fingerprints
 from vllm_fp8ext.weights.jobs import Jobs, Result
 from vllm_fp8ext.weights.labels import Label, default_version
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec, merge
@@ -38,8 +39,7 @@ class UpdateEngine:
         self.jobs = Jobs(core.ranks)
         self.sessions: dict[str, Session] = {}
         self._canaries: dict[str, Canary] = {}
-        self._fingerprints: dict[Label, list[int]] = {}
-        """What each rank's twin held when it was prepared, by the label that it was committed with."""
+        self._fingerprints = Fingerprints()
         self._clock = clock
         self._manifest: Manifest | None = None
         self._cost: Result = {"twin_bytes": [], "twin_kv_blocks": 0}
@@ -212,7 +212,7 @@ class UpdateEngine:
             raise
         if phases is None:
             return {"waiting": self.core.unfinished()}
-        self._remember(label, session.fingerprints)
+        self._fingerprints.keep(label, session.fingerprints, self.step.previous)
         session.seconds.update(phases)
         session.seconds["total"] = self._clock() - session.opened_at
         session.commit({"epoch": label.epoch, "version": label.version, "pause_seconds": phases["pause"]})
@@ -247,7 +247,7 @@ class UpdateEngine:
         phases = self.step.run("rollback", label, Running(running), wait_seconds)
         if phases is None:
             return {"waiting": self.core.unfinished()}
-        self._remember(label, self._fingerprints.get(previous, []))
+        self._fingerprints.keep(label, self._fingerprints.of(previous), self.step.previous)
         self.totals.ended("rolled-back")
         self.totals.took(phases)
         return {"epoch": label.epoch, "version": label.version, "seconds": phases}
@@ -289,28 +289,12 @@ class UpdateEngine:
 
         return self.jobs.start("fingerprint", True, finish=marked)
 
-    def _remember(self, label: Label, fingerprints: list[int]) -> None:
-        """Of the weights that are served from now on, beside those that a rollback brings back."""
-        kept = {
-            known: self._fingerprints[known] for known in (self.step.previous,) if known in self._fingerprints
-        }
-        self._fingerprints = {**kept, label: fingerprints}
-
     def _verified(self, served: Label, exchanges: int, started: float, results: list[Result]) -> Result:
         _raise_first(results)
         if exchanges != self.step.exchanges:  # tried meanwhile: what was read may be half of each
             return {"stale": True}
         found = [result["fingerprint"] for result in results]
-        expected = self._fingerprints.get(served, [])
-        wrong = [rank for rank, value in enumerate(found) if [value] != expected[rank : rank + 1]]
-        if wrong:
-            raise UpdateError(
-                "weights-differ",
-                f"rank {', '.join(map(str, wrong))}: the served weights are not those that were committed as epoch "
-                f"{served.epoch} (version {served.version})",
-                status=500,
-                ranks=wrong,
-            )
+        self._fingerprints.require(served, found)
         return {
             "epoch": served.epoch,
             "version": served.version,
@@ -360,7 +344,7 @@ class UpdateEngine:
             own = canary_of(None, self.core.settings, self.core.vocabulary, self.core.longest_prompt)
             _raise_first(self.core.ranks("rehearse", own.prompts))
             self._manifest = merge(Manifest.from_dict(part["manifest"]) for part in parts)
-            self._fingerprints[self.step.live] = [part["fingerprint"] for part in parts]
+            self._fingerprints.keep(self.step.live, [part["fingerprint"] for part in parts], None)
             self._cost = {
                 "twin_bytes": [part["twin_bytes"] for part in parts],
                 "twin_kv_blocks": parts[0]["twin_kv_blocks"],
