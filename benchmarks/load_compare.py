@@ -21,7 +21,7 @@ from rich.table import Table
 
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
 from vllm_fp8ext.bench.provenance import provenance
-from vllm_fp8ext.demo.server import Server
+from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.environment import ADMIN_KEY
 
 VARIANTS: dict[str, tuple[list[str], bool]] = {
@@ -52,7 +52,7 @@ def main() -> int:
                     str(options.prompts * 16),
                 ),
                 *("--max-num-batched-tokens", "8192", *extra),
-                *(word for pair in options.serve for word in f"--{pair}".split("=", 1)),
+                *serve_options(options.serve),
             ]
             settings = {"allowed_dirs": [str(folder)]}
             log = folder / f"{name}.log"

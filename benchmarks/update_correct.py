@@ -24,7 +24,7 @@ from rich.table import Table
 
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
 from vllm_fp8ext.bench.provenance import provenance
-from vllm_fp8ext.demo.server import MODEL, Server
+from vllm_fp8ext.demo.server import MODEL, Server, serve_options
 from vllm_fp8ext.serve.client import Transport
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
@@ -252,7 +252,7 @@ def _options() -> Any:
     )
     parser.add_argument("--out", type=Path, help="JSON results")
     options = parser.parse_args()
-    options.serve = [word for pair in options.serve for word in (f"--{pair}".split("=", 1))]
+    options.serve = serve_options(options.serve)
     return options
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from vllm_fp8ext.kernels.cuda import MOST_SHARED_BYTES
 from vllm_fp8ext.kernels.reference import BLOCK, blocks
@@ -43,9 +43,9 @@ class Config:
     """Start while the previous kernel of the stream still runs (programmatic dependent launch). Only where that kernel
     does not write this one's weights."""
 
-    def ring(self, tokens: int, k: int) -> int:
-        """Stages that a kernel of so many TOKENS gets."""
-        room = MOST_SHARED_BYTES - self._fixed_bytes(tokens, k)
+    def ring(self, tokens: int, k: int, shared_bytes: int = MOST_SHARED_BYTES) -> int:
+        """Stages that a kernel of so many TOKENS gets in so much shared memory."""
+        room = shared_bytes - self._fixed_bytes(tokens, k)
         fitting = room // self._stage_bytes(tokens)
         return max(0, min(self.stages or fitting, fitting))
 
@@ -98,14 +98,8 @@ def cuts(n: int, k: int, tokens: int, *, quantized: bool) -> list[Config]:
             cut = Config(rows=rows, splits=splits, stream=stream, early=True)
             if splits > blocks(k) or not cut.fits(tokens, k):
                 continue
-            deep = cut.ring(tokens, k)
-            fitting = (
-                dataclasses.replace(cut, stages=stages) for stages in range(deep, _FEWEST_STAGES - 1, -1)
-            )
-            shallow = (other for other in fitting if other.shared_bytes(tokens, k) <= _HALF)
-            found += list(
-                dict.fromkeys([dataclasses.replace(cut, stages=deep), *itertools.islice(shallow, 1)])
-            )
+            depths = dict.fromkeys((cut.ring(tokens, k), cut.ring(tokens, k, _HALF)))
+            found += [dataclasses.replace(cut, stages=depth) for depth in depths if depth >= _FEWEST_STAGES]
     return found
 
 
@@ -134,10 +128,16 @@ def kind(cut: Config, tokens: int, k: int) -> Kind:
 
 
 @functools.cache
+def _table() -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = json.loads(_TABLE.read_text())["cases"]
+    return cases
+
+
+@functools.cache
 def _measured(tokens: int, quantized: bool) -> dict[tuple[int, int], dict[Kind, float]]:
     """By shape of the weights, times of the fastest cuts relative to the fastest, at the measured width next to `tokens`; as
     `benchmarks/kernel_sweep.py` writes them."""
-    cases = [case for case in json.loads(_TABLE.read_text())["cases"] if case["quantized"] == quantized]
+    cases = [case for case in _table() if case["quantized"] == quantized]
     swept = {case["tokens"] for case in cases}
     width = min(swept, key=lambda other: abs(math.log(other / tokens)))
     found = {}

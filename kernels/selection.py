@@ -13,9 +13,13 @@ H200 with activations that come quantized (`fp8ext bench kernels`): 24576x4096 t
 17.5, 9.7 and 8.5 against 16.3, 9.0 and 7.2 with 64."""
 
 
+MOST, MOST_SMALL = 64, 32
+"""Most tokens of `decode_gemm` for large weights, and for smaller ones."""
+
+
 def crossover(n: int, k: int) -> int:
     """Most tokens that go to `decode_gemm` where DeepGEMM takes the others."""
-    return 64 if n * k >= LARGE else 32
+    return MOST if n * k >= LARGE else MOST_SMALL
 
 
 class Route(NamedTuple):
@@ -44,7 +48,7 @@ def route(
     n, k = shape_NK
     if decode_tokens and not (few and decode_cuts.usable(decode_tokens, n, k)):
         raise ValueError(f"decode_tokens {decode_tokens}: decode_gemm does not take weights of {n}x{k} here")
-    most = crossover(n, k) if "deep_gemm" in usable else decode_cuts.TOKENS[-1] // 2
+    most = crossover(n, k) if "deep_gemm" in usable else MOST
     if not few or not decode_cuts.usable(most, n, k):
         default = 0
     else:

@@ -17,5 +17,5 @@ class Mortal(trivial.Connection):
 
 
 if __name__ == "__main__":
-    trivial.Connection = Mortal  # type: ignore[misc]
+    trivial.Connection = Mortal  # type: ignore[misc]  # what this server makes for each client
     trivial.main()

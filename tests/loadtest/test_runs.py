@@ -105,6 +105,7 @@ def test_an_open_loop_of_several_processes_keeps_its_timetable(trivial: Trivial,
 
 
 def test_a_server_that_dies_in_mid_run(mortal: Trivial, tmp_path: Path) -> None:
+    start = time.monotonic()
     code, report, said = load(
         *(
             mortal.url,
@@ -121,6 +122,7 @@ def test_a_server_that_dies_in_mid_run(mortal: Trivial, tmp_path: Path) -> None:
         *("--slo", "failed_requests<=0"),
     )
     assert code in (1, 2), said
+    assert time.monotonic() - start < 50
     errors = report["measured"]["errors"]
     assert errors["truncated"] >= 1
     assert errors["connect"] >= 1

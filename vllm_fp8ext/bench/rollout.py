@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [_case(text) for text in options.cases]
     stop = time.monotonic() + options.seconds
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
+    origin = provenance()
     with contextlib.ExitStack() as stack:
         folder = options.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if not (folder / "config.json").exists():
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases:
             found += _measure(options, case, engines, stop)
             if options.out and found:  # as far as it came, whatever happens to the next
-                _write(options.out, before, found)
+                _write(options.out, before, origin, found)
     return 0
 
 
@@ -185,9 +186,10 @@ def _measure(
     return found
 
 
-def _write(file: Path, before: dict[str, Any] | None, found: list[dict[str, Any]]) -> None:
+def _write(
+    file: Path, before: dict[str, Any] | None, origin: dict[str, Any], found: list[dict[str, Any]]
+) -> None:
     """Provenance of each run beside its cases: a file may hold several runs."""
-    origin = provenance()
     before = before or {"provenance": origin, "runs": [], "cases": []}
     runs = [*before.get("runs", ()), origin]
     cases = [*before["cases"], *({**case, "run": len(runs) - 1} for case in found)]

@@ -26,7 +26,7 @@ from rich.table import Table
 from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
 from vllm_fp8ext.bench.provenance import provenance
-from vllm_fp8ext.demo.server import Server
+from vllm_fp8ext.demo.server import Server, serve_options
 
 TRANSPORTS = ("files", "http", "http-fp8", "ipc", "ipc-fp8")
 VARIANTS = ("blockfp8", "stock")
@@ -92,7 +92,7 @@ def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path
     longest = max(options.running)
     arguments = [
         *("--skip-tokenizer-init", "--max-model-len", "4096", "--max-num-seqs", str(max(16, longest + 1))),
-        *(word for pair in options.serve for word in f"--{pair}".split("=", 1)),
+        *serve_options(options.serve),
     ]
     allowed = [str(path.resolve().parent) for path in options.checkpoints or [folder / "a"]]
     if variant == "stock":

@@ -88,7 +88,7 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     quantized = quantize_activation(x, form)
     for tokens, before in _decode_kernels(method):
         part = quantize_activation(x[:tokens], form) if before else x[:tokens]
-        decode_gemm.decode_gemm(part, weight, scales, None, "fp32" if before else form)
+        decode_gemm.decode_gemm(part, weight, scales, None, form)
     counts = {max_tokens}
     if name == "deep_gemm" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
         found = _generate_optimal_warmup_m_values(max_tokens, n, weight.device)

@@ -30,6 +30,11 @@ SMALL = (
 _STOP_SECONDS = 20
 
 
+def serve_options(pairs: Sequence[str]) -> list[str]:
+    """Options of `vllm serve` that were given as words without dashes, `max-model-len=1024` or `enforce-eager`."""
+    return [word for pair in pairs for word in f"--{pair}".split("=", 1)]
+
+
 class Server:
     """`fp8ext serve` on a free port of this machine, with its log in a file. `stock`: vLLM's own server with the routes of
     its dev mode and without any plugin, for comparisons."""

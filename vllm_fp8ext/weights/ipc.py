@@ -51,9 +51,8 @@ def opened(source: IpcSource) -> Iterator[Any]:
     addresses: list[int] = []
     try:
         parts = []
-        with torch.cuda.device(
-            index
-        ):  # while handles are opened alone: what reads them runs on the rank's own GPU
+        # only while handles are opened: what reads the tensors runs on the rank's own GPU
+        with torch.cuda.device(index):
             for text, size in source.allocations:
                 addresses.append(_open(text))
                 parts.append(
