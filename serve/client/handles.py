@@ -15,7 +15,7 @@ from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES
 
 
-def batches(tensors: Iterable[tuple[str, TensorLike]], limit: int) -> Iterator[list[tuple[str, Any]]]:
+def batches(tensors: Iterable[tuple[str, TensorLike]], limit: float) -> Iterator[list[tuple[str, Any]]]:
     """CUDA tensors of one device, contiguous, in groups of `limit` bytes at most, or of one tensor.
 
     Raises:

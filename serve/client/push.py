@@ -2,8 +2,9 @@
 """The flow that sends weights to one server and commits them."""
 
 import contextlib
+import math
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial as partial_of
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -23,7 +24,8 @@ from vllm_fp8ext.serve.tensors import TensorLike
 CHUNK_BYTES = 256 << 20
 """Bytes of tensors in a chunk."""
 IPC_CHUNK_BYTES = 4 << 30
-"""The same for tensors that the server reads where they are; of an iterable so many are kept alive at once."""
+"""The same for tensors that the server reads where they are and that are made one by one: so many are kept alive at once.
+Those of a mapping are all there, and go as one chunk."""
 
 Transport: TypeAlias = Literal["http", "ipc"]
 """`http`: as the bodies of requests. `ipc`: torch tensors on a GPU of the server's machine are read where they are."""
@@ -74,7 +76,8 @@ def push(
     send: Callable[[schema.Update], Flow[None]]
     if transport == "ipc":
         tensors = yield from tensors_of(weights, manifests, fp8=fp8)
-        send = partial_of(_hand_over, endpoint, tensors, chunk_bytes or IPC_CHUNK_BYTES, progress)
+        limit = math.inf if isinstance(weights, Mapping) and not fp8 else IPC_CHUNK_BYTES
+        send = partial_of(_hand_over, endpoint, tensors, chunk_bytes or limit, progress)
     elif transport == "http":
         source = yield from source_of(weights, manifests, fp8=fp8)
         send = partial_of(_send, endpoint, source, chunk_bytes or CHUNK_BYTES, checksum, progress)
@@ -132,7 +135,7 @@ def _send(
 def _hand_over(
     endpoint: Endpoint,
     tensors: Iterable[tuple[str, TensorLike]],
-    limit: int,
+    limit: float,
     progress: Progress | None,
     update: schema.Update,
 ) -> Flow[None]:

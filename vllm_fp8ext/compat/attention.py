@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -78,6 +79,10 @@ def causal_attention(
     head, one more score that takes probability and has no value.
     """
     tokens, heads, _ = query_THD.shape
+    if not softcap and sinks is None and (not window or window >= tokens):
+        query, key, value = (part.float().transpose(0, 1)[None] for part in (query_THD, key_TGD, value_TGD))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1).to(query_THD.dtype)
     repeat = heads // key_TGD.shape[1]
     keys = key_TGD.float().repeat_interleave(repeat, 1).transpose(0, 1)
     values = value_TGD.float().repeat_interleave(repeat, 1).transpose(0, 1)

@@ -285,6 +285,7 @@ class UpdateEngine:
         def marked(results: list[Result]) -> Result:
             _raise_first(results)
             session.fingerprints = [result["fingerprint"] for result in results]
+            session.seconds["fingerprint"] = time.perf_counter() - started
             return self._sing(session, revision, started)
 
         return self.jobs.start("fingerprint", True, finish=marked)

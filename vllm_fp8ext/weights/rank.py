@@ -6,10 +6,11 @@ canary and the exchange run on the worker's main thread, between steps.
 """
 
 import hashlib
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
 from vllm_fp8ext.weights.twin import Twin
 
 Result = dict[str, Any]
+
+_REHEARSAL = 0
+"""A job that no update has: theirs count from 1."""
 
 
 class Rank:
@@ -88,9 +92,19 @@ class Rank:
 
     @described
     def rehearse(self, prompts: list[list[int]]) -> Result:
-        """Run prompts through the twin, whatever it holds: nothing compiles later, while requests run."""
+        """Stage zeros and run prompts through the twin, which holds nothing yet: nothing compiles later, while requests
+        run, and memory is there."""
+
+        def stage() -> Result:
+            verdicts([self.twin.stager.stage(*zeros) for zeros in self._samples()])
+            self.twin.stager.reset()
+            return {}
+
+        self._start("staging", _REHEARSAL, stage)
+        while _REHEARSAL not in self._results:
+            time.sleep(0.001)
         recite(self.twin.model, prompts, self._device, self._attend, lambda: None)
-        return {}
+        return self._results.pop(_REHEARSAL)
 
     @described
     def sing(self, job: int, prompts: list[list[int]]) -> Result:
@@ -148,6 +162,17 @@ class Rank:
             failure = UpdateError("exchange-failed", f"rank {self.rank}: {error}", status=500)
             return {"error": failure.as_dict(), "broken": self.twin.exchange.broken}
         return {"seconds": time.perf_counter() - start}
+
+    def _samples(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Zeros for the smallest quantized and the smallest other tensor of the manifest."""
+        specs = sorted(self.twin.manifest.tensors.values(), key=lambda spec: math.prod(spec.shape))
+        for quantized in (True, False):
+            alike = [spec for spec in specs if self._is_quantized(spec) is quantized]
+            for spec in alike[:1]:
+                yield spec.name, torch.zeros(spec.shape, dtype=spec.torch_dtype, device=self._device)
+
+    def _is_quantized(self, spec: TensorSpec) -> bool:
+        return any(piece.quantized for piece in self.twin.stager.pieces.get(spec.name, ()))
 
     def _fingerprint(self, *, twin: bool) -> Result:
         with torch.inference_mode():
