@@ -2,69 +2,28 @@
 """The routes under `/fp8ext/v1`: HTTP on one side, the update engine on the other, nothing in between."""
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.security import HTTPBearer
 from pydantic import Field
 from starlette.requests import ClientDisconnect
 
-from vllm_fp8ext.compat.engine_client import EngineCalls
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.content_digest import ContentDigest
-from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
-from vllm_fp8ext.serve.spool import Spool
+from vllm_fp8ext.serve.work import finished, outcome
 from vllm_fp8ext.weights.ipc_source import IpcSource, ipc_tensor
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
 from vllm_fp8ext.weights.source import Source, settled_stamp
 
-T = TypeVar("T")
-
 ChunkNumber = Annotated[int, Field(ge=0, le=65_535)]
-
-_WORK: set[asyncio.Future[Any]] = set()
-"""Work that goes on when its client has gone."""
-
-
-class Backend:
-    """What the routes need; filled once the engine is there."""
-
-    def __init__(self) -> None:
-        self.engine: EngineCalls
-        self.spool: Spool
-        self.allowed_dirs: tuple[Path, ...] = ()
-        self.poisoned: str | None = None
-        self.metrics = Metrics()
-
-    def look_soon(self) -> None:
-        """`look`, beside whatever goes on."""
-        _kept(_outcome(self.look()))
-
-    async def look(self) -> None:
-        """Learn from the engine what metrics and the poison guard tell."""
-        status = await self.engine("status")
-        self.poisoned = status["poisoned"]
-        self.metrics.observe(status)
-
-    def allowed(self, path: str) -> Path:
-        """The real path, if it lies under an allowed folder.
-
-        Raises:
-            UpdateError: 403 outside the allowed folders (whatever lies there), 404 when it does not exist.
-        """
-        real = Path(os.path.realpath(path))
-        if not any(real.is_relative_to(folder) for folder in self.allowed_dirs):
-            raise UpdateError("path-not-allowed", f"{path} is not under a folder in allowed_dirs", status=403)
-        if not real.exists():
-            raise UpdateError("not-found", f"{path}: no such file or folder", status=404)
-        return real
 
 
 def router(key: AdminKey, backend: Backend) -> APIRouter:
@@ -125,13 +84,13 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     )
     async def put_chunk(id: schema.UpdateId, n: ChunkNumber, request: Request) -> Any:
         await backend.engine("check", id=id)
-        return await _finished(_receive(backend, id, str(n), request))
+        return await finished(_receive(backend, id, str(n), request))
 
     @routes.post(
         "/updates/{id}/files", response_model=schema.Update, summary="Read tensors from the server's disk"
     )
     async def post_files(id: schema.UpdateId, body: schema.Files) -> Any:
-        return await _finished(_read(backend, id, backend.allowed(body.path)))
+        return await finished(_read(backend, id, backend.allowed(body.path)))
 
     @routes.post(
         "/updates/{id}/handles",
@@ -139,29 +98,58 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         summary="Read tensors where they are on a GPU of this machine",
     )
     async def post_handles(id: schema.UpdateId, body: schema.Handles) -> Any:
-        return await _finished(_read_there(backend, id, body))
+        return await finished(_read_there(backend, id, body))
 
     @routes.post("/updates/{id}/prepare", response_model=schema.Update, summary="Validate the whole update")
     async def prepare(id: schema.UpdateId) -> Any:
-        return await _finished(backend.engine.job("prepare", id=id))
+        return await finished(backend.engine.job("prepare", id=id))
 
     @routes.post("/updates/{id}/commit", response_model=schema.Update, summary="Serve the new weights")
     async def commit(id: schema.UpdateId) -> Any:
-        return await _finished(_commit(backend, id))
+        return await finished(_commit(backend, id))
 
     @routes.delete("/updates/{id}", response_model=schema.Update, summary="Give an update up")
     async def abandon(id: schema.UpdateId) -> Any:
-        return await backend.engine("abandon", id=id)
+        try:
+            return await backend.engine("abandon", id=id)
+        finally:
+            backend.look_soon()
 
     @routes.post("/rollback", response_model=schema.Committed, summary="Serve the previous weights again")
     async def rollback(body: schema.Rollback | None = None) -> Any:
-        return await _finished(_rollback(backend, body or schema.Rollback()))
+        return await finished(_rollback(backend, body or schema.Rollback()))
+
+    @routes.post("/sleep", response_model=schema.Weights, summary="Give the GPU's memory back")
+    async def sleep(body: schema.Sleep | None = None) -> Any:
+        wanted = body or schema.Sleep()
+        await finished(_asleep(backend, wanted))
+        return await backend.engine("status")
+
+    @routes.post("/wake", response_model=schema.Weights, summary="Take the GPU's memory again")
+    async def wake(body: schema.Wake | None = None) -> Any:
+        tags = (body or schema.Wake()).tags
+        await finished(_awake(backend, list(tags) if tags else None))
+        return await backend.engine("status")
 
     @routes.post("/load", response_model=schema.Update, summary="Update from the server's disk in one call")
     async def load(body: schema.Load) -> Any:
-        return await _finished(_load(backend, body, backend.allowed(body.path)))
+        return await finished(_load(backend, body, backend.allowed(body.path)))
 
     return routes
+
+
+async def _asleep(backend: Backend, wanted: schema.Sleep) -> dict[str, Any]:
+    try:
+        await backend.engine.sleep(wanted.level, wanted.requests)
+    finally:
+        backend.look_soon()
+    return {}
+
+
+async def _awake(backend: Backend, tags: list[str] | None) -> dict[str, Any]:
+    await backend.engine.wake(tags)
+    backend.look_soon()
+    return {}
 
 
 async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> dict[str, Any]:
@@ -232,7 +220,7 @@ async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
         raise UpdateError("not-found", f"{path}: expected *.safetensors files, found none", status=404)
     for file in files:
         backend.allowed(str(file))
-    outcomes = [await _outcome(_stage_file(backend, id, file)) for file in files]
+    outcomes = [await outcome(_stage_file(backend, id, file)) for file in files]
     errors = [outcome for outcome in outcomes if isinstance(outcome, UpdateError)]
     if len(errors) == 1:
         raise errors[0]
@@ -251,29 +239,8 @@ async def _load(backend: Backend, body: schema.Load, path: Path) -> dict[str, An
         await _read(backend, opened["id"], path)
         return await _commit(backend, opened["id"])
     except BaseException:
-        await _outcome(backend.engine("abandon", id=opened["id"]))
+        await outcome(backend.engine("abandon", id=opened["id"]))
         raise
-
-
-async def _outcome(work: Awaitable[Any]) -> Any:
-    """The result of some work, or the error that it was refused with."""
-    try:
-        return await work
-    except UpdateError as error:
-        return error
-
-
-async def _finished(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """Await work that must run to its end even when the client goes away."""
-    return await asyncio.shield(_kept(work))
-
-
-def _kept(work: Awaitable[T]) -> asyncio.Future[T]:
-    """Work that is begun now and held on to until it ends, whoever waits for it."""
-    task = asyncio.ensure_future(work)
-    _WORK.add(task)
-    task.add_done_callback(_WORK.discard)
-    return task
 
 
 async def _body(request: Request) -> AsyncIterator[bytes]:

@@ -193,7 +193,7 @@ class Weights(BaseModel):
 
     epoch: int = Field(description="Raised by one at every commit and every rollback.")
     version: str
-    state: Literal["serving", "updating", "poisoned"]
+    state: Literal["serving", "updating", "poisoned", "asleep"]
     poisoned: str | None
     update: str | None = Field(description="The open update.")
     previous_version: str | None = Field(
@@ -203,7 +203,7 @@ class Weights(BaseModel):
     scale_format: Literal["fp32", "pow2"]
     kv_scales: str | None
     kv_cache_dtype: str
-    staging: Literal["shadow", "none"]
+    staging: Literal["shadow", "inplace", "none"]
     twin_bytes: list[int] = Field(description="Memory of the twin, by rank.")
     stall_seconds: float | None = Field(
         None,
@@ -214,6 +214,29 @@ class Weights(BaseModel):
     )
     twin_kv_blocks: int = Field(description="KV-cache blocks that the twin's memory would hold.")
     last_update: LastUpdate | None
+
+
+class Sleep(Body):
+    """`POST /sleep`: give the GPU's memory back, to a trainer on the same GPU, say."""
+
+    level: Literal[1, 2] = Field(
+        1,
+        description="1: weights wait in host memory, the KV cache is discarded. 2: the weights are discarded too, and after "
+        "waking nothing is served before a full update was committed.",
+    )
+    requests: Literal["abort", "wait", "keep"] = Field(
+        "abort",
+        description="Running requests end, are finished first, or go on after waking (their K and V computed again).",
+    )
+
+
+class Wake(Body):
+    """`POST /wake`: take the memory again."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = Field(
+        None,
+        description="Only these, so that an update can come before the KV cache takes its memory. By default all.",
+    )
 
 
 class Committed(BaseModel):

@@ -84,9 +84,10 @@ class Settings(BaseModel):
     kernels: KernelSettings = KernelSettings()
     """How linear layers are computed on a GPU."""
 
-    staging: Literal["shadow", "none"] = "shadow"
-    """`shadow` keeps a second copy of the served weights, which makes live updates and rollback possible. `none` saves its
-    memory and refuses updates."""
+    staging: Literal["shadow", "inplace", "none"] = "shadow"
+    """`shadow` keeps a second copy of the served weights, which makes updates atomic and rollback possible. `inplace` saves
+    its memory and writes into the served weights: the engine stands still from an update's first tensor to its commit, and
+    one that fails in between leaves it poisoned. `none` refuses updates."""
 
     kv_scales: Literal["static"] | None = None
     """Required with an FP8 KV cache. `static`: the checkpoint's scales, or 1.0 where it has none."""

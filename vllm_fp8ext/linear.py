@@ -110,7 +110,10 @@ class BlockFp8LinearMethod(OnlineLinearBase):
 
     def allocate(self, layer: torch.nn.Module, device: torch.device) -> None:
         """Give a twin's layer uninitialized codes and scales on `device`."""
-        codes, scales = quantize_weight.empty_like(layer.weight, device)
+        self.adopt(layer, *quantize_weight.empty_like(layer.weight, device))
+
+    def adopt(self, layer: torch.nn.Module, codes: Tensor, scales: Tensor) -> None:
+        """Give a twin's layer these codes and scales."""
         replace_parameter(layer, CODES, codes)
         replace_parameter(layer, SCALES, scales)
 

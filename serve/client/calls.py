@@ -3,9 +3,9 @@
 
 import base64
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -156,6 +156,22 @@ def rollback(
         "POST", "/rollback", json=_plain(body), extra_seconds=wait_seconds, repeatable=False
     )
     return call(endpoint, request, _COMMITTED)
+
+
+def sleep(
+    endpoint: Endpoint, /, level: int = 1, *, requests: Literal["abort", "wait", "keep"] = "abort"
+) -> Flow[schema.Weights]:
+    """Give the GPU's memory back; at level 2 the weights are discarded, and a full update must follow after waking."""
+    body = schema.Sleep.model_validate({"level": level, "requests": requests})
+    return call(endpoint, endpoint.request("POST", "/sleep", json=_plain(body)), _WEIGHTS)
+
+
+def wake(
+    endpoint: Endpoint, /, tags: Sequence[Literal["weights", "kv_cache"]] | None = None
+) -> Flow[schema.Weights]:
+    """Take the memory again: all of it, or only the weights' at first, so that an update can come before the KV cache's."""
+    body = schema.Wake(tags=list(tags) if tags else None)
+    return call(endpoint, endpoint.request("POST", "/wake", json=_plain(body)), _WEIGHTS)
 
 
 def load(

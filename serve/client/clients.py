@@ -111,6 +111,8 @@ class Client(_Blocking[Endpoint]):
     commit = _blocking(calls.commit)
     abandon = _blocking(calls.abandon)
     rollback = _blocking(calls.rollback)
+    sleep = _blocking(calls.sleep)
+    wake = _blocking(calls.wake)
     load = _blocking(calls.load)
     push = _blocking(push)
 
@@ -145,6 +147,8 @@ class AsyncClient(_Awaited[Endpoint]):
     commit = _awaited(calls.commit)
     abandon = _awaited(calls.abandon)
     rollback = _awaited(calls.rollback)
+    sleep = _awaited(calls.sleep)
+    wake = _awaited(calls.wake)
     load = _awaited(calls.load)
     push = _awaited(push)
 

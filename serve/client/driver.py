@@ -64,10 +64,11 @@ class BlockingDriver:
 
 
 class AsyncDriver:
-    """Runs a flow as a coroutine. Work, and the reading of bodies, is done in a thread."""
+    """Runs a flow as a coroutine. Work, and the reading of bodies, is done in a thread. `transport`: how requests reach their
+    server, when that is no network."""
 
-    def __init__(self) -> None:
-        self._http = httpx.AsyncClient(limits=_LIMITS)
+    def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._http = httpx.AsyncClient(limits=_LIMITS, transport=transport)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -178,3 +178,14 @@ def test_fingerprints_tell_contents_apart() -> None:
     assert (swapped.fingerprint(twin=False), swapped.fingerprint(twin=True)) == (twin, live)
     pairs[1][0].view(torch.uint8)[3] ^= 1
     assert swapped.fingerprint(twin=False) != twin
+
+
+def test_in_place_there_is_nothing_to_swap() -> None:
+    pairs = [(live, live) for live, _ in make_pairs()]
+    before = sides(pairs)
+    exchange = Exchange(pairs, inplace=True)
+    with FailAt(0):
+        exchange.run()
+    assert sides(pairs) == before
+    assert exchange.bytes == 0
+    assert exchange.fingerprint(twin=True) == exchange.fingerprint(twin=False)

@@ -70,6 +70,9 @@ class ScriptedCore:
     def paused(self) -> bool:
         return self.state != "on"
 
+    def asleep(self) -> bool:
+        return False
+
     def admit_no_more(self) -> None:
         self.state = "admits no more"
         self.told.append("admit no more")
@@ -376,3 +379,39 @@ def test_without_requests_nobody_is_stalled(core: ScriptedCore, step: ExchangeSt
     run(step)
     assert core.reports == []
     assert step.stall_seconds is None
+
+
+# --- in place
+
+
+def test_in_place_the_engine_stands_still_until_the_commit(core: ScriptedCore, step: ExchangeStep) -> None:
+    core.requests = 2
+    step.hold(Running.ABORT)
+    step.hold(Running.ABORT)
+    assert core.told == ["pause", "abort"]
+    step.require_running()  # it is this update that it stands still for
+    phases = run(step, Running.ABORT)
+    assert phases is not None
+    assert phases["pause"] >= phases["exchange"]
+    assert (core.state, step.live, step.previous) == ("on", NEW, None)
+
+
+def test_half_an_update_in_place_is_not_served(core: ScriptedCore, step: ExchangeStep) -> None:
+    step.give_up("update u1")
+    assert (core.told, step.poisoned) == ([], None), "nothing was written"
+    step.hold(Running.KEEP)
+    step.give_up("update u1")
+    assert (core.state, core.refusing) == ("paused", True)
+    assert step.poisoned == "update u1 ended half-way, in place"
+    step.hold(Running.KEEP)  # a full update heals it
+    run(step)
+    assert (core.state, core.refusing, step.poisoned) == ("on", False, None)
+
+
+def test_nothing_is_written_in_place_while_somebody_else_has_paused(
+    core: ScriptedCore, step: ExchangeStep
+) -> None:
+    core.state = "asleep"
+    with pytest.raises(UpdateError) as caught:
+        step.require_running()
+    assert caught.value.kind == "paused"

@@ -154,3 +154,11 @@ def test_only_the_last_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
     for job in (1, 2):
         with pytest.raises(UpdateError, match="no job"):
             jobs.poll(job)
+
+
+def test_settling_waits_until_no_rank_works_any_more() -> None:
+    ranks = Ranks([{"done": False}, {"done": False}, done(1)], [{"done": False}, done(2)])
+    jobs = Jobs(ranks)
+    serial = jobs.start("work", finish=summed)["job"]
+    jobs.settle()
+    assert jobs.poll(serial) == {"done": True, "sum": 3}

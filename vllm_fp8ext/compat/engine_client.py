@@ -32,6 +32,7 @@ class EngineCalls:
     """Operations of the update engine, awaited; each answers within its deadline or raises."""
 
     def __init__(self, engine_client: Any, deadline_seconds: float) -> None:
+        self._client = engine_client
         self._core = engine_client.engine_core
         self._died = False
         self._note_death()
@@ -115,6 +116,23 @@ class EngineCalls:
             # what goes on in polls alone is polled at once: engine steps come in between
             pause = min(_SHORTEST_PAUSE + (time.monotonic() - begun) / 10, _LONGEST_PAUSE)
             await asyncio.sleep(0 if result.get("again") else pause)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Give memory back (`AsyncLLM.sleep`).
+
+        Raises:
+            UpdateError: `sleep-unavailable`.
+        """
+        if not self._client.vllm_config.model_config.enable_sleep_mode:
+            raise UpdateError(
+                "sleep-unavailable",
+                "this server was started without --enable-sleep-mode: it can't give memory back",
+            )
+        await self._client.sleep(level, mode)
+
+    async def wake(self, tags: list[str] | None) -> None:
+        """Take memory again (`AsyncLLM.wake_up`)."""
+        await self._client.wake_up(tags)
 
     async def patiently(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation that may have to wait for running requests, which have a deadline of their own."""

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reaches into the engine core: one utility method for all calls of an update, and the step boundary of a commit.
 
-Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods. Replaces, on an instance: `add_request`
-while the engine is poisoned, and `post_step` for one step after an exchange. Can go once vLLM lets a plugin add an engine
-utility method and refuse requests.
+Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods. Wraps `EngineCore.sleep` and `wake_up`:
+staging must not run into memory that is given back, and what level 2 discards must not be served. Replaces, on an instance:
+`add_request` while the engine is poisoned, and `post_step` for one step after an exchange. Can go once vLLM lets a plugin add
+an engine utility method and refuse requests.
 """
 
+import functools
 import itertools
 import logging
 import time
@@ -24,9 +26,15 @@ from vllm_fp8ext.weights.labels import Label
 logger = logging.getLogger("vllm.fp8ext")
 
 
+_MARK = "fp8ext_original"
+
+
 def install() -> None:
-    """Add our method to the engine core. Idempotent."""
+    """Add our method to the engine core, and follow it asleep. Idempotent."""
     EngineCore.fp8ext = call
+    if not hasattr(EngineCore.sleep, _MARK):
+        EngineCore.sleep = _following(EngineCore.sleep, _fall_asleep)
+        EngineCore.wake_up = _following(EngineCore.wake_up, _awake)
 
 
 def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -34,15 +42,45 @@ def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]
 
     When it has not returned by the deadline a worker hangs: the process ends, and with it the server.
     """
-    from vllm_fp8ext.weights.engine import UpdateEngine
-
-    if not hasattr(self, "fp8ext_engine"):
-        access = CoreAccess(self)
-        self.fp8ext_engine, self.fp8ext_watchdog = UpdateEngine(access), access.watchdog
+    engine = _engine_of(self)
     with self.fp8ext_watchdog.watching(operation):
-        result = self.fp8ext_engine.handle(operation, arguments)
+        result = engine.handle(operation, arguments)
     assert isinstance(result, dict)
     return result
+
+
+def _engine_of(core: Any) -> Any:
+    from vllm_fp8ext.weights.engine import UpdateEngine
+
+    if not hasattr(core, "fp8ext_engine"):
+        access = CoreAccess(core)
+        core.fp8ext_engine, core.fp8ext_watchdog = UpdateEngine(access), access.watchdog
+    return core.fp8ext_engine
+
+
+def _following(original: Any, wrapper: Any) -> Any:
+    @functools.wraps(original)
+    def follow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.vllm_config.model_config.quantization != METHOD:
+            return original(self, *args, **kwargs)
+        return wrapper(self, original, *args, **kwargs)
+
+    setattr(follow, _MARK, original)
+    return follow
+
+
+def _fall_asleep(self: Any, original: Any, level: int = 1, mode: Any = "abort") -> Any:
+    """`EngineCore.sleep`; level 0 gives no memory back."""
+    if level:
+        _engine_of(self).sleep(level)
+    return original(self, level, mode)
+
+
+def _awake(self: Any, original: Any, tags: list[str] | None = None) -> Any:
+    """`EngineCore.wake_up`."""
+    awake = original(self, tags)
+    _engine_of(self).wake()
+    return awake
 
 
 class CoreAccess:
@@ -94,12 +132,19 @@ class CoreAccess:
         return time.perf_counter() - start
 
     def resume(self) -> None:
-        """Schedule again."""
-        self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        """Schedule again; where the KV cache sleeps, vLLM does so when it wakes."""
+        if not self._core.model_executor.is_sleeping:
+            self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def paused(self) -> bool:
-        """Whether somebody else has paused the engine (sleep, say)."""
-        return bool(self._core.scheduler.pause_state != PauseState.UNPAUSED)
+        """Whether somebody else has paused the engine. A KV cache that sleeps alone stops no update: colocated trainers wake
+        the weights first."""
+        paused = self._core.scheduler.pause_state != PauseState.UNPAUSED
+        return bool(paused and not self._core.model_executor.is_sleeping)
+
+    def asleep(self) -> bool:
+        """Whether the weights have given their memory back."""
+        return "weights" in self._core.model_executor.sleeping_tags
 
     def admit_no_more(self) -> None:
         """Go on with the requests that run; new ones wait."""

@@ -62,6 +62,23 @@ INTERFACES: tuple[Interface, ...] = (
     ),
     Interface(
         module="vllm.v1.engine.core",
+        name="EngineCore.sleep",
+        parameters=("level", "mode"),
+        why="stage nothing into memory that is given back",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
+        name="EngineCore.wake_up",
+        parameters=("tags",),
+        why="make anew what sleep has discarded",
+    ),
+    Interface(
+        module="vllm.v1.executor.abstract",
+        name="Executor.sleeping_tags",
+        why="know whether the weights are asleep",
+    ),
+    Interface(
+        module="vllm.v1.engine.core",
         name="EngineCore.set_weight_version",
         parameters=("weight_version",),
         why="label each token with the weights that sampled it",

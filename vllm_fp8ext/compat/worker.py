@@ -102,12 +102,18 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
         require_plain_attention(shadow)
         specs = checkpoint_specs(recorded, config.model_config.dtype)
         tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
-        twin = Twin(model, shadow, specs, worker.rank, tied)
+        inplace = Settings.parse(config.additional_config).staging == "inplace"
+        twin = Twin(model, shadow, specs, worker.rank, tied, inplace=inplace)
     cost = twin.exchange.bytes
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += cost
     per_block = sum(spec.page_size_bytes for spec in worker.get_kv_cache_spec().values())
     blocks = -(-cost // per_block) if per_block else 0
+    if inplace:
+        logger.warning(
+            "blockfp8: staging inplace has no twin: during an update nothing is generated, an update that fails half-way "
+            "leaves the engine poisoned until a full one heals it, and there is no rollback"
+        )
     logger.info("blockfp8: the twin takes %.2f GiB, as much as %d KV-cache blocks", cost / (1 << 30), blocks)
     wanted = config.cache_config.kv_cache_memory_bytes
     if wanted and device.type == "cuda":

@@ -27,6 +27,10 @@ from vllm_fp8ext.weights.totals import Totals
 logger = logging.getLogger("vllm.fp8ext")
 
 KEPT_SESSIONS = 16
+DISCARDING = 2
+"""The level of sleep from which on weights are not kept."""
+_ASLEEP = frozenset({"status", "manifest", "update", "poll", "abandon"})
+"""Operations that touch no weights."""
 
 
 class UpdateEngine:
@@ -44,6 +48,8 @@ class UpdateEngine:
         self._manifest: Manifest | None = None
         self._cost: Result = {"twin_bytes": [], "twin_kv_blocks": 0}
         self._last: Result | None = None
+        self._discarded = False
+        """Whether memory was given back without its contents, and what was in it not made anew yet."""
         self._operations: dict[str, Callable[..., Result]] = {
             "status": self.status,
             "manifest": self.manifest,
@@ -66,9 +72,27 @@ class UpdateEngine:
         now = self._clock()
         for session in self.sessions.values():
             if session.expire(now):
-                self.totals.ended(session.state)
+                self._ended(session)
         self.step.tick()
+        if operation not in _ASLEEP and self.core.asleep():
+            raise UpdateError("asleep", f"can't {operation}: the weights are asleep, wake the engine first")
         return self._operations[operation](**arguments)
+
+    def sleep(self, level: int) -> None:
+        """The engine is about to give its memory back: let what is under way end. From level 2 on, what is served is lost."""
+        self.jobs.settle()
+        if level >= DISCARDING and self.core.settings.staging != "none":
+            updating = self._open_session()
+            if updating is not None:
+                self.abandon(updating.id)
+            self.step.condemn(f"its weights were discarded by sleep level {level}")
+            self._discarded = True
+
+    def wake(self) -> None:
+        """Memory is back."""
+        if self._discarded and not self.core.asleep():
+            _raise_first(self.core.ranks("refresh"))
+            self._discarded = False
 
     def status(self) -> Result:
         """What is served, and what stands by."""
@@ -76,6 +100,8 @@ class UpdateEngine:
             self._known_manifest()
         step, updating = self.step, self._open_session()
         state = "poisoned" if step.poisoned else "updating" if updating else "serving"
+        if self.core.asleep():
+            state = "asleep"
         return {
             "epoch": step.live.epoch,
             "version": step.live.version,
@@ -118,6 +144,13 @@ class UpdateEngine:
             raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
         if partial and self.step.poisoned:
             raise UpdateError("poisoned", "only a full update heals a poisoned engine", status=503)
+        inplace = self.core.settings.staging == "inplace"
+        if inplace and running == Running.WAIT:
+            message = (
+                "staging inplace can't wait for requests while it overwrites what they run on: expected running keep, "
+                "recompute or abort, found wait"
+            )
+            raise UpdateError("invalid-request", message, status=422)
         busy = self._open_session()
         if busy is not None:
             raise UpdateError("update-open", f"update {busy.id} is open: one at a time", open=busy.id)
@@ -158,10 +191,15 @@ class UpdateEngine:
         """Start to stage a chunk: `tensors` of `[name, shape, dtype, start, bytes]` in a `Source`; returns a job."""
         session = self._session(id)
         self.jobs.reap()
+        inplace = self.core.settings.staging == "inplace"
+        if inplace:
+            self.step.require_running()
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype, *_ in tensors]
         session.receive(chunk, specs, size)
         session.touch(self._clock())
         self.step.lose_previous()
+        if inplace:
+            self.step.hold(session.running)
         names = session.manifest.tensors.keys() | session.manifest.scales_among(specs).keys()
         used = [tensor for tensor in tensors if tensor[0] in names]
         hashes = {name: claim.sha256 for name, claim in session.claims.items() if claim.sha256}
@@ -231,9 +269,14 @@ class UpdateEngine:
         """Give an update up; the served weights are as they were."""
         session = self._session(id)
         if session.abandon():
-            self.totals.ended(session.state)
-        self.step.stop_waiting(session.id)
+            self._ended(session)
         return session.as_dict()
+
+    def _ended(self, session: Session) -> None:
+        """It ended without a commit."""
+        self.totals.ended(session.state)
+        self.step.stop_waiting(session.id)
+        self.step.give_up(f"update {session.id}")
 
     def rollback(self, running: str = Running.KEEP, wait_seconds: float | None = None) -> Result:
         """Serve the previous weights again, as a new epoch; `{"waiting": requests}` while it waits."""
@@ -340,6 +383,8 @@ class UpdateEngine:
                 raise UpdateError(
                     "updates-unavailable", "this server was not started with --quantization blockfp8"
                 )
+            if self.core.asleep():
+                raise UpdateError("asleep", "the weights are asleep: wake the engine first")
             parts = self.core.ranks("describe")
             _raise_first(parts)
             own = canary_of(None, self.core.settings, self.core.vocabulary, self.core.longest_prompt)

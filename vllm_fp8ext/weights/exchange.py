@@ -14,13 +14,15 @@ _WORKSPACE_BYTES = 64 << 20
 
 
 class Exchange:
-    """Pairs of equally laid out tensors whose contents are swapped together.
+    """Pairs of equally laid out tensors whose contents are swapped together. `inplace`: both sides are the same, and there is
+    nothing to swap.
 
     A swap is its own inverse: `run` twice restores everything. On a GPU it is one launch. On a CPU an interrupted `run` is
     undone before its error is raised; when that fails too, `broken` is set and the contents are undefined.
     """
 
-    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]], *, inplace: bool = False) -> None:
+        self.inplace = inplace
         self.pairs = [(_flat(live), _flat(twin)) for live, twin in pairs]
         self.broken = False
         self._copies = 3  # copies done of the swap at hand
@@ -29,6 +31,8 @@ class Exchange:
         self._launch = self._compiled() if self._device.type == "cuda" else None
         if self._launch is not None:
             largest = 0
+        if inplace:
+            largest = 0
         self._workspace = torch.empty(min(largest, _WORKSPACE_BYTES), dtype=torch.uint8, device=self._device)
 
     def _compiled(self) -> "Swap":
@@ -36,19 +40,23 @@ class Exchange:
         from vllm_fp8ext.kernels.swap import Swap
 
         swap = Swap(self.pairs)
-        swap.run()
-        swap.run()
+        if not self.inplace:
+            swap.run()
+            swap.run()
         for side in (0, 1):
             swap.fingerprint(side)
         return swap
 
     @property
     def bytes(self) -> int:
-        """Bytes of one side."""
-        return sum(live.numel() for live, _ in self.pairs)
+        """What the twin's side takes."""
+        return 0 if self.inplace else sum(live.numel() for live, _ in self.pairs)
 
     def run(self) -> None:
         """Swap everything, and wait until it is done."""
+        if self.inplace:
+            self.broken = False
+            return
         if self._launch is not None:
             self.broken = True  # until the GPU says that it is done
             self._launch.run()
@@ -66,6 +74,11 @@ class Exchange:
             self._undo(swapped)
             raise
         self.broken = False
+
+    def refresh(self) -> None:
+        """Make anew what is kept beside the pairs, whose memory lost its contents."""
+        if self._launch is not None:
+            self._launch = self._compiled()
 
     def fingerprint(self, *, twin: bool) -> int:
         """Tells the contents of one side from others, on this device. Not to be called while `run` runs."""

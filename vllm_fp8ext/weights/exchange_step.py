@@ -33,6 +33,7 @@ class Core(Protocol):
     def pause(self) -> float: ...
     def resume(self) -> None: ...
     def paused(self) -> bool: ...
+    def asleep(self) -> bool: ...
     def admit_no_more(self) -> None: ...
     def unfinished(self) -> int: ...
     def abort_running(self) -> None: ...
@@ -66,6 +67,8 @@ class ExchangeStep:
         self.stall_seconds: float | None = None
         """From the pause for the last exchange to the end of the first engine step after it; None without requests."""
         self._waiting: Waiting | None = None
+        self._held: float | None = None
+        """Since when the engine stands still for an update in place."""
 
     def tick(self) -> None:
         """Forget a wait that nobody asks about any more."""
@@ -75,6 +78,21 @@ class ExchangeStep:
     def lose_previous(self) -> None:
         """A tensor is about to be staged: what the twin held is gone."""
         self.previous = None
+
+    def hold(self, running: Running) -> None:
+        """What is served is about to be overwritten: stand still until `run`, or until `give_up`."""
+        if self._held is not None:
+            return
+        self._held = time.perf_counter()
+        self._core.pause()
+        if running is Running.ABORT:
+            self._core.abort_running()
+
+    def give_up(self, what: str) -> None:
+        """The update that the engine stands still for will not be committed: nobody can be served by half of it."""
+        if self._held is not None:
+            self._held = None
+            self.condemn(f"{what} ended half-way, in place")
 
     def run(
         self, key: str, label: Label, running: Running, wait_seconds: float | None
@@ -88,10 +106,11 @@ class ExchangeStep:
         """
         if running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
             return None
-        if self.poisoned is None and self._core.paused() and self._waiting is None:
-            raise UpdateError("paused", "the engine is paused or asleep: resume it first")
+        if self._waiting is None:
+            self.require_running()
+        held, self._held = self._held, None
         self._waiting = None
-        start = time.perf_counter()
+        start = held or time.perf_counter()
         drain = self._core.pause()
         if running is Running.ABORT:
             self._core.abort_running()
@@ -99,7 +118,7 @@ class ExchangeStep:
         healing = self.poisoned is not None
         self._swap_all()
         caches = time.perf_counter()
-        self.previous, self.live = None if healing else self.live, label
+        self.previous, self.live = None if healing or held else self.live, label
         try:
             self._core.enter_epoch(label.epoch, recompute=healing or running is Running.RECOMPUTE)
             self._core.label(label)
@@ -128,6 +147,11 @@ class ExchangeStep:
         if self._waiting is not None and self._waiting.key == key:
             self._waiting = None
             self._core.resume()
+
+    def require_running(self) -> None:
+        """Raises `UpdateError` (`paused`) while somebody else has stopped the engine."""
+        if self._core.paused() and self._held is None and self.poisoned is None:
+            raise UpdateError("paused", "the engine is paused or asleep: resume it first")
 
     def _waits(self, key: str, seconds: float | None) -> bool:
         if self._waiting is None:
@@ -174,8 +198,12 @@ class ExchangeStep:
         raise error
 
     def _poison(self, reason: str) -> NoReturn:
+        self.condemn(reason)
+        raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)
+
+    def condemn(self, reason: str) -> None:
         """Nobody knows what is served: stay paused, end every request, until a full update was staged and committed."""
+        self._core.pause()
         self.poisoned, self.previous = reason, None
         logger.critical("fp8ext: the engine is poisoned and generates nothing: %s", reason)
         self._core.refuse_requests()
-        raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)

@@ -2,6 +2,7 @@
 """Work under way on all ranks: started by one call, advanced and asked about by polling."""
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,13 @@ class Jobs:
                 self._done[serial] = result
         for serial in list(self._done)[:-KEPT_RESULTS]:
             del self._done[serial]
+
+    def settle(self) -> None:
+        """Wait until no rank works on a job any more."""
+        self.reap()
+        while self._jobs:
+            time.sleep(0.001)
+            self.reap()
 
     def _advance(self, serial: int) -> Result:
         job = self._jobs[serial]

@@ -6,11 +6,10 @@ canary and the exchange run on the worker's main thread, between steps.
 """
 
 import hashlib
-import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,12 +91,11 @@ class Rank:
 
     @described
     def rehearse(self, prompts: list[list[int]]) -> Result:
-        """Stage zeros and run prompts through the twin, which holds nothing yet: nothing compiles later, while requests
-        run, and memory is there."""
+        """Stage something that is thrown away, and run prompts through the twin, whatever it holds: nothing compiles later,
+        while requests run, and memory is there."""
 
         def stage() -> Result:
-            verdicts([self.twin.stager.stage(*zeros) for zeros in self._samples()])
-            self.twin.stager.reset()
+            self.twin.stager.rehearse()
             return {}
 
         self._start("staging", _REHEARSAL, stage)
@@ -163,16 +161,12 @@ class Rank:
             return {"error": failure.as_dict(), "broken": self.twin.exchange.broken}
         return {"seconds": time.perf_counter() - start}
 
-    def _samples(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Zeros for the smallest quantized and the smallest other tensor of the manifest."""
-        specs = sorted(self.twin.manifest.tensors.values(), key=lambda spec: math.prod(spec.shape))
-        for quantized in (True, False):
-            alike = [spec for spec in specs if self._is_quantized(spec) is quantized]
-            for spec in alike[:1]:
-                yield spec.name, torch.zeros(spec.shape, dtype=spec.torch_dtype, device=self._device)
-
-    def _is_quantized(self, spec: TensorSpec) -> bool:
-        return any(piece.quantized for piece in self.twin.stager.pieces.get(spec.name, ()))
+    @described
+    def refresh(self) -> Result:
+        """Memory came back without its contents (`Twin.refresh`)."""
+        with torch.inference_mode():
+            self.twin.refresh()
+        return {}
 
     def _fingerprint(self, *, twin: bool) -> Result:
         with torch.inference_mode():

@@ -194,6 +194,16 @@ class Stager:
         for target in self.quantized.values():
             target.reset()
 
+    def rehearse(self) -> None:
+        """Run what staging runs, on a place of its own as large as the smallest target."""
+        outcome = Outcome([], [torch.zeros_like(part) for part in list(self.plain.values())[:1]])
+        if self.quantized:
+            like = min(self.quantized.values(), key=lambda target: target.codes.numel())
+            codes, scales = torch.empty_like(like.codes), torch.empty_like(like.scales)
+            values = torch.zeros(codes.shape, dtype=like.dtype, device=codes.device)
+            QuantizedTarget(codes, scales, like.dtype, like.scale_format).write(0, values, outcome)
+        settled(outcome)
+
     def stage(self, name: str, tensor: Tensor) -> Outcome:
         """Queue the staging of one tensor of the manifest's shape.
 

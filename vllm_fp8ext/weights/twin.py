@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second copy of a rank's weights: what may differ between live and twin, and what is exchanged.
+"""The second copy of a rank's weights: what may differ between live and twin, and what is exchanged. In place, it is a second
+module tree over the same memory.
 
 Every tensor reachable from the two module trees is classified at start: *exchanged* (it holds checkpoint weights), *shared*
 (one storage serves both), *constant* (equal in both, never loaded), *derived* (rebuilt from exchanged ones), or KV-cache
@@ -33,7 +34,14 @@ class Twin:
     """The twin of one rank, ready to be staged into and exchanged."""
 
     def __init__(
-        self, live: nn.Module, twin: nn.Module, specs: Iterable[TensorSpec], rank: int, tied: bool
+        self,
+        live: nn.Module,
+        twin: nn.Module,
+        specs: Iterable[TensorSpec],
+        rank: int,
+        tied: bool,
+        *,
+        inplace: bool = False,
     ) -> None:
         self.live = live
         self.model = twin
@@ -46,20 +54,30 @@ class Twin:
         device = next(live.parameters()).device
         for path, layer in layers.items():
             dtype = layer.weight.dtype
-            layer.quant_method.allocate(layer, device)
+            if inplace:
+                served = live.get_submodule(path)
+                layer.quant_method.adopt(layer, served.weight.data, getattr(served, SCALES).data)
+            else:
+                layer.quant_method.allocate(layer, device)
             quantized[f"{path}.{CODES}"] = QuantizedTarget(
                 layer.weight.data, getattr(layer, SCALES).data, dtype, self.scale_format
             )
         self.quantized_paths = frozenset(quantized)
+        if inplace:
+            for path, parameter in _parameters(twin).items():
+                if path not in quantized:
+                    parameter.data = live.get_parameter(path).data
         plain = {path: tensor.data for path, tensor in _parameters(twin).items() if path not in quantized}
         self.stager = Stager(pieces, quantized, plain)
         groups, pairs = _pairs(live, twin, _targets(pieces))
         self._groups = groups
-        self.exchange = Exchange(pairs)
+        self.exchange = Exchange(pairs, inplace=inplace)
         self.manifest = Manifest(tensors, frozenset(ignored), pieces, self.scale_format, 1)
 
     def keep_others(self, names: Iterable[str]) -> None:
         """Copy from live what holds nothing of these checkpoint tensors. On any thread, while nothing is exchanged."""
+        if self.exchange.inplace:
+            return
         targets = {piece.target for name in names for piece in self.stager.pieces.get(name, ())}
         targets |= {f"{path.rpartition('.')[0]}.{SCALES}" for path in targets & self.quantized_paths}
         for paths, (live, twin) in zip(self._groups, self.exchange.pairs, strict=True):
@@ -72,11 +90,23 @@ class Twin:
         try:
             self._derive()
         except BaseException:
+            if self.exchange.inplace:
+                self.exchange.broken = True
+                raise
             self.exchange.run()
             self.exchange.broken = True  # unless what was derived before can be derived again
             self._derive()
             self.exchange.broken = False
             raise
+
+    def refresh(self) -> None:
+        """Memory came back without its contents: take from live what no update brings, and make the rest anew."""
+        tensors, others = dict(_reachable(self.live)), dict(_reachable(self.model))
+        exchanged = _exchanged(tensors, _targets(self.stager.pieces))
+        for path in (tensors.keys() & others.keys()) - exchanged:
+            if path.rpartition(".")[2] not in _KV_STATE | _DERIVED:
+                others[path].copy_(tensors[path])
+        self.exchange.refresh()
 
     def _derive(self) -> None:
         for _, layer in _quantized_layers(self.live):

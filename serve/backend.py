@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routes are about: one engine, the room for uploads, and what is known of both."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm_fp8ext.compat.engine_client import EngineCalls
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.metrics import Metrics
+from vllm_fp8ext.serve.spool import Spool
+from vllm_fp8ext.serve.work import kept, outcome
+from vllm_fp8ext.weights.manifest import Manifest
+
+_HEADER_ROOM = 4096
+
+
+class Backend:
+    """What the routes need; filled once the engine is there."""
+
+    def __init__(self) -> None:
+        self.engine: EngineCalls
+        self.spool: Spool
+        self.allowed_dirs: tuple[Path, ...] = ()
+        self.poisoned: str | None = None
+        self.metrics = Metrics()
+
+    def connect(self, engine_client: Any) -> None:
+        """Be about this engine, with the settings that it was started with."""
+        settings = Settings.parse(engine_client.vllm_config.additional_config)
+        self.engine = EngineCalls(engine_client, settings.deadline_seconds)
+        self.spool = Spool(settings.spool_dir, settings.spool_bytes, settings.upload_idle_seconds)
+        self.allowed_dirs = tuple(Path(os.path.realpath(folder)) for folder in settings.allowed_dirs)
+
+    async def require_room(self) -> None:
+        """Require that the largest tensor can be sent.
+
+        Raises:
+            ConfigError: it never could.
+            UpdateError: this engine takes no updates.
+        """
+        manifest = Manifest.from_dict(await self.engine("manifest"))
+        sizes = {
+            name: math.prod(spec.shape) * spec.torch_dtype.itemsize for name, spec in manifest.tensors.items()
+        }
+        largest = max(sizes, key=lambda name: sizes[name])
+        self.spool.require_room(sizes[largest] + _HEADER_ROOM, f"{largest} alone")
+
+    def look_soon(self) -> None:
+        """`look`, beside whatever goes on."""
+        kept(outcome(self.look()))
+
+    async def look(self) -> None:
+        """Learn from the engine what metrics and the poison guard tell."""
+        status = await self.engine("status")
+        self.poisoned = status["poisoned"]
+        self.metrics.observe(status)
+
+    def allowed(self, path: str) -> Path:
+        """The real path, if it lies under an allowed folder.
+
+        Raises:
+            UpdateError: 403 outside the allowed folders (whatever lies there), 404 when it does not exist.
+        """
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(folder) for folder in self.allowed_dirs):
+            raise UpdateError("path-not-allowed", f"{path} is not under a folder in allowed_dirs", status=403)
+        if not real.exists():
+            raise UpdateError("not-found", f"{path}: no such file or folder", status=404)
+        return real

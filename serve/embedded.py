@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The update session for trainers that hold the engine in their own process: the routes of `/fp8ext/v1` on an `AsyncLLM`,
+called without a network.
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model, quantization="blockfp8"))
+    async with embedded(engine) as weights:
+        await weights.push(model.state_dict(), transport="ipc", version="step-1")
+"""
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+
+import httpx
+from fastapi import FastAPI
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.backend import Backend
+from vllm_fp8ext.serve.client import AsyncClient
+from vllm_fp8ext.serve.client.driver import AsyncDriver
+from vllm_fp8ext.serve.routes import router
+
+_URL = "http://fp8ext.embedded"
+"""Nobody resolves it."""
+
+
+class EmbeddedClient(AsyncClient):
+    """`AsyncClient` of an application in this process."""
+
+    def __init__(self, app: FastAPI, key: str) -> None:
+        super().__init__(_URL, key, retries=0)
+        self._driver = AsyncDriver(httpx.ASGITransport(app))
+
+
+@contextlib.asynccontextmanager
+async def embedded(engine: AsyncLLM) -> AsyncIterator[EmbeddedClient]:
+    """A client of the weights of this engine, which was made with `quantization="blockfp8"`, on the event loop that it runs
+    on. Settings are those of its `additional_config`.
+
+    Raises:
+        ConfigError: the largest tensor would not fit where uploads wait.
+        UpdateError: `updates-unavailable`: an engine that takes no updates.
+    """
+    backend, key, app = Backend(), secrets.token_urlsafe(16), FastAPI()
+    backend.connect(engine)
+    app.include_router(router(AdminKey(key), backend))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(backend.spool.close)
+        await backend.require_room()
+        yield await stack.enter_async_context(EmbeddedClient(app, key))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer that holds the engine in its own process, updated in place. Writes what it saw, as JSON, to a file."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_fp8ext.checkpoints import EARLY, LATE
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.embedded import EmbeddedClient, embedded
+from vllm_fp8ext.weights.wire import stored
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from embedded import sample, update
+
+OPTIONS: dict[str, Any] = {
+    "model": str(EARLY),
+    "quantization": "blockfp8",
+    "max_model_len": 2048,
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 64 << 20,
+    "skip_tokenizer_init": True,
+    "additional_config": {"fp8ext": {"staging": "inplace", "update_lifetime_seconds": 30.0}},
+}
+
+
+async def kind(call: Coroutine[Any, Any, Any]) -> str | None:
+    """Kind of the refusal of a call, if it was refused."""
+    try:
+        await call
+    except UpdateError as error:
+        return error.kind
+    return None
+
+
+async def told(weights: EmbeddedClient) -> dict[str, Any]:
+    found = await weights.weights()
+    return {**found.model_dump(include={"state", "epoch", "poisoned", "twin_bytes", "previous_version"})}
+
+
+async def long_request(engine: AsyncLLM, name: str) -> int:
+    """Tokens of a request that goes on until its length."""
+    wanted = SamplingParams(temperature=1.0, max_tokens=400, ignore_eos=True, detokenize=False)
+    count = 0
+    async for output in engine.generate({"prompt_token_ids": [1, 2, 3]}, wanted, name):
+        count = len(output.outputs[0].token_ids)
+    return count
+
+
+async def main(out: Path) -> None:
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**OPTIONS))
+    early, late = dict(stored(EARLY)), dict(stored(LATE))
+    facts: dict[str, Any] = {}
+    async with embedded(engine) as weights:
+        cold = await weights.digests()
+        facts["start"] = await told(weights)
+        facts["sampled early"] = await sample(engine, "early")
+        running = asyncio.create_task(long_request(engine, "beside"))
+        await asyncio.sleep(0.2)
+        await update(weights, late, "late")
+        facts["late"] = await told(weights)
+        facts["sampled late"] = await sample(engine, "late")
+        facts["running went on"] = await running
+        facts["verified"] = (await weights.verify()).epoch
+        facts["rollback"] = await kind(weights.rollback())
+        facts["wait"] = await kind(weights.push(early, running="wait"))
+        facts["after wait"] = (await told(weights))["state"]
+
+        opened = await weights.open()
+        await weights.abandon(opened.id)
+        facts["abandoned before anything came"] = (await told(weights))["state"]
+        infinite = {**late, "model.norm.weight": late["model.norm.weight"] * torch.inf}
+        facts["refused half-way"] = await kind(weights.push(infinite))
+        facts["half-way"] = await told(weights)
+        facts["sampled half-way"] = await sample(engine, "half-way")
+        facts["partial on half"] = await kind(weights.push(early, partial=True, base_epoch=1))
+        await update(weights, early, "early again")
+        facts["healed"] = await told(weights)
+        facts["digests equal"] = (await weights.digests()).digests == cold.digests
+        facts["addresses equal"] = (await weights.digests()).addresses == cold.addresses
+        facts["sampled early again"] = await sample(engine, "early-again")
+
+        facts["no sleep over the routes"] = await kind(weights.sleep())
+        await engine.sleep(1)
+        facts["asleep"] = (await told(weights))["state"]
+        facts["asleep refused"] = [
+            await kind(call)
+            for call in (weights.open(), weights.verify(), weights.digests(), weights.rollback())
+        ]
+        await engine.wake_up(["weights"])
+        facts["update before the KV cache wakes"] = await kind(weights.push(late, version="late, asleep"))
+        await engine.wake_up()
+        facts["sampled after sleep"] = await sample(engine, "awake")
+        opened = await weights.open()
+        await engine.sleep(2)
+        facts["open update, level 2"] = (await weights.update(opened.id)).state
+        await engine.wake_up()
+        facts["discarded"] = await told(weights)
+        facts["sampled discarded"] = await sample(engine, "discarded")
+        await update(weights, late, "late again")
+        facts["healed from sleep"] = (await told(weights))["state"]
+        facts["sampled late again"] = await sample(engine, "late-again")
+    engine.shutdown()
+    out.write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

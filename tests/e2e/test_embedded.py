@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in the trainer's own process, updated in place, put to sleep and woken."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `embedded_story` saw; a process of its own, as a trainer is."""
+    folder = tmp_path_factory.mktemp("embedded")
+    story = Path(__file__).with_name("embedded_story.py")
+    line = [sys.executable, "-P", str(story), str(folder / "facts.json")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    return found
+
+
+def test_an_update_reaches_the_engine_in_the_same_process(facts: dict[str, Any]) -> None:
+    assert facts["sampled late"] != facts["sampled early"]
+    assert (facts["late"]["epoch"], facts["late"]["state"], facts["verified"]) == (1, "serving", 1)
+    assert facts["sampled early again"] == facts["sampled early"]
+    assert facts["digests equal"]
+    assert facts["addresses equal"]
+
+
+def test_in_place_costs_no_twin_and_has_no_rollback(facts: dict[str, Any]) -> None:
+    assert facts["start"]["twin_bytes"] == [0]
+    assert facts["late"]["previous_version"] is None
+    assert facts["rollback"] == "no-previous"
+
+
+def test_requests_stand_still_in_place_and_go_on(facts: dict[str, Any]) -> None:
+    assert facts["running went on"] == 400
+
+
+def test_in_place_refuses_to_wait_for_requests_before_anything_is_written(facts: dict[str, Any]) -> None:
+    assert (facts["wait"], facts["after wait"]) == ("invalid-request", "serving")
+
+
+def test_half_an_update_in_place_is_never_served(facts: dict[str, Any]) -> None:
+    assert facts["abandoned before anything came"] == "serving"
+    assert facts["refused half-way"] == "non-finite"
+    assert facts["half-way"]["state"] == "poisoned"
+    assert "half-way" in facts["half-way"]["poisoned"]
+    assert facts["sampled half-way"] == []
+    assert facts["partial on half"] == "poisoned"
+    assert facts["healed"]["state"] == "serving"
+
+
+def test_an_update_while_the_weights_are_asleep_is_refused(facts: dict[str, Any]) -> None:
+    assert facts["asleep"] == "asleep"
+    assert facts["asleep refused"] == ["asleep"] * 4
+    assert facts["no sleep over the routes"] == "sleep-unavailable"
+
+
+def test_weights_can_be_updated_before_the_kv_cache_wakes(facts: dict[str, Any]) -> None:
+    assert facts["update before the KV cache wakes"] is None
+    assert facts["sampled after sleep"] == facts["sampled late"]
+
+
+def test_discarded_weights_are_not_served_before_an_update(facts: dict[str, Any]) -> None:
+    assert facts["open update, level 2"] == "abandoned"
+    assert facts["discarded"]["state"] == "poisoned"
+    assert "sleep level 2" in facts["discarded"]["poisoned"]
+    assert facts["sampled discarded"] == []
+    assert facts["healed from sleep"] == "serving"
+    assert facts["sampled late again"] == facts["sampled late"]
