@@ -30,6 +30,7 @@ LIGHT = (
     "vllm_fp8ext.checkpoints",
     "vllm_fp8ext.config",
     "vllm_fp8ext.cli",
+    "vllm_fp8ext.plan.command",
     "vllm_fp8ext.serve.client",
     "vllm_fp8ext.serve.schema",
     "vllm_fp8ext.serve.safetensors_body",

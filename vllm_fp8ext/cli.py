@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fp8ext serve | push | digest | demo | bench`: delegates only."""
+"""`fp8ext serve | push | digest | plan | demo | bench`: delegates only."""
 
 import json
 import os
@@ -23,6 +23,7 @@ from rich.table import Table
 from vllm_fp8ext import __version__
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import Fp8ExtError
+from vllm_fp8ext.plan.command import plan
 
 errors = Console(stderr=True)
 
@@ -186,6 +187,9 @@ def demo(problems: int, json_file: Path | None) -> None:
     from vllm_fp8ext.demo.run import run
 
     sys.exit(run(problems, json_file))
+
+
+cli.add_command(plan)
 
 
 @cli.group()

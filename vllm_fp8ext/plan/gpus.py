@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of GPUs, and what vLLM chooses by it."""
+
+from dataclasses import dataclass
+
+from vllm_fp8ext.config import GIB
+from vllm_fp8ext.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU."""
+
+    name: str
+    total: int
+    """Bytes that CUDA says it has (`cudaMemGetInfo`), of which vLLM takes its share: about half a GiB less than `nvidia-smi`
+    shows."""
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """`vllm serve`'s default (`EngineArgs.get_batch_defaults`)."""
+        if self.total >= 160 * GIB:
+            return 16384
+        return 8192 if self._large else 2048
+
+    @property
+    def max_num_seqs(self) -> int:
+        """`vllm serve`'s default (`EngineArgs.get_batch_defaults`)."""
+        return 1024 if self._large else 256
+
+    @property
+    def _large(self) -> bool:
+        return self.total >= 70 * GIB and not self.name.startswith("A100")
+
+
+GPUS = {
+    name: Gpu(name=name, total=int(gib * GIB))
+    for name, gib in {
+        "A100-40GB": 39.39,
+        "A100-80GB": 79.15,
+        "H100": 79.11,
+        "H200": 139.80,
+        "B200": 178.35,
+    }.items()
+}
+"""By name: the total that torch's out-of-memory errors name on such a GPU. It differs by some tens of MiB between drivers."""
+
+
+def gpu(name: str | None, memory_gib: float | None) -> Gpu:
+    """A named GPU, a GPU of so much memory, or a named one with another amount of it.
+
+    Raises:
+        ConfigError: unknown name, or neither was given.
+    """
+    known = {key.lower(): value for key, value in GPUS.items()}.get((name or "").lower())
+    if name and not known:
+        raise ConfigError(f"unknown GPU {name!r}: give --memory-gib, or one of {', '.join(GPUS)}")
+    if memory_gib is not None:
+        return Gpu(name=known.name if known else f"{memory_gib:g} GiB", total=int(memory_gib * GIB))
+    if known is None:
+        raise ConfigError("which GPU? Give --gpu, --memory-gib or --kv-cache-memory-bytes")
+    return known

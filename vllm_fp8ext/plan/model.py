@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes of a model, from its config: transformers builds it on the meta device, where tensors have no contents.
+
+Names and shapes are then exact for every architecture that transformers knows, and only what each parameter is to the server
+is decided here.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from vllm_fp8ext.errors import ConfigError
+
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class Role(Enum):
+    """How a parameter is served: in FP8 or 16 bits, and divided how among tensor-parallel ranks."""
+
+    PROJECTION = "projection"
+    """Quantized, divided among the ranks."""
+    KV_PROJECTION = "kv_projection"
+    """The same, but a rank never has less than one KV head."""
+    EMBEDDING = "embedding"
+    """16 bits, divided."""
+    KEPT = "kept"
+    """16 bits, on every rank: norms, biases, routers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    """`[rows, columns]` of a projection, `[experts, rows, columns]` of all experts of a layer."""
+    role: Role
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What memory depends on."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    """Each once: tied embeddings are one."""
+    windows: tuple[int | None, ...]
+    """Per attention layer, the tokens that it sees; `None`: all."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    width: int
+    """Elements per token of the MLP's intermediate; of all chosen experts together."""
+    experts_per_token: int
+    """0 for dense models."""
+    vocabulary: int
+    max_context: int
+
+
+def read_model(where: str) -> Model:
+    """The model whose config is in a folder, in a file, or on the Hub under this name. Reads no weights.
+
+    Raises:
+        ConfigError: no config, an architecture that transformers does not know, or one whose memory this can't tell.
+    """
+    return shapes(_config(where), where)
+
+
+def _config(where: str) -> Any:
+    from transformers import AutoConfig
+    from transformers import __version__ as version
+
+    path = Path(where)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        if path.is_dir() or where.startswith((".", "/", "~")) or where.endswith(".json"):
+            raise ConfigError(f"there is no {file}")
+        try:
+            return AutoConfig.from_pretrained(where)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{where!r} is no folder here, and the Hub gave no config: {reason}") from None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        kind = config.pop("model_type")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{file} is not a model's config: {type(error).__name__}: {error}") from None
+    try:
+        return AutoConfig.for_model(kind, **config)
+    except ValueError:
+        raise ConfigError(f"unknown architecture {kind!r}: transformers {version} has none") from None
+
+
+def shapes(config: Any, name: str) -> Model:
+    """The model of a transformers configuration."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _refuse(config, name)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError:
+        raise ConfigError(
+            f"{name} ({config.model_type}) is no causal language model to transformers"
+        ) from None
+    heads = int(config.num_attention_heads)
+    experts = int(getattr(config, "num_experts_per_tok", 0) or 0)
+    hidden = int(config.hidden_size)
+    width = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
+    found = Model(
+        name=name,
+        parameters=tuple(_parameters(model)),
+        windows=_windows(config),
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+        hidden=hidden,
+        width=experts * int(getattr(config, "moe_intermediate_size", None) or width) if experts else width,
+        experts_per_token=experts,
+        vocabulary=int(config.vocab_size),
+        max_context=int(config.max_position_embeddings),
+    )
+    for parameter in found.parameters:
+        rows = found.kv_heads * found.head_dim
+        if parameter.role is Role.KV_PROJECTION and parameter.shape[0] != rows:
+            raise ConfigError(f"{name}: {parameter.name} has {parameter.shape[0]} rows, other layers {rows}")
+    return found
+
+
+def _refuse(config: Any, name: str) -> None:
+    """What has another kind of cache, or parts whose memory is not in this arithmetic."""
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [_FULL])
+    reason = None
+    if config.get_text_config() is not config:
+        reason = "it has parts beside the language model"
+    elif getattr(config, "is_encoder_decoder", False):
+        reason = "it has an encoder"
+    elif getattr(config, "kv_lora_rank", None):
+        reason = "multi-head latent attention, which blockfp8 does not serve yet"
+    elif not getattr(config, "num_attention_heads", None):
+        reason = "its config names no attention heads"
+    elif others := kinds - {_FULL, _SLIDING}:
+        reason = (
+            f"it has layers that are neither full nor sliding-window attention: {', '.join(sorted(others))}"
+        )
+    elif getattr(config, "num_kv_shared_layers", 0):
+        reason = "layers that share a KV cache"
+    if reason:
+        raise ConfigError(f"no plan for {name} ({config.model_type}): {reason}")
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    default = _SLIDING if window else _FULL
+    kinds = getattr(config, "layer_types", None) or [default] * int(config.num_hidden_layers)
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _parameters(model: Any) -> Iterator[Parameter]:
+    from torch.nn import Embedding
+
+    embeddings = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    modules = dict(model.named_modules())
+    for name, tensor in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        owner = path.rpartition(".")[2]
+        if id(modules[path]) in embeddings and leaf == "weight":
+            role = Role.EMBEDDING
+        elif (
+            tensor.ndim < 2
+            or leaf.endswith("bias")
+            or owner in _ROUTERS
+            or isinstance(modules[path], Embedding)
+        ):
+            role = Role.KEPT
+        else:
+            role = Role.KV_PROJECTION if owner in ("k_proj", "v_proj") else Role.PROJECTION
+        yield Parameter(name=name, shape=tuple(tensor.shape), role=role)
