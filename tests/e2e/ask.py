@@ -2,6 +2,7 @@
 """Questions that the end-to-end tests put to a server."""
 
 import json
+import re
 import threading
 import time
 from typing import Any
@@ -37,6 +38,13 @@ def complete(server: Server, prompt: str | list[int], tokens: int = 8, **more: A
         .json()
     )
     return reply
+
+
+def cache_config(server: Server) -> dict[str, str]:
+    """What the server says of its KV cache (`num_gpu_blocks`, `block_size`, …)."""
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).raise_for_status().text
+    [line] = [line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")]
+    return dict(re.findall(r'(\w+)="([^"]*)"', line))
 
 
 class Stream:

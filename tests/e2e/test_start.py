@@ -23,10 +23,12 @@ from vllm_fp8ext.demo.server import SMALL, Server
 from vllm_fp8ext.demo.traffic import accuracy, answers
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.plan.memory import Serving, rows
+from vllm_fp8ext.plan.model import read_model
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
-from .ask import API_KEY, complete, state
+from .ask import API_KEY, cache_config, complete, state
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,13 @@ def test_a_block_fp8_checkpoint_is_served_as_it_is(others: dict[str, Server]):
         client.push(EARLY, version="early")
         assert client.digests().digests == checkpoint_digests(EARLY, manifest)
         assert accuracy(answers(server.url, asked), asked) < 0.6
+
+
+def test_an_fp8_kv_cache_has_the_planned_blocks(others: dict[str, Server]):
+    found = cache_config(others["block_fp8"])
+    serving = Serving(context=2048, kv_bytes=64 << 20, block_size=int(found["block_size"]))
+    planned = {row.blocks for row in rows(read_model(str(LATE)), serving) if row.kv == "fp8"}
+    assert planned == {int(found["num_gpu_blocks"])}
 
 
 def test_ragged_fp32_with_biases(others: dict[str, Server], ragged: Path):

@@ -77,7 +77,7 @@ def read_model(where: str) -> Model:
 
 
 def _config(where: str) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
 
     path = Path(where)
@@ -88,32 +88,45 @@ def _config(where: str) -> Any:
         try:
             return AutoConfig.from_pretrained(where)
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{where!r} is no folder here, and the Hub gave no config: {reason}") from None
+            raise ConfigError(
+                f"{where!r} is no folder here, and the Hub gave no config: {_line(error)}"
+            ) from None
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         kind = config.pop("model_type")
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is not a model's config: {type(error).__name__}: {error}") from None
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(f"unknown architecture {kind!r}: transformers {version} has none")
     try:
         return AutoConfig.for_model(kind, **config)
-    except ValueError:
-        raise ConfigError(f"unknown architecture {kind!r}: transformers {version} has none") from None
+    except Exception as error:  # each architecture checks in its own way
+        raise ConfigError(f"{file}: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def shapes(config: Any, name: str) -> Model:
-    """The model of a transformers configuration."""
+    """The model of a transformers configuration.
+
+    Raises:
+        ConfigError: transformers makes no causal language model of it, or this can't tell its memory.
+    """
+    try:
+        _refuse(config)
+        return _built(config, name)
+    except Exception as error:  # whatever an architecture's own code says to such a config
+        raise ConfigError(f"no plan for {name} ({config.model_type}): {_line(error)}") from None
+
+
+def _built(config: Any, name: str) -> Model:
     import torch
     from transformers import AutoModelForCausalLM
 
-    _refuse(config, name)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except ValueError:
-        raise ConfigError(
-            f"{name} ({config.model_type}) is no causal language model to transformers"
-        ) from None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     heads = int(config.num_attention_heads)
     experts = int(getattr(config, "num_experts_per_tok", 0) or 0)
     hidden = int(config.hidden_size)
@@ -123,7 +136,7 @@ def shapes(config: Any, name: str) -> Model:
         parameters=tuple(_parameters(model)),
         windows=_windows(config),
         heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        kv_heads=_kv_heads(config) or heads,
         head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
         hidden=hidden,
         width=experts * int(getattr(config, "moe_intermediate_size", None) or width) if experts else width,
@@ -131,14 +144,16 @@ def shapes(config: Any, name: str) -> Model:
         vocabulary=int(config.vocab_size),
         max_context=int(config.max_position_embeddings),
     )
+    rows = found.kv_heads * found.head_dim
     for parameter in found.parameters:
-        rows = found.kv_heads * found.head_dim
         if parameter.role is Role.KV_PROJECTION and parameter.shape[0] != rows:
-            raise ConfigError(f"{name}: {parameter.name} has {parameter.shape[0]} rows, other layers {rows}")
+            raise ConfigError(
+                f"{parameter.name} has {parameter.shape[0]} rows, where KV heads and head_dim say {rows}"
+            )
     return found
 
 
-def _refuse(config: Any, name: str) -> None:
+def _refuse(config: Any) -> None:
     """What has another kind of cache, or parts whose memory is not in this arithmetic."""
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [_FULL])
     reason = None
@@ -147,7 +162,7 @@ def _refuse(config: Any, name: str) -> None:
     elif getattr(config, "is_encoder_decoder", False):
         reason = "it has an encoder"
     elif getattr(config, "kv_lora_rank", None):
-        reason = "multi-head latent attention, which blockfp8 does not serve yet"
+        reason = "it has multi-head latent attention, which blockfp8 does not serve yet"
     elif not getattr(config, "num_attention_heads", None):
         reason = "its config names no attention heads"
     elif others := kinds - {_FULL, _SLIDING}:
@@ -155,9 +170,16 @@ def _refuse(config: Any, name: str) -> None:
             f"it has layers that are neither full nor sliding-window attention: {', '.join(sorted(others))}"
         )
     elif getattr(config, "num_kv_shared_layers", 0):
-        reason = "layers that share a KV cache"
+        reason = "it has layers that share a KV cache"
     if reason:
-        raise ConfigError(f"no plan for {name} ({config.model_type}): {reason}")
+        raise ConfigError(reason)
+
+
+def _kv_heads(config: Any) -> int | None:
+    """As vLLM reads it; `None`: as many as heads."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

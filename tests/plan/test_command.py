@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fp8ext plan`: what it prints, for people and for programs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from transformers import MistralConfig, Qwen3MoeConfig
+
+from vllm_fp8ext.bench.generated import SHAPES
+from vllm_fp8ext.checkpoints import EARLY
+from vllm_fp8ext.cli import cli
+from vllm_fp8ext.config import GIB
+from vllm_fp8ext.errors import ConfigError
+
+
+@pytest.fixture
+def qwen8b(tmp_path: Path) -> str:
+    folder = tmp_path / "Qwen3-8B"
+    folder.mkdir()
+    config = {"model_type": "qwen3", "max_position_embeddings": 40960, **SHAPES["Qwen3-8B"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def plan(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, ["plan", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(plan(*arguments, "--json"))
+    return found
+
+
+def cells(text: str) -> list[list[str]]:
+    """The table's rows, without its head."""
+    lines = [line for line in text.splitlines() if line.strip().startswith(("BF16 ", "FP8 "))]
+    return [line.replace(" + ", "+").split() for line in lines if "GiB" not in line]
+
+
+def test_the_table(qwen8b: str) -> None:
+    text = plan(qwen8b, "--gpu", "H200", "--context", "20480")
+    assert "Qwen3-8B on H200: batches of 20,480 tokens" in text
+    assert "139.80 GiB × 0.92, of which activations and graphs about 2.33 (steps of 8192 tokens, 1024" in text
+    found = cells(text)
+    kinds = [("BF16", "BF16"), ("BF16", "FP8"), ("FP8", "BF16"), ("FP8", "FP8")]
+    assert [(row[0], row[1]) for row in found] == [*kinds, ("FP8+twin", "BF16"), ("FP8+twin", "FP8")]
+    assert found[0][2:5] == ["15.26", "–", "147,456"]
+    assert found[5][2:5] == ["8.79", "8.79", "73,728"]
+    assert [row[-1] for row in found] == ["1.00", "2.00", "1.06", "2.12", "0.98", "1.96"]
+    assert "does not fit" not in text
+
+
+def test_table_and_json_say_the_same(qwen8b: str) -> None:
+    arguments = (qwen8b, "--gpu", "H200", "--context", "20480")
+    table, data = cells(plan(*arguments)), planned(*arguments)
+    for row, found in zip(table, data["rows"], strict=True):
+        expected = [f"{found[key]:,}" for key in ("kv_bytes_per_token", "blocks", "tokens", "batch")]
+        assert row[4:8] == expected
+        assert row[8] == f"{found['ratio']:.2f}"
+    assert (data["gpu"], data["serving"]["context"]) == ("H200", 20480)
+    assert data["overhead_bytes"] == pytest.approx(2.33 * GIB, rel=0.01)
+
+
+def test_what_does_not_fit_is_said_by_how_much(qwen8b: str) -> None:
+    arguments = (qwen8b, "--memory-gib", "15", "--context", "20480")
+    text = plan(*arguments)
+    lacking = [row for row in planned(*arguments)["rows"] if row["short_bytes"]]
+    assert [bool(row["twin_bytes"]) for row in lacking] == [False, False, True, True]
+    assert {row["weights"] for row in lacking[:2]} == {"bf16"}
+    for row in lacking:
+        assert f"does not fit: {row['short_bytes'] / GIB:.2f} GiB short of one request" in text
+    assert [row["ratio"] for row in planned(*arguments)["rows"]] == [None] * 6
+
+
+def test_options_are_handed_on(qwen8b: str) -> None:
+    arguments = ["--gpu", "H100", "--tp", "2", "--gpu-memory-utilization", "0.5", "--block-size", "32"]
+    arguments += ["--max-num-batched-tokens", "4096", "--max-num-seqs", "64", "--memory-gib", "90"]
+    assert planned(qwen8b, *arguments)["serving"] == {
+        "context": 40960,
+        "total": 90 * GIB,
+        "utilization": 0.5,
+        "kv_bytes": None,
+        "tp": 2,
+        "block_size": 32,
+        "batched_tokens": 4096,
+        "seqs": 64,
+    }
+    assert "tensor parallel 2, each rank" in plan(qwen8b, *arguments)
+
+
+def test_a_cache_of_a_named_size_needs_no_gpu() -> None:
+    arguments = (str(EARLY), "--kv-cache-memory-bytes", str(64 << 20))
+    assert "early on 67,108,864 bytes of KV cache" in plan(*arguments)
+    data = planned(*arguments)
+    assert (data["gpu"], data["serving"]["total"]) == (None, None)
+    assert data["rows"][0]["blocks"] == (64 << 20) // (3 * 2 * 2 * 64 * 2 * 16)
+
+
+def test_notes(tmp_path: Path) -> None:
+    small = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for config, note in (
+        (MistralConfig(**small, sliding_window=64), "2 of 2 layers keep a sliding window only"),
+        (Qwen3MoeConfig(**small, num_experts=4), "does not serve mixture-of-experts models yet"),
+    ):
+        config.save_pretrained(tmp_path)
+        assert note in plan(str(tmp_path), "--gpu", "H100", "--context", "256")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--gpu", "TPU"], "unknown GPU 'TPU'"),
+        ([], "which GPU"),
+        (["--gpu", "H200", "--context", "4096"], "--context 4096: .* takes 2048 tokens at most"),
+        (["--gpu", "H200", "--tp", "3"], "--tp 3 does not divide 4 heads"),
+    ],
+)
+def test_refused(arguments: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        CliRunner().invoke(cli, ["plan", str(EARLY), *arguments], catch_exceptions=False)
+
+
+def test_a_name_that_the_hub_can_not_be_asked_for() -> None:
+    """One line and no traceback, without a network."""
+    line = [sys.executable, "-P", "-m", "vllm_fp8ext.cli", "plan", "nobody/nothing", "--gpu", "H200"]
+    done = subprocess.run(line, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    assert done.returncode == 1
+    said = " ".join(done.stderr.split())
+    assert "fp8ext: 'nobody/nothing' is no folder here, and the Hub gave no config: " in said
+    assert "Traceback" not in said
