@@ -4,6 +4,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import get_args
 
 from vllm_fp8ext.config import Settings
@@ -143,9 +144,7 @@ def _parameter_memory(parameter: Parameter, model: Model, tp: int, *, fp8: bool)
     if not fp8 or parameter.role not in (Role.PROJECTION, Role.KV_PROJECTION):
         return size * SIXTEEN_BITS
     *experts, rows, columns = parameter.shape
-    blocks = -(-rows // BLOCK) * -(-columns // BLOCK)
-    for count in experts:
-        blocks *= count
+    blocks = prod(experts) * -(-rows // BLOCK) * -(-columns // BLOCK)
     return size + -(-blocks // parts) * SCALE_BYTES
 
 
@@ -157,15 +156,16 @@ def page_bytes(model: Model, serving: Serving, *, fp8: bool) -> int:
 
 def layer_groups(windows: tuple[int | None, ...]) -> list[tuple[int | None, ...]]:
     """Layers by the block table that they share: vLLM gives each group of equal layers blocks of its own, all of one size
-    (`_get_kv_cache_groups_uniform_page_size`). The first group is the largest."""
+    (`_get_kv_cache_groups_uniform_page_size`)."""
     counts = Counter(windows)
     size = min(counts.values())
     if max(counts.values()) < 1.5 * size:
         size = max(counts.values())
-    groups = []
-    for window, count in counts.items():
-        groups += [(window,) * min(size, count - start) for start in range(0, count, size)]
-    return sorted(groups, key=len, reverse=True)
+    return [
+        (window,) * min(size, count - start)
+        for window, count in counts.items()
+        for start in range(0, count, size)
+    ]
 
 
 def request_blocks(window: int | None, serving: Serving) -> int:
