@@ -10,10 +10,10 @@ called without a network.
 import contextlib
 import secrets
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
@@ -34,9 +34,9 @@ class EmbeddedClient(AsyncClient):
 
 
 @contextlib.asynccontextmanager
-async def embedded(engine: AsyncLLM) -> AsyncIterator[EmbeddedClient]:
-    """A client of the weights of this engine, which was made with `quantization="blockfp8"`, on the event loop that it runs
-    on. Settings are those of its `additional_config`.
+async def embedded(engine: Any) -> AsyncIterator[EmbeddedClient]:
+    """A client of the weights of this `AsyncLLM`, which was made with `quantization="blockfp8"`, on the event loop that it
+    runs on. Settings are those of its `additional_config`.
 
     Raises:
         ConfigError: the largest tensor would not fit where uploads wait.

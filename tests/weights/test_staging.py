@@ -312,11 +312,7 @@ def test_nothing_staged_has_no_verdicts() -> None:
 def test_a_rehearsal_leaves_everything_as_it_is() -> None:
     first, second = target(256, 128), target(128, 128)
     plain = torch.full((4,), 3.0)
-    stager = Stager({}, {"a": first, "b": second}, {"c": plain})
-    before = [
-        part.clone() for staged in (first, second) for part in (staged.codes.view(torch.uint8), staged.scales)
-    ]
-    stager.rehearse()
-    after = [part for staged in (first, second) for part in (staged.codes.view(torch.uint8), staged.scales)]
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    assert torch.equal(plain, torch.full((4,), 3.0))
+    parts = [part.view(torch.uint8) for staged in (first, second) for part in (staged.codes, staged.scales)]
+    before = [part.clone() for part in (*parts, plain)]
+    Stager({}, {"a": first, "b": second}, {"c": plain}).rehearse()
+    assert all(torch.equal(*pair) for pair in zip(before, (*parts, plain), strict=True))
