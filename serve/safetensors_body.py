@@ -6,12 +6,13 @@ import json
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from vllm_fp8ext.weights.manifest import scale_name
 
 PIECE = 1 << 20
 """Largest piece in which a body is read, in bytes."""
+Piece: TypeAlias = bytes | memoryview
 
 
 class Part(Protocol):
@@ -30,8 +31,8 @@ class Part(Protocol):
         """The same part where it can be read again and again: in host memory, or in a file."""
         ...
 
-    def pieces(self) -> Iterator[bytes]:
-        """Its bytes, from the first, in pieces of at most `PIECE` bytes."""
+    def pieces(self) -> Iterator[Piece]:
+        """Its bytes, from the first, in pieces of at most `PIECE` bytes; views where they lie in memory."""
         ...
 
 
@@ -63,9 +64,7 @@ class Body:
         return len(self.header) + sum(part.size for part in self.parts)
 
     def __iter__(self) -> Iterator[bytes]:
-        yield self.header
-        for part in self.parts:
-            yield from part.pieces()
+        return map(bytes, self._pieces())
 
     def fetched(self) -> "Body":
         """The same body, all of it where it can be read again and again."""
@@ -74,9 +73,14 @@ class Body:
     def sha256(self) -> bytes:
         """SHA-256 of the whole body."""
         found = hashlib.sha256()
-        for piece in self:
+        for piece in self._pieces():
             found.update(piece)
         return found.digest()
+
+    def _pieces(self) -> Iterator[Piece]:
+        yield self.header
+        for part in self.parts:
+            yield from part.pieces()
 
 
 def bodies(parts: Iterable[Part], limit: int) -> Iterator[Body]:

@@ -30,6 +30,10 @@ DTYPES = {
 """Names of dtypes, the same in torch, numpy and ml_dtypes, and safetensors' names for them."""
 
 
+MOST_PINNED_BYTES = 256 << 20
+"""Largest tensor that is copied into page-locked memory: torch keeps locked, for the next copy, what was locked once."""
+
+
 class TensorLike(Protocol):
     """A torch tensor or a numpy array."""
 
@@ -41,19 +45,25 @@ class TensorLike(Protocol):
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A tensor wherever it is, on a GPU say. It is copied to host memory when it is fetched, and not before."""
+    """A tensor wherever it is, on a GPU say. It is copied to host memory when it is fetched, and not before.
+
+    `computed`: of one on a GPU, the CUDA event after which it has its values.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
     tensor: Any
+    computed: Any = None
 
     def fetched(self) -> "HostPart":
-        """The part in host memory: a view where the tensor is there already and contiguous, else a copy."""
-        return HostPart(self.name, self.dtype, self.shape, memoryview(_host_bytes(self.tensor)))
+        """The part in host memory: a view where the tensor is there already and contiguous, else a copy. On any thread."""
+        return HostPart(
+            self.name, self.dtype, self.shape, memoryview(_host_bytes(self.tensor, self.computed))
+        )
 
-    def pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[memoryview]:
         """Its bytes, fetched anew."""
         return self.fetched().pieces()
 
@@ -76,16 +86,17 @@ class HostPart:
         """Itself."""
         return self
 
-    def pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[memoryview]:
         """Its bytes."""
         for start in range(0, self.size, safetensors_body.PIECE):
-            yield bytes(self.data[start : start + safetensors_body.PIECE])
+            yield self.data[start : start + safetensors_body.PIECE]
 
 
 def tensor_parts(
     tensors: Iterable[tuple[str, TensorLike]], dtypes: Sequence[str], unchecked: frozenset[str] = frozenset()
 ) -> Iterator[TensorPart]:
-    """A part for each tensor, made as it is asked for.
+    """A part for each tensor, made as it is asked for. A tensor on a GPU is taken to have its values once the current stream
+    of its device has done what it was given so far.
 
     `dtypes`: names of those that are taken; tensors named in `unchecked` may be of any dtype of safetensors.
 
@@ -103,7 +114,8 @@ def tensor_parts(
         if dtype not in allowed or dtype not in DTYPES:
             raise ValueError(f"tensor {name}: expected dtype {' or '.join(allowed)}, found {dtype}")
         shape = tuple(int(size) for size in tensor.shape)
-        yield TensorPart(name, DTYPES[dtype], shape, math.prod(shape) * tensor.dtype.itemsize, tensor)
+        size = math.prod(shape) * tensor.dtype.itemsize
+        yield TensorPart(name, DTYPES[dtype], shape, size, tensor, _computed(tensor))
 
 
 def _dtype(name: str, tensor: Any) -> str:
@@ -124,13 +136,20 @@ def _dtype(name: str, tensor: Any) -> str:
     )
 
 
-def _host_bytes(tensor: Any) -> Any:
+def _computed(tensor: Any) -> Any:
+    if not _on_gpu(tensor):
+        return None
+    return sys.modules["torch"].cuda.current_stream(tensor.device).record_event()
+
+
+def _host_bytes(tensor: Any, computed: Any) -> Any:
     """A flat buffer over the tensor's values, in C order, little-endian."""
     if 0 in tensor.shape:
         return b""
     if _is(tensor, "torch", "Tensor"):
         torch = sys.modules["torch"]
-        dense = tensor.detach().cpu().contiguous()
+        whole = tensor.detach()
+        dense = _from_gpu(whole, computed) if _on_gpu(whole) else whole.cpu().contiguous()
         # not reshape: a dimension of size one may keep any stride and still count as contiguous
         return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
     if not tensor.dtype.isnative:
@@ -138,6 +157,23 @@ def _host_bytes(tensor: Any) -> Any:
     if not tensor.flags.c_contiguous:
         tensor = tensor.copy(order="C")
     return tensor.reshape(-1).view("uint8")
+
+
+def _from_gpu(tensor: Any, computed: Any) -> Any:
+    """A contiguous copy in host memory, page-locked where that is not too much: such copies run at the bus's speed,
+    beside what is being computed."""
+    torch = sys.modules["torch"]
+    stream = torch.cuda.Stream(tensor.device)
+    stream.wait_event(computed)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.nbytes <= MOST_PINNED_BYTES)
+    with torch.cuda.stream(stream):
+        host.copy_(tensor, non_blocking=True)
+    stream.synchronize()
+    return host
+
+
+def _on_gpu(tensor: Any) -> bool:
+    return _is(tensor, "torch", "Tensor") and bool(tensor.is_cuda)
 
 
 def _is(value: object, module: str, kind: str) -> bool:

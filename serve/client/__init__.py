@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's side of `/fp8ext/v1`: the one place that knows the HTTP API. Needs neither torch nor numpy nor vLLM."""
 
+from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.client.clients import AsyncClient, AsyncReplicas, Client, Replicas
 from vllm_fp8ext.serve.client.progress import Progress
-from vllm_fp8ext.serve.client.push import CHUNK_BYTES, Transport
+from vllm_fp8ext.serve.client.push import Transport
 from vllm_fp8ext.serve.client.source import Pushable
 
 __all__ = [
+    "CHUNKS_IN_FLIGHT",
     "CHUNK_BYTES",
     "AsyncClient",
     "AsyncReplicas",

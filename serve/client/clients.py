@@ -120,8 +120,8 @@ class Client(_Blocking[Endpoint]):
 class AsyncClient(_Awaited[Endpoint]):
     """`Client` for asyncio: the same methods with the same arguments, to be awaited.
 
-    Files are read, and tensors copied and hashed, in a thread; tensors on a GPU must have been computed by then. An iterable
-    that is pushed is advanced on the event loop's thread.
+    Files are read, and tensors copied and hashed, in threads. An iterable that is pushed is advanced on the event loop's
+    thread.
     """
 
     def __init__(

@@ -2,14 +2,14 @@
 """Runs flows: the only place of the client that does I/O, once blocking and once on an event loop."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import httpx
 
-from vllm_fp8ext.serve.client.flow import Flow, Request, Step, Together, Wait, Work
+from vllm_fp8ext.serve.client.flow import Flow, Pipelined, Request, Step, Together, Wait, Work
 
 T = TypeVar("T")
 
@@ -18,8 +18,12 @@ CONNECT_SECONDS = 30.0
 _LIMITS = httpx.Limits(max_connections=None)
 
 
+class _Stopped(Exception):
+    """Thrown into a flow that runs beside one that has failed."""
+
+
 class BlockingDriver:
-    """Runs a flow on the caller's thread; flows that run together get a thread each."""
+    """Runs a flow on the caller's thread; flows that run at the same time get a thread each."""
 
     def __init__(self) -> None:
         self._http = httpx.Client(limits=_LIMITS)
@@ -30,11 +34,15 @@ class BlockingDriver:
 
     def run(self, flow: Flow[T]) -> T:
         """What the flow returns. Whatever interrupts a step is thrown into the flow, so that it can clean up."""
+        return self._run(flow, threading.Event())
+
+    def _run(self, flow: Flow[T], stop: threading.Event) -> T:
+        """Once `stop` is set, `_Stopped` is what each step results in, and what a body under way breaks off with."""
         try:
             step = next(flow)
             while True:
                 try:
-                    result = self._take(step)
+                    result = self._take(step, stop)
                 except BaseException as error:
                     step = flow.throw(error)
                 else:
@@ -43,22 +51,40 @@ class BlockingDriver:
             value: T = end.value
             return value
 
-    def _take(self, step: Step) -> Any:
+    def _take(self, step: Step, stop: threading.Event) -> Any:
+        _go_on(stop)
         match step:
             case Request():
-                content = None if step.content is None else _counted(step)
+                content = None if step.content is None else _counted(step, stop)
                 return self._http.request(step.method, step.url, content=content, **_options(step))
             case Wait(seconds):
-                return time.sleep(seconds)
+                stop.wait(seconds)
+                return _go_on(stop)
             case Work(function):
                 return function()
             case Together(flows):
                 with ThreadPoolExecutor(max(1, len(flows))) as threads:
-                    return list(threads.map(self._outcome, flows))
+                    return list(threads.map(lambda flow: self._outcome(flow, stop), flows))
+            case Pipelined():
+                return self._pipeline(step)
 
-    def _outcome(self, flow: Flow[T]) -> T | Exception:
+    def _pipeline(self, step: Pipelined) -> None:
+        stop = threading.Event()
+        under_way: set[Future[Any]] = set()
+        with ThreadPoolExecutor(step.width) as threads:  # whose end waits for all of them
+            try:
+                for flow in step.flows:
+                    under_way.add(threads.submit(self._run, flow, stop))
+                    under_way = _some_done(under_way, wanted=len(under_way) == step.width)
+                while under_way:
+                    under_way = _some_done(under_way, wanted=True)
+            except BaseException:
+                stop.set()
+                raise
+
+    def _outcome(self, flow: Flow[T], stop: threading.Event) -> T | Exception:
         try:
-            return self.run(flow)
+            return self._run(flow, stop)
         except Exception as error:
             return error
 
@@ -97,9 +123,25 @@ class AsyncDriver:
             case Wait(seconds):
                 return await asyncio.sleep(seconds)
             case Work(function):
-                return await asyncio.to_thread(function)
+                return await _in_thread(function)
             case Together(flows):
                 return await asyncio.gather(*map(self._outcome, flows))
+            case Pipelined():
+                return await self._pipeline(step)
+
+    async def _pipeline(self, step: Pipelined) -> None:
+        under_way: set[asyncio.Task[Any]] = set()
+        try:
+            for flow in step.flows:
+                under_way.add(asyncio.create_task(self.run(flow)))
+                under_way = await _some_ended(under_way, wanted=len(under_way) == step.width)
+            while under_way:
+                under_way = await _some_ended(under_way, wanted=True)
+        except BaseException:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+            raise
 
     async def _outcome(self, flow: Flow[T]) -> T | Exception:
         try:
@@ -113,9 +155,43 @@ def _options(step: Request) -> dict[str, Any]:
     return {"headers": step.headers, "timeout": timeout, "json": step.json}
 
 
-def _counted(step: Request) -> Iterator[bytes]:
+def _go_on(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise _Stopped
+
+
+def _some_done(futures: set[Future[Any]], *, wanted: bool) -> set[Future[Any]]:
+    """Those that go on; raises what one that is done has failed with. Waits for one if that is `wanted`."""
+    done, others = wait(futures, None if wanted else 0, FIRST_COMPLETED)
+    for future in done:
+        future.result()
+    return others
+
+
+async def _some_ended(tasks: set[asyncio.Task[Any]], *, wanted: bool) -> set[asyncio.Task[Any]]:
+    """`_some_done` of tasks."""
+    done, others = await asyncio.wait(
+        tasks, timeout=None if wanted else 0, return_when=asyncio.FIRST_COMPLETED
+    )
+    for task in done:
+        task.result()
+    return others
+
+
+async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """What a function returns that is called in a thread. A cancellation waits for its end."""
+    call = asyncio.create_task(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait({call})
+        raise
+
+
+def _counted(step: Request, stop: threading.Event) -> Iterator[bytes]:
     count = 0
     for piece in step.content or ():
+        _go_on(stop)
         yield piece
         count += len(piece)
         if step.sent:
@@ -125,7 +201,7 @@ def _counted(step: Request) -> Iterator[bytes]:
 async def _counted_in_thread(step: Request) -> AsyncIterator[bytes]:
     count = 0
     pieces = iter(step.content or ())
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+    while (piece := await _in_thread(next, pieces, None)) is not None:
         yield piece
         count += len(piece)
         if step.sent:

@@ -85,7 +85,20 @@ class Together:
     flows: tuple["Flow[Any]", ...]
 
 
-Step: TypeAlias = Request | Wait | Work | Together
+@dataclass(frozen=True)
+class Pipelined:
+    """Step: run flows, at most `width` of them at the same time. The next one is taken, on the caller's thread, when it may
+    begin.
+
+    It is over when nothing of it goes on any more, in success and in failure: when a flow or the iterable fails, none is
+    begun any more, and those under way take no further step. Fails with what failed first.
+    """
+
+    flows: Iterable["Flow[Any]"]
+    width: int
+
+
+Step: TypeAlias = Request | Wait | Work | Together | Pipelined
 Flow: TypeAlias = Generator[Step, Any, T]
 
 
@@ -99,6 +112,11 @@ def together(flows: Iterable[Flow[T]]) -> Flow[list[T | Exception]]:
     """A `Together` step with its type."""
     outcomes: list[T | Exception] = yield Together(tuple(flows))
     return outcomes
+
+
+def pipelined(flows: Iterable[Flow[Any]], width: int) -> Flow[None]:
+    """A `Pipelined` step with its type."""
+    yield Pipelined(flows, width)
 
 
 def send(request: Request) -> Flow[httpx.Response]:

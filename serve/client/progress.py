@@ -11,32 +11,34 @@ Progress = Callable[[int, int | None], None]
 
 
 class Counter:
-    """Bytes sent to all servers, of `total`. Those of a chunk under way are kept by server: it may have to start over."""
+    """Bytes sent to all servers, of `total`. Those of a chunk under way are kept by chunk and server: it may have to start
+    over. Chunks may be counted in several threads."""
 
     def __init__(self, progress: Progress | None, total: int | None) -> None:
         self._progress = progress
         self._total = total
         self._before = 0
-        self._under_way: dict[str, int] = {}
+        self._under_way: dict[int, dict[str, int]] = {}
         self._lock = threading.Lock()
 
-    def of(self, url: str) -> Sent:
-        """Counts what one server is sent of the chunk under way."""
+    def of(self, n: int, url: str) -> Sent:
+        """Counts what one server is sent of chunk `n`."""
 
         def sent(count: int) -> None:
             with self._lock:
-                self._under_way[url] = count
+                self._under_way.setdefault(n, {})[url] = count
                 self._report()
 
         return sent
 
-    def end_chunk(self, size: int) -> None:
-        """The chunk under way has been sent, or was there already: `size` bytes over all servers."""
+    def end_chunk(self, n: int, size: int) -> None:
+        """Chunk `n` has been sent, or was there already: `size` bytes over all servers."""
         with self._lock:
             self._before += size
-            self._under_way.clear()
+            self._under_way.pop(n, None)
             self._report()
 
     def _report(self) -> None:
         if self._progress:
-            self._progress(self._before + sum(self._under_way.values()), self._total)
+            sent = sum(sum(counts.values()) for counts in self._under_way.values())
+            self._progress(self._before + sent, self._total)

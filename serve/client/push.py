@@ -13,19 +13,17 @@ import httpx
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT, Sending, send_chunks
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
 from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.repeat import lost, unsent
 from vllm_fp8ext.serve.client.source import Pushable, Source, source_of, tensors_of
-from vllm_fp8ext.serve.safetensors_body import Body
 from vllm_fp8ext.serve.tensors import TensorLike
 
-CHUNK_BYTES = 256 << 20
-"""Bytes of tensors in a chunk."""
 IPC_CHUNK_BYTES = 4 << 30
-"""The same for tensors that the server reads where they are and that are made one by one: so many are kept alive at once.
-Those of a mapping are all there, and go as one chunk."""
+"""Bytes of tensors in a chunk that the server reads where they are, when they are made one by one: so many are kept alive at
+once. Those of a mapping are all there, and go as one chunk."""
 
 Transport: TypeAlias = Literal["http", "ipc"]
 """`http`: as the bodies of requests. `ipc`: torch tensors on a GPU of the server's machine are read where they are."""
@@ -44,6 +42,7 @@ def push(
     canary: schema.Canary | None = None,
     transport: Transport = "http",
     chunk_bytes: int | None = None,
+    chunks_in_flight: int = CHUNKS_IN_FLIGHT,
     checksum: bool = True,
     fp8: bool = False,
     id: str | None = None,
@@ -54,21 +53,28 @@ def push(
 
     `partial`: what is not sent keeps its served weights; needs `base_epoch`, and of each parameter all of its tensors.
     `wait_seconds`: with `running="wait"`, how long the commit may wait for running requests. `chunk_bytes`: of tensors in
-    one chunk (`CHUNK_BYTES` or `IPC_CHUNK_BYTES`); over HTTP tensors are copied to host memory a chunk at a time. `checksum`:
-    the server checks a SHA-256 of each chunk that comes over HTTP.
+    one chunk (`CHUNK_BYTES` or `IPC_CHUNK_BYTES`). `chunks_in_flight`: how many are under way at the same time over HTTP;
+    tensors are copied to host memory for it. `checksum`: the server checks a SHA-256 of each chunk that comes over HTTP.
     `fp8`: quantize here what the server takes quantized (needs torch), and send half the bytes.
     `id`: of an update that was interrupted, to go on with it; chunks of a checkpoint on disk that have been staged are not
     sent again.
 
     `commit`: without it the update is only prepared, for a `commit(id)` at a time of the caller's choice.
 
-    A refused update is abandoned, and so is one that is given up on this side.
+    `progress` is called in whatever thread sends. A refused update is abandoned, and so is one that is given up on this side;
+    no chunk is under way any more when this raises.
 
     Raises:
-        ValueError: a checkpoint that can't be read, or a tensor that can't be sent.
+        ValueError: a checkpoint that can't be read, a tensor that can't be sent, or a number that is none.
         UpdateError: a refusal; or `interrupted`, with `details["id"]`: the connection was lost, and the update stays open.
         httpx.HTTPError: the server can't be reached; no update was opened.
     """
+    sending = Sending(
+        chunk_bytes=CHUNK_BYTES if chunk_bytes is None else chunk_bytes,
+        in_flight=chunks_in_flight,
+        checksum=checksum,
+        progress=progress,
+    )
 
     def manifests() -> Flow[list[dict[str, Any]]]:
         return [(yield from calls.manifest(endpoint))]
@@ -80,7 +86,7 @@ def push(
         send = partial_of(_hand_over, endpoint, tensors, chunk_bytes or limit, progress)
     elif transport == "http":
         source = yield from source_of(weights, manifests, fp8=fp8)
-        send = partial_of(_send, endpoint, source, chunk_bytes or CHUNK_BYTES, checksum, progress)
+        send = partial_of(_send, endpoint, source, sending)
     else:
         raise ValueError(f"transport: expected {' or '.join(get_args(Transport))}, found {transport!r}")
     id = id or uuid.uuid4().hex
@@ -113,23 +119,8 @@ def push(
         raise
 
 
-def _send(
-    endpoint: Endpoint,
-    source: Source,
-    chunk_bytes: int,
-    checksum: bool,
-    progress: Progress | None,
-    update: schema.Update,
-) -> Flow[None]:
-    limit = chunk_limit([update], chunk_bytes)
-    counter = Counter(progress, source.total(limit))
-    for n, body in enumerate(source.chunks(limit)):
-        if not (source.files and is_staged(update, n, body)):
-            body, sha256 = yield from ready(body, checksum)
-            yield from calls.put_chunk(
-                endpoint, update.id, n, body, sha256=sha256, sent=counter.of(endpoint.url)
-            )
-        counter.end_chunk(body.length)
+def _send(endpoint: Endpoint, source: Source, sending: Sending, update: schema.Update) -> Flow[None]:
+    return send_chunks({endpoint: update}, source, sending, lambda _, put: put(endpoint))
 
 
 def _hand_over(
@@ -143,29 +134,7 @@ def _hand_over(
     for n, group in enumerate(batches(tensors, limit)):
         body = yield from work(partial_of(handles, group, n))
         yield from calls.handles(endpoint, update.id, body)
-        counter.end_chunk(sum(tensor.nbytes for _, tensor in group))
-
-
-def chunk_limit(updates: list[schema.Update], chunk_bytes: int) -> int:
-    """Bytes of tensors in a chunk, such that two fit into each server's room for waiting chunks."""
-    rooms = [update.max_chunk_bytes for update in updates if update.max_chunk_bytes]
-    return min([chunk_bytes, *(room // 2 for room in rooms)])
-
-
-def is_staged(update: schema.Update, n: int, body: Body) -> bool:
-    """Whether the server had staged a chunk of this number and length when the update was opened again."""
-    known = update.chunks.get(str(n))
-    return known is not None and known.staged and known.bytes == body.length
-
-
-def ready(body: Body, checksum: bool) -> Flow[tuple[Body, bytes | None]]:
-    """The body where it can be read again and again, and its SHA-256."""
-
-    def make() -> tuple[Body, bytes | None]:
-        fetched = body.fetched()
-        return fetched, fetched.sha256() if checksum else None
-
-    return work(make)
+        counter.end_chunk(n, sum(tensor.nbytes for _, tensor in group))
 
 
 def abandon_quietly(endpoint: Endpoint, id: str) -> Flow[None]:

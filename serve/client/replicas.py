@@ -9,18 +9,12 @@ from typing import Any, TypeVar
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT, Sending, send_chunks
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, together
-from vllm_fp8ext.serve.client.progress import Counter, Progress
-from vllm_fp8ext.serve.client.push import (
-    CHUNK_BYTES,
-    abandon_quietly,
-    chunk_limit,
-    is_staged,
-    ready,
-)
+from vllm_fp8ext.serve.client.progress import Progress
+from vllm_fp8ext.serve.client.push import abandon_quietly
 from vllm_fp8ext.serve.client.repeat import backoff, lost
-from vllm_fp8ext.serve.client.source import Pushable, Source, source_of
-from vllm_fp8ext.serve.safetensors_body import Body
+from vllm_fp8ext.serve.client.source import Pushable, source_of
 
 T = TypeVar("T")
 
@@ -37,6 +31,7 @@ def push_everywhere(
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    chunks_in_flight: int = CHUNKS_IN_FLIGHT,
     checksum: bool = True,
     fp8: bool = False,
     id: str | None = None,
@@ -56,6 +51,10 @@ def push_everywhere(
     """
     if not endpoints or len({endpoint.url for endpoint in endpoints}) < len(endpoints):
         raise ValueError(f"expected distinct URLs, found {[endpoint.url for endpoint in endpoints]}")
+
+    sending = Sending(
+        chunk_bytes=chunk_bytes, in_flight=chunks_in_flight, checksum=checksum, progress=progress
+    )
 
     def manifests() -> Flow[list[dict[str, Any]]]:
         found = yield from _on_all(endpoints, calls.manifest)
@@ -79,46 +78,14 @@ def push_everywhere(
     try:
         updates = yield from _on_all(endpoints, opened)
         waiting = [endpoint for endpoint in endpoints if updates[endpoint.url].state != "committed"]
-        yield from _send(waiting, updates, source, chunk_bytes, checksum, progress)
+        lacking = {endpoint: updates[endpoint.url] for endpoint in waiting}
+        yield from send_chunks(lacking, source, sending, _on_all)
         yield from _on_all(waiting, lambda endpoint: calls.prepare(endpoint, update_id))
     except BaseException:
         yield from _abandon(endpoints, update_id)
         raise
     committed = {url: update for url, update in updates.items() if update.state == "committed"}
     return (yield from _commit(waiting, update_id, committed, wait_seconds))
-
-
-def _send(
-    endpoints: Sequence[Endpoint],
-    updates: Mapping[str, schema.Update],
-    source: Source,
-    chunk_bytes: int,
-    checksum: bool,
-    progress: Progress | None,
-) -> Flow[None]:
-    limit = chunk_limit([updates[endpoint.url] for endpoint in endpoints], chunk_bytes)
-    total = source.total(limit)
-    counter = Counter(progress, None if total is None else total * len(endpoints))
-    for n, body in enumerate(source.chunks(limit)):
-        lacking = [
-            endpoint
-            for endpoint in endpoints
-            if not (source.files and is_staged(updates[endpoint.url], n, body))
-        ]
-        if lacking:
-            body, sha256 = yield from ready(body, checksum)
-            yield from _on_all(lacking, _putting(updates, n, body, sha256, counter))
-        counter.end_chunk(body.length * len(endpoints))
-
-
-def _putting(
-    updates: Mapping[str, schema.Update], n: int, body: Body, sha256: bytes | None, counter: Counter
-) -> Callable[[Endpoint], Flow[schema.Update]]:
-    def put(endpoint: Endpoint) -> Flow[schema.Update]:
-        id, sent = updates[endpoint.url].id, counter.of(endpoint.url)
-        return calls.put_chunk(endpoint, id, n, body, sha256=sha256, sent=sent)
-
-    return put
 
 
 def _commit(

@@ -14,7 +14,7 @@ from vllm_fp8ext.serve.tensors import TensorLike, tensor_parts
 
 Pushable: TypeAlias = str | PathLike[str] | Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
 """A checkpoint (a folder of safetensors, or one file), or torch tensors or numpy arrays by name, on any device. An iterable
-is gone through once, and no further than one tensor beyond the chunk that is being sent."""
+is gone through once, on the caller's thread, and no further than one tensor beyond the chunks under way."""
 
 
 @dataclass(frozen=True)

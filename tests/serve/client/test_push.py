@@ -64,6 +64,7 @@ def test_a_checkpoint_is_sent_and_committed(
         wait_seconds=2.0,
         canary=Canary(prompts=[[1, 2]]),
         chunk_bytes=84,
+        chunks_in_flight=1,
         checksum=checksum,
         progress=lambda *progress: seen.append(progress),
     )
@@ -96,10 +97,21 @@ def test_a_checkpoint_is_sent_and_committed(
     assert seen[-1] == (total, total)
 
 
-def test_a_chunk_takes_half_of_the_servers_room(caller: Caller, server: Server, checkpoint: Path) -> None:
-    server.room = 90
-    caller(server.url, "push", checkpoint)
-    assert [sorted(load(body)) for body in server.bodies[1:-1]] == [["w0"], ["w1"], ["w2"]]
+@pytest.mark.parametrize(
+    ("room", "in_flight", "expected"),
+    [
+        (2 * 84, 1, [["w0", "w1"], ["w2"]]),
+        (2 * 84 - 1, 1, [["w0"], ["w1"], ["w2"]]),
+        (4 * 84, 3, [["w0", "w1"], ["w2"]]),
+        (4 * 84 - 1, 3, [["w0"], ["w1"], ["w2"]]),
+    ],
+)
+def test_chunks_under_way_and_one_more_fit_into_the_servers_room(
+    caller: Caller, server: Server, checkpoint: Path, room: int, in_flight: int, expected: list[list[str]]
+) -> None:
+    server.room = room
+    caller(server.url, "push", checkpoint, chunks_in_flight=in_flight)
+    assert sorted(sorted(load(body)) for body in server.bodies[1:-1]) == expected
 
 
 def test_a_checkpoint_that_is_not_there_opens_no_update(
@@ -206,7 +218,7 @@ def test_the_total_is_known_where_it_can_be(caller: Caller, server: Server, coun
 
 
 def test_an_iterable_is_taken_as_it_is_sent(caller: Caller, server: Server) -> None:
-    """When tensor n is asked for, all but the chunk that is being filled and the one before it have arrived."""
+    """When tensor n is asked for, all but the chunk that is being filled and those under way have arrived."""
     seen: list[int] = []
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
@@ -214,7 +226,7 @@ def test_an_iterable_is_taken_as_it_is_sent(caller: Caller, server: Server) -> N
             seen.append(len(next(iter(server.chunks.values()), {})))
             yield f"a{n}", torch.full((10,), float(n))
 
-    caller(server.url, "push", gathered(), chunk_bytes=40)
+    caller(server.url, "push", gathered(), chunk_bytes=40, chunks_in_flight=1)
     assert seen == [0, 0, 1, 2, 3]
     assert len(server.served) == 5
 
@@ -279,7 +291,7 @@ def test_a_refused_push_is_abandoned_and_raises_the_first_error(
     server.faults[call] = [answer(422, kind="wrong-shape")]
     server.faults["DELETE /updates/*"] = [abandoned]
     with pytest.raises(UpdateError, match="wrong-shape it is"):
-        caller(server.url, "push", checkpoint, chunk_bytes=84, retries=0)
+        caller(server.url, "push", checkpoint, chunk_bytes=84, chunks_in_flight=1, retries=0)
     [id] = server.updates
     assert names(server.calls, id)[-2:] == [call.replace("*", "u"), "DELETE /updates/u"]
 
@@ -369,7 +381,7 @@ def test_an_interrupted_push_stays_open_and_goes_on(
     server.calls.clear()
     done = caller(server.url, "push", checkpoint, chunk_bytes=84, id=id)
     assert (done.state, server.epoch) == ("committed", 1)
-    assert [call[-1] for call in server.calls if call.startswith("PUT")] == sorted({"0", "1"} - staged)
+    assert sorted(call[-1] for call in server.calls if call.startswith("PUT")) == sorted({"0", "1"} - staged)
     assert same(server.served, load_all(checkpoint))
 
 

@@ -38,7 +38,7 @@ def states(servers: list[Server]) -> list[list[str]]:
 def test_phases_come_one_after_the_other(
     caller: Caller, servers: list[Server], journal: Journal, checkpoint: Path
 ) -> None:
-    done = caller(urls(servers), "push", checkpoint, version="v", chunk_bytes=84)
+    done = caller(urls(servers), "push", checkpoint, version="v", chunk_bytes=84, chunks_in_flight=1)
     [id] = {update.id for update in done.values()}
     assert list(done) == urls(servers)
     assert {update.state for update in done.values()} == {"committed"}
@@ -233,7 +233,7 @@ def test_a_chunk_that_one_server_has_is_sent_to_the_others(
 ) -> None:
     servers[0].faults[CHUNK_1] = [drop()]
     with pytest.raises(UpdateError, match="mine"):
-        caller(servers[0].url, "push", checkpoint, chunk_bytes=84, id="mine", retries=0)
+        caller(servers[0].url, "push", checkpoint, chunk_bytes=84, chunks_in_flight=1, id="mine", retries=0)
     caller(urls(servers), "push", checkpoint, chunk_bytes=84, id="mine")
     sent = [[call for call in server.calls if "chunks/0" in call] for server in servers]
     assert [len(calls) for calls in sent] == [1, 1, 1]

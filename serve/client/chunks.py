@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunks of a push on their way to the servers, several at the same time."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from vllm_fp8ext.serve import schema
+from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.flow import Endpoint, Flow, pipelined, work
+from vllm_fp8ext.serve.client.progress import Counter, Progress
+from vllm_fp8ext.serve.client.source import Source
+from vllm_fp8ext.serve.safetensors_body import Body
+
+CHUNK_BYTES = 128 << 20
+"""Bytes of tensors in a chunk."""
+CHUNKS_IN_FLIGHT = 8
+"""Chunks under way at the same time. A thread computes a SHA-256 at less than half the speed of a connection within one
+machine, before a chunk is sent and again where it arrives; then the chunk is staged. With eight, it is the connection that is
+waited for."""
+
+Everywhere: TypeAlias = Callable[[list[Endpoint], Callable[[Endpoint], Flow[schema.Update]]], Flow[Any]]
+"""Runs a flow on each of some servers; fails when it fails on one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sending:
+    """How chunks are sent.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    chunk_bytes: int
+    """Of tensors in a chunk, at most; a larger tensor travels alone."""
+    in_flight: int
+    """Chunks that are copied to host memory, hashed, sent or staged at the same time, at most."""
+    checksum: bool
+    """Whether the servers check a SHA-256 of each."""
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        for name, value in (("chunk_bytes", self.chunk_bytes), ("chunks_in_flight", self.in_flight)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, found {value}")
+
+
+def send_chunks(
+    updates: Mapping[Endpoint, schema.Update], source: Source, how: Sending, everywhere: Everywhere
+) -> Flow[None]:
+    """Send every chunk to all servers; of files, those that a server has not staged already.
+
+    The source is advanced when a chunk may begin. The first failure ends it all: no further chunk is begun, and those under
+    way end, or break off, before it is raised.
+    """
+    limit = _limit(updates.values(), how)
+    total = source.total(limit)
+    counter = Counter(how.progress, None if total is None else total * len(updates))
+
+    def chunk(n: int, body: Body) -> Flow[None]:
+        size = body.length * len(updates)
+        lacking = [
+            endpoint
+            for endpoint, update in updates.items()
+            if not (source.files and _is_staged(update, n, body))
+        ]
+        if lacking:
+            body, sha256 = yield from work(partial(_ready, body, how.checksum))
+
+            def put(endpoint: Endpoint) -> Flow[schema.Update]:
+                id, sent = updates[endpoint].id, counter.of(n, endpoint.url)
+                return calls.put_chunk(endpoint, id, n, body, sha256=sha256, sent=sent)
+
+            yield from everywhere(lacking, put)
+        counter.end_chunk(n, size)
+
+    chunks = (chunk(n, body) for n, body in enumerate(source.chunks(limit)))
+    yield from pipelined(chunks, how.in_flight)
+
+
+def _limit(updates: Iterable[schema.Update], how: Sending) -> int:
+    """Bytes of tensors in a chunk, such that those under way and one more, for headers and gaps, fit into each server's room
+    for waiting chunks."""
+    rooms = [update.max_chunk_bytes for update in updates if update.max_chunk_bytes]
+    return min([how.chunk_bytes, *(room // (how.in_flight + 1) for room in rooms)])
+
+
+def _is_staged(update: schema.Update, n: int, body: Body) -> bool:
+    """Whether the server had staged a chunk of this number and length when the update was opened again."""
+    known = update.chunks.get(str(n))
+    return known is not None and known.staged and known.bytes == body.length
+
+
+def _ready(body: Body, checksum: bool) -> tuple[Body, bytes | None]:
+    """The body where it can be read again and again, and its SHA-256."""
+    fetched = body.fetched()
+    return fetched, fetched.sha256() if checksum else None
