@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 30.0
 """Longest time to wait for a connection."""
+FLOW_THREADS = "fp8ext-flow"
+"""How names of threads begin that the blocking driver starts."""
 _LIMITS = httpx.Limits(max_connections=None)
 
 
@@ -63,7 +65,7 @@ class BlockingDriver:
             case Work(function):
                 return function()
             case Together(flows):
-                with ThreadPoolExecutor(max(1, len(flows))) as threads:
+                with ThreadPoolExecutor(max(1, len(flows)), FLOW_THREADS) as threads:
                     return list(threads.map(lambda flow: self._outcome(flow, stop), flows))
             case Pipelined():
                 return self._pipeline(step)
@@ -71,7 +73,7 @@ class BlockingDriver:
     def _pipeline(self, step: Pipelined) -> None:
         stop = threading.Event()
         under_way: set[Future[Any]] = set()
-        with ThreadPoolExecutor(step.width) as threads:  # whose end waits for all of them
+        with ThreadPoolExecutor(step.width, FLOW_THREADS) as threads:  # whose end waits for all of them
             try:
                 for flow in step.flows:
                     under_way.add(threads.submit(self._run, flow, stop))

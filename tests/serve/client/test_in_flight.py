@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several chunks under way at the same time: how many, what is taken for them, and what is left of them after a failure."""
+
+import _thread
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.client import AsyncClient, repeat
+from vllm_fp8ext.serve.client.driver import FLOW_THREADS
+
+from .conftest import Caller
+from .server import KEY, Fault, Handler, Server, answer, drop, slow
+
+SECONDS = 20
+"""Longest time to wait for something that is about to happen."""
+
+
+def chunk(n: int) -> str:
+    return f"PUT /updates/*/chunks/{n}"
+
+
+def tensors(count: int) -> dict[str, Tensor]:
+    """Of 40 bytes each."""
+    return {f"a{n}": torch.full((10,), float(n)) for n in range(count)}
+
+
+@pytest.fixture
+def six(tmp_path: Path) -> Path:
+    """A file of six tensors of 40 bytes."""
+    save_file(tensors(6), tmp_path / "six.safetensors")
+    return tmp_path / "six.safetensors"
+
+
+def meeting(barrier: threading.Barrier) -> Fault:
+    """The call is handled when enough others have come."""
+
+    def fault(handler: Handler) -> bool:
+        barrier.wait(SECONDS)
+        return False
+
+    return fault
+
+
+class Crowd:
+    """Counts the calls that are being handled at the same time; each takes a moment."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+
+    def fault(self, handler: Handler) -> bool:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.05)
+        with self._lock:
+            self.now -= 1
+        return False
+
+
+def puts(server: Server) -> list[str]:
+    return [call.rpartition("/")[2] for call in server.calls if call.startswith("PUT")]
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_chunks_are_under_way_together(caller: Caller, server: Server, width: int) -> None:
+    """None of them is answered before all of them have come."""
+    barrier = threading.Barrier(width)
+    server.faults = {chunk(n): [meeting(barrier)] for n in range(6)}
+    done = caller(server.url, "push", tensors(6), chunk_bytes=40, chunks_in_flight=width)
+    assert (done.state, len(server.served)) == ("committed", 6)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_no_more_are_under_way_than_the_caller_said(caller: Caller, server: Server, width: int) -> None:
+    crowd = Crowd()
+    server.faults = {chunk(n): [crowd.fault] for n in range(8)}
+    caller(server.url, "push", tensors(8), chunk_bytes=40, chunks_in_flight=width)
+    assert crowd.most <= width
+
+
+def test_chunks_go_to_several_servers_together(caller: Caller, start: Callable[..., Server]) -> None:
+    servers = [start() for _ in range(3)]
+    barrier = threading.Barrier(3 * 2)
+    for server in servers:
+        server.faults = {chunk(n): [meeting(barrier)] for n in range(4)}
+    caller([server.url for server in servers], "push", tensors(4), chunk_bytes=40, chunks_in_flight=2)
+    assert [len(server.served) for server in servers] == [4, 4, 4]
+
+
+def test_an_iterable_is_advanced_by_the_caller_and_by_one_tensor_more(caller: Caller, server: Server) -> None:
+    taken: list[int] = []
+    seen: list[list[int]] = []
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for n, pair in enumerate(tensors(8).items()):
+            taken.append(threading.get_ident())
+            yield pair
+            assert len(taken) == n + 1
+
+    def look() -> None:
+        time.sleep(0.1)
+        seen.append(list(taken))
+
+    barrier = threading.Barrier(3, look)
+    server.faults = {chunk(n): [meeting(barrier)] for n in range(3)}
+    caller(server.url, "push", gathered(), chunk_bytes=40, chunks_in_flight=3)
+    assert [len(found) for found in seen] == [4]
+    assert set(taken) == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("number", [0, -1])
+@pytest.mark.parametrize("name", ["chunk_bytes", "chunks_in_flight"])
+def test_numbers_that_are_none(caller: Caller, server: Server, name: str, number: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected at least 1, found {number}"):
+        caller(server.url, "push", tensors(1), **{name: number})
+    assert server.calls == []
+
+
+# --- progress
+
+
+def test_progress_adds_up_chunks_under_way(caller: Caller, server: Server) -> None:
+    seen: list[tuple[int, int]] = []
+    meanwhile: list[tuple[int, int]] = []
+
+    def look() -> None:
+        time.sleep(0.1)
+        meanwhile.append(seen[-1])
+
+    barrier = threading.Barrier(3, look)
+    server.faults = {chunk(n): [meeting(barrier)] for n in range(6)}
+    caller(
+        server.url,
+        "push",
+        tensors(6),
+        chunk_bytes=40,
+        chunks_in_flight=3,
+        progress=lambda *at: seen.append(at),
+    )
+    total = seen[-1][1]
+    assert seen == sorted(seen)
+    assert meanwhile == [(total // 2, total), (total, total)]
+
+
+def test_progress_takes_back_what_is_sent_again(caller: Caller, server: Server) -> None:
+    seen: list[int] = []
+    server.faults = {chunk(n): [slow(0.05), drop()] for n in range(4)}
+    server.faults[chunk(2)] = [drop(), drop()]
+    caller(server.url, "push", tensors(4), chunk_bytes=40, progress=lambda *at: seen.append(at[0]))
+    assert seen[-1] == max(seen) == sum(len(body) for body in server.chunks.popitem()[1].values())
+
+
+# --- failures
+
+
+def test_the_first_failure_begins_nothing_new(caller: Caller, server: Server) -> None:
+    barrier = threading.Barrier(3)
+
+    def refuse(handler: Handler) -> bool:
+        barrier.wait(SECONDS)
+        return answer(422, kind="wrong-shape")(handler)
+
+    def stay(handler: Handler) -> bool:
+        barrier.wait(SECONDS)
+        return slow(0.3)(handler)
+
+    server.faults = {chunk(0): [stay], chunk(1): [refuse], chunk(2): [stay]}
+    with pytest.raises(UpdateError, match="wrong-shape it is"):
+        caller(server.url, "push", tensors(6), chunk_bytes=40, chunks_in_flight=3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(FLOW_THREADS)]
+    assert sorted(puts(server)) == ["0", "1", "2"]
+    assert [update.state for update in server.updates.values()] == ["abandoned"]
+    assert server.calls[-1].startswith("DELETE")
+
+
+def test_a_body_under_way_breaks_off(caller: Caller, server: Server) -> None:
+    length, read = 64 << 20, [0]
+    refused, over = threading.Event(), threading.Event()
+
+    def read_late(handler: Handler) -> bool:
+        read[0] += len(handler.rfile.read(1 << 20))
+        assert refused.wait(SECONDS)
+        while found := handler.rfile.read1(1 << 20):
+            read[0] += len(found)
+        over.set()
+        handler.hang_up()
+        return True
+
+    def refuse(handler: Handler) -> bool:
+        while not read[0]:
+            time.sleep(0.01)
+        answer(422, kind="wrong-shape")(handler)
+        threading.Timer(0.3, refused.set).start()
+        return True
+
+    server.faults = {chunk(0): [read_late], chunk(1): [refuse]}
+    weights = {"long": torch.zeros(length, dtype=torch.uint8).view(torch.float32), "short": torch.zeros(1)}
+    with pytest.raises(UpdateError, match="wrong-shape it is"):
+        caller(server.url, "push", weights, chunk_bytes=length, checksum=False)
+    assert over.wait(SECONDS)
+    assert read[0] < length // 2
+
+
+def test_a_pause_between_repetitions_is_cut_short(
+    caller: Caller, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeat, "FIRST_SECONDS", 2 * SECONDS)
+    monkeypatch.setattr(repeat, "LONGEST_SECONDS", 2 * SECONDS)
+    failed = threading.Event()
+
+    def fail(handler: Handler) -> bool:
+        answer(503)(handler)
+        failed.set()
+        return True
+
+    def refuse_after(handler: Handler) -> bool:
+        failed.wait(SECONDS)
+        time.sleep(0.1)
+        return answer(422, kind="wrong-shape")(handler)
+
+    server.faults = {chunk(0): [fail], chunk(1): [refuse_after]}
+    start = time.monotonic()
+    with pytest.raises(UpdateError, match="wrong-shape it is"):
+        caller(server.url, "push", tensors(2), chunk_bytes=40, timeout=1000)
+    assert time.monotonic() - start < SECONDS / 2
+    assert puts(server).count("0") == 1
+
+
+def test_an_interrupt_ends_what_is_under_way(server: Server) -> None:
+    barrier = threading.Barrier(2, _thread.interrupt_main)
+
+    def stay(handler: Handler) -> bool:
+        barrier.wait(SECONDS)
+        return slow(0.3)(handler)
+
+    server.faults = {chunk(0): [stay], chunk(1): [stay]}
+    with pytest.raises(KeyboardInterrupt):
+        Caller("blocking")(server.url, "push", tensors(6), chunk_bytes=40, chunks_in_flight=2)
+    assert sorted(puts(server)) == ["0", "1"]
+    assert [update.state for update in server.updates.values()] == ["abandoned"]
+    assert server.calls[-1].startswith("DELETE")
+
+
+def test_a_failing_iterable_ends_what_is_under_way(caller: Caller, server: Server) -> None:
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        yield from tensors(3).items()
+        raise RuntimeError("a rank went away")
+
+    server.faults = {chunk(n): [slow(0.3)] for n in range(3)}
+    with pytest.raises(RuntimeError, match="a rank went away"):
+        caller(server.url, "push", gathered(), chunk_bytes=40)
+    assert server.calls[-1].startswith("DELETE")
+
+
+def test_a_cancelled_push_leaves_no_task_behind(server: Server) -> None:
+    server.faults = {chunk(n): [slow(0.5)] for n in range(4)}
+
+    async def run() -> int:
+        async with AsyncClient(server.url, KEY) as client:
+            push = asyncio.create_task(client.push(tensors(4), chunk_bytes=40, chunks_in_flight=3))
+            while len(puts(server)) < 3:
+                await asyncio.sleep(0.01)
+            push.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await push
+            return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1
+    assert [update.state for update in server.updates.values()] == ["abandoned"]
+
+
+@pytest.mark.parametrize("fault", [drop(), answer(502)])
+def test_what_was_staged_before_an_interruption_is_not_sent_again(
+    caller: Caller, server: Server, six: Path, fault: Any
+) -> None:
+    server.faults[chunk(4)] = [fault]
+    with pytest.raises(UpdateError) as caught:
+        caller(server.url, "push", six, chunk_bytes=40, chunks_in_flight=3, retries=0)
+    assert caught.value.kind == "interrupted"
+    assert not any(call.startswith("DELETE") for call in server.calls)
+    id = caught.value.details["id"]
+    staged = set(server.chunks[id])
+    assert len(staged) >= 2
+    server.calls.clear()
+    done = caller(server.url, "push", six, chunk_bytes=40, chunks_in_flight=3, id=id)
+    assert (done.state, len(server.served)) == ("committed", 6)
+    assert staged.isdisjoint(puts(server))
+    assert "4" in puts(server)
