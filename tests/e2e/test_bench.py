@@ -41,3 +41,19 @@ def test_a_case_that_is_none(case: str):
 def test_without_a_gpu(command: str):
     with pytest.raises(ConfigError, match="expected a CUDA GPU, found none"):
         CliRunner().invoke(cli, ["bench", command], catch_exceptions=False)
+
+
+def test_updates_take_turns_with_baselines(tmp_path: Path):
+    out = tmp_path / "update.json"
+    line = ["bench", "update", "--shape", "tiny", "--transports", "files", "http", "--repeats", "2"]
+    line += ["--serve", "enforce-eager", "kv-cache-memory-bytes=67108864", "--dir", str(tmp_path)]
+    done = CliRunner().invoke(cli, [*line, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    cases = json.loads(out.read_text())["cases"]
+    told = [(case["transport"], case["variant"]) for case in cases]
+    assert told == [(way, variant) for way in ("files", "http") for variant in ("blockfp8", "bare")]
+    for ours, bare in zip(cases[::2], cases[1::2], strict=True):
+        assert bare["bytes"] == ours["bytes"] > 0
+        assert len(bare["samples"]) == len(ours["samples"]) == 2
+        assert ours["ratio_bare"] == pytest.approx(ours["total_seconds"] / bare["total_seconds"])
+        assert "ratio_bare" not in bare

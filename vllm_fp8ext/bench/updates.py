@@ -4,7 +4,9 @@
     fp8ext bench update --shape Qwen3-8B --transports files http ipc --running 0 128 --out update.json
 
 Serves generated weights (or --checkpoints) and changes them back and forth, from the first update on: nothing is warmed up.
-With running requests, updates follow each other without a break. `stock` is vLLM's own reload of `fp8_per_block`.
+With running requests, updates follow each other without a break. Without, `http` and `files` take turns with a baseline of
+the same bytes (`bare`), and `ratio_bare` is the update's time by the baseline's. `stock` is vLLM's own reload of
+`fp8_per_block`.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_fp8ext.bench.background import Background
+from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
 from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.demo.server import Server, serve_options
@@ -120,10 +123,17 @@ def _measure(
                     "running": running,
                 }
                 case |= {"policy": options.policy, "staging": options.settings.get("staging", "shadow")}
-                with _pusher(transport, options, server, checkpoints) as push:
-                    case |= _updates(options, load, partial(_next, push, weights))
-                console.print(case)
+                with (
+                    _pusher(transport, options, server, checkpoints) as push,
+                    contextlib.nullcontext() if running else baseline(transport) as bare,
+                ):
+                    beside = partial(bare, checkpoints[0]) if bare else lambda: None
+                    case |= _updates(options, load, partial(_next, push, weights), beside)
                 found.append(case)
+                if bare:
+                    found.append(bare.case(options.shape, transport))
+                    case["ratio_bare"] = case["total_seconds"] / found[-1]["total_seconds"]
+                console.print(case)
     return found
 
 
@@ -180,9 +190,13 @@ def _on_gpu(checkpoint: Path) -> dict[str, Any]:
 
 
 def _updates(
-    options: argparse.Namespace, load: Background | None, push: Callable[[], dict[str, float]]
+    options: argparse.Namespace,
+    load: Background | None,
+    push: Callable[[], dict[str, float]],
+    beside: Callable[[], None],
 ) -> dict[str, Any]:
-    """Idle: `repeats` of them, each by itself. Beside requests: one after the other for a while."""
+    """Idle: `repeats` of them, each by itself, in turns with what is measured `beside` them. Beside requests: one after the
+    other for a while."""
     if load:
         load.settle()
     with Memory() as memory:
@@ -192,6 +206,7 @@ def _updates(
             start = time.monotonic()
             seconds = push()
             samples.append({"seconds": time.monotonic() - start, **seconds})
+            beside()
             if not load:
                 time.sleep(0.2)
         end = time.monotonic()
@@ -239,12 +254,15 @@ class Memory:
 
 def _show(cases: list[dict[str, Any]]) -> None:
     table = Table(
-        "variant", "running", "transport", "median s", "first s", "pause s", "stall s", "lost", "peak GB"
+        *("variant", "running", "transport", "median s", "first s", "pause s", "stall s", "lost", "peak GB"),
+        "x bare",
     )
     for case in cases:
+        peak = case.get("peak_extra_bytes")
         numbers = (
-            *(case["total_seconds"], case["first_seconds"], case["pause_seconds"], case.get("stall_seconds")),
-            *(case.get("tokens_lost"), case["peak_extra_bytes"] and case["peak_extra_bytes"] / 1e9),
+            *(case["total_seconds"], case["first_seconds"]),
+            *(case.get("pause_seconds"), case.get("stall_seconds"), case.get("tokens_lost")),
+            *(peak and peak / 1e9, case.get("ratio_bare")),
         )
         texts = ["" if number is None else f"{number:.3f}" for number in numbers]
         table.add_row(case["variant"], str(case["running"]), case["transport"], *texts)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transport takes at least: the same bytes moved, with nothing else done to them. Measured beside updates, in turns.
+
+`http`: the checkpoint's chunks, as `push` makes them and as many at a time, are read and PUT to a handler that drops them: an
+ASGI application of a few lines under uvicorn, in a process of its own, without vLLM; no checksums. Then, with a GPU, as many
+bytes are copied to it from page-locked memory. `files`: the checkpoint is read by as many threads as a rank has, into memory
+that is used again, page-locked with a GPU.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
+from vllm_fp8ext.serve.safetensors_body import Body, bodies
+from vllm_fp8ext.serve.safetensors_file import ranges_of
+
+COPY_BYTES = 256 << 20
+"""Of one copy to the GPU."""
+
+
+class Bare:
+    """A baseline: `move` brings a checkpoint's bytes over, with so many `threads`, and returns how many these are."""
+
+    def __init__(self, threads: int, move: Callable[[Path], int]) -> None:
+        self.samples: list[dict[str, float]] = []
+        self._threads = threads
+        self._move = move
+
+    def __call__(self, checkpoint: Path) -> None:
+        """Measure it once."""
+        start = time.monotonic()
+        size = self._move(checkpoint)
+        self.samples.append({"seconds": time.monotonic() - start, "bytes": float(size)})
+
+    def case(self, model: str, transport: str) -> dict[str, Any]:
+        """What was measured."""
+        totals = [sample["seconds"] for sample in self.samples]
+        return {
+            "model": model,
+            "transport": transport,
+            "variant": "bare",
+            "running": 0,
+            "threads": self._threads,
+            "total_seconds": statistics.median(totals),
+            "first_seconds": totals[0],
+            "bytes": self.samples[0]["bytes"],
+            "samples": self.samples,
+        }
+
+
+@contextlib.contextmanager
+def baseline(transport: str) -> Iterator[Bare | None]:
+    """The baseline of a transport, ready to be measured; None where there is none."""
+    if transport == "http":
+        copy = _copier()
+        with _dropping() as port:
+            yield Bare(CHUNKS_IN_FLIGHT, lambda checkpoint: copy(_upload(port, checkpoint)))
+    elif transport == "files":
+        from vllm_fp8ext.weights.source import READERS
+
+        yield Bare(READERS, _reader(READERS))
+    else:
+        yield None
+
+
+def _upload(port: int, checkpoint: Path) -> int:
+    with ThreadPoolExecutor(CHUNKS_IN_FLIGHT) as threads:
+        return sum(threads.map(partial(_put, port), bodies(ranges_of(checkpoint), CHUNK_BYTES)))
+
+
+def _put(port: int, body: Body) -> int:
+    with contextlib.closing(HTTPConnection("127.0.0.1", port)) as connection:
+        connection.request("PUT", "/", body, {"Content-Length": str(body.length)})
+        answer = connection.getresponse()
+        received = int(answer.read())
+    if received != body.length:
+        raise RuntimeError(f"the bare handler received {received} bytes of {body.length}")
+    return received
+
+
+@contextlib.contextmanager
+def _dropping() -> Iterator[int]:
+    """A server that reads and drops bodies, in a process of its own; its port on this machine."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+        port: int = listening.getsockname()[1]
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(listening,), daemon=True)
+        process.start()
+    try:
+        with contextlib.closing(HTTPConnection("127.0.0.1", port)) as connection:
+            connection.request("PUT", "/", b"")
+            connection.getresponse().read()  # it is up
+        yield port
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _serve(listening: socket.socket) -> None:
+    import uvicorn
+
+    uvicorn.Server(uvicorn.Config(_drop, log_level="warning", lifespan="off")).run(sockets=[listening])
+
+
+async def _drop(scope: Any, receive: Any, send: Any) -> None:
+    """An ASGI application that answers with the number of bytes in the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    text = str(size).encode()
+    headers = [(b"content-length", str(len(text)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+def _copier() -> Callable[[int], int]:
+    """Copies so many bytes to the GPU, if there is one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return lambda size: size
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+
+    def copy(size: int) -> int:
+        for start in range(0, size, COPY_BYTES):
+            count = min(COPY_BYTES, size - start)
+            device[:count].copy_(host[:count], non_blocking=True)
+        torch.cuda.synchronize()
+        return size
+
+    return copy
+
+
+def _reader(threads: int) -> Callable[[Path], int]:
+    """Reads every safetensors file of a folder, some megabytes at a time; returns their bytes."""
+    import torch
+
+    from vllm_fp8ext.weights.source import READ_BYTES
+
+    pinned = torch.cuda.is_available()
+    buffers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for _ in range(threads):
+        buffers.put(memoryview(torch.empty(READ_BYTES, dtype=torch.uint8, pin_memory=pinned).numpy()))
+
+    def piece(descriptor: int, start: int, stop: int) -> None:
+        buffer = buffers.get()
+        while start < stop:
+            count = os.preadv(descriptor, [buffer[: stop - start]], start)
+            if not count:
+                raise RuntimeError("a checkpoint became shorter while it was read")
+            start += count
+        buffers.put(buffer)
+
+    def read(checkpoint: Path) -> int:
+        total = 0
+        for file in sorted(checkpoint.glob("*.safetensors")):
+            with file.open("rb") as opened, ThreadPoolExecutor(threads) as pool:
+                size = os.fstat(opened.fileno()).st_size
+                starts = range(0, size, READ_BYTES)
+                reads = [
+                    pool.submit(piece, opened.fileno(), start, min(start + READ_BYTES, size))
+                    for start in starts
+                ]
+                for done in reads:
+                    done.result()
+            total += size
+        return total
+
+    return read
