@@ -59,9 +59,14 @@ class Body:
         return struct.pack("<Q", len(text)) + text
 
     @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(part.size for part in self.parts)
+
+    @property
     def length(self) -> int:
         """Bytes of the whole body."""
-        return len(self.header) + sum(part.size for part in self.parts)
+        return len(self.header) + self.size
 
     def __iter__(self) -> Iterator[bytes]:
         return map(bytes, self._pieces())

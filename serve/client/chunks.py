@@ -51,7 +51,8 @@ def send_chunks(
 ) -> Flow[None]:
     """Send every chunk to all servers; of files, those that a server has not staged already.
 
-    The source is advanced when a chunk may begin. The first failure ends it all: no further chunk is begun, and those under
+    The source is advanced when a chunk may begin; where all of it is known, a tensor that travels alone goes first, since it
+    takes longest. The first failure ends it all: no further chunk is begun, and those under
     way end, or break off, before it is raised.
     """
     limit = _limit(updates.values(), how)
@@ -75,8 +76,10 @@ def send_chunks(
             yield from everywhere(lacking, put)
         counter.end_chunk(n, size)
 
-    chunks = (chunk(n, body) for n, body in enumerate(source.chunks(limit)))
-    yield from pipelined(chunks, how.in_flight)
+    numbered: Iterable[tuple[int, Body]] = enumerate(source.chunks(limit))
+    if isinstance(source.parts, list):
+        numbered = sorted(numbered, key=lambda numbered: numbered[1].size <= limit)
+    yield from pipelined((chunk(n, body) for n, body in numbered), how.in_flight)
 
 
 def _limit(updates: Iterable[schema.Update], how: Sending) -> int:

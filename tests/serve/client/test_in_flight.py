@@ -119,6 +119,17 @@ def test_an_iterable_is_advanced_by_the_caller_and_by_one_tensor_more(caller: Ca
     assert set(taken) == {threading.get_ident()}
 
 
+@pytest.mark.parametrize(("known", "order"), [(True, ["2", "0", "1"]), (False, ["0", "1", "2"])])
+def test_what_takes_longest_goes_first_where_it_is_known(
+    caller: Caller, server: Server, known: bool, order: list[str]
+) -> None:
+    weights = tensors(2) | {"long": torch.ones(11)}
+    given = weights if known else iter(weights.items())
+    caller(server.url, "push", given, chunk_bytes=40, chunks_in_flight=1)
+    assert puts(server) == order
+    assert torch.equal(server.served["long"], weights["long"])
+
+
 @pytest.mark.parametrize("number", [0, -1])
 @pytest.mark.parametrize("name", ["chunk_bytes", "chunks_in_flight"])
 def test_numbers_that_are_none(caller: Caller, server: Server, name: str, number: int) -> None:
