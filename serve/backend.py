@@ -12,6 +12,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import kept, outcome
+from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
 from vllm_fp8ext.weights.manifest import Manifest
 
 _HEADER_ROOM = 4096
@@ -23,6 +24,9 @@ class Backend:
     def __init__(self) -> None:
         self.engine: EngineCalls
         self.spool: Spool
+        self.world_size: int
+        self.receive_bytes: int
+        self.receive_seconds: float
         self.allowed_dirs: tuple[Path, ...] = ()
         self.poisoned: str | None = None
         self.metrics = Metrics()
@@ -32,10 +36,11 @@ class Backend:
         settings = Settings.parse(engine_client.vllm_config.additional_config)
         self.engine = EngineCalls(engine_client, settings.deadline_seconds)
         self.spool = Spool(settings.spool_dir, settings.spool_bytes, settings.upload_idle_seconds)
+        self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
         self.allowed_dirs = tuple(Path(os.path.realpath(folder)) for folder in settings.allowed_dirs)
 
     async def require_room(self) -> None:
-        """Require that the largest tensor can be sent.
+        """Make room for the largest tensor, whichever way it comes.
 
         Raises:
             ConfigError: it never could.
@@ -47,6 +52,8 @@ class Backend:
         }
         largest = max(sizes, key=lambda name: sizes[name])
         self.spool.require_room(sizes[largest] + _HEADER_ROOM, f"{largest} alone")
+        self.world_size = manifest.world_size
+        self.receive_bytes = max(self.receive_bytes, sizes[largest] + MARK_BYTES)
 
     def look_soon(self) -> None:
         """`look`, beside whatever goes on."""

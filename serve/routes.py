@@ -18,10 +18,11 @@ from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
-from vllm_fp8ext.serve.work import finished, outcome
+from vllm_fp8ext.serve.work import finished, kept, outcome
+from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor, check_group
 from vllm_fp8ext.weights.ipc_source import IpcSource, ipc_tensor
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
-from vllm_fp8ext.weights.source import Source, settled_stamp
+from vllm_fp8ext.weights.source import AnySource, Source, settled_stamp
 
 ChunkNumber = Annotated[int, Field(ge=0, le=65_535)]
 
@@ -65,7 +66,9 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.post("/updates", response_model=schema.Update, status_code=201, summary="Open an update")
     async def open_update(body: schema.OpenUpdate) -> Any:
-        return {**await backend.engine("open", **body.model_dump()), "max_chunk_bytes": backend.spool.limit}
+        opened = await backend.engine("open", **body.model_dump())
+        limits = {"max_chunk_bytes": backend.spool.limit, "max_receive_bytes": backend.receive_bytes}
+        return opened | limits
 
     @routes.get("/updates/{id}", response_model=schema.Update, summary="Where an update stands")
     async def get_update(id: schema.UpdateId) -> Any:
@@ -99,6 +102,16 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     )
     async def post_handles(id: schema.UpdateId, body: schema.Handles) -> Any:
         return await finished(_read_there(backend, id, body))
+
+    @routes.post(
+        "/updates/{id}/receive",
+        response_model=schema.Update,
+        status_code=202,
+        summary="Receive tensors that the client is about to broadcast",
+    )
+    async def post_receive(id: schema.UpdateId, body: schema.Receive) -> Any:
+        await backend.engine("check", id=id)
+        return await finished(_begin_to_receive(backend, id, body))
 
     @routes.post("/updates/{id}/prepare", response_model=schema.Update, summary="Validate the whole update")
     async def prepare(id: schema.UpdateId) -> Any:
@@ -176,15 +189,35 @@ async def _read_there(backend: Backend, id: str, body: schema.Handles) -> dict[s
     return await _stage(backend, id, str(body.n), source, tensors, sum(tensor.size for tensor in tensors))
 
 
-async def _stage(
-    backend: Backend, id: str, chunk: str, source: Source | IpcSource, tensors: list[StoredTensor], size: int
-) -> dict[str, Any]:
-    listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in tensors]
-    staged = await backend.engine.job(
-        "stage", id=id, chunk=chunk, source=asdict(source), tensors=listed, size=size
+async def _begin_to_receive(backend: Backend, id: str, body: schema.Receive) -> dict[str, Any]:
+    """Have the ranks wait for a broadcast; what becomes of it is told by the update."""
+    if body.bytes > backend.receive_bytes:
+        message = f"a bucket may have {backend.receive_bytes} bytes, found {body.bytes}"
+        raise UpdateError("chunk-too-large", message, status=413, limit=backend.receive_bytes)
+    source = BroadcastSource(
+        **dict(body.group), bytes=body.bytes, mark=body.mark, seconds=backend.receive_seconds
     )
+    check_group(source, backend.world_size)
+    tensors = await asyncio.to_thread(
+        lambda: [broadcast_tensor(source, **dict(tensor)) for tensor in body.tensors]
+    )
+    size = sum(tensor.size for tensor in tensors)
+    started = await backend.engine("stage", **_chunk(id, str(body.n), source, tensors, size))
+    kept(outcome(backend.engine.ended("stage", started)))
+    return await backend.engine("update", id=id)
+
+
+async def _stage(
+    backend: Backend, id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], size: int
+) -> dict[str, Any]:
+    staged = await backend.engine.job("stage", **_chunk(id, chunk, source, tensors, size))
     update: dict[str, Any] = staged["update"]
     return update
+
+
+def _chunk(id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], size: int) -> dict[str, Any]:
+    listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in tensors]
+    return {"id": id, "chunk": chunk, "source": asdict(source), "tensors": listed, "size": size}
 
 
 async def _stage_file(backend: Backend, id: str, file: Path) -> dict[str, Any]:
@@ -221,7 +254,7 @@ async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
     for file in files:
         backend.allowed(str(file))
     outcomes = [await outcome(_stage_file(backend, id, file)) for file in files]
-    errors = [outcome for outcome in outcomes if isinstance(outcome, UpdateError)]
+    errors = [found for found in outcomes if isinstance(found, UpdateError)]
     if len(errors) == 1:
         raise errors[0]
     if errors:

@@ -93,14 +93,19 @@ class Allocation(Body):
     bytes: Size = Field(gt=0)
 
 
-class IpcTensor(Body):
-    """A dense tensor in one of the allocations."""
+class DenseTensor(Body):
+    """A dense tensor somewhere in memory."""
 
     name: Annotated[str, Field(min_length=1, max_length=512)]
     dtype: Annotated[str, Field(max_length=32)] = Field(description="torch's name, such as `bfloat16`.")
     shape: Annotated[list[Size], Field(max_length=64)]
+    offset: Size = Field(description="Bytes from the begin of the memory that it lies in.")
+
+
+class IpcTensor(DenseTensor):
+    """A dense tensor in one of the allocations."""
+
     allocation: Size = Field(description="Which of `allocations`, from 0 on.")
-    offset: Size = Field(description="Bytes from its begin.")
 
 
 class Handles(Body):
@@ -110,6 +115,31 @@ class Handles(Body):
     device: Annotated[str, Field(min_length=1, max_length=64)] = Field(description="UUID of the GPU.")
     allocations: Annotated[list[Allocation], Field(min_length=1, max_length=65_536)]
     tensors: Annotated[list[IpcTensor], Field(min_length=1, max_length=1 << 20)]
+
+
+class BroadcastGroup(Body):
+    """Who takes part in a broadcast. The sender is rank 0; several servers may share one group."""
+
+    backend: Literal["nccl", "gloo"]
+    id: Annotated[str, Field(min_length=1, max_length=512)] = Field(
+        description="`nccl`: a unique id, 128 bytes in base64. `gloo`: `host:port/name`, of a TCP store of torch that the "
+        "sender runs, and a prefix of its keys. A new group needs a new one."
+    )
+    size: int = Field(ge=2, le=65_536)
+    first_rank: int = Field(ge=1, description="Rank of the server's first rank; the others follow.")
+
+
+class Receive(Body):
+    """`POST /updates/{id}/receive`: a bucket of bytes with tensors in it, which is ready to be broadcast. Chunks are received
+    in the order in which they are told."""
+
+    n: Annotated[int, Field(ge=0, le=65_535)] = Field(description="Number of the chunk that they make.")
+    group: BroadcastGroup
+    bytes: Size = Field(gt=8, description="Of the bucket: 8 more than those before the mark.")
+    mark: str = Field(
+        pattern=r"^[0-9a-f]{16}$", description="The bucket's last 8 bytes, in hexadecimal: random ones."
+    )
+    tensors: Annotated[list[DenseTensor], Field(min_length=1, max_length=1 << 20)]
 
 
 class Load(Body):
@@ -134,6 +164,9 @@ class ChunkState(BaseModel):
     """One chunk of an update."""
 
     staged: bool
+    busy: bool = Field(
+        False, description="Still to be staged. A chunk that is neither staged nor busy was refused."
+    )
     bytes: int
     tensors: int
 
@@ -156,6 +189,7 @@ class Update(BaseModel):
     running: Running
     base_epoch: int | None
     partial: bool = False
+    world_size: int = Field(1, description="Ranks of the server.")
     opened_at: float = Field(description="Unix time, seconds.")
     expires_at: float | None = Field(
         None, description="Unix time, seconds, at which it ends if nothing happens to it; null after its end."
@@ -174,6 +208,7 @@ class Update(BaseModel):
         None, description="Perplexity over the canary's prompts, once prepared."
     )
     max_chunk_bytes: int | None = Field(None, description="Largest body of one chunk; told on opening.")
+    max_receive_bytes: int | None = Field(None, description="Largest bucket of a broadcast; told on opening.")
     result: dict[str, Any] | None = Field(
         description="After the commit: `epoch`, `version`, `pause_seconds`."
     )

@@ -39,6 +39,7 @@ def test_what_json_can_say_is_taken() -> None:
         "spool_dir": "/tmp",
         "spool_bytes": 1 << 20,
         "upload_idle_seconds": 7,
+        "receive_bytes": 1 << 20,
         "deadline_seconds": 5,
         "update_lifetime_seconds": 90,
         "canary": {"prompts": [[1, 2, 3], [4, 5]], "max_perplexity": 20},

@@ -102,7 +102,12 @@ class Settings(BaseModel):
     """Largest total size of waiting chunks, and so of one chunk. An upload beyond it waits."""
 
     upload_idle_seconds: float = Field(default=60.0, gt=0)
-    """Longest time between two pieces of an upload. One that stops gives its room back."""
+    """Longest time between two pieces of an upload (one that stops gives its room back), and longest time that ranks wait
+    for a broadcast: for all processes of its group, and for each bucket."""
+
+    receive_bytes: int = Field(default=GIB, ge=1 << 16)
+    """Largest bucket that is received by broadcast, or the largest tensor if that is larger. Each rank keeps one on its
+    device from the first broadcast on."""
 
     deadline_seconds: float = Field(default=600.0, gt=0)
     """Longest time that one call may wait for the engine. An engine whose workers do not answer for this long ends."""

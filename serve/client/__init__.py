@@ -3,6 +3,7 @@
 
 from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.client.clients import AsyncClient, AsyncReplicas, Client, Replicas
+from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.progress import Progress
 from vllm_fp8ext.serve.client.push import Transport
 from vllm_fp8ext.serve.client.source import Pushable
@@ -13,6 +14,7 @@ __all__ = [
     "AsyncClient",
     "AsyncReplicas",
     "Client",
+    "Group",
     "Progress",
     "Pushable",
     "Replicas",

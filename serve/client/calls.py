@@ -128,6 +128,14 @@ def handles(endpoint: Endpoint, /, id: str, body: schema.Handles) -> Flow[schema
     return call(endpoint, request, _UPDATE)
 
 
+def receive(endpoint: Endpoint, /, id: str, body: schema.Receive) -> Flow[schema.Update]:
+    """Tell the server of a bucket that is ready to be broadcast, as chunk `body.n`; its ranks wait for it from now on. The
+    chunk is `busy` until it has been staged or refused."""
+    json = body.model_dump()
+    request = endpoint.request("POST", f"/updates/{id}/receive", json=json, repeatable=False)
+    return call(endpoint, request, _UPDATE)
+
+
 def prepare(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
     """Validate the whole update."""
     return call(endpoint, endpoint.request("POST", f"/updates/{id}/prepare"), _UPDATE)

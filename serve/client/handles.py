@@ -4,12 +4,12 @@ there when it is."""
 
 import base64
 import ctypes
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm_fp8ext.kernels import cuda
 from vllm_fp8ext.kernels.cuda import CudaError
+from vllm_fp8ext.serve.client.dense import dense
 from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
 from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES
@@ -24,11 +24,7 @@ def batches(tensors: Iterable[tuple[str, TensorLike]], limit: float) -> Iterator
     group: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in tensors:
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
-            where = getattr(tensor, "device", type(tensor).__name__)
-            raise ValueError(f"tensor {name}: expected a torch tensor on a GPU, found {where}")
-        held = tensor.detach().contiguous()
+        held = dense(name, tensor, "cuda")
         if group and (size + held.nbytes > limit or held.device != group[0][1].device):
             yield group
             group, size = [], 0

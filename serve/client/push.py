@@ -13,8 +13,10 @@ import httpx
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.broadcast import BUCKET_BYTES, broadcast
 from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT, Sending, send_chunks
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
+from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.repeat import lost, unsent
@@ -25,8 +27,9 @@ IPC_CHUNK_BYTES = 4 << 30
 """Bytes of tensors in a chunk that the server reads where they are, when they are made one by one: so many are kept alive at
 once. Those of a mapping are all there, and go as one chunk."""
 
-Transport: TypeAlias = Literal["http", "ipc"]
-"""`http`: as the bodies of requests. `ipc`: torch tensors on a GPU of the server's machine are read where they are."""
+Transport: TypeAlias = Literal["http", "ipc", "nccl"]
+"""`http`: as the bodies of requests. `ipc`: torch tensors on a GPU of the server's machine are read where they are. `nccl`:
+torch tensors on another GPU, or on the CPU, are broadcast to the server's ranks."""
 
 
 def push(
@@ -41,6 +44,7 @@ def push(
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
     transport: Transport = "http",
+    group: Group | None = None,
     chunk_bytes: int | None = None,
     chunks_in_flight: int = CHUNKS_IN_FLIGHT,
     checksum: bool = True,
@@ -53,8 +57,9 @@ def push(
 
     `partial`: what is not sent keeps its served weights; needs `base_epoch`, and of each parameter all of its tensors.
     `wait_seconds`: with `running="wait"`, how long the commit may wait for running requests. `chunk_bytes`: of tensors in
-    one chunk (`CHUNK_BYTES` or `IPC_CHUNK_BYTES`). `chunks_in_flight`: how many are under way at the same time over HTTP;
-    tensors are copied to host memory for it. `checksum`: the server checks a SHA-256 of each chunk that comes over HTTP.
+    one chunk (`CHUNK_BYTES`, `IPC_CHUNK_BYTES` or `BUCKET_BYTES`). `chunks_in_flight`: how many are under way at the same
+    time over HTTP; tensors are copied to host memory for it. `checksum`: the server checks a SHA-256 of each chunk that comes
+    over HTTP. `group`: what `nccl` broadcasts through, kept between pushes by the caller; without it one is made for each.
     `fp8`: quantize here what the server takes quantized (needs torch), and send half the bytes.
     `id`: of an update that was interrupted, to go on with it; chunks of a checkpoint on disk that have been staged are not
     sent again.
@@ -84,11 +89,17 @@ def push(
         tensors = yield from tensors_of(weights, manifests, fp8=fp8)
         limit = math.inf if isinstance(weights, Mapping) and not fp8 else IPC_CHUNK_BYTES
         send = partial_of(_hand_over, endpoint, tensors, chunk_bytes or limit, progress)
+    elif transport == "nccl":
+        tensors = yield from tensors_of(weights, manifests, fp8=fp8)
+
+        def send(update: schema.Update) -> Flow[None]:
+            return broadcast({endpoint: update}, tensors, chunk_bytes or BUCKET_BYTES, group, progress)
+
     elif transport == "http":
         source = yield from source_of(weights, manifests, fp8=fp8)
         send = partial_of(_send, endpoint, source, sending)
     else:
-        raise ValueError(f"transport: expected {' or '.join(get_args(Transport))}, found {transport!r}")
+        raise ValueError(f"transport: expected {', '.join(get_args(Transport))}, found {transport!r}")
     id = id or uuid.uuid4().hex
     try:
         update = yield from calls.open(

@@ -4,17 +4,19 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.broadcast import BUCKET_BYTES, broadcast
 from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT, Sending, send_chunks
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, together
+from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.progress import Progress
 from vllm_fp8ext.serve.client.push import abandon_quietly
 from vllm_fp8ext.serve.client.repeat import backoff, lost
-from vllm_fp8ext.serve.client.source import Pushable, source_of
+from vllm_fp8ext.serve.client.source import Pushable, source_of, tensors_of
 
 T = TypeVar("T")
 
@@ -30,7 +32,9 @@ def push_everywhere(
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    transport: Literal["http", "nccl"] = "http",
+    group: Group | None = None,
+    chunk_bytes: int | None = None,
     chunks_in_flight: int = CHUNKS_IN_FLIGHT,
     checksum: bool = True,
     fp8: bool = False,
@@ -40,7 +44,8 @@ def push_everywhere(
     """Open on all servers, send each chunk to all, prepare on all, and only then commit on all.
 
     Arguments are those of `push`. The update has one id on all servers. With the `id` of an update that is served by some of
-    them only, the others follow. `progress` counts the bytes of all servers together, in whatever thread sends them.
+    them only, the others follow. `progress` counts the bytes of all servers together, in whatever thread sends them; a bucket
+    of a broadcast, which goes to all at once, counts once.
 
     Returns: the committed updates by URL.
 
@@ -53,14 +58,22 @@ def push_everywhere(
         raise ValueError(f"expected distinct URLs, found {[endpoint.url for endpoint in endpoints]}")
 
     sending = Sending(
-        chunk_bytes=chunk_bytes, in_flight=chunks_in_flight, checksum=checksum, progress=progress
+        chunk_bytes=CHUNK_BYTES if chunk_bytes is None else chunk_bytes,
+        in_flight=chunks_in_flight,
+        checksum=checksum,
+        progress=progress,
     )
 
     def manifests() -> Flow[list[dict[str, Any]]]:
         found = yield from _on_all(endpoints, calls.manifest)
         return list(found.values())
 
-    source = yield from source_of(weights, manifests, fp8=fp8)
+    if transport == "nccl":
+        tensors = yield from tensors_of(weights, manifests, fp8=fp8)
+    elif transport == "http":
+        source = yield from source_of(weights, manifests, fp8=fp8)
+    else:
+        raise ValueError(f"transport: expected http, nccl, found {transport!r}")
     update_id = id or uuid.uuid4().hex
 
     def opened(endpoint: Endpoint) -> Flow[schema.Update]:
@@ -78,8 +91,11 @@ def push_everywhere(
     try:
         updates = yield from _on_all(endpoints, opened)
         waiting = [endpoint for endpoint in endpoints if updates[endpoint.url].state != "committed"]
-        lacking = {endpoint: updates[endpoint.url] for endpoint in waiting}
-        yield from send_chunks(lacking, source, sending, _on_all)
+        told = {endpoint: updates[endpoint.url] for endpoint in waiting}
+        if transport == "nccl":
+            yield from broadcast(told, tensors, chunk_bytes or BUCKET_BYTES, group, progress)
+        else:
+            yield from send_chunks(told, source, sending, _on_all)
         yield from _on_all(waiting, lambda endpoint: calls.prepare(endpoint, update_id))
     except BaseException:
         yield from _abandon(endpoints, update_id)

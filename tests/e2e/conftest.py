@@ -18,6 +18,8 @@ from .ask import state
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
 OPTIONS = (*SMALL, "--block-size", "32", "--max-logprobs", "128", "--enable-prompt-tokens-details")
 
+PATIENCE_SECONDS = 20.0
+"""How long these servers wait for a broadcast."""
 
 COLD: dict[str, dict[str, Any]] = {}
 """What each server served before its first update."""
@@ -33,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """One server with one rank and one with two, both on the early checkpoint."""
     logs = tmp_path_factory.mktemp("logs")
-    settings = {"allowed_dirs": [str(folder)]}
+    settings = {"allowed_dirs": [str(folder)], "upload_idle_seconds": PATIENCE_SECONDS}
     started = {
         "tp1": Server(EARLY, logs / "tp1.log", arguments=OPTIONS, settings=settings),
         "tp2": Server(

@@ -433,6 +433,7 @@ def test_what_is_told_about_an_update() -> None:
     session.receive("1", specs("c"), 15)
     assert session.as_dict() == {
         "partial": False,
+        "world_size": 1,
         "id": "u1",
         "state": "open",
         "version": "step-9",
@@ -445,8 +446,8 @@ def test_what_is_told_about_an_update() -> None:
         "missing": ["c", "d"],
         "bytes": 30,
         "chunks": {
-            "0": {"staged": True, "bytes": 30, "tensors": 2},
-            "1": {"staged": False, "bytes": 15, "tensors": 1},
+            "0": {"staged": True, "busy": False, "bytes": 30, "tensors": 2},
+            "1": {"staged": False, "busy": True, "bytes": 15, "tensors": 1},
         },
         "problems": [],
         "seconds": {},

@@ -6,13 +6,14 @@
 Serves generated weights (or --checkpoints) and changes them back and forth, from the first update on: nothing is warmed up.
 With running requests, updates follow each other without a break. Without, `http` and `files` take turns with a baseline of
 the same bytes (`bare`), and `ratio_bare` is the update's time by the baseline's. `stock` is vLLM's own reload of
-`fp8_per_block`.
+`fp8_per_block`. With `nccl` the server is kept off the last GPU, from which the trainer broadcasts.
 """
 
 import argparse
 import contextlib
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import threading
@@ -30,8 +31,9 @@ from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
 from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.demo.server import Server, serve_options
+from vllm_fp8ext.serve.client import Group
 
-TRANSPORTS = ("files", "http", "http-fp8", "ipc", "ipc-fp8")
+TRANSPORTS = ("files", "http", "http-fp8", "ipc", "ipc-fp8", "nccl", "nccl-fp8")
 VARIANTS = ("blockfp8", "stock")
 console = Console(width=140, highlight=False)
 Push = Callable[[str], dict[str, float]]
@@ -102,7 +104,25 @@ def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path
         arguments += ["--quantization", "fp8_per_block"]
         return Server(model, folder / "stock.log", arguments=arguments, stock=True)
     settings = {"allowed_dirs": sorted(set(allowed)), **options.settings}
-    return Server(model, folder / "blockfp8.log", arguments=arguments, settings=settings)
+    variables = _without_the_last_gpu() if any(_way(name) == "nccl" for name in options.transports) else {}
+    log = folder / "blockfp8.log"
+    return Server(model, log, arguments=arguments, settings=settings, variables=variables)
+
+
+def _way(transport: str) -> str:
+    """The client's name for it: `http` for `http-fp8`, say."""
+    return transport.partition("-")[0]
+
+
+def _without_the_last_gpu() -> dict[str, str]:
+    """What keeps a server off the GPU that the trainer has to itself."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 1:
+        raise SystemExit("nccl: expected two GPUs or more, or none, found 1")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return {"CUDA_VISIBLE_DEVICES": visible.rpartition(",")[0]} if count else {}
 
 
 def _measure(
@@ -160,11 +180,10 @@ def _pusher(
 
         yield reload
         return
-    way: Any
-    way, _, form = transport.partition("-")
-    with server.client() as client:
+    way: Any = _way(transport)
+    with server.client() as client, Group() as group:
         sources: dict[str, Any] = {
-            name: _on_gpu(path) if way == "ipc" else path for name, path in folders.items()
+            name: _in_memory(path, way) if way in ("ipc", "nccl") else path for name, path in folders.items()
         }
 
         def push(name: str) -> dict[str, float]:
@@ -176,17 +195,22 @@ def _pusher(
                     version=name,
                     running=options.policy,
                     transport=way,
-                    fp8=form == "fp8",
+                    group=group,
+                    fp8=transport.endswith("-fp8"),
                 )
             return {"bytes": float(done.bytes), **done.seconds}
 
         yield push
 
 
-def _on_gpu(checkpoint: Path) -> dict[str, Any]:
+def _in_memory(checkpoint: Path, way: str) -> dict[str, Any]:
+    """The trainer's tensors: on the GPU that is served from, or for `nccl` on the last one."""
+    import torch
+
     from vllm_fp8ext.weights.wire import stored
 
-    return dict(stored(checkpoint))
+    last = torch.cuda.device_count() - 1
+    return dict(stored(checkpoint, f"cuda:{last}" if way == "nccl" and last > 0 else None))
 
 
 def _updates(

@@ -96,7 +96,10 @@ class EngineCalls:
         Raises:
             UpdateError: also `engine-timeout`, when no tensor was done for the deadline.
         """
-        started = await self(operation, **arguments)
+        return await self.ended(operation, await self(operation, **arguments))
+
+    async def ended(self, operation: str, started: dict[str, Any]) -> dict[str, Any]:
+        """Wait for the result of an operation that answered this, as `job` does."""
         if "job" not in started:
             return started
         begun, progress, until = time.monotonic(), -1, 0.0

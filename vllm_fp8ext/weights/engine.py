@@ -269,6 +269,8 @@ class UpdateEngine:
         """Give an update up; the served weights are as they were."""
         session = self._session(id)
         if session.abandon():
+            if session.busy:  # a chunk may wait for its tensors
+                self.core.ranks("drop", session.id)
             self._ended(session)
         return session.as_dict()
 
@@ -312,7 +314,8 @@ class UpdateEngine:
     def _staged(self, session: Session, chunk: str, started: float, results: list[Result]) -> Result:
         errors = [result["error"] for result in results if "error" in result]
         problems = _distinct([problem for result in results for problem in result.get("problems", ())])
-        faults = [{"kind": error["kind"], "detail": error["message"]} for error in errors]
+        told = dict.fromkeys((error["kind"], error["message"]) for error in errors)
+        faults = [{"kind": kind, "detail": message} for kind, message in told]
         session.staged(chunk, problems + faults, _summed(results))
         session.touch(self._clock())
         session.seconds["staging"] = session.seconds.get("staging", 0.0) + time.perf_counter() - started

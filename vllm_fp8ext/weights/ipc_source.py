@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client says of tensors that it holds on a GPU."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec
+from vllm_fp8ext.weights.dense_tensor import dense_tensor, lies_within
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 HANDLE_BYTES = 64
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, CODES_DTYPE: 1}
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,10 @@ def ipc_tensor(
     Raises:
         UpdateError: `bad-handle`: it lies outside its allocation. `wrong-dtype`: no dtype that an update may have.
     """
-    if dtype not in ITEM_BYTES:
-        message = f"tensor {name}: expected dtype {', '.join(ITEM_BYTES)}, found {dtype}"
-        problems = [{"kind": "wrong-dtype", "tensor": name, "expected": list(ITEM_BYTES), "found": dtype}]
-        raise UpdateError("wrong-dtype", message, status=422, problems=problems)
-    size = math.prod(shape) * ITEM_BYTES[dtype]
+    tensor = dense_tensor(name, dtype, shape, offset)
     room = source.allocations[allocation][1] if allocation < len(source.allocations) else -1
-    if offset + size > room or offset % ITEM_BYTES[dtype]:
+    if not lies_within(tensor, room):
         where = f"allocation {allocation} of {max(room, 0)} bytes"
-        message = f"tensor {name}: {size} bytes from {offset} on do not lie in {where}"
+        message = f"tensor {name}: {tensor.size} bytes from {offset} on do not lie in {where}"
         raise UpdateError("bad-handle", message, status=422)
-    return StoredTensor(TensorSpec(name, tuple(shape), dtype), source.bounds[allocation] + offset, size)
+    return replace(tensor, start=source.bounds[allocation] + offset)

@@ -41,7 +41,7 @@ class Rank:
         self.kv_blocks = kv_blocks
         self._attend = attend
         self._device = twin.exchange.pairs[0][0].device
-        self._sources = Sources(pinned=self._device.type == "cuda")
+        self._sources = Sources(rank, self._device)
         self._lanes: dict[str, queue.SimpleQueue[tuple[int, Callable[[], Result]]]] = {}
         self._results: dict[int, Result] = {}
         self._progress: dict[int, int] = {}
@@ -78,11 +78,19 @@ class Rank:
         return self._start("staging", job, lambda: self._stage(job, session, found, stored, hashes))
 
     @described
+    def drop(self, session: str) -> Result:
+        """Give up what is still to be staged of an update."""
+        if self._session == session:
+            self._session = ""
+        return {}
+
+    @described
     def keep_others(self, job: int, session: str, names: list[str]) -> Result:
         """Start to give the twin the served weights wherever these tensors of an update lie not."""
 
         def work() -> Result:
-            if self._session != session or self._staged != session:
+            self._require_wanted(session)
+            if self._staged != session:
                 raise UpdateError("wrong-state", "a newer update was begun")
             self.twin.keep_others(names)
             return {}
@@ -205,10 +213,9 @@ class Rank:
         by_name = {stored.spec.name: stored for stored in tensors}
         codes = {name for name, stored in by_name.items() if stored.spec.dtype == CODES_DTYPE}
         scales = {scale_name(name) for name in codes}
-        with self._sources.open(source) as read:
+        with self._sources.open(source, lambda: self._require_wanted(session)) as read:
             for count, stored in enumerate(tensors):
-                if self._session != session:
-                    raise UpdateError("wrong-state", "a newer update was begun")
+                self._require_wanted(session)
                 name, tensor = stored.spec.name, read(stored)
                 problem = self._hash_problem(name, tensor, count, hashes)
                 if problem:
@@ -221,6 +228,10 @@ class Rank:
                 self._progress[job] = count + 1
             wrong, errors = self._settle(outcomes)
         return {"problems": problems + wrong, "errors": errors}
+
+    def _require_wanted(self, session: str) -> None:
+        if self._session != session:
+            raise UpdateError("wrong-state", "the update was given up, or a newer one begun")
 
     def _settle(
         self, outcomes: dict[str, Outcome]

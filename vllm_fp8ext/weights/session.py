@@ -262,12 +262,18 @@ class Session:
             "opened_at": self.opened_at,
             "expires_at": self.expires_at if self.live else None,
             "partial": self.partial,
+            "world_size": self.manifest.world_size,
             "tensors_required": len(self.required()),
             "tensors_missing": len(missing),
             "missing": missing,
             "bytes": self.bytes,
             "chunks": {
-                key: {"staged": chunk.staged, "bytes": chunk.bytes, "tensors": len(chunk.names)}
+                key: {
+                    "staged": chunk.staged,
+                    "busy": chunk.busy,
+                    "bytes": chunk.bytes,
+                    "tensors": len(chunk.names),
+                }
                 for key, chunk in self.chunks.items()
             },
             "problems": [problem for chunk in self.chunks.values() for problem in chunk.problems],

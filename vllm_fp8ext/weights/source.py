@@ -7,22 +7,28 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.broadcast_source import BroadcastSource
 from vllm_fp8ext.weights.ipc_source import IpcSource
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
+if TYPE_CHECKING:
+    from vllm_fp8ext.weights.broadcast import Receiver
+
 logger = logging.getLogger("vllm.fp8ext")
 
+CPU = torch.device("cpu")
 Stamp = tuple[int, int, int, int]
 
 READERS = 4
@@ -45,13 +51,15 @@ class Source:
     stamp: Stamp | None = None
 
 
-AnySource: TypeAlias = Source | IpcSource
+AnySource: TypeAlias = Source | IpcSource | BroadcastSource
 
 
 def source_of(data: Mapping[str, Any]) -> AnySource:
     """The source that was told as a dict."""
     if "device" in data:
         return IpcSource(data["device"], tuple((handle, size) for handle, size in data["allocations"]))
+    if "backend" in data:
+        return BroadcastSource(**data)
     stamp = data["stamp"]
     return Source(data["path"], data["offset"], tuple(stamp) if stamp else None)
 
@@ -77,25 +85,31 @@ async def settled_stamp(path: Path) -> Stamp:
 
 
 class Sources:
-    """Opens sources; keeps the shared buffer mapped. With `pinned`, for a GPU, that buffer is page-locked when it is mapped,
+    """Opens sources for one rank; keeps the shared buffer mapped. For a GPU that buffer is page-locked when it is mapped,
     and files are read into page-locked memory, so that copies to the GPU run beside the reading."""
 
-    def __init__(self, *, pinned: bool = False) -> None:
+    def __init__(self, rank: int = 0, device: torch.device = CPU) -> None:
+        self._rank = rank
+        self._device = device
         self._maps: dict[str, mmap.mmap] = {}
-        self._pinned = pinned
+        self._pinned = device.type == "cuda"
         self._readers = ThreadPoolExecutor(READERS, "fp8ext-read")
 
     @contextmanager
-    def open(self, source: AnySource) -> Iterator[Reader]:
-        """A reader of this source, valid inside the context.
+    def open(self, source: AnySource, wanted: Callable[[], None] = lambda: None) -> Iterator[Reader]:
+        """A reader of this source, valid inside the context. What has to be waited for is given up when `wanted` raises.
 
         Raises:
-            UpdateError: `file-changed`, on entering, reading or leaving.
+            UpdateError: `file-changed`, on entering, reading or leaving; what `ipc` and `broadcast` raise.
         """
         if isinstance(source, IpcSource):
             from vllm_fp8ext.weights import ipc
 
             with ipc.opened(source) as read:
+                yield read
+            return
+        if isinstance(source, BroadcastSource):
+            with self._receiver.opened(source, wanted) as read:
                 yield read
             return
         if source.stamp is None:
@@ -112,6 +126,12 @@ class Sources:
             _require_unchanged(descriptor, source)
         finally:
             os.close(descriptor)
+
+    @cached_property
+    def _receiver(self) -> "Receiver":
+        from vllm_fp8ext.weights.broadcast import Receiver
+
+        return Receiver(self._rank, self._device)
 
     def _mapped(self, path: str) -> mmap.mmap:
         found = self._maps.get(path)

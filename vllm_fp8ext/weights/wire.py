@@ -41,14 +41,16 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
             )
         source = tensor.detach().to(manifests[0].dtype_of(name))
         codes, scales = empty_like(source)
-        quantize_weight(source, codes, scales, form)
+        with torch.cuda.device_of(codes):  # kernels run on the current one
+            quantize_weight(source, codes, scales, form)
         yield name, codes
         yield scale_name(name), scales
 
 
-def stored(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a safetensors file, or of all of them in a folder, one at a time; on the GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def stored(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a safetensors file, or of all of them in a folder, one at a time; on the first GPU if there is one, or
+    on this device."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     for file in sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]:
         with safe_open(file, framework="pt", device=device) as opened:
             for name in opened.keys():  # noqa: SIM118  it is no mapping

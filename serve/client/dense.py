@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that are sent from where they are. Imports no torch: a tensor of its can only be there when it is."""
+
+import sys
+from typing import Any
+
+from vllm_fp8ext.serve.tensors import TensorLike
+
+PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
+
+
+def dense(name: str, tensor: TensorLike, *devices: str) -> Any:
+    """A torch tensor on a device of these types, its elements one after the other in memory.
+
+    Raises:
+        ValueError: anything else.
+    """
+    torch = sys.modules.get("torch")
+    found: Any = tensor
+    if torch is None or not isinstance(found, torch.Tensor) or found.device.type not in devices:
+        where = getattr(found, "device", type(found).__name__)
+        expected = " or ".join(PLACES[device] for device in devices)
+        raise ValueError(f"tensor {name}: expected a torch tensor on {expected}, found {where}")
+    if hasattr(found, "full_tensor"):
+        raise ValueError(f"tensor {name}: expected a whole tensor, found a DTensor: send its full_tensor()")
+    return found.detach().contiguous()

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer broadcasts through. Imports no torch at module level."""
+
+import base64
+import contextlib
+import secrets
+import socket
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from vllm_fp8ext.kernels import nccl
+from vllm_fp8ext.kernels.nccl import NcclError
+from vllm_fp8ext.serve.client.buckets import Bucket
+from vllm_fp8ext.serve.schema import BroadcastGroup
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.weights.group import Group as Joined
+
+
+class Group:
+    """Joins a trainer's process with the ranks of servers, for pushes with `transport="nccl"`: between GPUs through NCCL,
+    between CPUs through Gloo.
+
+    It is made by the first push, which takes seconds, and serves the next ones to the same servers from tensors on the same
+    device; for others, and after a push that failed, it is made anew. Of several threads, one may push through it at a time.
+
+    `seconds`: longest time to wait for the servers, and for each bucket. `host`: address under which servers reach this
+    machine, for Gloo; by default that from which it reaches the first server. (NCCL has `NCCL_SOCKET_IFNAME`.)
+    """
+
+    def __init__(self, *, seconds: float = 60.0, host: str | None = None) -> None:
+        self.seconds = seconds
+        self._host = host
+        self._members: tuple[Any, ...] = ()
+        self._joined: Joined | None = None
+        self._places: dict[str, BroadcastGroup] = {}
+        self._store: Any = None
+        self._rooms: list[Any] = [None, None]
+
+    def close(self) -> None:
+        """Leave, and free the buffers. Servers leave when they are told of another group. It may be used again."""
+        joined, self._joined = self._joined, None
+        self._members, self._places, self._store, self._rooms = (), {}, None, [None, None]
+        if joined is not None:
+            joined.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def meet(self, ranks: Mapping[str, int], device: Any) -> dict[str, BroadcastGroup]:
+        """Where each of the servers (ranks by URL) stands in the group, for it to be told before `joined`; a new group if
+        this is not the one of these servers and this device."""
+        members = (device, *ranks.items())
+        if members != self._members:
+            self.close()
+            backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
+            id = self._nccl_id() if backend == "nccl" else self._store_id(next(iter(ranks)))
+            first, size = 1, 1 + sum(ranks.values())
+            for url, count in ranks.items():
+                self._places[url] = BroadcastGroup(backend=backend, id=id, size=size, first_rank=first)
+                first += count
+            self._members = members
+        return self._places
+
+    def joined(self) -> bool:
+        """Whether all are there; to be asked again and again once the servers know of the group."""
+        if self._joined is None:
+            from vllm_fp8ext.weights.group import join
+
+            place = next(iter(self._places.values()))
+            with self._streaming():
+                self._joined = join(place.backend, place.id, place.size, 0, self._members[0], self.seconds)
+        return self._joined.joined()
+
+    def pack(self, n: int, bucket: Bucket) -> Any:
+        """Bucket `n` as bytes. Of two buffers it takes the one that the bucket before the last was in."""
+        import torch
+
+        device, room = self._members[0], self._rooms[n % 2]
+        if room is None or room.numel() < bucket.bytes:
+            room = self._rooms[n % 2] = None
+            room = self._rooms[n % 2] = torch.empty(bucket.bytes, dtype=torch.uint8, device=device)
+        data = room[: bucket.bytes]
+        if device.type == "cpu":
+            bucket.pack(data)
+            return data
+        packing = torch.cuda.Stream(device)  # beside the one that the bucket before is broadcast on
+        packing.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(packing):
+            bucket.pack(data)
+        packing.synchronize()
+        return data
+
+    def begin(self, data: Any) -> None:
+        """Start to broadcast what `pack` gave."""
+        assert self._joined is not None
+        self._joined.begin(data)
+
+    def done(self) -> bool:
+        """Whether that has ended on this side."""
+        assert self._joined is not None
+        return self._joined.done()
+
+    def _streaming(self) -> AbstractContextManager[Any]:
+        device = self._members[0]
+        if device.type == "cpu":
+            return contextlib.nullcontext()
+        import torch
+
+        streaming: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(device))
+        return streaming
+
+    def _nccl_id(self) -> str:
+        try:
+            return base64.b64encode(nccl.unique_id()).decode()
+        except NcclError as error:
+            raise ValueError(f"tensors on a GPU are broadcast by NCCL: {error}") from None
+
+    def _store_id(self, url: str) -> str:
+        from torch.distributed import TCPStore
+
+        host = self._host or _own_address(url)
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return f"{host}:{self._store.port}/{secrets.token_hex(8)}"
+
+
+def _own_address(url: str) -> str:
+    """The address of this machine on the way to a server."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname, parts.port or 80))
+        found: str = probe.getsockname()[0]
+        return found

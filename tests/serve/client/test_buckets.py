@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors side by side in buckets."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_fp8ext.serve.client.buckets import buckets
+from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
+
+
+def pairs(*sizes: int) -> list[tuple[str, torch.Tensor]]:
+    return [(f"w{n}", torch.full((size,), n, dtype=torch.uint8)) for n, size in enumerate(sizes)]
+
+
+def test_buckets_are_filled_in_order_up_to_the_limit() -> None:
+    limit = 100 + MARK_BYTES
+    found = list(buckets(pairs(10, 84, 1, 96, 4, 300, 5), limit))
+    assert [[part.name for part in bucket.listed] for bucket in found] == [
+        ["w0", "w1"],
+        ["w2"],
+        ["w3", "w4"],
+        ["w5"],
+        ["w6"],
+    ]
+    assert [bucket.bytes - MARK_BYTES for bucket in found] == [100, 1, 100, 300, 5]
+    assert [part.offset for part in found[0].listed] == [0, 16]
+    assert len({bucket.mark for bucket in found}) == len(found)
+    assert list(buckets([], limit)) == []
+
+
+def test_no_more_of_an_iterable_is_taken_than_is_needed() -> None:
+    taken = []
+
+    def tensors():
+        for pair in pairs(50, 50, 50, 50):
+            taken.append(pair[0])
+            yield pair
+
+    next(buckets(tensors(), 100))
+    assert taken == ["w0", "w1"]
+
+
+def test_bytes_lie_at_their_offsets_and_the_mark_behind_them() -> None:
+    """Whatever the strides are."""
+    tensors = {
+        "a": torch.arange(6, dtype=torch.float32).view(2, 3).t(),
+        "b": torch.tensor(7.0, dtype=torch.bfloat16),
+        "c": torch.randn(4, 1)[::2].to(torch.float8_e4m3fn),
+        "d": torch.empty(0, 3),
+        "e": torch.randn(9, requires_grad=True),
+    }
+    [bucket] = buckets(tensors.items(), 1 << 20)
+    data = torch.full((bucket.bytes,), 0xAA, dtype=torch.uint8)
+    bucket.pack(data)
+    for name, part in zip(tensors, bucket.listed, strict=True):
+        tensor = tensors[name].detach()
+        assert (part.name, part.shape, f"torch.{part.dtype}") == (name, list(tensor.shape), str(tensor.dtype))
+        found = data[part.offset : part.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        assert torch.equal(found.float(), tensor.float())
+    assert data[-MARK_BYTES:].numpy().tobytes() == bucket.mark
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (np.ones(2, np.float32), "expected a torch tensor on a GPU or the CPU, found"),
+        (torch.ones(2, device="meta"), "expected a torch tensor on a GPU or the CPU, found meta"),
+        ("text", "found str"),
+    ],
+)
+def test_what_can_not_be_broadcast(tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor w: .*{message}"):
+        list(buckets([("w", tensor)], 100))

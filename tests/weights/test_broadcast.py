@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that receives what a trainer broadcasts, through Gloo: the trainer in a thread, or as a process that dies."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.client.buckets import buckets
+from vllm_fp8ext.serve.client.group import Group
+from vllm_fp8ext.weights.broadcast import Receiver
+from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor
+
+CPU = torch.device("cpu")
+URL = "http://127.0.0.1:1"
+SECONDS = 3.0
+"""How long the rank waits."""
+LONGEST = SECONDS + 20
+"""The same on a busy machine."""
+
+
+class Trainer:
+    """Sends tensors through one group."""
+
+    def __init__(self) -> None:
+        self.group = Group(seconds=LONGEST)
+        self.count = 0
+
+    def announce(self, **tensors: Tensor) -> tuple[BroadcastSource, list[Any], Tensor]:
+        """A bucket that is packed: what a rank is told of it, its tensors, its bytes."""
+        [bucket] = buckets(tensors.items(), 1 << 30)
+        place = self.group.meet({URL: 1}, CPU)[URL]
+        data = self.group.pack(self.count, bucket)
+        self.count += 1
+        source = BroadcastSource(**dict(place), bytes=bucket.bytes, mark=bucket.mark.hex(), seconds=SECONDS)
+        return source, [broadcast_tensor(source, **dict(listed)) for listed in bucket.listed], data
+
+    @contextmanager
+    def sending(self, data: Tensor) -> Iterator[None]:
+        """Broadcast, meanwhile."""
+
+        def send() -> None:
+            _until(self.group.joined)
+            self.group.begin(data)
+            _until(self.group.done)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        yield
+        thread.join(LONGEST)
+        assert not thread.is_alive()
+
+
+def _until(done: Callable[[], bool]) -> None:
+    while not done():
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    found = Trainer()
+    yield found
+    found.group.close()
+
+
+@pytest.fixture
+def receiver() -> Receiver:
+    return Receiver(0, CPU)
+
+
+def wanted() -> None:
+    """It always is."""
+
+
+def received(receiver: Receiver, trainer: Trainer, **tensors: Tensor) -> int:
+    """Broadcast tensors and compare what came; the address of the rank's buffer."""
+    source, listed, data = trainer.announce(**tensors)
+    with trainer.sending(data), torch.inference_mode(), receiver.opened(source, wanted) as read:
+        found = {tensor.spec.name: read(tensor) for tensor in listed}
+        assert list(found) == list(tensors)
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name].float(), tensor.float())
+        return min(tensor.data_ptr() for tensor in found.values())
+
+
+def refused(receiver: Receiver, source: BroadcastSource, asked: Callable[[], None] = wanted) -> UpdateError:
+    """How the rank gives up, and that it does in time."""
+    begun = time.monotonic()
+    with pytest.raises(UpdateError) as error, receiver.opened(source, asked):
+        pass
+    assert time.monotonic() < begun + LONGEST
+    return error.value
+
+
+def test_what_is_sent_is_received(receiver: Receiver, trainer: Trainer) -> None:
+    """Of any dtype and shape; in one buffer and one group as long as they do."""
+    codes = torch.randn(3, 128).to(torch.float8_e4m3fn)
+    first = received(receiver, trainer, a=torch.randn(7, 5), b=torch.randn(33).bfloat16(), c=codes)
+    joined = receiver._group
+    assert received(receiver, trainer, a=torch.randn(3, 2).half().t(), b=torch.ones(())) == first
+    received(receiver, trainer, a=torch.zeros(0, 4), big=torch.randn(1000, 100))
+    assert receiver._group is joined
+    trainer.group.close()
+    received(receiver, trainer, a=torch.randn(2))
+    assert receiver._group is not joined
+
+
+def test_a_trainer_that_never_joins(receiver: Receiver, trainer: Trainer) -> None:
+    source, _, _ = trainer.announce(a=torch.ones(2))
+    error = refused(receiver, source)
+    assert error.kind == "transfer-timeout"
+    assert "not all 2 processes of the group came within 3 s" in str(error)
+    begun = time.monotonic()
+    error = refused(receiver, source)
+    assert error.kind == "transfer-failed"
+    assert "this group failed before" in str(error)
+    assert time.monotonic() < begun + SECONDS / 2
+    trainer.group.close()
+    received(receiver, trainer, a=torch.randn(2))
+
+
+def test_a_trainer_that_never_sends(receiver: Receiver, trainer: Trainer) -> None:
+    source, _, _ = trainer.announce(a=torch.ones(2))
+    joining = threading.Thread(target=_until, args=(trainer.group.joined,))
+    joining.start()
+    error = refused(receiver, source)
+    assert error.kind == "transfer-timeout"
+    assert f"no bucket of {source.bytes} bytes came within 3 s" in str(error)
+    joining.join()
+    trainer.group.close()
+    received(receiver, trainer, a=torch.randn(2))
+
+
+def test_nobody_where_the_trainer_should_be(receiver: Receiver, trainer: Trainer) -> None:
+    source, _, _ = trainer.announce(a=torch.ones(2))
+    trainer.group.close()
+    assert refused(receiver, source).kind in ("transfer-timeout", "transfer-failed")
+
+
+def test_tensors_that_nobody_wants_any_more(receiver: Receiver, trainer: Trainer) -> None:
+    """They are not waited for; and as the trainer may have sent them, the group is left."""
+    source, _, _ = trainer.announce(a=torch.ones(2))
+
+    def never() -> None:
+        raise UpdateError("wrong-state", "given up")
+
+    begun = time.monotonic()
+    assert refused(receiver, source, never).kind == "wrong-state"
+    assert refused(receiver, source).kind == "transfer-failed"
+    trainer.group.close()
+    source, _, _ = trainer.announce(a=torch.ones(2))
+    soon = time.monotonic() + 0.3
+
+    def not_for_long() -> None:
+        if time.monotonic() > soon:
+            never()
+
+    assert refused(receiver, source, not_for_long).kind == "wrong-state"
+    assert time.monotonic() < begun + SECONDS
+
+
+def test_another_bucket_than_was_told(receiver: Receiver, trainer: Trainer) -> None:
+    """One that the trainer sent and the rank never waited for, say."""
+    _, _, lost = trainer.announce(a=torch.ones(2))
+    source, _, _ = trainer.announce(a=torch.zeros(2))
+    with trainer.sending(lost):
+        error = refused(receiver, source)
+    assert error.kind == "transfer-failed"
+    assert "another bucket came than was announced" in str(error)
+
+
+DYING = """
+import json, os, sys, time, torch
+from vllm_fp8ext.serve.client.buckets import buckets
+from vllm_fp8ext.serve.client.group import Group
+
+group = Group()
+[bucket] = buckets([("a", torch.ones(64 << 20))], 1 << 30)
+place = group.meet({"http://127.0.0.1:1": 1}, torch.device("cpu"))["http://127.0.0.1:1"]
+data = group.pack(0, bucket)
+print(json.dumps({**place.model_dump(), "bytes": bucket.bytes, "mark": bucket.mark.hex()}), flush=True)
+while not group.joined():
+    time.sleep(0.01)
+group.begin(data)
+time.sleep(float(sys.argv[1]))
+os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 0.01])
+def test_a_trainer_that_dies_while_it_sends(receiver: Receiver, trainer: Trainer, seconds: float) -> None:
+    line = [sys.executable, "-c", DYING, str(seconds)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, cwd="/") as process:
+        assert process.stdout
+        source = BroadcastSource(**json.loads(process.stdout.readline()), seconds=SECONDS)
+        assert refused(receiver, source).kind in ("transfer-timeout", "transfer-failed")
+    received(receiver, trainer, a=torch.randn(2))
