@@ -38,9 +38,10 @@ def main() -> int:
     cases, reports = [], []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folder = Path(scratch)
-        checkpoints = [folder / "a", folder / "b"]
-        for seed, checkpoint in enumerate(checkpoints):
-            write_checkpoint(checkpoint, options.shape, seed, options.device)
+        checkpoints = options.checkpoints or [folder / "a", folder / "b"]
+        if not options.checkpoints:
+            for seed, checkpoint in enumerate(checkpoints):
+                write_checkpoint(checkpoint, options.shape, seed, options.device)
         for name in options.variants:
             extra, stock = VARIANTS[name]
             arguments = [
@@ -54,7 +55,7 @@ def main() -> int:
                 *("--max-num-batched-tokens", "8192", *extra),
                 *serve_options(options.serve),
             ]
-            settings = {"allowed_dirs": [str(folder)]}
+            settings = {"allowed_dirs": sorted({str(path.resolve().parent) for path in checkpoints})}
             log = folder / f"{name}.log"
             with Server(checkpoints[0], log, arguments=arguments, settings=settings, stock=stock) as server:
                 server.wait(1200)
@@ -63,8 +64,12 @@ def main() -> int:
                     _load(options, server, checkpoints, name, traffic, report)
                     reports.append(json.loads((report / "report.json").read_text()))
                     cases.append(_case(name, traffic, reports[-1]))
-                    console.print(cases[-1])
-    _show(cases, console)
+                    _show(cases, console)
+                    _write(options, cases, reports)
+    return 0
+
+
+def _write(options: Any, cases: list[dict[str, Any]], reports: list[dict[str, Any]]) -> None:
     if options.out:
         result = {"provenance": provenance(), "cases": cases}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -72,7 +77,6 @@ def main() -> int:
         from vllm_fp8ext.loadtest.page import page
 
         options.page.write_text(page(reports))
-    return 0
 
 
 def _load(
@@ -131,6 +135,7 @@ def _options() -> Any:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
         "--traffic", nargs="+", choices=("plain", "updates", "one-step-off"), default=["updates"]

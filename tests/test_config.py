@@ -85,7 +85,7 @@ def test_an_unknown_key_is_named_with_the_known_ones() -> None:
     [
         ("scale_format", "e8m0", "'fp32' or 'pow2'"),
         ("scale_format", None, "'fp32' or 'pow2'"),
-        ("staging", "disk", "'shadow' or 'none'"),
+        ("staging", "disk", "'shadow', 'inplace' or 'none'"),
         ("kv_scales", "dynamic", "'static'"),
         ("ignore", "*.o_proj", "tuple"),
         ("ignore", [1], "string"),

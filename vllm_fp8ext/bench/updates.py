@@ -51,12 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _server(variant, options, checkpoints[0], folder) as server:
                 server.wait(1200)
                 console.print(f"{variant} is ready")
-                cases += _measure(variant, options, server, checkpoints)
+                for found in _measure(variant, options, server, checkpoints):
+                    cases += found
+                    _write(options.out, cases)
     _show(cases)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1) + "\n")
     return 0
+
+
+def _write(file: Path | None, cases: list[dict[str, Any]]) -> None:
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,8 +132,8 @@ def _without_the_last_gpu() -> dict[str, str]:
 
 def _measure(
     variant: str, options: argparse.Namespace, server: Server, checkpoints: list[Path]
-) -> list[dict[str, Any]]:
-    found = []
+) -> Iterator[list[dict[str, Any]]]:
+    """Cases as they are measured."""
     transports = ["reload"] if variant == "stock" else options.transports
     weights = itertools.cycle(range(2))
     next(weights)  # the first is served
@@ -149,12 +154,12 @@ def _measure(
                 ):
                     beside = partial(bare, checkpoints[0]) if bare else lambda: None
                     case |= _updates(options, load, partial(_next, push, weights), beside)
-                found.append(case)
+                found = [case]
                 if bare:
                     found.append(bare.case(options.shape, transport))
                     case["ratio_bare"] = case["total_seconds"] / found[-1]["total_seconds"]
-                console.print(case)
-    return found
+                console.print({name: value for name, value in case.items() if name != "samples"})
+                yield found
 
 
 def _next(push: Push, weights: Iterator[int]) -> dict[str, float]:
