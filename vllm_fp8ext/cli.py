@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,7 @@ cli.add_command(plan)
 @cli.group()
 def bench() -> None:
     """Measure kernels, engines and servers."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C: what was started ends too
 
 
 @bench.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

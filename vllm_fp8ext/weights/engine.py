@@ -352,7 +352,7 @@ class UpdateEngine:
     def _sing(self, session: Session, revision: int, started: float) -> Result:
         canary = self._canaries[session.id]
         finish = partial(self._sung, session, canary, revision, started)
-        return self.jobs.start("sing", canary.prompts, finish=finish)
+        return self.jobs.start("sing", canary.prompts, canary.built_in, finish=finish)
 
     def _sung(
         self, session: Session, canary: Canary, revision: int, started: float, results: list[Result]
@@ -391,7 +391,7 @@ class UpdateEngine:
             parts = self.core.ranks("describe")
             _raise_first(parts)
             own = canary_of(None, self.core.settings, self.core.vocabulary, self.core.longest_prompt)
-            _raise_first(self.core.ranks("rehearse", own.prompts))
+            _raise_first(self.core.ranks("rehearse", own.prompts, own.built_in))
             self._manifest = merge(Manifest.from_dict(part["manifest"]) for part in parts)
             self._fingerprints.keep(self.step.live, [part["fingerprint"] for part in parts], None)
             self._cost = {
