@@ -73,6 +73,11 @@ INTERFACES: tuple[Interface, ...] = (
         why="make anew what sleep has discarded",
     ),
     Interface(
+        module="vllm.utils.deep_gemm",
+        name="_lazy_init",
+        why="know where DeepGEMM keeps its kernels on disk",
+    ),
+    Interface(
         module="vllm.v1.executor.abstract",
         name="Executor.sleeping_tags",
         why="know whether the weights are asleep",

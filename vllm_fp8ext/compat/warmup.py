@@ -8,12 +8,14 @@ kernel. vLLM warms DeepGEMM up for its own linear methods only.
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import torch
 import vllm.envs as envs
 from torch import nn
 from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
+from vllm_fp8ext.compat.deep_gemm_compile import compile_ahead
 from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
 from vllm_fp8ext.kernels.linear import GEMMS
@@ -25,6 +27,8 @@ from vllm_fp8ext.linear import SCALES, BlockFp8LinearMethod
 
 logger = logging.getLogger("vllm.fp8ext")
 
+Layers: TypeAlias = dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]]
+"""One layer of each shape."""
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of tensors that are quantized."""
 
@@ -33,12 +37,13 @@ SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 def warm_up(model: nn.Module, max_tokens: int) -> None:
     """Run each kernel once for every shape of weight in `model`; machine code is compiled on all cores first."""
     start = time.perf_counter()
-    layers: dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]] = {}
+    layers: Layers = {}
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, BlockFp8LinearMethod) and method.route is not None:
             layers.setdefault((module.weight.shape[0], module.weight.shape[1]), (module, method))
     _compile(layers)
+    _compile_deep_gemm(layers, max_tokens)
     for layer, method in layers.values():
         _run(layer, method, max_tokens)
     torch.cuda.synchronize()
@@ -50,7 +55,7 @@ def warm_up(model: nn.Module, max_tokens: int) -> None:
         )
 
 
-def _compile(layers: dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]]) -> None:
+def _compile(layers: Layers) -> None:
     programs = set()
     for (n, k), (_, method) in layers.items():
         for tokens, quantized in _decode_kernels(method):
@@ -70,6 +75,28 @@ def _decode_kernels(method: BlockFp8LinearMethod) -> list[tuple[int, bool]]:
     return [(tokens, True) for tokens in quantized] + [(tokens, False) for tokens in inside]
 
 
+def _tokens(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> list[int]:
+    """Numbers of tokens at which the kernel for many tokens is another one."""
+    assert method.route is not None
+    few, name = method.route
+    counts = {max_tokens}
+    if name == "deep_gemm" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
+        found = _generate_optimal_warmup_m_values(max_tokens, layer.weight.shape[0], layer.weight.device)
+        counts |= {count for count in found if count > few}
+    return sorted(counts)
+
+
+def _compile_deep_gemm(layers: Layers, max_tokens: int) -> None:
+    sizes = {
+        shape: _tokens(layer, method, max_tokens)
+        for shape, (layer, method) in layers.items()
+        if method.route is not None and method.route.gemm == "deep_gemm"
+    }
+    for layer, method in list(layers.values())[:1]:
+        if envs.VLLM_DEEP_GEMM_WARMUP != "skip":
+            compile_ahead(sizes, method.out_dtype, layer.weight.device)
+
+
 def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
     assert method.route is not None
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
@@ -77,7 +104,7 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     for source in SOURCES:  # as load and update quantize it
         part = weight[: min(n, BLOCK) + n % BLOCK]
         quantize_weight(torch.zeros_like(part, dtype=source), *empty_like(part), form)
-    few, name = method.route
+    _few, name = method.route
     dtype = method.out_dtype
     x = torch.zeros(max_tokens, k, dtype=dtype, device=weight.device)
     norm = torch.ones(k, dtype=dtype, device=weight.device)
@@ -89,10 +116,6 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     for tokens, before in _decode_kernels(method):
         part = quantize_activation(x[:tokens], form) if before else x[:tokens]
         decode_gemm.decode_gemm(part, weight, scales, None, form)
-    counts = {max_tokens}
-    if name == "deep_gemm" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
-        found = _generate_optimal_warmup_m_values(max_tokens, n, weight.device)
-        counts |= {count for count in found if count > few}
-    for count in sorted(counts):
+    for count in _tokens(layer, method, max_tokens):
         part = type(quantized)(quantized.codes[:count], quantize_activation(x[:count], form).scales)
         GEMMS[name](part, weight, scales, dtype)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in canary on a GPU, recorded once as a CUDA graph: a model of 36 layers then answers in a few milliseconds, in one
-slice, where launching its thousand kernels one by one takes a tenth of a second."""
+"""The built-in canary on a GPU, recorded once as a CUDA graph: a model of 36 layers then answers in a few milliseconds, in
+one slice, where launching its thousand kernels one by one takes a tenth of a second."""
 
 from typing import Any
 

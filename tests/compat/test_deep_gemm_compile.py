@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How DeepGEMM's kernels are shared out among processes that compile."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_fp8ext.compat.deep_gemm_compile import shares
+
+SHAPES = st.tuples(st.integers(1, 100), st.integers(1, 100))
+COUNTS = st.lists(st.integers(1, 10_000), min_size=1, max_size=50, unique=True)
+
+
+@given(st.dictionaries(SHAPES, COUNTS, min_size=1, max_size=6), st.integers(1, 32))
+def test_every_size_is_compiled_once_in_as_many_processes_as_asked(
+    sizes: dict[tuple[int, int], list[int]], count: int
+) -> None:
+    parts = shares(sizes, count)
+    assert len(parts) <= max(count, len(sizes))
+    found = sorted((n, k, tokens) for part in parts for n, k, *all_tokens in part for tokens in all_tokens)
+    assert found == sorted((*shape, tokens) for shape, counts in sizes.items() for tokens in counts)
+    for [(_, _, *tokens)] in parts:
+        assert tokens == sorted(tokens), "neighbours stay together"

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles DeepGEMM's kernels ahead, many at a time.
+
+Replaces nothing; DeepGEMM compiles a kernel when it first multiplies at a size, in the process that multiplies and one after
+the other: minutes for a model that was never served here. Processes of their own fill its cache on disk, where the worker
+finds the kernels. Can go once vLLM's warm-up, or DeepGEMM, compiles in parallel.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from vllm.utils.deep_gemm import _lazy_init, fp8_gemm_nt, is_deep_gemm_supported
+
+from vllm_fp8ext.kernels.quantized import empty
+from vllm_fp8ext.kernels.reference import blocks
+
+logger = logging.getLogger("vllm.fp8ext")
+
+MOST_PROCESSES = 16
+PROCESS_BYTES = 2 << 30
+"""GPU memory for one of them: its context, one weight, the tokens and their product."""
+_SECONDS = 900
+_CACHE = "DG_JIT_CACHE_DIR"
+"""vLLM's `_lazy_init` sets it."""
+
+Sizes = Mapping[tuple[int, int], Sequence[int]]
+"""Token counts by shape of weight."""
+
+
+def compile_ahead(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    """Have the kernels for these sizes on disk. What fails here is compiled by who needs it."""
+    if not sizes or not is_deep_gemm_supported():
+        return
+    _lazy_init()
+    folder = Path(os.environ[_CACHE])
+    folder.mkdir(parents=True, exist_ok=True)
+    name = torch.cuda.get_device_name(device)
+    told = json.dumps(
+        [name, str(dtype), torch.version.cuda, [[*shape, *sizes[shape]] for shape in sorted(sizes)]]
+    )
+    done = folder / f"fp8ext-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    with (folder / "fp8ext-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait, and find them done
+        if not done.exists():
+            free, _ = torch.cuda.mem_get_info(device)
+            count = max(1, min(MOST_PROCESSES, os.cpu_count() or 1, free // PROCESS_BYTES))
+            if _run(shares(sizes, count), dtype, device):
+                done.touch()
+
+
+def shares(sizes: Sizes, count: int) -> list[list[list[int]]]:
+    """The sizes in about `count` parts of `[n, k, tokens, …]`: token counts that lie side by side mostly need one kernel,
+    and stay together."""
+    each = max(1, count // len(sizes))
+    parts = []
+    for (n, k), tokens in sizes.items():
+        ordered = sorted(tokens)
+        step = -(-len(ordered) // each)
+        parts += [[[n, k, *ordered[start : start + step]]] for start in range(0, len(ordered), step)]
+    return parts
+
+
+def _run(parts: list[list[list[int]]], dtype: torch.dtype, device: torch.device) -> bool:
+    logger.info(
+        "blockfp8: DeepGEMM's kernels are compiled by %d processes, once for this machine", len(parts)
+    )
+    line = [sys.executable, "-P", "-m", __name__, str(dtype).removeprefix("torch."), str(device.index or 0)]
+    started = [
+        subprocess.Popen([*line, json.dumps(part)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for part in parts
+    ]
+    failed = 0
+    for process in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _, errors = process.communicate(timeout=_SECONDS)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if process.returncode:
+            failed += 1
+            logger.warning("blockfp8: compiling ahead failed: %s", errors.decode(errors="replace")[-300:])
+    return not failed
+
+
+@torch.inference_mode()
+def main(dtype: str, device: int, sizes: list[list[int]]) -> None:
+    """Multiply once at each size."""
+    torch.cuda.set_device(device)
+    for n, k, *tokens in sizes:
+        most = max(tokens)
+        weight = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device="cuda")
+        scales = torch.ones(blocks(n), blocks(k), device="cuda")
+        out = torch.empty(most, n, dtype=getattr(torch, dtype), device="cuda")
+        for count in tokens:  # of any values: a kernel depends on sizes alone
+            x = empty(count, k, out.device)
+            fp8_gemm_nt(x, (weight, scales), out[:count], is_deep_gemm_e8m0_used=False)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
