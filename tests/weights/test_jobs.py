@@ -44,7 +44,7 @@ def test_a_job_is_started_on_every_rank_and_polled_to_its_end() -> None:
     assert jobs.start("stage", "u1", [], finish=summed) == {"job": 1}
     assert jobs.poll(1) == {"done": False, "tensors": 5, "again": False}
     assert jobs.poll(1) == {"done": True, "sum": 3}
-    assert ranks.calls == [("stage", 1, "u1", []), ("poll", 1), ("poll", 1)]
+    assert ranks.calls == [("stage", 1, "u1", []), ("poll", 1, 0.0), ("poll", 1, 0.0)]
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -14,19 +14,24 @@ from typing import Any
 
 from vllm_fp8ext.config import METHOD
 from vllm_fp8ext.errors import UpdateError, described
-from vllm_fp8ext.weights.canary import Canary, canary_of, judge
+from vllm_fp8ext.weights.audits import Audits
+from vllm_fp8ext.weights.canary import Canary, canary_of
 from vllm_fp8ext.weights.claims import Claim, opening_problems
 from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
 from vllm_fp8ext.weights.fingerprints import Fingerprints
 from vllm_fp8ext.weights.jobs import Jobs, Result
 from vllm_fp8ext.weights.labels import Label, default_version
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec, merge
+from vllm_fp8ext.weights.preparations import Preparations
+from vllm_fp8ext.weights.rank_results import distinct, raise_first, summed
 from vllm_fp8ext.weights.session import Running, Session, State, refusal
 from vllm_fp8ext.weights.totals import Totals
 
 logger = logging.getLogger("vllm.fp8ext")
 
 KEPT_SESSIONS = 16
+POLL_SECONDS = 0.01
+"""What a request that comes to an idle engine may wait for a poll."""
 DISCARDING = 2
 """The level of sleep from which on weights are not kept."""
 _ASLEEP = frozenset({"status", "manifest", "update", "poll", "abandon"})
@@ -40,10 +45,12 @@ class UpdateEngine:
         self.core = core
         self.totals = Totals()
         self.step = ExchangeStep(core, self.totals)
-        self.jobs = Jobs(core.ranks)
+        self.jobs = Jobs(core.ranks, lambda: 0.0 if core.unfinished() else POLL_SECONDS)
         self.sessions: dict[str, Session] = {}
         self._canaries: dict[str, Canary] = {}
         self._fingerprints = Fingerprints()
+        self._preparations = Preparations(self.jobs, self.step, clock)
+        self._audits = Audits(self.jobs, self.step, self._fingerprints)
         self._clock = clock
         self._manifest: Manifest | None = None
         self._cost: Result = {"twin_bytes": [], "twin_kv_blocks": 0}
@@ -91,7 +98,7 @@ class UpdateEngine:
     def wake(self) -> None:
         """Memory is back."""
         if self._discarded and not self.core.asleep():
-            _raise_first(self.core.ranks("refresh"))
+            raise_first(self.core.ranks("refresh"))
             self._discarded = False
 
     def status(self) -> Result:
@@ -221,15 +228,7 @@ class UpdateEngine:
                 session.check_base(self.step.live.epoch)
             return session.as_dict()
         session.check(self.step.live.epoch)
-        started, revision = time.perf_counter(), session.revision
-        if not session.partial:
-            return self._mark(session, revision, started)
-
-        def kept(results: list[Result]) -> Result:
-            _raise_first(results)
-            return self._mark(session, revision, started)
-
-        return self.jobs.start("keep_others", session.id, sorted(session.staged_names()), finish=kept)
+        return self._preparations.start(session, self._canaries[session.id])
 
     def commit(self, id: str) -> Result:
         """Serve a prepared update's weights from the next step on; `{"waiting": requests}` while it waits. Idempotent."""
@@ -300,23 +299,19 @@ class UpdateEngine:
     def digests(self) -> Result:
         """Start to compute the digests of the served weights; returns a job."""
         self._known_manifest()
-        return self.jobs.start("digests", finish=partial(self._digested, self.step.live))
+        return self._audits.digests()
 
     def verify(self) -> Result:
         """Start to compare what is served with what was committed; returns a job."""
         self._known_manifest()
-        if self.step.poisoned is not None:
-            raise UpdateError("poisoned", f"nobody knows what is served: {self.step.poisoned}", status=503)
-        served, exchanges = self.step.live, self.step.exchanges
-        finish = partial(self._verified, served, exchanges, time.perf_counter())
-        return self.jobs.start("fingerprint", False, finish=finish)
+        return self._audits.verify()
 
     def _staged(self, session: Session, chunk: str, started: float, results: list[Result]) -> Result:
         errors = [result["error"] for result in results if "error" in result]
-        problems = _distinct([problem for result in results for problem in result.get("problems", ())])
+        problems = distinct([problem for result in results for problem in result.get("problems", ())])
         told = dict.fromkeys((error["kind"], error["message"]) for error in errors)
         faults = [{"kind": kind, "detail": message} for kind, message in told]
-        session.staged(chunk, problems + faults, _summed(results))
+        session.staged(chunk, problems + faults, summed(results))
         session.touch(self._clock())
         session.seconds["staging"] = session.seconds.get("staging", 0.0) + time.perf_counter() - started
         if errors:
@@ -324,61 +319,6 @@ class UpdateEngine:
         if problems:
             raise refusal(problems)
         return {"update": session.as_dict()}
-
-    def _mark(self, session: Session, revision: int, started: float) -> Result:
-        """Take the fingerprints of what is prepared."""
-
-        def marked(results: list[Result]) -> Result:
-            _raise_first(results)
-            session.fingerprints = [result["fingerprint"] for result in results]
-            session.seconds["fingerprint"] = time.perf_counter() - started
-            return self._sing(session, revision, started)
-
-        return self.jobs.start("fingerprint", True, finish=marked)
-
-    def _verified(self, served: Label, exchanges: int, started: float, results: list[Result]) -> Result:
-        _raise_first(results)
-        if exchanges != self.step.exchanges:  # tried meanwhile: what was read may be half of each
-            return {"stale": True}
-        found = [result["fingerprint"] for result in results]
-        self._fingerprints.require(served, found)
-        return {
-            "epoch": served.epoch,
-            "version": served.version,
-            "ranks": len(found),
-            "seconds": time.perf_counter() - started,
-        }
-
-    def _sing(self, session: Session, revision: int, started: float) -> Result:
-        canary = self._canaries[session.id]
-        finish = partial(self._sung, session, canary, revision, started)
-        return self.jobs.start("sing", canary.prompts, canary.built_in, finish=finish)
-
-    def _sung(
-        self, session: Session, canary: Canary, revision: int, started: float, results: list[Result]
-    ) -> Result:
-        _raise_first(results)
-        session.canary_perplexity = judge(canary, results)
-        session.check(self.step.live.epoch)
-        session.prepared(revision)
-        session.touch(self._clock())
-        session.seconds["prepare"] = time.perf_counter() - started
-        return session.as_dict()
-
-    def _digested(self, served: Label, results: list[Result]) -> Result:
-        _raise_first(results)
-        if served != self.step.live:
-            return {"stale": True}
-        names: dict[str, dict[str, str]] = {}
-        for result in results:
-            for name, value in result["digests"].items():
-                names.setdefault(name, {})[str(result["rank"])] = value
-        return {
-            "epoch": served.epoch,
-            "version": served.version,
-            "digests": dict(sorted(names.items())),
-            "addresses": [result["addresses"] for result in results],
-        }
 
     def _known_manifest(self) -> Manifest:
         if self._manifest is None:
@@ -389,9 +329,9 @@ class UpdateEngine:
             if self.core.asleep():
                 raise UpdateError("asleep", "the weights are asleep: wake the engine first")
             parts = self.core.ranks("describe")
-            _raise_first(parts)
+            raise_first(parts)
             own = canary_of(None, self.core.settings, self.core.vocabulary, self.core.longest_prompt)
-            _raise_first(self.core.ranks("rehearse", own.prompts, own.built_in))
+            raise_first(self.core.ranks("rehearse", own.prompts, own.built_in))
             self._manifest = merge(Manifest.from_dict(part["manifest"]) for part in parts)
             self._fingerprints.keep(self.step.live, [part["fingerprint"] for part in parts], None)
             self._cost = {
@@ -408,25 +348,3 @@ class UpdateEngine:
 
     def _open_session(self) -> Session | None:
         return next((session for session in self.sessions.values() if session.live), None)
-
-
-def _raise_first(results: list[Result]) -> None:
-    for result in results:
-        if "error" in result:
-            raise UpdateError.from_dict(result["error"])
-
-
-def _distinct(problems: list[Result]) -> list[Result]:
-    """Problems of all ranks, each tensor once."""
-    seen = {(problem["kind"], problem["tensor"]): problem for problem in problems}
-    return [{key: value for key, value in problem.items() if key != "rank"} for problem in seen.values()]
-
-
-def _summed(results: list[Result]) -> dict[str, tuple[float, float]]:
-    """Squared quantization error and squared norm by tensor, over all ranks."""
-    sums: dict[str, tuple[float, float]] = {}
-    for result in results:
-        for name, (error, norm) in result.get("errors", {}).items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + error, before[1] + norm
-    return sums

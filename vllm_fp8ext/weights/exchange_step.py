@@ -153,6 +153,11 @@ class ExchangeStep:
         if self._core.paused() and self._held is None and self.poisoned is None:
             raise UpdateError("paused", "the engine is paused or asleep: resume it first")
 
+    def require_whole(self) -> None:
+        """Raises `UpdateError` (`staging`) while an update in place has overwritten a part of what is served."""
+        if self._held is not None:
+            raise UpdateError("staging", "an update in place is under way: ask when it is committed")
+
     def _waits(self, key: str, seconds: float | None) -> bool:
         if self._waiting is None:
             if self._core.paused():

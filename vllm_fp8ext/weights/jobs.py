@@ -25,10 +25,12 @@ class Job:
 
 
 class Jobs:
-    """The jobs of one engine. A job's result is told once."""
+    """The jobs of one engine. A job's result is told once. `patience`: seconds that a poll may wait on the ranks for the end
+    of a job, asked at each: an engine without requests has time, and would be asked over and over otherwise."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, patience: Callable[[], float] = lambda: 0.0) -> None:
         self._ranks = ranks
+        self._patience = patience
         self._serials = itertools.count(1)
         self._jobs: dict[int, Job] = {}
         self._done: dict[int, Result] = {}
@@ -52,7 +54,7 @@ class Jobs:
             return self._done.pop(job)
         if job not in self._jobs:
             raise UpdateError("unknown-job", f"no job {job}", status=404)
-        return self._advance(job)
+        return self._advance(job, self._patience())
 
     def reap(self) -> None:
         """Take in finished jobs whose caller may have stopped to poll."""
@@ -70,10 +72,10 @@ class Jobs:
             time.sleep(0.001)
             self.reap()
 
-    def _advance(self, serial: int) -> Result:
+    def _advance(self, serial: int, patience: float = 0.0) -> Result:
         job = self._jobs[serial]
         tensors, again = 0, False
-        for rank, result in enumerate(self._ranks("poll", serial)):
+        for rank, result in enumerate(self._ranks("poll", serial, patience)):
             if job.outcomes[rank] is None and (result.get("done") or "error" in result):
                 job.outcomes[rank] = result
             tensors = max(tensors, result.get("tensors", 0))

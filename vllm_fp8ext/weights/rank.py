@@ -45,6 +45,8 @@ class Rank:
         self._sources = Sources(rank, self._device)
         self._lanes: dict[str, queue.SimpleQueue[tuple[int, Callable[[], Result]]]] = {}
         self._results: dict[int, Result] = {}
+        self._told = threading.Condition()
+        """Some job has its result."""
         self._progress: dict[int, int] = {}
         self._recitals: dict[int, Slices] = {}
         self._recording: Recording | None = None
@@ -109,8 +111,8 @@ class Rank:
             return {}
 
         self._start("staging", _REHEARSAL, stage)
-        while _REHEARSAL not in self._results:
-            time.sleep(0.001)
+        with self._told:
+            self._told.wait_for(lambda: _REHEARSAL in self._results)
         recite(self.twin.model, prompts, self._device, self._attend, lambda: None)
         if built_in and self._device.type == "cuda" and self.world_size == 1:
             self._recording = Recording(self.twin.model, prompts[0], self._device, self._attend)
@@ -148,8 +150,8 @@ class Rank:
         return self._start("staging" if twin else "digests", job, lambda: self._fingerprint(twin=twin))
 
     @described
-    def poll(self, job: int) -> Result:
-        """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once).
+    def poll(self, job: int, patience: float) -> Result:
+        """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once). Waits for it so many seconds.
 
         `"again": True`: it is polls that make the job go on.
         """
@@ -159,6 +161,8 @@ class Rank:
                 return {"done": False, "again": True}
             del self._recitals[job]
             return {"done": True, **(recital.result or {})}
+        with self._told:
+            self._told.wait_for(lambda: job in self._results, patience)
         if job not in self._results:
             return {"done": False, "tensors": self._progress.get(job, 0)}
         self._progress.pop(job, None)
@@ -209,7 +213,9 @@ class Rank:
                 result = described(work)()
                 if device.type == "cuda":
                     torch.cuda.current_stream().synchronize()
-            self._results[job] = result
+            with self._told:
+                self._results[job] = result
+                self._told.notify_all()
 
     def _stage(
         self, job: int, session: str, source: AnySource, tensors: list[StoredTensor], hashes: dict[str, str]

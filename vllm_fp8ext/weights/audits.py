@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about what is served: its digests, and whether it is what was committed."""
+
+import time
+from functools import partial
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.exchange_step import ExchangeStep
+from vllm_fp8ext.weights.fingerprints import Fingerprints
+from vllm_fp8ext.weights.jobs import Jobs, Result
+from vllm_fp8ext.weights.labels import Label
+from vllm_fp8ext.weights.rank_results import raise_first
+
+
+class Audits:
+    """Each is a job. `{"stale": True}`: other weights came meanwhile, ask again."""
+
+    def __init__(self, jobs: Jobs, step: ExchangeStep, fingerprints: Fingerprints) -> None:
+        self._jobs = jobs
+        self._step = step
+        self._fingerprints = fingerprints
+
+    def digests(self) -> Result:
+        """Start to compute the digests of what is served."""
+        self._step.require_whole()
+        return self._jobs.start("digests", finish=partial(self._digested, self._step.live))
+
+    def verify(self) -> Result:
+        """Start to compare what is served with what was committed."""
+        if self._step.poisoned is not None:
+            raise UpdateError("poisoned", f"nobody knows what is served: {self._step.poisoned}", status=503)
+        self._step.require_whole()
+        served, exchanges = self._step.live, self._step.exchanges
+        finish = partial(self._verified, served, exchanges, time.perf_counter())
+        return self._jobs.start("fingerprint", False, finish=finish)
+
+    def _verified(self, served: Label, exchanges: int, started: float, results: list[Result]) -> Result:
+        raise_first(results)
+        self._step.require_whole()
+        if exchanges != self._step.exchanges:  # tried meanwhile: what was read may be half of each
+            return {"stale": True}
+        found = [result["fingerprint"] for result in results]
+        self._fingerprints.require(served, found)
+        return {
+            "epoch": served.epoch,
+            "version": served.version,
+            "ranks": len(found),
+            "seconds": time.perf_counter() - started,
+        }
+
+    def _digested(self, served: Label, results: list[Result]) -> Result:
+        raise_first(results)
+        self._step.require_whole()
+        if served != self._step.live:
+            return {"stale": True}
+        names: dict[str, dict[str, str]] = {}
+        for result in results:
+            for name, value in result["digests"].items():
+                names.setdefault(name, {})[str(result["rank"])] = value
+        return {
+            "epoch": served.epoch,
+            "version": served.version,
+            "digests": dict(sorted(names.items())),
+            "addresses": [result["addresses"] for result in results],
+        }
