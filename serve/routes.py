@@ -210,9 +210,8 @@ async def _begin_to_receive(backend: Backend, id: str, body: schema.Receive) -> 
 async def _stage(
     backend: Backend, id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], size: int
 ) -> dict[str, Any]:
-    staged = await backend.engine.job("stage", **_chunk(id, chunk, source, tensors, size))
-    update: dict[str, Any] = staged["update"]
-    return update
+    told = _chunk(id, chunk, source, tensors, size)
+    return dict((await backend.engine.job("stage", **told))["update"])
 
 
 def _chunk(id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], size: int) -> dict[str, Any]:
@@ -220,10 +219,28 @@ def _chunk(id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], 
     return {"id": id, "chunk": chunk, "source": asdict(source), "tensors": listed, "size": size}
 
 
-async def _stage_file(backend: Backend, id: str, file: Path) -> dict[str, Any]:
+async def _begin_file(backend: Backend, id: str, file: Path) -> dict[str, Any]:
+    """Have the ranks stage a file; returns what `engine.ended` waits for."""
     stamp = await settled_stamp(file)
     tensors = await asyncio.to_thread(file_tensors, file)
-    return await _stage(backend, id, file.name, Source(str(file), 0, stamp), tensors, stamp[2])
+    chunk = _chunk(id, file.name, Source(str(file), 0, stamp), tensors, stamp[2])
+    return await backend.engine("stage", **chunk)
+
+
+async def _stage_files(backend: Backend, id: str, files: list[Path]) -> list[Any]:
+    """Stage files, one after the other; the ranks have the next one already when they end one. Returns what became of each."""
+
+    async def ended(begun: Any) -> Any:
+        if isinstance(begun, UpdateError):
+            return begun
+        return await outcome(backend.engine.ended("stage", begun))
+
+    begun = [await outcome(_begin_file(backend, id, files[0]))]
+    found = []
+    for file in files[1:]:
+        begun.append(await outcome(_begin_file(backend, id, file)))
+        found.append(await ended(begun[-2]))
+    return [*found, await ended(begun[-1])]
 
 
 async def _commit(backend: Backend, id: str) -> dict[str, Any]:
@@ -253,7 +270,7 @@ async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
         raise UpdateError("not-found", f"{path}: expected *.safetensors files, found none", status=404)
     for file in files:
         backend.allowed(str(file))
-    outcomes = [await outcome(_stage_file(backend, id, file)) for file in files]
+    outcomes = await _stage_files(backend, id, files)
     errors = [found for found in outcomes if isinstance(found, UpdateError)]
     if len(errors) == 1:
         raise errors[0]

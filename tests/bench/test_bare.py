@@ -13,8 +13,8 @@ from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.serve.client.chunks import CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
-from vllm_fp8ext.weights import source
-from vllm_fp8ext.weights.source import READERS
+from vllm_fp8ext.weights import read_ahead
+from vllm_fp8ext.weights.read_ahead import READERS
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_failure_ends_the_server_too(tmp_path: Path) -> None:
 
 
 def test_files_are_read_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(read_ahead, "READ_BYTES", 1 << 20)
     with baseline("files") as found:
         assert found is not None
         found(checkpoint)

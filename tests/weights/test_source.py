@@ -5,6 +5,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,14 @@ def test_mapped_and_read_tensors_are_equal(tmp_path_factory: pytest.TempPathFact
     tensors = parse(lambda start, size: content[start : start + size], len(content), "body")
     mapped, read = Source(str(path), offset), Source(str(path), offset, stamp_of(path.stat()))
     for source in (mapped, read):
-        with Sources().open(source) as reader:
-            found = {stored.spec.name: reader(stored) for stored in tensors}
-        assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in found.values())
-        assert found.keys() == WEIGHTS.keys()
-        assert all(same(found[name], WEIGHTS[name]) for name in WEIGHTS)
+        names = []
+        with Sources().open(source, tensors) as parts:
+            for rows in parts:
+                names.append(rows.stored.spec.name)
+                assert rows.values.data_ptr() % rows.values.itemsize == 0
+                assert (rows.first, rows.last) == (0, True)
+                assert same(rows.values, WEIGHTS[names[-1]])
+        assert names == [stored.spec.name for stored in tensors]
 
 
 def test_the_buffer_is_mapped_once(tmp_path: Path) -> None:
@@ -65,18 +69,18 @@ def test_the_buffer_is_mapped_once(tmp_path: Path) -> None:
     stored = StoredTensor(TensorSpec("a", (2,), "float32"), 8, 8)
     sources = Sources()
     descriptor = os.open(path, os.O_RDWR)
-    with sources.open(Source(str(path), 16)) as read:
-        assert same(read(stored), torch.zeros(2))
+    with sources.open(Source(str(path), 16), [stored]) as parts:
+        assert same(next(parts).values, torch.zeros(2))
     path.unlink()
     os.pwrite(descriptor, torch.tensor([1.0, -2.0]).numpy().tobytes(), 24)
     os.close(descriptor)
-    with sources.open(Source(str(path), 16)) as read:
-        assert same(read(stored), torch.tensor([1.0, -2.0]))
+    with sources.open(Source(str(path), 16), [stored]) as parts:
+        assert same(next(parts).values, torch.tensor([1.0, -2.0]))
 
 
 def test_a_file_that_stays_is_read(file: Path) -> None:
-    with Sources().open(stamped(file)) as read:
-        assert all(same(read(stored), WEIGHTS[stored.spec.name]) for stored in file_tensors(file))
+    with Sources().open(stamped(file), file_tensors(file)) as parts:
+        assert all(same(rows.values, WEIGHTS[rows.stored.spec.name]) for rows in parts)
 
 
 def truncated(file: Path) -> None:
@@ -133,7 +137,7 @@ def test_a_file_that_changed_before_it_was_opened(file: Path, change: Callable[[
     change(file)
 
     def work() -> None:
-        with Sources().open(source):
+        with Sources().open(source, []):
             pytest.fail("it was opened")
 
     changed(work, file)
@@ -146,12 +150,12 @@ def test_a_file_that_changes_while_it_is_read(file: Path, change: Callable[[Path
     source, tensors = stamped(file), file_tensors(file)
 
     def work() -> None:
-        with Sources().open(source) as read:
-            for stored in tensors[:index]:
-                assert same(read(stored), WEIGHTS[stored.spec.name])
+        with Sources().open(source, tensors) as parts:
+            for rows in islice(parts, index):
+                assert same(rows.values, WEIGHTS[rows.stored.spec.name])
             change(file)
-            for stored in tensors[index:]:
-                read(stored)
+            for _ in parts:
+                pass
 
     changed(work, file)
 
@@ -160,10 +164,9 @@ def test_a_file_that_changes_while_it_is_read(file: Path, change: Callable[[Path
 def test_a_file_that_loses_its_name_while_it_is_read_is_read_to_its_end(
     file: Path, change: Callable[[Path], None]
 ) -> None:
-    with Sources().open(stamped(file)) as read:
-        tensors = file_tensors(file)
+    with Sources().open(stamped(file), file_tensors(file)) as parts:
         change(file)
-        assert all(same(read(stored), WEIGHTS[stored.spec.name]) for stored in tensors)
+        assert all(same(rows.values, WEIGHTS[rows.stored.spec.name]) for rows in parts)
 
 
 def test_files_are_closed(file: Path) -> None:
@@ -173,14 +176,14 @@ def test_files_are_closed(file: Path) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     before = descriptors()
-    with Sources().open(source):
+    with Sources().open(source, []):
         assert descriptors() == before + 1
     assert descriptors() == before
-    with pytest.raises(RuntimeError, match="staging failed"), Sources().open(source):
+    with pytest.raises(RuntimeError, match="staging failed"), Sources().open(source, []):
         raise RuntimeError("staging failed")
     assert descriptors() == before
     grown(file)
-    with pytest.raises(UpdateError), Sources().open(source):
+    with pytest.raises(UpdateError), Sources().open(source, []):
         pytest.fail("it was opened")
     assert descriptors() == before
 

@@ -67,7 +67,7 @@ def baseline(transport: str) -> Iterator[Bare | None]:
         with _dropping() as port:
             yield Bare(CHUNKS_IN_FLIGHT, lambda checkpoint: copy(_upload(port, checkpoint)))
     elif transport == "files":
-        from vllm_fp8ext.weights.source import READERS
+        from vllm_fp8ext.weights.read_ahead import READERS
 
         yield Bare(READERS, _reader(READERS))
     else:
@@ -148,7 +148,7 @@ def _reader(threads: int) -> Callable[[Path], int]:
     """Reads every safetensors file of a folder, some megabytes at a time; returns their bytes."""
     import torch
 
-    from vllm_fp8ext.weights.source import READ_BYTES
+    from vllm_fp8ext.weights.read_ahead import READ_BYTES
 
     pinned = torch.cuda.is_available()
     buffers: queue.SimpleQueue[Any] = queue.SimpleQueue()

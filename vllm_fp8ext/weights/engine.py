@@ -313,7 +313,7 @@ class UpdateEngine:
         faults = [{"kind": kind, "detail": message} for kind, message in told]
         session.staged(chunk, problems + faults, summed(results))
         session.touch(self._clock())
-        session.seconds["staging"] = session.seconds.get("staging", 0.0) + time.perf_counter() - started
+        session.took_staging(started, time.perf_counter())
         if errors:
             raise UpdateError.from_dict(errors[0])
         if problems:

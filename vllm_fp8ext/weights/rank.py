@@ -16,8 +16,9 @@ import torch
 
 from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kernels.reference import NonFiniteError
+from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.digest import combine, digest
-from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec, scale_name
+from vllm_fp8ext.weights.manifest import CODES_DTYPE, SCALES, TensorSpec, scale_name
 from vllm_fp8ext.weights.recital import Attend, recite
 from vllm_fp8ext.weights.recording import Recording
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
@@ -225,22 +226,36 @@ class Rank:
             self._staged = session
         problems: list[dict[str, Any]] = []
         outcomes: dict[str, Outcome] = {}
-        by_name = {stored.spec.name: stored for stored in tensors}
-        codes = {name for name, stored in by_name.items() if stored.spec.dtype == CODES_DTYPE}
-        scales = {scale_name(name) for name in codes}
-        with self._sources.open(source, lambda: self._require_wanted(session)) as read:
-            for count, stored in enumerate(tensors):
+        codes = {stored.spec.name for stored in tensors if stored.spec.dtype == CODES_DTYPE}
+        scales: dict[str, torch.Tensor] = {
+            stored.spec.name: torch.empty(stored.spec.shape, device=self._device)
+            for stored in tensors
+            if stored.spec.name.removesuffix(SCALES) in codes
+        }
+        mine = {stored.spec.name for stored in tensors[self.rank :: self.world_size]}
+        checksums = Checksums({name: sha for name, sha in hashes.items() if name in mine})
+        # codes come after all scales, which are small
+        ordered = sorted(tensors, key=lambda stored: (stored.spec.name not in scales, stored.start))
+        stager, done = self.twin.stager, 0
+        with self._sources.open(source, ordered, lambda: self._require_wanted(session)) as parts:
+            for rows in parts:
                 self._require_wanted(session)
-                name, tensor = stored.spec.name, read(stored)
-                problem = self._hash_problem(name, tensor, count, hashes)
+                name, first = rows.stored.spec.name, rows.first
+                problem = checksums.problem(rows)
                 if problem:
                     problems.append(problem)
-                if name in codes:
-                    scale = read(by_name[scale_name(name)])
-                    outcomes[name] = self.twin.stager.stage_codes(name, tensor, scale)
-                elif name not in scales:  # those are staged with their codes
-                    outcomes[name] = self.twin.stager.stage(name, tensor)
-                self._progress[job] = count + 1
+                if name in scales:
+                    place = scales[name][first : first + len(rows.values)]
+                    place.copy_(rows.values, non_blocking=True)
+                elif name in codes:
+                    scale = scales[scale_name(name)]
+                    outcome = stager.stage_codes(name, rows.values, scale, first)
+                    outcomes.setdefault(name, Outcome()).add(outcome)
+                else:
+                    outcome = stager.stage(name, rows.values, first)
+                    outcomes.setdefault(name, Outcome()).add(outcome)
+                done += rows.last
+                self._progress[job] = done
             wrong, errors = self._settle(outcomes)
         return {"problems": problems + wrong, "errors": errors}
 
@@ -264,16 +279,6 @@ class Rank:
             elif verdict[1]:
                 errors[name] = verdict
         return problems, errors
-
-    def _hash_problem(
-        self, name: str, tensor: torch.Tensor, index: int, hashes: dict[str, str]
-    ) -> dict[str, Any] | None:
-        if name not in hashes or index % self.world_size != self.rank:
-            return None
-        found = hashlib.sha256(memoryview(tensor.reshape(-1).view(torch.uint8).cpu().numpy())).hexdigest()
-        if found == hashes[name]:
-            return None
-        return {"kind": "sha256-mismatch", "tensor": name, "expected": hashes[name], "found": found}
 
     def _digests(self) -> Result:
         listed = "\n".join(f"{path} {address}" for path, address in self.twin.addresses().items())

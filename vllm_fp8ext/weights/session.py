@@ -89,6 +89,8 @@ class Session:
     canary_perplexity: float | None = None
     fingerprints: list[int] = field(default_factory=list)
     """Of each rank's twin, once prepared."""
+    staged_until: float = 0.0
+    """When a chunk was staged last, by the clock of `took_staging`."""
     expires_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,6 +150,12 @@ class Session:
         else:
             chunk.staged = True
             chunk.errors = dict(errors or {})
+
+    def took_staging(self, start: float, stop: float) -> None:
+        """A chunk came at `start` and was staged at `stop`. Time in which it waited for others counts once."""
+        spent = stop - max(start, self.staged_until)
+        self.seconds["staging"] = self.seconds.get("staging", 0.0) + spent
+        self.staged_until = stop
 
     def staged_names(self) -> set[str]:
         """Tensors that staged chunks have brought."""

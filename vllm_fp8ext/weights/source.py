@@ -7,13 +7,12 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource
 from vllm_fp8ext.weights.ipc_source import IpcSource
+from vllm_fp8ext.weights.read_ahead import Fill, ReadAhead, Rows
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:
@@ -30,13 +30,6 @@ logger = logging.getLogger("vllm.fp8ext")
 
 CPU = torch.device("cpu")
 Stamp = tuple[int, int, int, int]
-
-READERS = 4
-"""Threads that read a file, for each rank."""
-READ_BYTES = 16 << 20
-"""What one of them reads at a time."""
-MOST_PINNED_BYTES = 256 << 20
-"""Largest tensor of a file that is read into page-locked memory: what was locked once stays so."""
 
 TICK_SECONDS = 0.05
 """More than a tick of a file system's clock (4 to 10 ms on Linux): two changes within one tick have the same time."""
@@ -64,12 +57,6 @@ def source_of(data: Mapping[str, Any]) -> AnySource:
     return Source(data["path"], data["offset"], tuple(stamp) if stamp else None)
 
 
-class Reader(Protocol):
-    """Reads tensors of an open source."""
-
-    def __call__(self, tensor: StoredTensor) -> Tensor: ...
-
-
 def stamp_of(status: os.stat_result) -> Stamp:
     """What changes when a file is written to or replaced, a tick after the change before that at the earliest."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -92,12 +79,17 @@ class Sources:
         self._rank = rank
         self._device = device
         self._maps: dict[str, mmap.mmap] = {}
-        self._pinned = device.type == "cuda"
-        self._readers = ThreadPoolExecutor(READERS, "fp8ext-read")
 
     @contextmanager
-    def open(self, source: AnySource, wanted: Callable[[], None] = lambda: None) -> Iterator[Reader]:
-        """A reader of this source, valid inside the context. What has to be waited for is given up when `wanted` raises.
+    def open(
+        self,
+        source: AnySource,
+        tensors: Sequence[StoredTensor],
+        wanted: Callable[[], None] = lambda: None,
+    ) -> Iterator[Iterator[Rows]]:
+        """All rows of these tensors, in this order, each valid until the next are taken (`ReadAhead.read`) and inside the
+        context: a file's larger tensors in parts, all others whole. What has to be waited for is given up when `wanted`
+        raises.
 
         Raises:
             UpdateError: `file-changed`, on entering, reading or leaving; what `ipc` and `broadcast` raise.
@@ -106,15 +98,15 @@ class Sources:
             from vllm_fp8ext.weights import ipc
 
             with ipc.opened(source) as read:
-                yield read
+                yield _whole(tensors, read)
             return
         if isinstance(source, BroadcastSource):
             with self._receiver.opened(source, wanted) as read:
-                yield read
+                yield _whole(tensors, read)
             return
         if source.stamp is None:
-            mapped = self._mapped(source.path)
-            yield lambda tensor: _view(mapped, source.offset + tensor.start, tensor)
+            mapped, offset = self._mapped(source.path), source.offset
+            yield _whole(tensors, lambda tensor: _view(mapped, offset + tensor.start, tensor))
             return
         try:
             descriptor = os.open(source.path, os.O_RDONLY)
@@ -122,10 +114,15 @@ class Sources:
             raise _changed(source) from None
         try:
             _require_unchanged(descriptor, source)
-            yield lambda tensor: self._read(descriptor, source, tensor)
+            with closing(self._files.read(tensors, _filler(descriptor, source))) as rows:
+                yield rows
             _require_unchanged(descriptor, source)
         finally:
             os.close(descriptor)
+
+    @cached_property
+    def _files(self) -> ReadAhead:
+        return ReadAhead(self._device)
 
     @cached_property
     def _receiver(self) -> "Receiver":
@@ -141,28 +138,25 @@ class Sources:
                 found = self._maps[path] = mmap.mmap(descriptor, 0)
             finally:
                 os.close(descriptor)
-            if self._pinned:
+            if self._device.type == "cuda":
                 _page_lock(found)
         return found
 
-    def _read(self, descriptor: int, source: Source, tensor: StoredTensor) -> Tensor:
-        pinned = self._pinned and tensor.size <= MOST_PINNED_BYTES
-        raw = torch.empty(tensor.size, dtype=torch.uint8, pin_memory=pinned)
-        buffer: Any = memoryview(raw.numpy())
 
-        def read(start: int) -> None:
-            stop = min(start + READ_BYTES, tensor.size)
-            while start < stop:
-                count = os.preadv(descriptor, [buffer[start:stop]], source.offset + tensor.start + start)
-                if not count:
-                    raise _changed(source)
-                start += count
+def _whole(tensors: Sequence[StoredTensor], read: Callable[[StoredTensor], Tensor]) -> Iterator[Rows]:
+    return (Rows(tensor, 0, read(tensor)) for tensor in tensors)
 
-        reads = [self._readers.submit(read, start) for start in range(0, tensor.size, READ_BYTES)]
-        wait(reads)  # all of them, before the file may be closed
-        for done in reads:
-            done.result()
-        return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
+
+def _filler(descriptor: int, source: Source) -> Fill:
+    def fill(buffer: memoryview, start: int) -> None:
+        position = source.offset + start
+        while buffer:
+            count = os.preadv(descriptor, [buffer], position)
+            if not count:
+                raise _changed(source)
+            buffer, position = buffer[count:], position + count
+
+    return fill
 
 
 def _page_lock(mapped: mmap.mmap) -> None:

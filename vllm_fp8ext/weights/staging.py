@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes checkpoint tensors into a twin: quantized blocks straight into their place, everything else copied.
 
-A block that spans two checkpoint tensors (a fused layer whose parts are not multiples of 128 rows) waits in a strip of at
-most 128 rows until all of its rows are there. So tensors may come in any order, each may come again, and the result
-depends on their contents alone. Needs no vLLM, no forward context and no collective: it may run on any thread.
+A block that spans two checkpoint tensors (a fused layer whose parts are not multiples of 128 rows), or parts of one, waits in
+a strip of at most 128 rows until all of its rows are there. So tensors may come in any order, each may come again, and the
+result depends on their contents alone. Needs no vLLM, no forward context and no collective: it may run on any thread.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -20,14 +20,14 @@ from vllm_fp8ext.weights.manifest import Piece
 
 @dataclass
 class Strip:
-    """One block row that several tensors share: its rows as they arrive, and which spans have."""
+    """One block row that came in parts: its rows as they arrive, and which have."""
 
     rows_RK: Tensor
-    spans: dict[int, int] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
-        return sum(self.spans.values()) == self.rows_RK.shape[0]
+        return len(self.arrived) == self.rows_RK.shape[0]
 
 
 @dataclass
@@ -41,6 +41,12 @@ class Outcome:
     sums: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     flags: list[Tensor] = field(default_factory=list)
+
+    def add(self, other: "Outcome") -> None:
+        """What is to be asked of other rows of the tensor."""
+        self.sums += other.sums
+        self.values += other.values
+        self.flags += other.flags
 
 
 class ScaleError(ValueError):
@@ -130,8 +136,11 @@ class QuantizedTarget:
     def reset(self) -> None:
         self._strips.clear()
 
-    def write(self, first: int, source: Tensor, outcome: Outcome) -> None:
-        """Queue the quantization of rows from `first` on."""
+    def write(
+        self, first: int, source: Tensor, outcome: Outcome, whole: tuple[int, int] | None = None
+    ) -> None:
+        """Queue the quantization of rows from `first` on, of a tensor that has all rows of `whole` (these, by default) and
+        brings them in order."""
         last = first + source.shape[0]
         rows = source.to(self.dtype)
         begin = -(-first // BLOCK) * BLOCK
@@ -140,7 +149,7 @@ class QuantizedTarget:
             outcome.sums.append(self._quantize(begin, end, rows[begin - first : end - first]))
         for start, stop in ((first, min(begin, last)), (max(end, begin, first), last)):
             if start < stop:
-                self._fill(start, rows[start - first : stop - first], outcome)
+                self._fill(start, rows[start - first : stop - first], outcome, whole or (first, last))
 
     def copy(self, first: int, codes: Tensor, scales: Tensor, outcome: Outcome) -> None:
         """Queue the copy of whole blocks that are quantized already, to the rows from `first` on."""
@@ -154,7 +163,7 @@ class QuantizedTarget:
             good &= (torch.frexp(own_scales).mantissa == 0.5).all()
         outcome.flags.append(torch.stack([finite, good | ~finite]))
 
-    def _fill(self, start: int, rows: Tensor, outcome: Outcome) -> None:
+    def _fill(self, start: int, rows: Tensor, outcome: Outcome, whole: tuple[int, int]) -> None:
         index = start // BLOCK
         top = index * BLOCK
         strip = self._strips.get(index)
@@ -165,9 +174,13 @@ class QuantizedTarget:
         place = strip.rows_RK[start - top : start - top + rows.shape[0]]
         place.copy_(rows, non_blocking=True)
         outcome.values.append(place)
-        strip.spans[start - top] = rows.shape[0]
+        strip.arrived -= set(range(start - top, whole[1] - top))  # what follows here comes again
+        strip.arrived |= set(range(start - top, start - top + rows.shape[0]))
         if strip.complete:
-            sums = self._quantize(top, top + strip.rows_RK.shape[0], strip.rows_RK).clone()
+            bottom = top + strip.rows_RK.shape[0]
+            if whole[0] <= top and bottom <= whole[1]:  # it comes again only with all of its rows
+                del self._strips[index]
+            sums = self._quantize(top, bottom, strip.rows_RK).clone()
             sums[..., 2] = 0  # what other tensors brought is their fault
             outcome.sums.append(sums)
 
@@ -204,32 +217,60 @@ class Stager:
             QuantizedTarget(codes, scales, like.dtype, like.scale_format).write(0, values, outcome)
         settled(outcome)
 
-    def stage(self, name: str, tensor: Tensor) -> Outcome:
-        """Queue the staging of one tensor of the manifest's shape.
+    def stage(self, name: str, rows: Tensor, first: int = 0) -> Outcome:
+        """Queue the staging of one tensor of the manifest's shape, or of its rows from `first` on: then all of them must
+        come, in order, and the outcomes be added up.
 
         What is found wrong has been written all the same: the tensor counts as not staged until it comes again.
         """
         outcome = Outcome()
-        for piece in self.pieces[name]:
-            source = tensor[tuple(slice(start, stop) for start, stop in piece.source)]
+        for whole in self.pieces[name]:
+            piece = among(whole, first, rows)
+            if piece is None:
+                continue
+            source = rows[_extents(piece, first)]
             target = self.quantized.get(piece.target)
             if target is not None:
-                target.write(piece.origin[0], source, outcome)
+                top, (start, stop) = whole.origin[0], whole.source[0]
+                target.write(piece.origin[0], source, outcome, (top, top + stop - start))
             else:
                 destination = place(self.plain[piece.target], piece)
                 destination.copy_(source, non_blocking=True)
                 outcome.values.append(destination)
         return outcome
 
-    def stage_codes(self, name: str, codes: Tensor, scales: Tensor) -> Outcome:
-        """The same for a tensor that comes quantized: E4M3 `[N, K]` and fp32 `[ceil(N/128), ceil(K/128)]`, as they are."""
+    def stage_codes(self, name: str, codes: Tensor, scales: Tensor, first: int = 0) -> Outcome:
+        """The same for a tensor that comes quantized: E4M3 `[N, K]`, or its rows from a multiple of 128 on, and all of its
+        scales, fp32 `[ceil(N/128), ceil(K/128)]`, as they are."""
         outcome = Outcome()
-        for piece in self.pieces[name]:
+        for whole in self.pieces[name]:
+            piece = among(whole, first, codes)
+            if piece is None:
+                continue
             (top, bottom), (left, right) = piece.source
-            part = codes[top:bottom, left:right]
             blocks = scales[top // BLOCK : -(-bottom // BLOCK), left // BLOCK : -(-right // BLOCK)]
-            self.quantized[piece.target].copy(piece.origin[0], part, blocks, outcome)
+            self.quantized[piece.target].copy(piece.origin[0], codes[_extents(piece, first)], blocks, outcome)
         return outcome
+
+
+def among(piece: Piece, first: int, rows: Tensor) -> Piece | None:
+    """The part of a piece that lies in these rows of its tensor, from `first` on."""
+    if not piece.source:
+        return piece
+    (start, stop), *others = piece.source
+    top, bottom = max(start, first), min(stop, first + len(rows))
+    if top >= bottom:
+        return None
+    origin = (piece.origin[0] + top - start, *piece.origin[1:])
+    return replace(piece, source=((top, bottom), *others), origin=origin)
+
+
+def _extents(piece: Piece, first: int) -> tuple[slice, ...]:
+    """Where a piece lies in rows from `first` on."""
+    slices = [slice(start, stop) for start, stop in piece.source]
+    if slices:
+        slices[0] = slice(slices[0].start - first, slices[0].stop - first)
+    return tuple(slices)
 
 
 def place(parameter: Tensor, piece: Piece) -> Tensor:

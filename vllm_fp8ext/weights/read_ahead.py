@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a file, read ahead of whoever takes them, through a few buffers that are used again and again.
+
+The file is cut into spans, each of which fits a buffer: neighbouring tensors together, a larger tensor as ranges of rows. A
+thread fills one buffer at a time. So reading never waits for the end of a tensor, page faults and page-locking happen once,
+and memory is bounded whatever the size of a tensor.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.weights.safetensors_header import StoredTensor
+
+READERS = 4
+"""Threads that read, for each rank."""
+READ_BYTES = 16 << 20
+"""What one of them reads at a time: the size of a buffer."""
+BUFFERS = 12
+"""For each rank: the readers', one that is staged, and as many whose copies are under way or that are full already."""
+
+Fill = Callable[[memoryview, int], None]
+"""`fill(buffer, start)`: fill all of a buffer with what the file has from byte `start` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a stored tensor, indices of its first dimension, from `first` on; a scalar has one. `values`: `[rows, …]`."""
+
+    stored: StoredTensor
+    first: int
+    values: Tensor
+
+    @property
+    def last(self) -> bool:
+        """Whether the tensor ends with them."""
+        shape = self.stored.spec.shape
+        return not shape or self.first + len(self.values) == shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`count` rows of a tensor from `first` on: bytes `start` to `stop` of the file."""
+
+    stored: StoredTensor
+    first: int
+    count: int
+    start: int
+    stop: int
+
+
+def extents(stored: StoredTensor, room: int) -> list[Extent]:
+    """A tensor as ranges of rows of at most `room` bytes; those of a matrix begin at multiples of 128, as its blocks do. What
+    can't be cut so far (128 rows of a matrix, one of anything else) may be larger."""
+    shape = stored.spec.shape
+    rows = shape[0] if shape else 1
+    if stored.size <= room:
+        return [Extent(stored, 0, rows, stored.start, stored.start + stored.size)]
+    row = stored.size // rows
+    unit = BLOCK if len(shape) == 2 else 1
+    step = max(unit, room // row // unit * unit)
+    bounds = [*range(0, rows, step), rows]
+    return [
+        Extent(stored, first, last - first, stored.start + first * row, stored.start + last * row)
+        for first, last in pairwise(bounds)
+    ]
+
+
+def spans(tensors: Iterable[StoredTensor], room: int) -> Iterator[list[Extent]]:
+    """The tensors, in this order, as bytes to read together: at most `room` without a hole, unless one extent has more; with
+    each extent aligned to its elements, counted from the first."""
+    span: list[Extent] = []
+    for extent in (extent for stored in tensors for extent in extents(stored, room)):
+        if span:
+            begin, item = span[0].start, extent.stored.spec.torch_dtype.itemsize
+            adjoins = span[-1].stop == extent.start
+            if not adjoins or extent.stop - begin > room or (extent.start - begin) % item:
+                yield span
+                span = []
+        span.append(extent)
+    if span:
+        yield span
+
+
+class _Buffer:
+    """Memory that one span after the other is read into; page-locked for a GPU."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._raw = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event(blocking=True) if on_gpu else None
+
+    def filled(self, span: Sequence[Extent], fill: Fill) -> Tensor:
+        """A span's bytes, read once the copies of what was here before are done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        start, stop = span[0].start, span[-1].stop
+        fits = stop - start <= self._raw.numel()
+        raw = self._raw[: stop - start] if fits else torch.empty(stop - start, dtype=torch.uint8)
+        fill(memoryview(raw.numpy()), start)
+        return raw
+
+    def release(self) -> None:
+        """What was to be copied from here is queued on the current stream."""
+        if self._copied is not None:
+            self._copied.record()
+
+
+class ReadAhead:
+    """The buffers and reading threads of one rank: `BUFFERS` times `READ_BYTES` (192 MiB) of host memory, kept from the first
+    use on. Extents that are larger have memory of their own while they are read."""
+
+    def __init__(
+        self, device: torch.device, readers: int = READERS, buffers: int = BUFFERS, size: int = READ_BYTES
+    ) -> None:
+        self._size = size
+        self._buffers = [_Buffer(size, device) for _ in range(buffers)]
+
+        def on_device() -> None:
+            if (
+                device.type == "cuda"
+            ):  # a thread that waits for an event must not open a context on the first GPU
+                torch.cuda.set_device(device)
+
+        self._readers = ThreadPoolExecutor(readers, "fp8ext-read", initializer=on_device)
+
+    def read(self, tensors: Iterable[StoredTensor], fill: Fill) -> Generator[Rows, None, None]:
+        """All rows of these tensors, in this order; one reading at a time. Rows are valid until the next are taken: what is
+        to be copied from them to a GPU must be queued on the current stream by then.
+
+        What `fill` raises is raised in the place of the rows that it was called for. When the iterator is closed or has
+        raised, no thread reads any more.
+        """
+        coming = spans(tensors, self._size)
+        ahead: deque[tuple[_Buffer, list[Extent], Future[Tensor]]] = deque()
+
+        def begin(buffer: _Buffer) -> None:
+            for span in islice(coming, 1):
+                ahead.append((buffer, span, self._readers.submit(buffer.filled, span, fill)))
+
+        try:
+            for buffer in self._buffers:
+                begin(buffer)
+            while ahead:
+                buffer, span, reading = ahead[0]
+                raw = reading.result()
+                try:
+                    for extent in span:
+                        yield _rows(extent, raw[extent.start - span[0].start : extent.stop - span[0].start])
+                finally:
+                    buffer.release()
+                ahead.popleft()
+                begin(buffer)
+        finally:
+            for _, _, reading in ahead:
+                reading.cancel()
+            wait([reading for _, _, reading in ahead])
+
+
+def _rows(extent: Extent, raw: Tensor) -> Rows:
+    spec = extent.stored.spec
+    shape = (extent.count, *spec.shape[1:]) if spec.shape else ()
+    return Rows(extent.stored, extent.first, raw.view(spec.torch_dtype).view(shape))
