@@ -223,12 +223,12 @@ async def _begin_file(backend: Backend, id: str, file: Path) -> dict[str, Any]:
     """Have the ranks stage a file; returns what `engine.ended` waits for."""
     stamp = await settled_stamp(file)
     tensors = await asyncio.to_thread(file_tensors, file)
-    chunk = _chunk(id, file.name, Source(str(file), 0, stamp), tensors, stamp[2])
-    return await backend.engine("stage", **chunk)
+    source = Source(str(file), 0, stamp)
+    return await backend.engine("stage", **_chunk(id, file.name, source, tensors, stamp[2]))
 
 
 async def _stage_files(backend: Backend, id: str, files: list[Path]) -> list[Any]:
-    """Stage files, one after the other; the ranks have the next one already when they end one. Returns what became of each."""
+    """Stage files, one after the other; ranks that end one have the next already. Returns what became of each."""
 
     async def ended(begun: Any) -> Any:
         if isinstance(begun, UpdateError):
@@ -236,11 +236,10 @@ async def _stage_files(backend: Backend, id: str, files: list[Path]) -> list[Any
         return await outcome(backend.engine.ended("stage", begun))
 
     begun = [await outcome(_begin_file(backend, id, files[0]))]
-    found = []
-    for file in files[1:]:
+    for index, file in enumerate(files[1:]):
         begun.append(await outcome(_begin_file(backend, id, file)))
-        found.append(await ended(begun[-2]))
-    return [*found, await ended(begun[-1])]
+        begun[index] = await ended(begun[index])
+    return [*begun[:-1], await ended(begun[-1])]
 
 
 async def _commit(backend: Backend, id: str) -> dict[str, Any]:

@@ -276,6 +276,113 @@ def test_codes_that_can_not_be_served(spoil, error: type[Exception], match: str)
         settled(stager.stage_codes("w", codes, scales))
 
 
+# --- tensors that come as rows
+
+
+def cuts(data: st.DataObject, rows: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Ranges of rows that make the whole, in order."""
+    found = data.draw(st.sets(st.integers(1, max(1, (rows - 1) // unit)), max_size=6), label="cuts")
+    inner = sorted(cut * unit for cut in found if cut * unit < rows)
+    return list(pairwise([0, *inner, rows]))
+
+
+def stage_rows(stager: Stager, name: str, weight: Tensor, ranges: list[tuple[int, int]]) -> Outcome:
+    outcome = Outcome()
+    for start, stop in ranges:
+        rows = weight[start:stop].clone()
+        outcome.add(stager.stage(name, rows, start))
+        rows.fill_(99)  # what was staged does not need them any more
+    return outcome
+
+
+@given(partitions(), st.data(), st.sampled_from((torch.bfloat16, torch.float32)))
+@settings(max_examples=80, deadline=None)
+def test_any_rows_of_any_pieces_make_the_whole(
+    partition: tuple[list[tuple[int, int]], int], data: st.DataObject, sent: torch.dtype
+) -> None:
+    """Tensors of a fused parameter, each a shard of a larger one, each cut anywhere; some come twice, cut otherwise, with
+    other values first or with its first rows alone."""
+    ranges, columns = partition
+    rows = ranges[-1][1]
+    weight = random(rows, columns, data.draw(st.integers(0, 2**32 - 1))).to(sent)
+    staged = target(rows, columns)
+    above = data.draw(st.integers(0, 200), label="rows of other ranks above")
+    pieces, tensors = {}, {}
+    for index, (start, stop) in enumerate(ranges):
+        source = ((above, above + stop - start), (0, columns))
+        pieces[index] = (piece("fused", (rows, columns), source, (start, 0)),)
+        others = [torch.full((size, columns), 7.0, dtype=sent) for size in (above, 30)]
+        tensors[index] = torch.cat([others[0], weight[start:stop], others[1]])
+    stager = Stager({f"part{index}": parts for index, parts in pieces.items()}, {"fused": staged}, {})
+    norm = error = 0.0
+    for index in data.draw(st.permutations(range(len(ranges))), label="order"):
+        tensor, name = tensors[index], f"part{index}"
+        if data.draw(st.booleans(), label="garbage first"):
+            garbage = random(*tensor.shape, 99).to(sent) * 50
+            begun = cuts(data, len(tensor))
+            stage_rows(stager, name, garbage, begun[: data.draw(st.integers(1, len(begun)))])
+        sums = settled(stage_rows(stager, name, tensor, cuts(data, len(tensor))))
+        error, norm = error + sums[0], norm + sums[1]
+    assert holds(staged, weight)
+    whole = quantize_weight.quantize_weight(weight.bfloat16(), *quantize_weight.empty_like(weight), "fp32")
+    assert (error, norm) == pytest.approx(whole, rel=1e-4, abs=1e-12)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_rows_of_a_plain_parameter_make_the_whole(data: st.DataObject) -> None:
+    embedding = torch.full((40, 3), -1.0, dtype=BF16)
+    source = torch.arange(180.0).view(30, 6)
+    stager = Stager({"e": (piece("e", (40, 3), ((4, 25), (3, 6)), (2, 0)),)}, {}, {"e": embedding})
+    assert settled(stage_rows(stager, "e", source, cuts(data, 30))) == (0.0, 0.0)
+    expected = torch.full((40, 3), -1.0, dtype=BF16)
+    expected[2:23] = source[4:25, 3:6].bfloat16()
+    assert torch.equal(embedding, expected)
+
+
+def test_a_scalar_is_staged() -> None:
+    scalar = torch.zeros((), dtype=BF16)
+    stager = Stager({"s": (piece("s", (), (), ()),)}, {}, {"s": scalar})
+    settled(stager.stage("s", torch.tensor(2.5)))
+    assert scalar == 2.5
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_blocks_of_codes_make_the_whole(data: st.DataObject) -> None:
+    """A shard from the middle on, behind other rows, whose last block is not full."""
+    weight = random(700, 256, 0).to(BF16)
+    whole = target(128 + 444, 128)
+    source = ((256, 700), (128, 256))
+    stager = Stager({"w": (piece("t", (572, 128), source, (128, 0)),)}, {"t": whole}, {})
+    whole.write(0, weight[:128, :128], Outcome())
+    codes, scales = reference.quantize_weight(weight, "fp32")
+    outcome = Outcome()
+    for start, stop in cuts(data, 700, BLOCK):
+        outcome.add(stager.stage_codes("w", codes[start:stop], scales, start))
+    settled(outcome)
+    assert holds(whole, torch.cat([weight[:128, :128], weight[256:, 128:]]))
+
+
+@given(st.data(), st.integers(0, 299))
+@settings(max_examples=40, deadline=None)
+def test_a_non_finite_value_in_any_rows_refuses_the_tensor(data: st.DataObject, row: int) -> None:
+    weight = random(300, 20, 1).bfloat16()
+    weight[row, 3] = torch.nan
+    staged = target(360, 20)
+    stager = Stager({"w": (piece("t", (360, 20), ((0, 300), (0, 20)), (60, 0)),)}, {"t": staged}, {})
+    with pytest.raises(NonFiniteError):
+        settled(stage_rows(stager, "w", weight, cuts(data, 300)))
+
+
+def test_blocks_of_one_tensor_alone_are_not_kept() -> None:
+    """Cut in the middle of every block: only what waits for another tensor stays."""
+    staged = target(1000, 8)
+    stager = Stager({"w": (piece("t", (1000, 8), ((0, 940), (0, 8)), (60, 0)),)}, {"t": staged}, {})
+    stage_rows(stager, "w", random(940, 8, 0), list(pairwise(range(0, 941, 94))))
+    assert list(staged._strips) == [0]
+
+
 # --- many tensors, one wait
 
 

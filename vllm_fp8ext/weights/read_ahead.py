@@ -113,12 +113,10 @@ class _Buffer:
 
 
 class ReadAhead:
-    """The buffers and reading threads of one rank: `BUFFERS` times `READ_BYTES` (192 MiB) of host memory, kept from the first
-    use on. Extents that are larger have memory of their own while they are read."""
+    """Reading threads, and buffers of `size` bytes each, kept: for a rank `BUFFERS` times `READ_BYTES`, 192 MiB of host
+    memory. Extents that are larger have memory of their own while they are read."""
 
-    def __init__(
-        self, device: torch.device, readers: int = READERS, buffers: int = BUFFERS, size: int = READ_BYTES
-    ) -> None:
+    def __init__(self, device: torch.device, readers: int, buffers: int, size: int) -> None:
         self._size = size
         self._buffers = [_Buffer(size, device) for _ in range(buffers)]
 

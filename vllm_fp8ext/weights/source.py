@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource
 from vllm_fp8ext.weights.ipc_source import IpcSource
-from vllm_fp8ext.weights.read_ahead import Fill, ReadAhead, Rows
+from vllm_fp8ext.weights.read_ahead import BUFFERS, READ_BYTES, READERS, Fill, ReadAhead, Rows
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Sources:
 
     @cached_property
     def _files(self) -> ReadAhead:
-        return ReadAhead(self._device)
+        return ReadAhead(self._device, READERS, BUFFERS, READ_BYTES)
 
     @cached_property
     def _receiver(self) -> "Receiver":
