@@ -18,7 +18,7 @@ from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.digest import combine, digest
-from vllm_fp8ext.weights.manifest import CODES_DTYPE, SCALES, TensorSpec, scale_name
+from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec, scale_name
 from vllm_fp8ext.weights.recital import Attend, recite
 from vllm_fp8ext.weights.recording import Recording
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
@@ -226,11 +226,11 @@ class Rank:
             self._staged = session
         problems: list[dict[str, Any]] = []
         outcomes: dict[str, Outcome] = {}
+        shapes = {stored.spec.name: stored.spec.shape for stored in tensors}
         codes = {stored.spec.name for stored in tensors if stored.spec.dtype == CODES_DTYPE}
-        scales: dict[str, torch.Tensor] = {
-            stored.spec.name: torch.empty(stored.spec.shape, device=self._device)
-            for stored in tensors
-            if stored.spec.name.removesuffix(SCALES) in codes
+        scales = {
+            name: torch.empty(shapes[name], dtype=torch.float32, device=self._device)
+            for name in map(scale_name, codes)
         }
         mine = {stored.spec.name for stored in tensors[self.rank :: self.world_size]}
         checksums = Checksums({name: sha for name, sha in hashes.items() if name in mine})

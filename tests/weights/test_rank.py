@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank makes of a file whose tensors are larger than its buffers, against the whole tensors."""
+
+import hashlib
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_fp8ext.kernels import quantize_weight, reference
+from vllm_fp8ext.weights import source
+from vllm_fp8ext.weights.manifest import Piece, scale_name
+from vllm_fp8ext.weights.rank import Rank
+from vllm_fp8ext.weights.safetensors_header import file_tensors
+from vllm_fp8ext.weights.source import stamp_of
+from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
+
+ROWS, COLUMNS = 900, 200
+TARGETS = ("w", "c")
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """One whose model is a quantized weight for values, one for codes, and a norm; without a model around them."""
+    monkeypatch.setattr(source, "READ_BYTES", 60_000)  # 128 rows of values, 256 of codes
+    monkeypatch.setattr(source, "BUFFERS", 2)
+    quantized = {}
+    for name in TARGETS:
+        codes, scales = quantize_weight.empty_like(torch.empty(ROWS, COLUMNS))
+        quantized[name] = QuantizedTarget(codes, scales, torch.bfloat16, "fp32")
+    shapes = {"w": (ROWS, COLUMNS), "c": (ROWS, COLUMNS), "norm": (COLUMNS,)}
+    pieces = {
+        name: (
+            Piece(
+                0, name, shape, tuple((0, n) for n in shape), (0,) * len(shape), len(shape) == 2, "bfloat16"
+            ),
+        )
+        for name, shape in shapes.items()
+    }
+    stager = Stager(pieces, quantized, {"norm": torch.zeros(COLUMNS, dtype=torch.bfloat16)})
+    twin: Any = SimpleNamespace(
+        stager=stager, exchange=SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))])
+    )
+    return Rank(twin, 0, 1, 0, lambda model, after: None)
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    noise = torch.Generator().manual_seed(0)
+    values = torch.randn(2, ROWS, COLUMNS, generator=noise).bfloat16()
+    codes, scales = reference.quantize_weight(values[1], "fp32")
+    return {"w": values[0], "c": codes, scale_name("c"): scales, "norm": torch.ones(COLUMNS).bfloat16()}
+
+
+def staged(rank: Rank, file: Path, job: int, hashes: dict[str, str], session: str = "u") -> dict[str, Any]:
+    listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in file_tensors(file)]
+    told = {"path": str(file), "offset": 0, "stamp": list(stamp_of(file.stat()))}
+    assert rank.stage(job, session, told, listed, hashes) == {}
+    while not (result := rank.poll(job))["done"]:
+        time.sleep(0.001)
+    return result
+
+
+def sha(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def test_larger_tensors_than_buffers_are_staged_bit_for_bit(
+    rank: Rank, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file(tensors, file)
+    result = staged(rank, file, 1, {name: sha(tensor) for name, tensor in tensors.items()})
+    assert result["problems"] == []
+    targets = rank.twin.stager.quantized
+    expected = {
+        "w": reference.quantize_weight(tensors["w"], "fp32"),
+        "c": (tensors["c"], tensors[scale_name("c")]),
+    }
+    for name, pair in expected.items():
+        for found, wanted in zip((targets[name].codes, targets[name].scales), pair, strict=True):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(rank.twin.stager.plain["norm"], tensors["norm"])
+    whole = quantize_weight.quantize_weight(tensors["w"], *quantize_weight.empty_like(tensors["w"]), "fp32")
+    assert result["errors"].keys() == {"w"}
+    assert result["errors"]["w"] == pytest.approx(whole, rel=1e-6)
+
+
+def test_everything_wrong_is_told_by_tensor(rank: Rank, tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    tensors["w"][-1, 3] = torch.nan
+    tensors[scale_name("c")][-1, 0] = -1.0
+    save_file(tensors, file)
+    result = staged(rank, file, 1, {"w": sha(tensors["w"]), "c": "0" * 64})
+    found = {(problem["kind"], problem["tensor"]) for problem in result["problems"]}
+    assert found == {("sha256-mismatch", "c"), ("non-finite", "w"), ("wrong-scales", "c")}
+
+
+def test_a_newer_update_ends_the_reading(rank: Rank, tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file(tensors, file)
+    stager = rank.twin.stager
+    calls = []
+    original = stager.stage
+
+    def dropped_meanwhile(*arguments: Any) -> Any:
+        calls.append(arguments)
+        rank.drop("u")
+        return original(*arguments)
+
+    stager.stage = dropped_meanwhile  # type: ignore[method-assign]  # an update is given up while this one runs
+    assert staged(rank, file, 1, {})["error"]["kind"] == "wrong-state"
+    assert len(calls) == 1
+    stager.stage = original  # type: ignore[method-assign]
+    assert staged(rank, file, 2, {}, "v")["problems"] == []
