@@ -18,7 +18,8 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_fp8ext.serve.embedded import EmbeddedClient, embedded
+from vllm_fp8ext.serve.client import AsyncClient
+from vllm_fp8ext.serve.embedded import embedded
 from vllm_fp8ext.weights.wire import stored
 
 PROMPT = [1, 2, 3, 4]
@@ -33,7 +34,7 @@ async def sample(engine: AsyncLLM, name: str) -> list[int]:
     return tokens
 
 
-async def update(weights: EmbeddedClient, tensors: Mapping[str, Tensor], version: str) -> float:
+async def update(weights: AsyncClient, tensors: Mapping[str, Tensor], version: str) -> float:
     """Serve these BF16 tensors from the next step on; seconds that it took. Tensors on the engine's GPU are read where they
     are."""
     on_gpu = all(tensor.is_cuda for tensor in tensors.values())

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the routes are about: one engine, the room for uploads, and what is known of both."""
 
+import asyncio
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from vllm_fp8ext.compat.engine_client import EngineCalls
 from vllm_fp8ext.config import Settings
@@ -16,12 +19,13 @@ from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
 from vllm_fp8ext.weights.manifest import Manifest
 
 _HEADER_ROOM = 4096
+_LOOK_SECONDS = 5.0
 
 
 class Backend:
     """What the routes need; filled once the engine is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.engine: EngineCalls
         self.spool: Spool
         self.world_size: int
@@ -29,7 +33,7 @@ class Backend:
         self.receive_seconds: float
         self.allowed_dirs: tuple[Path, ...] = ()
         self.poisoned: str | None = None
-        self.metrics = Metrics()
+        self.metrics = Metrics(registry)
 
     def connect(self, engine_client: Any) -> None:
         """Be about this engine, with the settings that it was started with."""
@@ -54,6 +58,14 @@ class Backend:
         self.spool.require_room(sizes[largest] + _HEADER_ROOM, f"{largest} alone")
         self.world_size = manifest.world_size
         self.receive_bytes = max(self.receive_bytes, sizes[largest] + MARK_BYTES)
+
+    async def keep_looking(self) -> None:
+        """`look` every few seconds, as long as the engine lives: updates expire by it, too."""
+        while True:
+            found = await outcome(self.look())
+            if isinstance(found, UpdateError) and found.kind == "engine-dead":
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def look_soon(self) -> None:
         """`look`, beside whatever goes on."""

@@ -7,6 +7,7 @@ called without a network.
         await weights.push(model.state_dict(), transport="ipc", version="step-1")
 """
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator
@@ -14,38 +15,33 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.client import AsyncClient
-from vllm_fp8ext.serve.client.driver import AsyncDriver
 from vllm_fp8ext.serve.routes import router
 
 _URL = "http://fp8ext.embedded"
 """Nobody resolves it."""
 
 
-class EmbeddedClient(AsyncClient):
-    """`AsyncClient` of an application in this process."""
-
-    def __init__(self, app: FastAPI, key: str) -> None:
-        super().__init__(_URL, key, retries=0)
-        self._driver = AsyncDriver(httpx.ASGITransport(app))
-
-
 @contextlib.asynccontextmanager
-async def embedded(engine: Any) -> AsyncIterator[EmbeddedClient]:
+async def embedded(engine: Any) -> AsyncIterator[AsyncClient]:
     """A client of the weights of this `AsyncLLM`, which was made with `quantization="blockfp8"`, on the event loop that it
-    runs on. Settings are those of its `additional_config`.
+    runs on. Settings are those of its `additional_config`. To be entered once for the life of the engine.
 
     Raises:
         ConfigError: the largest tensor would not fit where uploads wait.
         UpdateError: `updates-unavailable`: an engine that takes no updates.
     """
-    backend, key, app = Backend(), secrets.token_urlsafe(16), FastAPI()
+    backend, key, app = Backend(CollectorRegistry()), secrets.token_urlsafe(16), FastAPI()
     backend.connect(engine)
     app.include_router(router(AdminKey(key), backend))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(backend.spool.close)
         await backend.require_room()
-        yield await stack.enter_async_context(EmbeddedClient(app, key))
+        looking = asyncio.create_task(backend.keep_looking())
+        stack.callback(looking.cancel)
+        transport = httpx.ASGITransport(app)
+        yield await stack.enter_async_context(AsyncClient(_URL, key, retries=0, transport=transport))

@@ -3,7 +3,6 @@
 
 import asyncio
 import atexit
-import contextlib
 import logging
 import os
 from typing import Any
@@ -19,8 +18,6 @@ from vllm_fp8ext.serve.poison_guard import PoisonGuard
 from vllm_fp8ext.serve.routes import router
 
 logger = logging.getLogger("vllm.fp8ext")
-
-_LOOK_SECONDS = 5.0
 
 
 class Fp8ExtEndpoints:
@@ -57,15 +54,9 @@ class Fp8ExtEndpoints:
             try:
                 await backend.require_room()
             except UpdateError as error:
-                logger.info("fp8ext: no live updates: %s", error)
-            self._looking = asyncio.create_task(self._look())
-
-    async def _look(self) -> None:
-        """Keep metrics and the poison guard up to date as long as the engine lives."""
-        with contextlib.suppress(UpdateError):
-            while True:
-                await self._backend.look()
-                await asyncio.sleep(_LOOK_SECONDS)
+                level = logging.INFO if error.kind == "updates-unavailable" else logging.ERROR
+                logger.log(level, "fp8ext: no live updates: %s", error)
+            self._looking = asyncio.create_task(backend.keep_looking())
 
 
 def endpoint_plugin() -> Fp8ExtEndpoints:

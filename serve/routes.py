@@ -152,6 +152,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
 
 async def _asleep(backend: Backend, wanted: schema.Sleep) -> dict[str, Any]:
+    await backend.engine("may_sleep")
     try:
         await backend.engine.sleep(wanted.level, wanted.requests)
     finally:

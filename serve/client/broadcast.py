@@ -66,7 +66,7 @@ def _broadcast(
     limits = (update.max_receive_bytes for update in updates.values())
     limit = min([limit, *(most for most in limits if most)])
     ranks = {endpoint.url: update.world_size for endpoint, update in updates.items()}
-    sent = under_way = 0
+    sent = size = 0
     for bucket in buckets(tensors, limit):
         places = group.meet(ranks, bucket.tensors[0].device)
         data = yield from work(partial(group.pack, sent, bucket))
@@ -85,13 +85,13 @@ def _broadcast(
             for endpoint, update in updates.items()
         )
         sent += 1
-        yield from _until(group.done if under_way else group.joined, group.seconds, updates, sent)
-        counter.end_chunk(sent, under_way)
+        yield from _until(group.joined if sent == 1 else group.done, group.seconds, updates, sent)
+        counter.end_chunk(sent, size)
         yield from _tried(partial(group.begin, data), updates, sent)
-        under_way = bucket.end
-    if under_way:
+        size = bucket.end
+    if sent:
         yield from _until(group.done, group.seconds, updates, sent)
-        counter.end_chunk(sent, under_way)
+        counter.end_chunk(sent, size)
         yield from _staged(updates, sent)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_fp8ext.serve.client.dense import dense
+from vllm_fp8ext.serve.client.dense import dense, follows, size_with_scales
 from vllm_fp8ext.serve.schema import DenseTensor
 from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
@@ -24,6 +24,8 @@ class Bucket:
     end: int = 0
     """Where the last tensor ends."""
     mark: bytes = field(default_factory=lambda: secrets.token_bytes(MARK_BYTES))
+    ready: Any = None
+    """On a GPU, the event after which the tensors hold their values."""
 
     @property
     def bytes(self) -> int:
@@ -46,6 +48,15 @@ class Bucket:
         self.end = self.next_offset + tensor.nbytes
         self.tensors.append(tensor)
 
+    def computed(self) -> "Bucket":
+        """This bucket, whose tensors have been computed when the current stream of this thread has come so far."""
+        import torch
+
+        device = self.tensors[0].device
+        if device.type == "cuda":
+            self.ready = torch.cuda.current_stream(device).record_event()
+        return self
+
     def pack(self, room: Any) -> None:
         """Copy everything to its place in a tensor of `bytes` bytes; on a GPU on the current stream."""
         import torch
@@ -58,7 +69,8 @@ class Bucket:
 
 
 def buckets(tensors: Iterable[tuple[str, TensorLike]], limit: int) -> Iterator[Bucket]:
-    """The tensors in buckets of `limit` bytes at most, or of one tensor, all on the device of the first.
+    """The tensors in buckets of `limit` bytes at most, or of one tensor, with its block scales, all on the device of the
+    first.
 
     Raises:
         ValueError: what is no dense torch tensor there.
@@ -69,9 +81,10 @@ def buckets(tensors: Iterable[tuple[str, TensorLike]], limit: int) -> Iterator[B
         device = device or held.device
         if held.device != device:
             raise ValueError(f"tensor {name}: expected all tensors on {device}, found {held.device}")
-        if bucket.tensors and bucket.next_offset + held.nbytes + MARK_BYTES > limit:
-            yield bucket
+        full = bucket.next_offset + size_with_scales(held, ALIGNMENT) + MARK_BYTES > limit
+        if bucket.tensors and full and not follows(name, bucket.listed[-1].name):
+            yield bucket.computed()
             bucket = Bucket()
         bucket.add(name, held)
     if bucket.tensors:
-        yield bucket
+        yield bucket.computed()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
+import httpx
+
 from vllm_fp8ext.serve.client import calls
 from vllm_fp8ext.serve.client.driver import AsyncDriver, BlockingDriver
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow
@@ -43,9 +45,9 @@ class _Blocking(Generic[S]):
 class _Awaited(Generic[S]):
     """Runs flows as coroutines on whom they are about, a server or several; holds the connections."""
 
-    def __init__(self, subject: S) -> None:
+    def __init__(self, subject: S, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._subject = subject
-        self._driver = AsyncDriver()
+        self._driver = AsyncDriver(transport)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -132,8 +134,9 @@ class AsyncClient(_Awaited[Endpoint]):
         *,
         timeout: float = TIMEOUT,
         retries: int = RETRIES,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(Endpoint.of(url, key, timeout=timeout, retries=retries))
+        super().__init__(Endpoint.of(url, key, timeout=timeout, retries=retries), transport)
 
     weights = _awaited(calls.weights)
     manifest = _awaited(calls.manifest)

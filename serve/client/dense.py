@@ -4,9 +4,25 @@
 import sys
 from typing import Any
 
+from vllm_fp8ext.kernels.layout import blocks
 from vllm_fp8ext.serve.tensors import TensorLike
+from vllm_fp8ext.weights.manifest import CODES_DTYPE, scale_name
 
 PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
+
+
+def size_with_scales(tensor: Any, alignment: int = 1) -> int:
+    """Bytes of a tensor, and of the block scales that follow it if it holds codes: a server takes them in one chunk. Each
+    begins at a multiple of `alignment`."""
+    if not str(tensor.dtype).endswith(CODES_DTYPE):
+        return int(tensor.nbytes)
+    rows, columns = tensor.shape
+    return int(-(-tensor.nbytes // alignment) * alignment + blocks(rows) * blocks(columns) * 4)
+
+
+def follows(name: str, before: str) -> bool:
+    """Whether these are the block scales of the tensor before."""
+    return name == scale_name(before)
 
 
 def dense(name: str, tensor: TensorLike, *devices: str) -> Any:

@@ -93,7 +93,7 @@ class Group:
             bucket.pack(data)
             return data
         packing = torch.cuda.Stream(device)  # beside the one that the bucket before is broadcast on
-        packing.wait_stream(torch.cuda.current_stream(device))
+        packing.wait_event(bucket.ready)
         with torch.cuda.stream(packing):
             bucket.pack(data)
         packing.synchronize()

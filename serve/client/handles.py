@@ -9,14 +9,14 @@ from typing import Any
 
 from vllm_fp8ext.kernels import cuda
 from vllm_fp8ext.kernels.cuda import CudaError
-from vllm_fp8ext.serve.client.dense import dense
+from vllm_fp8ext.serve.client.dense import dense, follows, size_with_scales
 from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
 from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES
 
 
 def batches(tensors: Iterable[tuple[str, TensorLike]], limit: float) -> Iterator[list[tuple[str, Any]]]:
-    """CUDA tensors of one device, contiguous, in groups of `limit` bytes at most, or of one tensor.
+    """CUDA tensors of one device, contiguous, in groups of `limit` bytes at most, or of one tensor, with its block scales.
 
     Raises:
         ValueError: what is no dense torch tensor on a GPU.
@@ -25,7 +25,8 @@ def batches(tensors: Iterable[tuple[str, TensorLike]], limit: float) -> Iterator
     size = 0
     for name, tensor in tensors:
         held = dense(name, tensor, "cuda")
-        if group and (size + held.nbytes > limit or held.device != group[0][1].device):
+        full = size + size_with_scales(held) > limit or (group and held.device != group[0][1].device)
+        if group and full and not follows(name, group[-1][0]):
             yield group
             group, size = [], 0
         group.append((name, held))

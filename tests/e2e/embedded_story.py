@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.embedded import EmbeddedClient, embedded
+from vllm_fp8ext.serve.client import AsyncClient
+from vllm_fp8ext.serve.embedded import embedded
 from vllm_fp8ext.weights.wire import stored
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -42,7 +44,7 @@ async def kind(call: Coroutine[Any, Any, Any]) -> str | None:
     return None
 
 
-async def told(weights: EmbeddedClient) -> dict[str, Any]:
+async def told(weights: AsyncClient) -> dict[str, Any]:
     found = await weights.weights()
     return {**found.model_dump(include={"state", "epoch", "poisoned", "twin_bytes", "previous_version"})}
 
@@ -88,6 +90,25 @@ async def main(out: Path) -> None:
         facts["digests equal"] = (await weights.digests()).digests == cold.digests
         facts["addresses equal"] = (await weights.digests()).addresses == cold.addresses
         facts["sampled early again"] = await sample(engine, "early-again")
+
+        names = sorted(late)
+        parts = [{name: late[name] for name in half} for half in (names[::2], names[1::2])]
+        opened = await weights.open()
+        await weights.put_chunk(opened.id, 0, save(parts[0]))
+        await engine.wake_up()  # both make vLLM's scheduler go on
+        await engine.resume_generation()
+        begun = asyncio.create_task(sample(engine, "begun half-way"))
+        await asyncio.sleep(0.5)
+        facts["stood still"] = not begun.done()
+        facts["asked half-way"] = [
+            await kind(weights.digests()),
+            await kind(weights.verify()),
+            await kind(weights.sleep()),
+        ]
+        await weights.put_chunk(opened.id, 1, save(parts[1]))
+        await weights.commit(opened.id)
+        facts["sampled by the whole"] = await begun
+        await update(weights, early, "early, once more")
 
         facts["no sleep over the routes"] = await kind(weights.sleep())
         await engine.sleep(1)

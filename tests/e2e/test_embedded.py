@@ -54,6 +54,12 @@ def test_half_an_update_in_place_is_never_served(facts: dict[str, Any]) -> None:
     assert facts["healed"]["state"] == "serving"
 
 
+def test_nobody_makes_an_engine_go_on_half_way(facts: dict[str, Any]) -> None:
+    assert facts["stood still"]
+    assert facts["asked half-way"] == ["staging", "staging", "update-open"]
+    assert facts["sampled by the whole"] == facts["sampled late"]
+
+
 def test_an_update_while_the_weights_are_asleep_is_refused(facts: dict[str, Any]) -> None:
     assert facts["asleep"] == "asleep"
     assert facts["asleep refused"] == ["asleep"] * 4

@@ -63,6 +63,12 @@ class ScriptedCore:
         self.told.append("pause")
         return 0.5
 
+    def hold(self) -> None:
+        self.pause()
+
+    def release(self) -> None:
+        pass
+
     def resume(self) -> None:
         self.state = "on"
         self.told.append("resume")

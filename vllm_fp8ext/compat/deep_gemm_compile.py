@@ -14,6 +14,8 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +31,7 @@ MOST_PROCESSES = 16
 PROCESS_BYTES = 2 << 30
 """GPU memory for one of them: its context, one weight, the tokens and their product."""
 _SECONDS = 900
+"""For all of them together."""
 _CACHE = "DG_JIT_CACHE_DIR"
 """vLLM's `_lazy_init` sets it."""
 
@@ -74,20 +77,23 @@ def _run(parts: list[list[list[int]]], dtype: torch.dtype, device: torch.device)
         "blockfp8: DeepGEMM's kernels are compiled by %d processes, once for this machine", len(parts)
     )
     line = [sys.executable, "-P", "-m", __name__, str(dtype).removeprefix("torch."), str(device.index or 0)]
-    started = [
-        subprocess.Popen([*line, json.dumps(part)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        for part in parts
-    ]
-    failed = 0
-    for process in started:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            _, errors = process.communicate(timeout=_SECONDS)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        if process.returncode:
-            failed += 1
-            logger.warning("blockfp8: compiling ahead failed: %s", errors.decode(errors="replace")[-300:])
+    until, failed = time.monotonic() + _SECONDS, 0
+    with contextlib.ExitStack() as stack:
+        started = []
+        for part in parts:
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen([*line, json.dumps(part)], stdout=subprocess.DEVNULL, stderr=errors)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append((process, errors))
+        for process, errors in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+            if process.poll() != 0:
+                failed += 1
+                errors.seek(0)
+                told = errors.read().decode(errors="replace")[-300:] or f"not done after {_SECONDS} s"
+                logger.warning("blockfp8: compiling ahead failed: %s", told)
     return not failed
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reaches into the engine core: one utility method for all calls of an update, and the step boundary of a commit.
 
-Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods. Wraps `EngineCore.sleep` and `wake_up`:
-staging must not run into memory that is given back, and what level 2 discards must not be served. Replaces, on an instance:
-`add_request` while the engine is poisoned, and `post_step` for one step after an exchange. Can go once vLLM lets a plugin add
-an engine utility method and refuse requests.
+Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods. Replaces, on an instance: `add_request`
+while the engine is poisoned; `post_step` for one step after an exchange; the scheduler's `set_pause_state` while an update is
+written in place; the executor's `sleep` and `wake_up`, since staging must not run into memory that is given back and what
+level 2 discards must not be served. Can go once vLLM lets a plugin add an engine utility method, refuse requests, hold the
+scheduler and hear of sleep.
 """
 
-import functools
 import itertools
 import logging
 import time
@@ -26,15 +26,9 @@ from vllm_fp8ext.weights.labels import Label
 logger = logging.getLogger("vllm.fp8ext")
 
 
-_MARK = "fp8ext_original"
-
-
 def install() -> None:
-    """Add our method to the engine core, and follow it asleep. Idempotent."""
+    """Add our method to the engine core. Idempotent."""
     EngineCore.fp8ext = call
-    if not hasattr(EngineCore.sleep, _MARK):
-        EngineCore.sleep = _following(EngineCore.sleep, _fall_asleep)
-        EngineCore.wake_up = _following(EngineCore.wake_up, _awake)
 
 
 def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -55,32 +49,30 @@ def _engine_of(core: Any) -> Any:
     if not hasattr(core, "fp8ext_engine"):
         access = CoreAccess(core)
         core.fp8ext_engine, core.fp8ext_watchdog = UpdateEngine(access), access.watchdog
+        if access.quantization == METHOD:
+            _follow_asleep(core)
     return core.fp8ext_engine
 
 
-def _following(original: Any, wrapper: Any) -> Any:
-    @functools.wraps(original)
-    def follow(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.vllm_config.model_config.quantization != METHOD:
-            return original(self, *args, **kwargs)
-        return wrapper(self, original, *args, **kwargs)
+def _follow_asleep(core: Any) -> None:
+    """Be there when memory is given back and taken again: not before, since running requests may be finished first."""
+    executor, engine = core.model_executor, core.fp8ext_engine
+    give_back, take = executor.sleep, executor.wake_up
 
-    setattr(follow, _MARK, original)
-    return follow
+    def sleep(level: int = 1) -> None:
+        if "weights" in executor.sleeping_tags:
+            return give_back(level)
+        with core.fp8ext_watchdog.watching("sleep"):
+            engine.before_sleep(level)
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # whatever a commit did since vLLM paused it
+        give_back(level)
+        engine.fell_asleep(level)
 
+    def wake_up(tags: list[str] | None = None) -> None:
+        take(tags)
+        engine.woke_up()
 
-def _fall_asleep(self: Any, original: Any, level: int = 1, mode: Any = "abort") -> Any:
-    """`EngineCore.sleep`; level 0 gives no memory back."""
-    if level:
-        _engine_of(self).sleep(level)
-    return original(self, level, mode)
-
-
-def _awake(self: Any, original: Any, tags: list[str] | None = None) -> Any:
-    """`EngineCore.wake_up`."""
-    awake = original(self, tags)
-    _engine_of(self).wake()
-    return awake
+    executor.sleep, executor.wake_up = sleep, wake_up
 
 
 class CoreAccess:
@@ -100,6 +92,8 @@ class CoreAccess:
         self.compiled: list[dict[str, int]] = []
         """By rank, what its process had compiled when it was last called."""
         self._add_request = core.add_request
+        self._set_pause_state = core.scheduler.set_pause_state
+        self._wishes: list[PauseState] = []
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Run a `Rank` method on every worker; one result each, which names the rank and the call that it answers.
@@ -123,7 +117,7 @@ class CoreAccess:
         """Stop scheduling and finish the steps in flight; their outputs leave under the old version. Seconds taken."""
         start = time.perf_counter()
         core = self._core
-        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self._set_pause_state(PauseState.PAUSED_ALL)
         while core.batch_queue:
             outputs, executed = core.step_with_batch_queue()
             for output in (outputs or {}).items():
@@ -131,10 +125,23 @@ class CoreAccess:
             core.post_step(executed)
         return time.perf_counter() - start
 
+    def hold(self) -> None:
+        """Pause, and stay so until `resume` or `release`: what others ask of the scheduler meanwhile comes after."""
+        self.pause()
+        self._core.scheduler.set_pause_state = self._wishes.append
+
+    def release(self) -> None:
+        """Hold no more; what others have asked for meanwhile holds."""
+        vars(self._core.scheduler).pop("set_pause_state", None)
+        for state in self._wishes[-1:]:
+            self._set_pause_state(state)
+        self._wishes.clear()
+
     def resume(self) -> None:
-        """Schedule again; where the KV cache sleeps, vLLM does so when it wakes."""
-        if not self._core.model_executor.is_sleeping:
-            self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        """Schedule again, unless others have paused meanwhile; where the KV cache sleeps, vLLM does so when it wakes."""
+        if not self._wishes and not self._core.model_executor.is_sleeping:
+            self._set_pause_state(PauseState.UNPAUSED)
+        self.release()
 
     def paused(self) -> bool:
         """Whether somebody else has paused the engine. A KV cache that sleeps alone stops no update: colocated trainers wake
@@ -148,7 +155,7 @@ class CoreAccess:
 
     def admit_no_more(self) -> None:
         """Go on with the requests that run; new ones wait."""
-        self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        self._set_pause_state(PauseState.PAUSED_NEW)
 
     def unfinished(self) -> int:
         """Requests that have begun and hold K and V."""

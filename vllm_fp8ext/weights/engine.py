@@ -34,7 +34,7 @@ POLL_SECONDS = 0.01
 """What a request that comes to an idle engine may wait for a poll."""
 DISCARDING = 2
 """The level of sleep from which on weights are not kept."""
-_ASLEEP = frozenset({"status", "manifest", "update", "poll", "abandon"})
+_ASLEEP = frozenset({"status", "manifest", "update", "poll", "abandon", "may_sleep"})
 """Operations that touch no weights."""
 
 
@@ -71,6 +71,7 @@ class UpdateEngine:
             "rollback": self.rollback,
             "digests": self.digests,
             "verify": self.verify,
+            "may_sleep": self.may_sleep,
         }
 
     @described
@@ -85,21 +86,41 @@ class UpdateEngine:
             raise UpdateError("asleep", f"can't {operation}: the weights are asleep, wake the engine first")
         return self._operations[operation](**arguments)
 
-    def sleep(self, level: int) -> None:
-        """The engine is about to give its memory back: let what is under way end. From level 2 on, what is served is lost."""
-        self.jobs.settle()
-        if level >= DISCARDING and self.core.settings.staging != "none":
-            updating = self._open_session()
+    def before_sleep(self, level: int) -> None:
+        """Memory is about to be given back: let what is under way end.
+
+        Raises:
+            UpdateError: `update-open`: a part of what is served has been overwritten in place.
+        """
+        self.may_sleep()
+        updating = self._open_session()
+        if self._discards(level):
             if updating is not None:
                 self.abandon(updating.id)
+            raise_first(self.core.ranks("keep_constants"))
+        self.jobs.settle()
+
+    def may_sleep(self) -> Result:
+        """Require that nothing stands against giving memory back."""
+        if self.step.held:
+            message = "an update in place is under way: the engine can't sleep before its commit"
+            raise UpdateError("update-open", message)
+        return {}
+
+    def fell_asleep(self, level: int) -> None:
+        """Memory was given back; from level 2 on, what is served is lost."""
+        if self._discards(level):
             self.step.condemn(f"its weights were discarded by sleep level {level}")
             self._discarded = True
 
-    def wake(self) -> None:
-        """Memory is back."""
+    def woke_up(self) -> None:
+        """Memory is back, or a part of it."""
         if self._discarded and not self.core.asleep():
             raise_first(self.core.ranks("refresh"))
             self._discarded = False
+
+    def _discards(self, level: int) -> bool:
+        return level >= DISCARDING and self.core.settings.staging != "none"
 
     def status(self) -> Result:
         """What is served, and what stands by."""
@@ -149,9 +170,9 @@ class UpdateEngine:
             return self.sessions[id].as_dict()
         if partial and base_epoch is None:
             raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
-        if partial and self.step.poisoned:
-            raise UpdateError("poisoned", "only a full update heals a poisoned engine", status=503)
-        inplace = self.core.settings.staging == "inplace"
+        self._require_healing(partial)
+        settings = self.core.settings
+        inplace = settings.staging == "inplace"
         if inplace and running == Running.WAIT:
             message = (
                 "staging inplace can't wait for requests while it overwrites what they run on: expected running keep, "
@@ -171,7 +192,7 @@ class UpdateEngine:
             running=Running(running),
             manifest=manifest,
             opened_at=self._clock(),
-            lifetime=self.core.settings.update_lifetime_seconds,
+            lifetime=settings.upload_idle_seconds if inplace else settings.update_lifetime_seconds,
             base_epoch=base_epoch,
             wait_seconds=wait_seconds,
             partial=partial,
@@ -197,6 +218,7 @@ class UpdateEngine:
     def stage(self, id: str, chunk: str, source: Result, tensors: list[Any], size: int) -> Result:
         """Start to stage a chunk: `tensors` of `[name, shape, dtype, start, bytes]` in a `Source`; returns a job."""
         session = self._session(id)
+        self._require_healing(session.partial)
         self.jobs.reap()
         inplace = self.core.settings.staging == "inplace"
         if inplace:
@@ -221,6 +243,7 @@ class UpdateEngine:
     def prepare(self, id: str) -> Result:
         """Validate an update as a whole: complete, and its canary sings on the twin. A job unless that was done before."""
         session = self._session(id)
+        self._require_healing(session.partial)
         self.jobs.reap()
         session.touch(self._clock())
         if session.state in (State.PREPARED, State.COMMITTED):
@@ -236,6 +259,7 @@ class UpdateEngine:
         if session.state is State.COMMITTED:
             return session.as_dict()
         session.require_prepared()
+        self._require_healing(session.partial)
         session.check_base(self.step.live.epoch)
         session.touch(self._clock())
         label = Label(self.step.live.epoch + 1, session.version)
@@ -339,6 +363,10 @@ class UpdateEngine:
                 "twin_kv_blocks": parts[0]["twin_kv_blocks"],
             }
         return self._manifest
+
+    def _require_healing(self, partial: bool) -> None:
+        if partial and self.step.poisoned:
+            raise UpdateError("poisoned", "only a full update heals a poisoned engine", status=503)
 
     def _session(self, id: str) -> Session:
         session = self.sessions.get(id)

@@ -31,6 +31,8 @@ class Core(Protocol):
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
     def pause(self) -> float: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
     def resume(self) -> None: ...
     def paused(self) -> bool: ...
     def asleep(self) -> bool: ...
@@ -84,7 +86,7 @@ class ExchangeStep:
         if self._held is not None:
             return
         self._held = time.perf_counter()
-        self._core.pause()
+        self._core.hold()
         if running is Running.ABORT:
             self._core.abort_running()
 
@@ -153,6 +155,11 @@ class ExchangeStep:
         if self._core.paused() and self._held is None and self.poisoned is None:
             raise UpdateError("paused", "the engine is paused or asleep: resume it first")
 
+    @property
+    def held(self) -> bool:
+        """Whether the engine stands still for an update in place."""
+        return self._held is not None
+
     def require_whole(self) -> None:
         """Raises `UpdateError` (`staging`) while an update in place has overwritten a part of what is served."""
         if self._held is not None:
@@ -208,6 +215,7 @@ class ExchangeStep:
 
     def condemn(self, reason: str) -> None:
         """Nobody knows what is served: stay paused, end every request, until a full update was staged and committed."""
+        self._core.release()
         self._core.pause()
         self.poisoned, self.previous = reason, None
         logger.critical("fp8ext: the engine is poisoned and generates nothing: %s", reason)

@@ -111,6 +111,7 @@ class Rank:
             self.twin.stager.rehearse()
             return {}
 
+        self._results.pop(_REHEARSAL, None)
         self._start("staging", _REHEARSAL, stage)
         with self._told:
             self._told.wait_for(lambda: _REHEARSAL in self._results)
@@ -182,6 +183,12 @@ class Rank:
             failure = UpdateError("exchange-failed", f"rank {self.rank}: {error}", status=500)
             return {"error": failure.as_dict(), "broken": self.twin.exchange.broken}
         return {"seconds": time.perf_counter() - start}
+
+    @described
+    def keep_constants(self) -> Result:
+        """Memory is about to lose its contents (`Twin.keep_constants`)."""
+        self.twin.keep_constants()
+        return {}
 
     @described
     def refresh(self) -> Result:

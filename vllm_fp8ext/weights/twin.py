@@ -71,6 +71,7 @@ class Twin:
         self.stager = Stager(pieces, quantized, plain)
         groups, pairs = _pairs(live, twin, _targets(pieces))
         self._groups = groups
+        self._constants: dict[str, Tensor] = {}
         self.exchange = Exchange(pairs, inplace=inplace)
         self.manifest = Manifest(tensors, frozenset(ignored), pieces, self.scale_format, 1)
 
@@ -99,13 +100,21 @@ class Twin:
             self.exchange.broken = False
             raise
 
+    def keep_constants(self) -> None:
+        """Copy to host memory what no update brings: memory is about to lose its contents."""
+        tensors = dict(_reachable(self.live))
+        paths = tensors.keys() - _exchanged(tensors, _targets(self.stager.pieces))
+        constant = [path for path in paths if path.rpartition(".")[2] not in _KV_STATE | _DERIVED]
+        self._constants = {path: tensors[path].cpu().clone() for path in constant}
+
     def refresh(self) -> None:
-        """Memory came back without its contents: take from live what no update brings, and make the rest anew."""
+        """Memory came back without its contents: put back what was kept, and make the rest anew."""
         tensors, others = dict(_reachable(self.live)), dict(_reachable(self.model))
-        exchanged = _exchanged(tensors, _targets(self.stager.pieces))
-        for path in (tensors.keys() & others.keys()) - exchanged:
-            if path.rpartition(".")[2] not in _KV_STATE | _DERIVED:
-                others[path].copy_(tensors[path])
+        for path, kept in self._constants.items():
+            tensors[path].copy_(kept)
+            if path in others:
+                others[path].copy_(kept)
+        self._constants = {}
         self.exchange.refresh()
 
     def _derive(self) -> None:
