@@ -2,6 +2,8 @@
 """What a rank makes of a file whose tensors are larger than its buffers, against the whole tensors."""
 
 import hashlib
+import json
+import struct
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_fp8ext.kernels import quantize_weight, reference
@@ -57,6 +58,20 @@ def tensors() -> dict[str, Tensor]:
     return {"w": values[0], "c": codes, scale_name("c"): scales, "norm": torch.ones(COLUMNS).bfloat16()}
 
 
+def written(tensors: dict[str, Tensor], file: Path) -> None:
+    """A safetensors file in the order of the dict: codes before their scales."""
+    header: dict[str, Any] = {}
+    body = b""
+    dtypes = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
+    for name, tensor in tensors.items():
+        data = tensor.view(torch.uint8).numpy().tobytes()
+        offsets = [len(body), len(body) + len(data)]
+        header[name] = {"dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        body += data
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
 def staged(rank: Rank, file: Path, job: int, hashes: dict[str, str], session: str = "u") -> dict[str, Any]:
     listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in file_tensors(file)]
     told = {"path": str(file), "offset": 0, "stamp": list(stamp_of(file.stat()))}
@@ -74,7 +89,7 @@ def test_larger_tensors_than_buffers_are_staged_bit_for_bit(
     rank: Rank, tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
     file = tmp_path / "a.safetensors"
-    save_file(tensors, file)
+    written(tensors, file)
     result = staged(rank, file, 1, {name: sha(tensor) for name, tensor in tensors.items()})
     assert result["problems"] == []
     targets = rank.twin.stager.quantized
@@ -95,7 +110,7 @@ def test_everything_wrong_is_told_by_tensor(rank: Rank, tensors: dict[str, Tenso
     file = tmp_path / "a.safetensors"
     tensors["w"][-1, 3] = torch.nan
     tensors[scale_name("c")][-1, 0] = -1.0
-    save_file(tensors, file)
+    written(tensors, file)
     result = staged(rank, file, 1, {"w": sha(tensors["w"]), "c": "0" * 64})
     found = {(problem["kind"], problem["tensor"]) for problem in result["problems"]}
     assert found == {("sha256-mismatch", "c"), ("non-finite", "w"), ("wrong-scales", "c")}
@@ -103,7 +118,7 @@ def test_everything_wrong_is_told_by_tensor(rank: Rank, tensors: dict[str, Tenso
 
 def test_a_newer_update_ends_the_reading(rank: Rank, tensors: dict[str, Tensor], tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
-    save_file(tensors, file)
+    written(tensors, file)
     stager = rank.twin.stager
     calls = []
     original = stager.stage

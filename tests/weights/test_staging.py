@@ -375,6 +375,26 @@ def test_a_non_finite_value_in_any_rows_refuses_the_tensor(data: st.DataObject, 
         settled(stage_rows(stager, "w", weight, cuts(data, 300)))
 
 
+def test_rows_that_come_again_do_not_count_until_all_have() -> None:
+    """The block that another tensor completed before is quantized once more, and no mixture of old and new rows is."""
+    weight, again = random(BLOCK, 20, 1).bfloat16(), random(BLOCK, 20, 2).bfloat16()
+    staged = target(BLOCK, 20)
+    stager = Stager(
+        {
+            "top": (piece("fused", (BLOCK, 20), ((0, 50), (0, 20)), (0, 0)),),
+            "bottom": (piece("fused", (BLOCK, 20), ((0, 78), (0, 20)), (50, 0)),),
+        },
+        {"fused": staged},
+        {},
+    )
+    stager.stage("top", weight[:50])
+    stager.stage("bottom", weight[50:])
+    assert settled(stager.stage("top", again[:30])) == (0.0, 0.0)
+    assert holds(staged, weight)
+    stager.stage("top", again[30:50], 30)
+    assert holds(staged, torch.cat([again[:50], weight[50:]]))
+
+
 def test_blocks_of_one_tensor_alone_are_not_kept() -> None:
     """Cut in the middle of every block: only what waits for another tensor stays."""
     staged = target(1000, 8)
