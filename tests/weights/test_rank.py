@@ -76,7 +76,7 @@ def staged(rank: Rank, file: Path, job: int, hashes: dict[str, str], session: st
     listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in file_tensors(file)]
     told = {"path": str(file), "offset": 0, "stamp": list(stamp_of(file.stat()))}
     assert rank.stage(job, session, told, listed, hashes) == {}
-    while not (result := rank.poll(job))["done"]:
+    while not (result := rank.poll(job, 0.05))["done"]:
         time.sleep(0.001)
     return result
 

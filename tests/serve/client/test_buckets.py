@@ -72,3 +72,19 @@ def test_bytes_lie_at_their_offsets_and_the_mark_behind_them() -> None:
 def test_what_can_not_be_broadcast(tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"tensor w: .*{message}"):
         list(buckets([("w", tensor)], 100))
+
+
+@pytest.mark.parametrize("limit", range(16384, 60000, 1117))
+def test_block_scales_stay_beside_their_codes(limit: int) -> None:
+    pairs = []
+    for number in range(20):
+        codes = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
+        pairs += [(f"{number}.weight", codes), (f"{number}.weight_scale_inv", torch.ones(1, 1))]
+    found = [[listed.name for listed in bucket.listed] for bucket in buckets(pairs, limit)]
+    assert [name for names in found for name in names] == [name for name, _ in pairs]
+    assert len(found) > 1
+    for names in found:
+        assert {name.removesuffix("_scale_inv") for name in names} <= set(names)
+        assert len(names) % 2 == 0
+    together = [bucket.bytes for bucket in buckets(pairs, limit) if len(bucket.listed) > 2]
+    assert all(size <= limit for size in together)
