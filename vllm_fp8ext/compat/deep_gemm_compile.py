@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import vllm
 from vllm.utils.deep_gemm import _lazy_init, fp8_gemm_nt, is_deep_gemm_supported
 
 from vllm_fp8ext.kernels.quantized import empty
@@ -44,15 +45,20 @@ def compile_ahead(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Non
     if not sizes or not is_deep_gemm_supported():
         return
     _lazy_init()
-    folder = Path(os.environ[_CACHE])
+    try:
+        _compile_once(Path(os.environ[_CACHE]), sizes, dtype, device)
+    except OSError as error:
+        logger.warning("blockfp8: DeepGEMM's kernels are not compiled ahead: %s", error)
+
+
+def _compile_once(folder: Path, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    """Unless that was done before, with this vLLM on such a GPU; the ranks of one machine wait for the first."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = torch.cuda.get_device_name(device)
-    told = json.dumps(
-        [name, str(dtype), torch.version.cuda, [[*shape, *sizes[shape]] for shape in sorted(sizes)]]
-    )
+    origin = [vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device), str(dtype)]
+    told = json.dumps([origin, [[*shape, *sizes[shape]] for shape in sorted(sizes)]])
     done = folder / f"fp8ext-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     with (folder / "fp8ext-lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait, and find them done
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
             free, _ = torch.cuda.mem_get_info(device)
             count = max(1, min(MOST_PROCESSES, os.cpu_count() or 1, free // PROCESS_BYTES))

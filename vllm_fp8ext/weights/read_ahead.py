@@ -121,9 +121,8 @@ class ReadAhead:
         self._buffers = [_Buffer(size, device) for _ in range(buffers)]
 
         def on_device() -> None:
-            if (
-                device.type == "cuda"
-            ):  # a thread that waits for an event must not open a context on the first GPU
+            # a thread that waits for an event must not open a context on the first GPU
+            if device.type == "cuda":
                 torch.cuda.set_device(device)
 
         self._readers = ThreadPoolExecutor(readers, "fp8ext-read", initializer=on_device)

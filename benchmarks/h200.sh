@@ -1,0 +1,49 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Every measurement on a GPU, one after the other, into a folder: benchmarks/h200.sh FOLDER [SCRATCH]
+# SCRATCH (default /dev/shm) has room for the weights, 33 GB for Qwen3-8B twice and 66 GB for Qwen3-32B. A part that fails does
+# not stop the others. VLLM_DEEP_GEMM_WARMUP=skip saves minutes where nothing is measured beside traffic, and is set there.
+set -u
+out=$(realpath "${1:?a folder for the results}")
+scratch=${2:-/dev/shm}
+here=$(dirname "$(realpath "$0")")
+mkdir -p "$out"
+fp8ext() { python3 -P -m vllm_fp8ext.cli "$@"; }
+part() { # name, seconds, command
+  local name=$1 seconds=$2
+  shift 2
+  echo "$name" && timeout "$seconds" "$@" >"$out/$name.log" 2>&1 || echo "  ended with $?: $out/$name.log"
+}
+export -f fp8ext
+
+weights() { # shape, seed, folder
+  [ -f "$3/config.json" ] || python3 -P -c "
+import sys; from pathlib import Path; from vllm_fp8ext.bench.generated import write_checkpoint
+write_checkpoint(Path(sys.argv[3]), sys.argv[1], int(sys.argv[2]), 'cuda')" "$@"
+}
+weights Qwen3-8B 0 "$scratch/8b/a"
+weights Qwen3-8B 1 "$scratch/8b/b"
+pair="--checkpoints $scratch/8b/a $scratch/8b/b"
+
+part update 1800 bash -c "fp8ext bench update --shape Qwen3-8B $pair --serve gpu-memory-utilization=0.5 \
+  --variants blockfp8 stock --transports ipc http files ipc-fp8 --running 0 128 --out $out/update_8b.json"
+part load 1800 python3 -P "$here/load_compare.py" --shape Qwen3-8B $pair --variants blockfp8 fp8_per_block bf16 \
+  --traffic updates --steps 3 --out "$out/load.json" --page "$out/load.html"
+export VLLM_DEEP_GEMM_WARMUP=skip
+part kernels 1800 bash -c "fp8ext bench kernels --check --out $out/kernels.json"
+for kv in auto fp8; do
+  part "rollout_8b_$kv" 3600 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/a --kv $kv --kv-gib 24 \
+    --cases 8x1024x1024 8x512x256 32x1024x1024 1x1024x1024 --out $out/rollout_8b_$kv.json"
+  part "rollout_17b_$kv" 3600 bash -c "fp8ext bench rollout --shape Qwen3-1.7B --kv $kv --kv-gib 34 --out $out/rollout_17b_$kv.json"
+done
+# with many requests the K and V of two engines fit beside the weights, not of three
+part rollout_8b_128 1800 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/a --variants fp8_per_block blockfp8 --kv auto \
+  --kv-gib 38.7 --cases 128x1024x1024 --out $out/rollout_8b_128.json"
+part rollout_8b_256 1800 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/a --variants bf16 blockfp8 --kv fp8 \
+  --kv-gib 38.7 --cases 256x1024x1024 --out $out/rollout_8b_256.json"
+part rollout_32b 3600 bash -c "fp8ext bench rollout --shape Qwen3-32B --checkpoint $scratch/32b --variants bf16 blockfp8 --kv fp8 \
+  --kv-gib 10 --settings '{\"staging\": \"none\"}' --cases 8x512x256 8x1024x1024 32x1024x1024 --out $out/rollout_32b.json"
+part batch_invariant 1800 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/a --variants bf16 blockfp8 --kv fp8 \
+  --settings '{\"kernels\": {\"batch_invariant\": true}}' --cases 8x1024x1024 --out $out/batch_invariant.json"
+part correct 3600 python3 -P "$here/update_correct.py" --shape Qwen3-8B --device cuda --out "$out/update_correct.json"
+ls "$out"
