@@ -227,10 +227,10 @@ class UpdateEngine:
         session.receive(chunk, specs, size)
         session.touch(self._clock())
         self.step.lose_previous()
-        if inplace:
-            self.step.hold(session.running)
         names = session.manifest.tensors.keys() | session.manifest.scales_among(specs).keys()
         used = [tensor for tensor in tensors if tensor[0] in names]
+        if inplace and used:
+            self.step.hold(session.running)
         hashes = {name: claim.sha256 for name, claim in session.claims.items() if claim.sha256}
         wanted = {tensor[0]: hashes[tensor[0]] for tensor in used if tensor[0] in hashes}
         finish = partial(self._staged, session, chunk, time.perf_counter())
