@@ -5,8 +5,9 @@ the time of one chunk. Through the driver, with ctypes: torch's own sharing want
 import base64
 import bisect
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ class _Memory:
 
 
 @contextmanager
-def opened(source: IpcSource) -> Iterator[Any]:
-    """A reader of a source's tensors, views of the other process's memory, valid inside the context.
+def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> Iterator[Any]:
+    """A reader of a source's tensors, views of the other process's memory, valid inside the context. When it is left nothing
+    reads there any more; the handles are closed by what is given to `later`.
 
     Raises:
         UpdateError: `bad-handle`: a GPU that this process does not see, a handle that can't be opened, a smaller allocation.
@@ -70,8 +72,13 @@ def opened(source: IpcSource) -> Iterator[Any]:
         torch.cuda.current_stream().synchronize()  # the rank's own: what it queued may still read
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # copies between GPUs
-            for address in addresses:
-                cuda.call("cuIpcCloseMemHandle", ctypes.c_ulonglong(address))
+        later(partial(_close, index, addresses))
+
+
+def _close(index: int, addresses: list[int]) -> None:
+    with torch.cuda.device(index):
+        for address in addresses:
+            cuda.call("cuIpcCloseMemHandle", ctypes.c_ulonglong(address))
 
 
 def device_index(uuid: str) -> int:

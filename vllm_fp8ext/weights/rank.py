@@ -6,10 +6,7 @@ canary and the exchange run on the worker's main thread, between steps.
 """
 
 import hashlib
-import queue
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.digest import combine, digest
+from vllm_fp8ext.weights.lanes import Lanes, Result
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec, scale_name
 from vllm_fp8ext.weights.recital import Attend, recite
 from vllm_fp8ext.weights.recording import Recording
@@ -26,8 +24,6 @@ from vllm_fp8ext.weights.slices import Pause, Slices
 from vllm_fp8ext.weights.source import AnySource, Sources, source_of
 from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
 from vllm_fp8ext.weights.twin import Twin
-
-Result = dict[str, Any]
 
 _REHEARSAL = 0
 """A job that no update has: theirs count from 1."""
@@ -44,10 +40,7 @@ class Rank:
         self._attend = attend
         self._device = twin.exchange.pairs[0][0].device
         self._sources = Sources(rank, self._device)
-        self._lanes: dict[str, queue.SimpleQueue[tuple[int, Callable[[], Result]]]] = {}
-        self._results: dict[int, Result] = {}
-        self._told = threading.Condition()
-        """Some job has its result."""
+        self._lanes = Lanes(self._device)
         self._progress: dict[int, int] = {}
         self._recitals: dict[int, Slices] = {}
         self._recording: Recording | None = None
@@ -80,7 +73,9 @@ class Rank:
         ]
         found = source_of(source)
         self._session = session
-        return self._start("staging", job, lambda: self._stage(job, session, found, stored, hashes))
+        return self._lanes.start(
+            "staging", job, lambda: self._stage(job, session, found, stored, hashes), self._sources.tidy
+        )
 
     @described
     def drop(self, session: str) -> Result:
@@ -100,7 +95,7 @@ class Rank:
             self.twin.keep_others(names)
             return {}
 
-        return self._start("staging", job, work)
+        return self._lanes.start("staging", job, work)
 
     @described
     def rehearse(self, prompts: list[list[int]], built_in: bool) -> Result:
@@ -111,14 +106,12 @@ class Rank:
             self.twin.stager.rehearse()
             return {}
 
-        self._results.pop(_REHEARSAL, None)
-        self._start("staging", _REHEARSAL, stage)
-        with self._told:
-            self._told.wait_for(lambda: _REHEARSAL in self._results)
+        self._lanes.start("staging", _REHEARSAL, stage)
+        staged = self._lanes.take(_REHEARSAL, None)
         recite(self.twin.model, prompts, self._device, self._attend, lambda: None)
         if built_in and self._device.type == "cuda" and self.world_size == 1:
             self._recording = Recording(self.twin.model, prompts[0], self._device, self._attend)
-        return self._results.pop(_REHEARSAL)
+        return staged or {}
 
     @described
     def sing(self, job: int, prompts: list[list[int]], built_in: bool) -> Result:
@@ -129,7 +122,7 @@ class Rank:
         model, device = self.twin.model, self._device
 
         if built_in and self._recording is not None:
-            self._results[job] = {"logprob": 0.0, "tokens": 0, "finite": self._recording.finite()}
+            self._lanes.tell(job, {"logprob": 0.0, "tokens": 0, "finite": self._recording.finite()})
             return {}
 
         def work(pause: Pause) -> Result:
@@ -144,12 +137,12 @@ class Rank:
     def digests(self, job: int) -> Result:
         """Start to compute this rank's digests of the live weights, and a SHA-256 over the path and storage
         address of each: the same as long as none has moved."""
-        return self._start("digests", job, self._digests)
+        return self._lanes.start("digests", job, self._digests)
 
     @described
     def fingerprint(self, job: int, twin: bool) -> Result:
         """Start to compute the fingerprint of the twin's contents, or of the live ones."""
-        return self._start("staging" if twin else "digests", job, lambda: self._fingerprint(twin=twin))
+        return self._lanes.start("staging" if twin else "digests", job, lambda: self._fingerprint(twin=twin))
 
     @described
     def poll(self, job: int, patience: float) -> Result:
@@ -163,12 +156,11 @@ class Rank:
                 return {"done": False, "again": True}
             del self._recitals[job]
             return {"done": True, **(recital.result or {})}
-        with self._told:
-            self._told.wait_for(lambda: job in self._results, patience)
-        if job not in self._results:
+        result = self._lanes.take(job, patience)
+        if result is None:
             return {"done": False, "tensors": self._progress.get(job, 0)}
         self._progress.pop(job, None)
-        return {"done": True, **self._results.pop(job)}
+        return {"done": True, **result}
 
     @described
     def exchange(self, only: list[int] | None = None) -> Result:
@@ -200,30 +192,6 @@ class Rank:
     def _fingerprint(self, *, twin: bool) -> Result:
         with torch.inference_mode():
             return {"fingerprint": self.twin.exchange.fingerprint(twin=twin)}
-
-    def _start(self, lane: str, job: int, work: Callable[[], Result]) -> Result:
-        if lane not in self._lanes:
-            self._lanes[lane] = queue.SimpleQueue()
-            threading.Thread(
-                target=self._run, args=(self._lanes[lane],), name=f"fp8ext-{lane}", daemon=True
-            ).start()
-        self._lanes[lane].put((job, work))
-        return {}
-
-    def _run(self, jobs: queue.SimpleQueue[tuple[int, Callable[[], Result]]]) -> None:
-        device = self._device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            torch.cuda.set_stream(torch.cuda.Stream(device))
-        while True:
-            job, work = jobs.get()
-            with torch.inference_mode():
-                result = described(work)()
-                if device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()
-            with self._told:
-                self._results[job] = result
-                self._told.notify_all()
 
     def _stage(
         self, job: int, session: str, source: AnySource, tensors: list[StoredTensor], hashes: dict[str, str]

@@ -79,6 +79,7 @@ class Sources:
         self._rank = rank
         self._device = device
         self._maps: dict[str, mmap.mmap] = {}
+        self._later: list[Callable[[], None]] = []
 
     @contextmanager
     def open(
@@ -97,7 +98,7 @@ class Sources:
         if isinstance(source, IpcSource):
             from vllm_fp8ext.weights import ipc
 
-            with ipc.opened(source) as read:
+            with ipc.opened(source, self._later.append) as read:
                 yield _whole(tensors, read)
             return
         if isinstance(source, BroadcastSource):
@@ -119,6 +120,11 @@ class Sources:
             _require_unchanged(descriptor, source)
         finally:
             os.close(descriptor)
+
+    def tidy(self) -> None:
+        """Do what is left of sources that were open, and what nobody has to wait for."""
+        while self._later:
+            self._later.pop()()
 
     @cached_property
     def _files(self) -> ReadAhead:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads for the long work of a rank: jobs of one lane run one after the other, beside those of other lanes."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_fp8ext.errors import described
+
+logger = logging.getLogger("vllm.fp8ext")
+
+Result = dict[str, Any]
+
+
+class Lanes:
+    """On a GPU, `device`, each lane has a stream of its own, and a job's result is there when that stream has come so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._jobs: dict[str, queue.SimpleQueue[tuple[int, Callable[[], Result], Callable[[], None]]]] = {}
+        self._results: dict[int, Result] = {}
+        self._told = threading.Condition()
+
+    def start(
+        self,
+        lane: str,
+        job: int,
+        work: Callable[[], Result],
+        after: Callable[[], None] = lambda: None,
+    ) -> Result:
+        """Queue a job; `after` is what is left to do when its result is known, before the lane's next job."""
+        if lane not in self._jobs:
+            self._jobs[lane] = queue.SimpleQueue()
+            threading.Thread(
+                target=self._run, args=(self._jobs[lane],), name=f"fp8ext-{lane}", daemon=True
+            ).start()
+        self._jobs[lane].put((job, work, after))
+        return {}
+
+    def tell(self, job: int, result: Result) -> None:
+        """A job has its result."""
+        with self._told:
+            self._results[job] = result
+            self._told.notify_all()
+
+    def take(self, job: int, patience: float | None = 0.0) -> Result | None:
+        """A job's result, once, after waiting for it so many seconds at most (None: for ever)."""
+        with self._told:
+            self._told.wait_for(lambda: job in self._results, patience)
+            return self._results.pop(job, None)
+
+    def _run(self, jobs: queue.SimpleQueue[tuple[int, Callable[[], Result], Callable[[], None]]]) -> None:
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))
+
+        @described
+        def done(work: Callable[[], Result]) -> Result:
+            with torch.inference_mode():
+                result = work()
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()
+            return result
+
+        while True:
+            job, work, after = jobs.get()
+            self.tell(job, done(work))
+            try:
+                after()
+            except Exception:
+                logger.exception("fp8ext: what was open for job %d could not be closed", job)
