@@ -45,7 +45,7 @@ def test_an_error_is_a_result_and_the_lane_goes_on(lanes: Lanes) -> None:
         raise RuntimeError("no room")
 
     lanes.start("a", 1, fails)
-    lanes.start("a", 2, lambda: {})
+    lanes.start("a", 2, dict)
     assert "no room" in lanes.take(1, PATIENCE)["error"]["message"]
     assert lanes.take(2, PATIENCE) == {}
 
