@@ -3,6 +3,7 @@
 
 import _thread
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -249,6 +250,16 @@ def test_a_pause_between_repetitions_is_cut_short(
 
 
 def test_an_interrupt_ends_what_is_under_way(server: Server) -> None:
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in what a shell runs beside itself
+    try:
+        _interrupted(server)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(server: Server) -> None:
     barrier = threading.Barrier(2, _thread.interrupt_main)
 
     def stay(handler: Handler) -> bool:
