@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from vllm_fp8ext.weights.manifest import scale_name
+from vllm_fp8ext.weights.manifest import follows
 
 PIECE = 1 << 20
 """Largest piece in which a body is read, in bytes."""
@@ -102,8 +102,7 @@ def bodies(parts: Iterable[Part], limit: int) -> Iterator[Body]:
         if part.name in names:
             raise ValueError(f"tensor {part.name}: expected once, found twice")
         names.add(part.name)
-        beside = group and part.name == scale_name(group[-1].name)
-        if group and size + part.size > limit and not beside:
+        if group and size + part.size > limit and not follows(part.name, group[-1].name):
             yield Body(tuple(group))
             group, size = [], 0
         group.append(part)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_fp8ext.serve.client.dense import dense, follows, size_with_scales
+from vllm_fp8ext.serve.client.dense import dense, size_with_scales
 from vllm_fp8ext.serve.schema import DenseTensor
 from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
+from vllm_fp8ext.weights.manifest import follows
 
 ALIGNMENT = 16
 """Of each tensor in a bucket, in bytes."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_fp8ext.kernels.layout import blocks
 from vllm_fp8ext.serve.tensors import TensorLike
-from vllm_fp8ext.weights.manifest import CODES_DTYPE, scale_name
+from vllm_fp8ext.weights.manifest import CODES_DTYPE
 
 PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
 
@@ -18,11 +18,6 @@ def size_with_scales(tensor: Any, alignment: int = 1) -> int:
         return int(tensor.nbytes)
     rows, columns = tensor.shape
     return int(-(-tensor.nbytes // alignment) * alignment + blocks(rows) * blocks(columns) * 4)
-
-
-def follows(name: str, before: str) -> bool:
-    """Whether these are the block scales of the tensor before."""
-    return name == scale_name(before)
 
 
 def dense(name: str, tensor: TensorLike, *devices: str) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 
 from vllm_fp8ext.kernels import cuda
 from vllm_fp8ext.kernels.cuda import CudaError
-from vllm_fp8ext.serve.client.dense import dense, follows, size_with_scales
+from vllm_fp8ext.serve.client.dense import dense, size_with_scales
 from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
 from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES
+from vllm_fp8ext.weights.manifest import follows
 
 
 def batches(tensors: Iterable[tuple[str, TensorLike]], limit: float) -> Iterator[list[tuple[str, Any]]]:
@@ -25,8 +26,8 @@ def batches(tensors: Iterable[tuple[str, TensorLike]], limit: float) -> Iterator
     size = 0
     for name, tensor in tensors:
         held = dense(name, tensor, "cuda")
-        full = size + size_with_scales(held) > limit or (group and held.device != group[0][1].device)
-        if group and full and not follows(name, group[-1][0]):
+        full = size + size_with_scales(held) > limit
+        if group and (held.device != group[0][1].device or (full and not follows(name, group[-1][0]))):
             yield group
             group, size = [], 0
         group.append((name, held))

@@ -26,6 +26,11 @@ def scale_name(name: str) -> str:
     return name + SCALES
 
 
+def follows(name: str, before: str) -> bool:
+    """Whether these are the block scales of the weight that came right before: they go where it goes."""
+    return name == scale_name(before)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, shape and dtype (torch's name) of one checkpoint tensor."""
