@@ -34,7 +34,7 @@ VARIANTS: dict[str, tuple[list[str], bool]] = {
 
 def main() -> int:
     options = _options()
-    console = Console(width=140)
+    console, origin = Console(width=140), provenance()
     cases, reports = [], []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folder = Path(scratch)
@@ -65,13 +65,15 @@ def main() -> int:
                     reports.append(json.loads((report / "report.json").read_text()))
                     cases.append(_case(name, traffic, reports[-1]))
                     _show(cases, console)
-                    _write(options, cases, reports)
+                    _write(options, origin, cases, reports)
     return 0
 
 
-def _write(options: Any, cases: list[dict[str, Any]], reports: list[dict[str, Any]]) -> None:
+def _write(
+    options: Any, origin: dict[str, Any], cases: list[dict[str, Any]], reports: list[dict[str, Any]]
+) -> None:
     if options.out:
-        result = {"provenance": provenance(), "cases": cases}
+        result = {"provenance": origin, "cases": cases}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     if options.page:
         from vllm_fp8ext.loadtest.page import page

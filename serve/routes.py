@@ -135,14 +135,12 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     @routes.post("/sleep", response_model=schema.Weights, summary="Give the GPU's memory back")
     async def sleep(body: schema.Sleep | None = None) -> Any:
         wanted = body or schema.Sleep()
-        await finished(_asleep(backend, wanted))
-        return await backend.engine("status")
+        return await finished(_asleep(backend, wanted))
 
     @routes.post("/wake", response_model=schema.Weights, summary="Take the GPU's memory again")
     async def wake(body: schema.Wake | None = None) -> Any:
         tags = (body or schema.Wake()).tags
-        await finished(_awake(backend, list(tags) if tags else None))
-        return await backend.engine("status")
+        return await finished(_awake(backend, list(tags) if tags else None))
 
     @routes.post("/load", response_model=schema.Update, summary="Update from the server's disk in one call")
     async def load(body: schema.Load) -> Any:
@@ -157,13 +155,13 @@ async def _asleep(backend: Backend, wanted: schema.Sleep) -> dict[str, Any]:
         await backend.engine.sleep(wanted.level, wanted.requests)
     finally:
         backend.look_soon()
-    return {}
+    return await backend.engine("status")
 
 
 async def _awake(backend: Backend, tags: list[str] | None) -> dict[str, Any]:
     await backend.engine.wake(tags)
     backend.look_soon()
-    return {}
+    return await backend.engine("status")
 
 
 async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> dict[str, Any]:

@@ -32,8 +32,8 @@ class Sending:
         ValueError: a number below 1.
     """
 
-    chunk_bytes: int
-    """Of tensors in a chunk, at most; a larger tensor travels alone."""
+    chunk_bytes: int | None
+    """Of tensors in a chunk, at most (`CHUNK_BYTES`); a larger tensor travels alone."""
     in_flight: int
     """Chunks that are copied to host memory, hashed, sent or staged at the same time, at most."""
     checksum: bool
@@ -42,7 +42,7 @@ class Sending:
 
     def __post_init__(self) -> None:
         for name, value in (("chunk_bytes", self.chunk_bytes), ("chunks_in_flight", self.in_flight)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, found {value}")
 
 
@@ -86,7 +86,8 @@ def _limit(updates: Iterable[schema.Update], how: Sending) -> int:
     """Bytes of tensors in a chunk, such that those under way and one more, for headers and gaps, fit into each server's room
     for waiting chunks."""
     rooms = [update.max_chunk_bytes for update in updates if update.max_chunk_bytes]
-    return min([how.chunk_bytes, *(room // (how.in_flight + 1) for room in rooms)])
+    asked = CHUNK_BYTES if how.chunk_bytes is None else how.chunk_bytes
+    return min([asked, *(room // (how.in_flight + 1) for room in rooms)])
 
 
 def _is_staged(update: schema.Update, n: int, body: Body) -> bool:

@@ -14,7 +14,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
 from vllm_fp8ext.serve.client.broadcast import BUCKET_BYTES, broadcast
-from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT, Sending, send_chunks
+from vllm_fp8ext.serve.client.chunks import CHUNKS_IN_FLIGHT, Sending, send_chunks
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
 from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.handles import batches, handles
@@ -75,10 +75,7 @@ def push(
         httpx.HTTPError: the server can't be reached; no update was opened.
     """
     sending = Sending(
-        chunk_bytes=CHUNK_BYTES if chunk_bytes is None else chunk_bytes,
-        in_flight=chunks_in_flight,
-        checksum=checksum,
-        progress=progress,
+        chunk_bytes=chunk_bytes, in_flight=chunks_in_flight, checksum=checksum, progress=progress
     )
 
     def manifests() -> Flow[list[dict[str, Any]]]:

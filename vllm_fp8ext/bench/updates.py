@@ -43,6 +43,7 @@ Push = Callable[[str], dict[str, float]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as the command line says; the exit code."""
     options = _parser().parse_args(arguments)
+    origin = provenance()
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folder = Path(scratch)
@@ -53,15 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(f"{variant} is ready")
                 for found in _measure(variant, options, server, checkpoints):
                     cases += found
-                    _write(options.out, cases)
+                    _write(options.out, origin, cases)
     _show(cases)
     return 0
 
 
-def _write(file: Path | None, cases: list[dict[str, Any]]) -> None:
+def _write(file: Path | None, origin: dict[str, Any], cases: list[dict[str, Any]]) -> None:
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1) + "\n")
+        file.write_text(json.dumps({"provenance": origin, "cases": cases}, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,6 +48,7 @@ class UpdateEngine:
         self.jobs = Jobs(core.ranks, lambda: 0.0 if core.unfinished() else POLL_SECONDS)
         self.sessions: dict[str, Session] = {}
         self._canaries: dict[str, Canary] = {}
+        self._inplace = core.settings.staging == "inplace"
         self._fingerprints = Fingerprints()
         self._preparations = Preparations(self.jobs, self.step, clock)
         self._audits = Audits(self.jobs, self.step, self._fingerprints)
@@ -172,8 +173,7 @@ class UpdateEngine:
             raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
         self._require_healing(partial)
         settings = self.core.settings
-        inplace = settings.staging == "inplace"
-        if inplace and running == Running.WAIT:
+        if self._inplace and running == Running.WAIT:
             message = (
                 "staging inplace can't wait for requests while it overwrites what they run on: expected running keep, "
                 "recompute or abort, found wait"
@@ -192,7 +192,7 @@ class UpdateEngine:
             running=Running(running),
             manifest=manifest,
             opened_at=self._clock(),
-            lifetime=settings.upload_idle_seconds if inplace else settings.update_lifetime_seconds,
+            lifetime=settings.upload_idle_seconds if self._inplace else settings.update_lifetime_seconds,
             base_epoch=base_epoch,
             wait_seconds=wait_seconds,
             partial=partial,
@@ -220,8 +220,7 @@ class UpdateEngine:
         session = self._session(id)
         self._require_healing(session.partial)
         self.jobs.reap()
-        inplace = self.core.settings.staging == "inplace"
-        if inplace:
+        if self._inplace:
             self.step.require_running()
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype, *_ in tensors]
         session.receive(chunk, specs, size)
@@ -229,7 +228,7 @@ class UpdateEngine:
         self.step.lose_previous()
         names = session.manifest.tensors.keys() | session.manifest.scales_among(specs).keys()
         used = [tensor for tensor in tensors if tensor[0] in names]
-        if inplace and used:
+        if self._inplace and used:
             self.step.hold(session.running)
         hashes = {name: claim.sha256 for name, claim in session.claims.items() if claim.sha256}
         wanted = {tensor[0]: hashes[tensor[0]] for tensor in used if tensor[0] in hashes}

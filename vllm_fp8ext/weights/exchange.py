@@ -78,7 +78,7 @@ class Exchange:
     def refresh(self) -> None:
         """Make anew what is kept beside the pairs, whose memory lost its contents."""
         if self._launch is not None:
-            self._launch = self._compiled()
+            self._launch = type(self._launch)(self.pairs)
 
     def fingerprint(self, *, twin: bool) -> int:
         """Tells the contents of one side from others, on this device. Not to be called while `run` runs."""
