@@ -71,6 +71,7 @@ class Metrics:
         for compiler in self._status["compiled"][0] if self._status["compiled"] else ():
             compiled.add_metric([compiler], sum(rank[compiler] for rank in self._status["compiled"]))
         yield compiled
+        yield from _kv_cache(self._status)
         last = self._status["last_update"]
         if last and last["quantization_error"]:
             error = GaugeMetricFamily(
@@ -81,3 +82,26 @@ class Metrics:
             for statistic in ("relative", "mean", "max"):
                 error.add_metric([statistic], last["quantization_error"][statistic])
             yield error
+
+
+_FITS = {
+    "saturated_fraction": "Part of K or V beyond the largest FP8 code, of the tokens that were looked at before the commit.",
+    "relative_error": "Relative quantization error of K or V of those tokens.",
+    "headroom": "Powers of two from the largest K or V of those tokens to the largest FP8 code.",
+}
+
+
+def _kv_cache(status: Mapping[str, Any]) -> Iterator[Metric]:
+    """Scales of the FP8 KV cache: by layer, and with layer `worst` for all."""
+    found = status["kv_scales"]
+    if not found:
+        return
+    age = "Commits and rollbacks since the weights for which the KV-cache scales were computed."
+    yield GaugeMetricFamily("fp8ext:kv_scales_age_epochs", age, value=found["age"])
+    layers = {**status["kv_layers"], **({"worst": found["fit"]} if found["fit"] else {})}
+    for name, meaning in _FITS.items():
+        gauge = GaugeMetricFamily(f"fp8ext:kv_{name}", meaning, labels=["kind", "layer"])
+        for layer, kinds in layers.items():
+            for kind, fit in kinds.items():
+                gauge.add_metric([kind, layer], fit[name])
+        yield gauge

@@ -46,6 +46,14 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     async def manifest() -> Any:
         return await backend.engine("manifest")
 
+    @routes.get(
+        "/weights/kv-scales",
+        response_model=schema.KvScalesServed,
+        summary="Scales of the FP8 KV cache that is served",
+    )
+    async def kv_scales() -> Any:
+        return await backend.engine("kv_scales")
+
     @routes.get("/weights/digests", response_model=schema.Digests, summary="Digests of what is served")
     async def digests() -> Any:
         while True:

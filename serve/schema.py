@@ -52,6 +52,33 @@ class Canary(Body):
     )
 
 
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+HeadScales = Annotated[list[Scale], Field(min_length=1, max_length=4096)]
+
+
+class LayerScales(Body):
+    """Scales of one attention layer: a number, or one for each KV head."""
+
+    k: Scale | HeadScales
+    v: Scale | HeadScales
+    q: Scale | HeadScales | None = Field(None, description="Stays as it is when absent.")
+
+
+class KvScales(Body):
+    """How the scales of the FP8 KV cache are found for the new weights; what is absent is as the server was started."""
+
+    policy: Literal["calibrate", "history", "provided", "static"] | None = Field(
+        None, description="`static`: the scales that are served stay."
+    )
+    prompts: list[Annotated[list[Token], Field(min_length=1)]] | None = Field(
+        None, min_length=1, max_length=64, description="With `calibrate`: token ids to calibrate with."
+    )
+    scales: dict[str, LayerScales] | None = Field(None, description="With `provided`: by attention layer.")
+    cached: Literal["rescale", "recompute"] | None = Field(
+        None, description="What becomes of K and V that running requests keep when scales change."
+    )
+
+
 class OpenUpdate(Body):
     """`POST /updates`."""
 
@@ -74,6 +101,9 @@ class OpenUpdate(Body):
         None, description="What will be sent: shapes and dtypes are checked now, contents while staging."
     )
     canary: Canary | None = Field(None, description="Overrides the server's canary.")
+    kv_scales: KvScales | None = Field(
+        None, description="Overrides the server's policy for the FP8 KV cache."
+    )
 
 
 class Files(Body):
@@ -151,6 +181,7 @@ class Load(Body):
     running: Running = "keep"
     wait_seconds: WaitSeconds | None = None
     canary: Canary | None = None
+    kv_scales: KvScales | None = None
 
 
 class Rollback(Body):
@@ -180,6 +211,44 @@ class QuantizationError(BaseModel):
     worst: str = Field(description="The tensor that has it.")
 
 
+class Fit(BaseModel):
+    """How well scales fitted K or V of the tokens that were looked at."""
+
+    saturated_fraction: float = Field(description="Of the values, beyond the largest code.")
+    relative_error: float = Field(description="‖x - dequantized‖ / ‖x‖.")
+    headroom: float = Field(
+        description="Powers of two from the largest value that was seen to the largest code."
+    )
+
+
+class WorstFit(Fit):
+    """The worst of all layers."""
+
+    worst: str = Field(description="The layer with the largest saturated fraction.")
+
+
+class KvScalesSummary(BaseModel):
+    """Scales of the FP8 KV cache, in short."""
+
+    policy: Literal["calibrate", "history", "provided", "static"]
+    source: str = Field(
+        description="`update`, `settings`, `recent` or `built-in`: whose tokens they were calibrated with; else `history`, "
+        "`trainer`, `checkpoint` or `start`."
+    )
+    tokens: int = Field(description="How many of them were looked at.")
+    epoch: int = Field(description="The weights that they were computed for.")
+    age: int = Field(description="Epochs since then.")
+    granularity: Literal["layer", "head"] | None = None
+    fit: dict[str, WorstFit] | None = Field(description="Of `k` and `v`; null when nothing was looked at.")
+
+
+class KvScalesServed(KvScalesSummary):
+    """`GET /weights/kv-scales`."""
+
+    scales: dict[str, dict[str, list[float]]] = Field(description="By attention layer, of `q`, `k` and `v`.")
+    layers: dict[str, dict[str, Fit]] = Field(description="By attention layer, of `k` and `v`.")
+
+
 class Update(BaseModel):
     """State of an update."""
 
@@ -207,6 +276,7 @@ class Update(BaseModel):
     canary_perplexity: float | None = Field(
         None, description="Perplexity over the canary's prompts, once prepared."
     )
+    kv_scales: KvScalesSummary | None = Field(None, description="Of its FP8 KV cache, once prepared.")
     max_chunk_bytes: int | None = Field(None, description="Largest body of one chunk; told on opening.")
     max_receive_bytes: int | None = Field(None, description="Largest bucket of a broadcast; told on opening.")
     result: dict[str, Any] | None = Field(
@@ -236,7 +306,7 @@ class Weights(BaseModel):
     )
     previous_epoch: int | None
     scale_format: Literal["fp32", "pow2"]
-    kv_scales: str | None
+    kv_scales: KvScalesSummary | None = Field(description="Null without an FP8 KV cache.")
     kv_cache_dtype: str
     staging: Literal["shadow", "inplace", "none"]
     twin_bytes: list[int] = Field(description="Memory of the twin, by rank.")
@@ -290,6 +360,10 @@ class Digests(BaseModel):
     digests: dict[str, dict[str, str]] = Field(description="SHA-256 by checkpoint tensor, then by rank.")
     addresses: list[str] = Field(
         description="By rank, a SHA-256 over the storage addresses of the served weights."
+    )
+    kv_scales: dict[str, dict[str, str]] = Field(
+        default={},
+        description="Of the FP8 KV cache: SHA-256 by attention layer, of the scales of `q`, `k` and `v`.",
     )
 
 

@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from vllm_fp8ext.config import KernelSettings, Settings, ShapeSettings
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kv.settings import KvScaleSettings
 
 
 def refused(section: object) -> str:
@@ -27,7 +28,7 @@ def test_what_json_can_say_is_taken() -> None:
         "scale_format": "pow2",
         "ignore": ["*.o_proj", "model.layers.0.*"],
         "staging": "none",
-        "kv_scales": "static",
+        "kv_scales": {"policy": "static", "default": 1.0},
         "kernels": {
             "shapes": {
                 "4096x12288": {"decode_tokens": 32, "gemm": "cutlass"},
@@ -50,6 +51,7 @@ def test_what_json_can_say_is_taken() -> None:
         "ignore": tuple(section["ignore"]),
         "allowed_dirs": ("/data",),
         "canary": {"prompts": ((1, 2, 3), (4, 5)), "max_perplexity": 20.0},
+        "kv_scales": KvScaleSettings(policy="static", default=1.0).model_dump(),
     }
     assert isinstance(settings.deadline_seconds, float)
 
@@ -78,6 +80,10 @@ def test_an_unknown_key_is_named_with_the_known_ones() -> None:
     assert '--additional-config "fp8ext" is not valid' in message
     assert "scale_fromat: unknown key" in message
     assert all(name in message for name in Settings.model_fields)
+    assert all(
+        name in refused({"kv_scales": {"policy": "calibrate", "marign": 1}})
+        for name in KvScaleSettings.model_fields
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,6 +93,8 @@ def test_an_unknown_key_is_named_with_the_known_ones() -> None:
         ("scale_format", None, "'fp32' or 'pow2'"),
         ("staging", "disk", "'shadow', 'inplace' or 'none'"),
         ("kv_scales", "dynamic", "'static'"),
+        ("kv_scales", {"policy": "calibrate", "default": 1.0}, "static"),
+        ("kv_scales", {"policy": "static", "default": -1.0}, "greater than 0"),
         ("ignore", "*.o_proj", "tuple"),
         ("ignore", [1], "string"),
         ("allowed_dirs", {"/data": 1}, "tuple"),

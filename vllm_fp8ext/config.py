@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of a server: `--additional-config '{"fp8ext": {…}}'`, validated."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kv.settings import KvScales
 
 METHOD = "blockfp8"
 """Name of the quantization method, for `--quantization`."""
@@ -89,8 +90,8 @@ class Settings(BaseModel):
     its memory and writes into the served weights: the engine stands still from an update's first tensor to its commit, and
     one that fails in between leaves it poisoned. `none` refuses updates."""
 
-    kv_scales: Literal["static"] | None = None
-    """Required with an FP8 KV cache. `static`: the checkpoint's scales, or 1.0 where it has none."""
+    kv_scales: KvScales | None = None
+    """Required with an FP8 KV cache: who computes its scales, and how (`kv.settings`)."""
 
     allowed_dirs: tuple[str, ...] = Field(default=(), strict=False)
     """Folders from which `…/files` and `/load` may read checkpoints. None by default."""
@@ -139,7 +140,24 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            lines.append(f"  {name}: unknown key; the keys are {', '.join(sorted(Settings.model_fields))}")
+            keys = ", ".join(sorted(_model_at(problem["loc"][:-1]).model_fields))
+            lines.append(f"  {name}: unknown key; the keys are {keys}")
         else:
             lines.append(f"  {name}: {problem['msg']}, found {problem['input']!r}")
     return f'--additional-config "{SECTION}" is not valid:\n' + "\n".join(lines)
+
+
+def _model_at(path: tuple[int | str, ...]) -> type[BaseModel]:
+    """The settings that a path of keys leads to."""
+    model: type[BaseModel] = Settings
+    for part in path:
+        annotation = model.model_fields[str(part)].annotation if part in model.model_fields else None
+        model = next(_models_in(annotation), model)
+    return model
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)

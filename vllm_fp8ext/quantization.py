@@ -11,9 +11,9 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from vllm_fp8ext.compat.kv_scales import KvCacheMethod
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.reference import BLOCK
@@ -83,7 +83,7 @@ class BlockFp8Config(QuantizationConfig):
         if isinstance(layer, MLAAttention):
             raise ConfigError(f"blockfp8 does not serve multi-head latent attention (MLA) yet ({prefix})")
         if isinstance(layer, Attention):
-            return self._kv_cache_method(settings, config.cache_config.cache_dtype)
+            return self._kv_cache_method(settings, layer.kv_cache_dtype)
         if isinstance(layer, VocabParallelEmbedding):
             return KeptEmbeddingMethod()
         if isinstance(layer, LinearBase):
@@ -101,13 +101,31 @@ class BlockFp8Config(QuantizationConfig):
     def _kv_cache_method(self, settings: Settings, cache_dtype: str) -> QuantizeMethodBase | None:
         if not cache_dtype.startswith("fp8"):
             return None
-        if settings.kv_scales != "static":
+        if settings.kv_scales is None:
             raise ConfigError(
-                f"--kv-cache-dtype {cache_dtype} needs a choice of K and V scales: set "
-                '--additional-config \'{"fp8ext": {"kv_scales": "static"}}\' to serve with the scales of the checkpoint, '
-                "or 1.0 where it has none; or leave the KV cache in 16 bits (--kv-cache-dtype auto)"
+                f"--kv-cache-dtype {cache_dtype} needs a choice of K and V scales: set --additional-config "
+                '\'{"fp8ext": {"kv_scales": "calibrate"}}\' to compute them from tokens at the start and with each update, '
+                '"static" to serve with those of the checkpoint; or leave the KV cache in 16 bits (--kv-cache-dtype auto)'
             )
-        return BaseKVCacheMethod(self)
+        if settings.kv_scales.policy != "static" and settings.staging == "none":
+            raise ConfigError(
+                f"kv_scales {settings.kv_scales.policy} with staging none: scales could not be computed; expected staging "
+                "shadow or inplace, or kv_scales static"
+            )
+        return KvCacheMethod(self, settings.kv_scales)
+
+    @property
+    def kv_cache_scheme(self) -> dict[str, str] | None:
+        """What tells vLLM to look for attention that takes a scale for each KV head."""
+        config = get_current_vllm_config()
+        chosen = Settings.parse(config.additional_config).kv_scales
+        if (
+            chosen is None
+            or chosen.granularity != "head"
+            or not config.cache_config.cache_dtype.startswith("fp8")
+        ):
+            return None
+        return {"strategy": "attn_head"}
 
 
 def _is_block_fp8(config: dict[str, Any]) -> bool:

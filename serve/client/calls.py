@@ -20,6 +20,7 @@ Content = bytes | Iterable[bytes]
 _WEIGHTS = TypeAdapter(schema.Weights)
 _MANIFEST = TypeAdapter(dict[str, Any])
 _DIGESTS = TypeAdapter(schema.Digests)
+_KV_SCALES = TypeAdapter(schema.KvScalesServed)
 _VERIFIED = TypeAdapter(schema.Verified)
 _UPDATE = TypeAdapter(schema.Update)
 _COMMITTED = TypeAdapter(schema.Committed)
@@ -33,6 +34,11 @@ def weights(endpoint: Endpoint, /) -> Flow[schema.Weights]:
 def manifest(endpoint: Endpoint, /) -> Flow[dict[str, Any]]:
     """What an update must bring (`weights.manifest.Manifest.from_dict` reads it)."""
     return call(endpoint, endpoint.request("GET", "/weights/manifest"), _MANIFEST)
+
+
+def kv_scales(endpoint: Endpoint, /) -> Flow[schema.KvScalesServed]:
+    """Scales of the FP8 KV cache that is served, and how well they fitted."""
+    return call(endpoint, endpoint.request("GET", "/weights/kv-scales"), _KV_SCALES)
 
 
 def digests(endpoint: Endpoint, /) -> Flow[schema.Digests]:
@@ -60,6 +66,7 @@ def open(
     partial: bool = False,
     tensors: Mapping[str, schema.TensorClaim] | None = None,
     canary: schema.Canary | None = None,
+    kv_scales: schema.KvScales | None = None,
     id: str | None = None,
 ) -> Flow[schema.Update]:
     """Open an update, or find the one of this `id` again; without one, an id is made up."""
@@ -72,6 +79,7 @@ def open(
         partial=partial,
         tensors=None if tensors is None else dict(tensors),
         canary=canary,
+        kv_scales=kv_scales,
     )
     return call(endpoint, endpoint.request("POST", "/updates", json=_plain(body)), _UPDATE)
 
@@ -192,6 +200,7 @@ def load(
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
+    kv_scales: schema.KvScales | None = None,
 ) -> Flow[schema.Update]:
     """Update from the server's own disk in one call."""
     body = schema.Load(
@@ -201,6 +210,7 @@ def load(
         running=running,
         wait_seconds=wait_seconds,
         canary=canary,
+        kv_scales=kv_scales,
     )
     request = endpoint.request(
         "POST", "/load", json=_plain(body), extra_seconds=wait_seconds, repeatable=False

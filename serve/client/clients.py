@@ -102,6 +102,7 @@ class Client(_Blocking[Endpoint]):
 
     weights = _blocking(calls.weights)
     manifest = _blocking(calls.manifest)
+    kv_scales = _blocking(calls.kv_scales)
     digests = _blocking(calls.digests)
     verify = _blocking(calls.verify)
     open = _blocking(calls.open)
@@ -140,6 +141,7 @@ class AsyncClient(_Awaited[Endpoint]):
 
     weights = _awaited(calls.weights)
     manifest = _awaited(calls.manifest)
+    kv_scales = _awaited(calls.kv_scales)
     digests = _awaited(calls.digests)
     verify = _awaited(calls.verify)
     open = _awaited(calls.open)

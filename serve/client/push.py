@@ -43,6 +43,7 @@ def push(
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
+    kv_scales: schema.KvScales | None = None,
     transport: Transport = "http",
     group: Group | None = None,
     chunk_bytes: int | None = None,
@@ -107,6 +108,7 @@ def push(
             running=running,
             wait_seconds=wait_seconds,
             canary=canary,
+            kv_scales=kv_scales,
             id=id,
         )
     except (UpdateError, httpx.TransportError) as error:

@@ -32,6 +32,7 @@ def push_everywhere(
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
+    kv_scales: schema.KvScales | None = None,
     transport: Literal["http", "nccl"] = "http",
     group: Group | None = None,
     chunk_bytes: int | None = None,
@@ -82,6 +83,7 @@ def push_everywhere(
             running=running,
             wait_seconds=wait_seconds,
             canary=canary,
+            kv_scales=kv_scales,
             id=update_id,
         )
 

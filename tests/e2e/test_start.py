@@ -90,7 +90,7 @@ def others(
             block_fp8,
             logs / "block_fp8.log",
             arguments=(*SMALL, "--kv-cache-dtype", "fp8"),
-            settings={"kv_scales": "static"},
+            settings={"kv_scales": {"policy": "static", "default": 1.0}},
         ),
         "ragged": Server(
             ragged,
@@ -112,7 +112,9 @@ def test_a_block_fp8_checkpoint_is_served_as_it_is(others: dict[str, Server]):
     server = others["block_fp8"]
     asked = problems(40)
     with server.client() as client:
-        assert client.weights().kv_scales == "static"
+        scales = client.kv_scales()
+        assert scales.policy == "static"
+        assert {value for layer in scales.scales.values() for value in (*layer["k"], *layer["v"])} == {1.0}
         manifest = Manifest.from_dict(client.manifest())
         assert client.digests().digests == checkpoint_digests(LATE, manifest)
         assert accuracy(answers(server.url, asked), asked) > 0.95

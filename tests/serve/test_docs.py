@@ -148,8 +148,9 @@ def test_every_route_has_an_example() -> None:
     for options, path in re.findall(r'curl ([^|)]*?)"\$API([^"]*)"', script):
         method = "PUT" if " -T " in options else (re.findall(r"-X (\w+)", options) or ["GET"])[0]
         called.add(f"{method} {re.sub(r'[$][A-Z]+|(?<=chunks/)[0-9]+', '*', path)}")
-    # of other processes, or of memory, on GPUs: no script can call them here
+    # of other processes, of memory on GPUs, or of an FP8 KV cache: the server of this script has none
     others = {"POST /updates/*/handles", "POST /updates/*/receive", "POST /sleep", "POST /wake"}
+    others.add("GET /weights/kv-scales")
     assert called | others == routes
     for route in others:
         assert f"| `{route.replace('*', '{id}')}` |" in HTTP_API.read_text(encoding="utf-8")

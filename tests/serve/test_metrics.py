@@ -22,6 +22,8 @@ def status(totals: Totals | None = None, **fields: Any) -> dict[str, Any]:
         "poisoned": None,
         "last_update": None,
         "compiled": [],
+        "kv_scales": None,
+        "kv_layers": {},
         "totals": (totals or Totals()).as_dict(),
         **fields,
     }
@@ -87,6 +89,7 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
     totals.stalled(0.125)
     totals.bytes = 1 << 40
     error = {"relative": 0.02, "mean": 0.03, "max": 0.5, "worst": "lm_head.weight"}
+    fit = {"saturated_fraction": 0.25, "relative_error": 0.026, "headroom": -1.5}
     compiled = [{"triton": 4, "torch": 1}, {"triton": 5, "torch": 1}]
     metrics.observe(
         status(
@@ -95,6 +98,8 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
             epoch=7,
             poisoned="rank 1: copy failed",
             last_update={"quantization_error": error},
+            kv_scales={"age": 2, "fit": {"k": fit | {"worst": "l.0"}}},
+            kv_layers={"l.0": {"k": fit}},
         )
     )
     found = scraped(registry)
@@ -115,6 +120,10 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
         key("quantization_error", statistic="relative"): 0.02,
         key("quantization_error", statistic="mean"): 0.03,
         key("quantization_error", statistic="max"): 0.5,
+        key("kv_scales_age_epochs"): 2,
+        key("kv_saturated_fraction", kind="k", layer="l.0"): 0.25,
+        key("kv_relative_error", kind="k", layer="worst"): 0.026,
+        key("kv_headroom", kind="k", layer="l.0"): -1.5,
     }.items() <= found.items()
     metrics.observe(status(totals, last_update={"quantization_error": None}))
     assert not any(name == "fp8ext:quantization_error" for name, _ in scraped(registry))

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kv.engine import KvEngine
 from vllm_fp8ext.weights import exchange_step
 from vllm_fp8ext.weights.exchange_step import ExchangeStep
+from vllm_fp8ext.weights.jobs import Jobs
 from vllm_fp8ext.weights.labels import Label
 from vllm_fp8ext.weights.session import Running
 from vllm_fp8ext.weights.totals import Totals
@@ -106,8 +108,18 @@ class ScriptedCore:
             raise RuntimeError("no block pool")
         self.told.append(f"epoch {epoch}{' recompute' if recompute else ''}")
 
+    def recent_tokens(self) -> list[list[int]]:
+        return []
+
+    def held_blocks(self) -> list[list[int]]:
+        return []
+
     def time_next_step(self, report: Callable[[], None]) -> None:
         self.reports.append(report)
+
+
+def step_of(core: ScriptedCore, totals: Totals) -> ExchangeStep:
+    return ExchangeStep(core, totals, KvEngine(core, Jobs(core.ranks)))
 
 
 @pytest.fixture
@@ -117,7 +129,7 @@ def core() -> ScriptedCore:
 
 @pytest.fixture
 def step(core: ScriptedCore) -> ExchangeStep:
-    return ExchangeStep(core, Totals())
+    return step_of(core, Totals())
 
 
 def run(
@@ -348,7 +360,7 @@ def test_all_ranks_exchange_or_none_or_the_engine_is_poisoned(
     ranks: int, first: dict[int, bool], second: dict[int, bool]
 ) -> None:
     core = ScriptedCore(ranks)
-    step = ExchangeStep(core, Totals())
+    step = step_of(core, Totals())
     core.failures = [
         {rank: broken for rank, broken in some.items() if rank < ranks} for some in (first, second)
     ]
@@ -369,7 +381,7 @@ def test_all_ranks_exchange_or_none_or_the_engine_is_poisoned(
 
 def test_a_stall_lasts_to_the_end_of_the_next_step(core: ScriptedCore) -> None:
     totals = Totals()
-    step = ExchangeStep(core, totals)
+    step = step_of(core, totals)
     core.requests = 1
     phases = run(step)
     assert phases is not None

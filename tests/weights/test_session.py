@@ -453,6 +453,7 @@ def test_what_is_told_about_an_update() -> None:
         "seconds": {},
         "quantization_error": None,
         "canary_perplexity": None,
+        "kv_scales": None,
         "result": None,
     }
 

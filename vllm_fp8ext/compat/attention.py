@@ -6,7 +6,7 @@ process-wide forward context, which belongs to the live model. Can go once vLLM 
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,25 +42,46 @@ def _beyond(module: nn.Module) -> str | None:
     return "shared K and V" if module.kv_sharing_target_layer_name is not None else None
 
 
-def attend_plainly(model: nn.Module, after: Callable[[], None]) -> None:
-    """Give every attention layer of `model` a plain forward that calls `after` when it is done."""
+def attend_plainly(
+    model: nn.Module,
+    after: Callable[[], None],
+    see: Callable[[str, Tensor, Tensor, Tensor], None] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> None:
+    """Give every attention layer of `model` a plain forward that calls `after` when it is done.
+
+    `see(layer, query, key, value)` is told what would be cached, `[tokens, heads, head dimension]` each. `lengths`: of
+    prompts that stand one after the other, none of which sees another.
+    """
 
     def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        out = causal_attention(
+        heads = (
             query.view(-1, self.num_heads, self.head_size),
             key.view(-1, self.num_kv_heads, self.head_size),
             value.view(-1, self.num_kv_heads, self.head_size_v),
-            scale=self.impl.scale,
-            window=self.sliding_window,
-            softcap=getattr(self.impl, "logits_soft_cap", None) or 0.0,
-            sinks=getattr(self.impl, "sinks", None),
         )
+        if see is not None:
+            see(self.layer_name, *heads)
+        parts = zip(*(part.split(list(lengths or [len(part)])) for part in heads), strict=True)
+        out = torch.cat([_attended(self, *part) for part in parts])
         after()
         return out.reshape(out.shape[0], -1)
 
     for module in model.modules():
         if isinstance(module, Attention):
             module.forward = types.MethodType(forward, module)
+
+
+def _attended(layer: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+    return causal_attention(
+        query_THD,
+        key_TGD,
+        value_TGD,
+        scale=layer.impl.scale,
+        window=layer.sliding_window,
+        softcap=getattr(layer.impl, "logits_soft_cap", None) or 0.0,
+        sinks=getattr(layer.impl, "sinks", None),
+    )
 
 
 def causal_attention(
@@ -80,7 +101,10 @@ def causal_attention(
     """
     tokens, heads, _ = query_THD.shape
     if not softcap and sinks is None and (not window or window >= tokens):
-        query, key, value = (part.float().transpose(0, 1)[None] for part in (query_THD, key_TGD, value_TGD))
+        parts = (query_THD, key_TGD, value_TGD)
+        if query_THD.device.type == "cpu":
+            parts = (query_THD.float(), key_TGD.float(), value_TGD.float())
+        query, key, value = (part.transpose(0, 1)[None] for part in parts)
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1).to(query_THD.dtype)
     repeat = heads // key_TGD.shape[1]

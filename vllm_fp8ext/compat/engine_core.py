@@ -19,8 +19,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache
+from vllm_fp8ext.compat.recent_tokens import RecentTokens
 from vllm_fp8ext.compat.watchdog import Watchdog
 from vllm_fp8ext.config import METHOD, Settings
+from vllm_fp8ext.kv.tokens import PROMPT_TOKENS
 from vllm_fp8ext.weights.labels import Label
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -94,6 +96,9 @@ class CoreAccess:
         self._add_request = core.add_request
         self._set_pause_state = core.scheduler.set_pause_state
         self._wishes: list[PauseState] = []
+        self._recent: RecentTokens | None = None
+        if self.settings.kv_scales is not None and self.quantization == METHOD:
+            self._recent = RecentTokens(core.scheduler, self.settings.kv_scales.tokens, PROMPT_TOKENS)
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Run a `Rank` method on every worker; one result each, which names the rank and the call that it answers.
@@ -112,6 +117,14 @@ class CoreAccess:
         if answers != [(call, rank) for rank in range(len(results))]:
             self.watchdog.end(f"call {call} of {method} was answered by {answers}")
         return results
+
+    def recent_tokens(self) -> list[list[int]]:
+        """Tokens of the requests that ended last, the last first."""
+        return self._recent.newest_first() if self._recent else []
+
+    def held_blocks(self) -> list[list[int]]:
+        """Blocks of K and V that running requests hold, by group of layers."""
+        return []
 
     def pause(self) -> float:
         """Stop scheduling and finish the steps in flight; their outputs leave under the old version. Seconds taken."""

@@ -104,6 +104,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
         tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         inplace = Settings.parse(config.additional_config).staging == "inplace"
         twin = Twin(model, shadow, specs, worker.rank, tied, inplace=inplace)
+        kv = _kv_cache(model, twin, config, device)
     cost = twin.exchange.bytes
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += cost
@@ -122,4 +123,27 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
             raise ConfigError(
                 f"--kv-cache-memory-bytes {wanted}: only {free} bytes are free beside the model and its twin ({cost} bytes)"
             )
-    return Rank(twin, worker.rank, config.parallel_config.world_size, blocks, attend_plainly)
+    return Rank(twin, worker.rank, config.parallel_config.world_size, blocks, attend_plainly, kv)
+
+
+def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -> Any:
+    """The FP8 KV cache's scales, computed before anything is cached; None without one."""
+    from vllm_fp8ext.compat.attention import attend_plainly
+    from vllm_fp8ext.compat.kv_scales import gather, kv_scales_of
+    from vllm_fp8ext.kv.rank import RankKv
+    from vllm_fp8ext.kv.tokens import choose
+
+    settings = Settings.parse(config.additional_config).kv_scales
+    if settings is None or not config.cache_config.cache_dtype.startswith("fp8"):
+        return None
+    of = config.model_config
+    kv = RankKv(kv_scales_of(model, settings, of.get_total_num_kv_heads(), device), settings, rescale_blocks)
+    if settings.policy != "static":
+        twin.keep_others([])
+        tokens = choose(None, settings, [], of.get_vocab_size(), of.max_model_len)
+        kv.begin(twin.model, device, attend_plainly, tokens.prompts, gather)
+    return kv
+
+
+def rescale_blocks(*_: Any) -> Any:
+    raise ConfigError("this attention's cache can't be rewritten in place")

@@ -5,6 +5,8 @@ import time
 from functools import partial
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kv.merged import largest
+from vllm_fp8ext.kv.scales import scale_digests
 from vllm_fp8ext.weights.exchange_step import ExchangeStep
 from vllm_fp8ext.weights.fingerprints import Fingerprints
 from vllm_fp8ext.weights.jobs import Jobs, Result
@@ -62,4 +64,5 @@ class Audits:
             "version": served.version,
             "digests": dict(sorted(names.items())),
             "addresses": [result["addresses"] for result in results],
+            "kv_scales": scale_digests(largest([result["kv_scales"] for result in results])),
         }

@@ -9,11 +9,14 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from vllm_fp8ext.config import METHOD
 from vllm_fp8ext.errors import UpdateError, described
+from vllm_fp8ext.kv.asked import Asked
+from vllm_fp8ext.kv.engine import KvEngine
 from vllm_fp8ext.weights.audits import Audits
 from vllm_fp8ext.weights.canary import Canary, canary_of
 from vllm_fp8ext.weights.claims import Claim, opening_problems
@@ -34,7 +37,7 @@ POLL_SECONDS = 0.01
 """What a request that comes to an idle engine may wait for a poll."""
 DISCARDING = 2
 """The level of sleep from which on weights are not kept."""
-_ASLEEP = frozenset({"status", "manifest", "update", "poll", "abandon", "may_sleep"})
+_ASLEEP = frozenset({"status", "kv_scales", "manifest", "update", "poll", "abandon", "may_sleep"})
 """Operations that touch no weights."""
 
 
@@ -44,13 +47,16 @@ class UpdateEngine:
     def __init__(self, core: Core, clock: Callable[[], float] = time.time) -> None:
         self.core = core
         self.totals = Totals()
-        self.step = ExchangeStep(core, self.totals)
         self.jobs = Jobs(core.ranks, lambda: 0.0 if core.unfinished() else POLL_SECONDS)
+        self.kv = KvEngine(core, self.jobs)
+        self.step = ExchangeStep(core, self.totals, self.kv)
         self.sessions: dict[str, Session] = {}
         self._canaries: dict[str, Canary] = {}
+        self._asked: dict[str, Asked | None] = {}
+        """What updates ask for their KV-cache scales."""
         self._inplace = core.settings.staging == "inplace"
         self._fingerprints = Fingerprints()
-        self._preparations = Preparations(self.jobs, self.step, clock)
+        self._preparations = Preparations(self.jobs, self.step, self.kv, clock)
         self._audits = Audits(self.jobs, self.step, self._fingerprints)
         self._clock = clock
         self._manifest: Manifest | None = None
@@ -72,6 +78,7 @@ class UpdateEngine:
             "rollback": self.rollback,
             "digests": self.digests,
             "verify": self.verify,
+            "kv_scales": self.kv_scales,
             "may_sleep": self.may_sleep,
         }
 
@@ -140,7 +147,8 @@ class UpdateEngine:
             "previous_version": step.previous.version if step.previous else None,
             "previous_epoch": step.previous.epoch if step.previous else None,
             "scale_format": self.core.settings.scale_format,
-            "kv_scales": self.core.settings.kv_scales,
+            "kv_scales": self.kv.describe(step.live.epoch),
+            "kv_layers": self.kv.served.layers if self.kv.enabled else {},
             "kv_cache_dtype": self.core.kv_cache_dtype,
             "staging": self.core.settings.staging,
             "stall_seconds": step.stall_seconds,
@@ -163,6 +171,7 @@ class UpdateEngine:
         partial: bool = False,
         tensors: Mapping[str, Any] | None = None,
         canary: Mapping[str, Any] | None = None,
+        kv_scales: Mapping[str, Any] | None = None,
         id: str | None = None,
     ) -> Result:
         """Open an update. With an `id` that was opened before, that one is returned."""
@@ -202,10 +211,12 @@ class UpdateEngine:
         self._canaries[session.id] = canary_of(
             canary, self.core.settings, self.core.vocabulary, self.core.longest_prompt
         )
+        self._asked[session.id] = self.kv.asked(kv_scales)
         self.sessions[session.id] = session
         for old in list(self.sessions)[:-KEPT_SESSIONS]:
             del self.sessions[old]
             self._canaries.pop(old, None)
+            self._asked.pop(old, None)
         return session.as_dict()
 
     def check(self, id: str) -> Result:
@@ -250,7 +261,7 @@ class UpdateEngine:
                 session.check_base(self.step.live.epoch)
             return session.as_dict()
         session.check(self.step.live.epoch)
-        return self._preparations.start(session, self._canaries[session.id])
+        return self._preparations.start(session, self._canaries[session.id], self._asked[session.id])
 
     def commit(self, id: str) -> Result:
         """Serve a prepared update's weights from the next step on; `{"waiting": requests}` while it waits. Idempotent."""
@@ -263,7 +274,14 @@ class UpdateEngine:
         session.touch(self._clock())
         label = Label(self.step.live.epoch + 1, session.version)
         try:
-            phases = self.step.run(session.id, label, session.running, session.wait_seconds)
+            asked = self._asked[session.id]
+            scales = (
+                replace(session.kv, epoch=label.epoch) if asked and asked.policy != "static" else session.kv
+            )
+            phases = self.step.run(
+                *(session.id, label, session.running, session.wait_seconds, scales),
+                cached=asked.cached if asked else "rescale",
+            )
         except UpdateError:
             if self.step.poisoned:
                 session.forget()
@@ -311,7 +329,8 @@ class UpdateEngine:
             )
         previous = self.step.previous
         label = Label(self.step.live.epoch + 1, previous.version)
-        phases = self.step.run("rollback", label, Running(running), wait_seconds)
+        cached = self.core.settings.kv_scales.cached if self.core.settings.kv_scales else "rescale"
+        phases = self.step.run("rollback", label, Running(running), wait_seconds, cached=cached)
         if phases is None:
             return {"waiting": self.core.unfinished()}
         self._fingerprints.keep(label, self._fingerprints.of(previous), self.step.previous)
@@ -328,6 +347,14 @@ class UpdateEngine:
         """Start to compare what is served with what was committed; returns a job."""
         self._known_manifest()
         return self._audits.verify()
+
+    def kv_scales(self) -> Result:
+        """The scales of the FP8 KV cache that is served, and how well they fitted."""
+        found = self.kv.describe(self.step.live.epoch, layers=True)
+        if found is None:
+            message = "no KV-cache scales: the KV cache is not FP8, or the server takes no updates"
+            raise UpdateError("no-kv-scales", message, status=404)
+        return found
 
     def _staged(self, session: Session, chunk: str, started: float, results: list[Result]) -> Result:
         errors = [result["error"] for result in results if "error" in result]
@@ -355,6 +382,8 @@ class UpdateEngine:
             raise_first(parts)
             own = canary_of(None, self.core.settings, self.core.vocabulary, self.core.longest_prompt)
             raise_first(self.core.ranks("rehearse", own.prompts, own.built_in))
+            if self.kv.enabled:
+                logger.info("fp8ext: KV-cache scales: %s", self.kv.served.summary(0))
             self._manifest = merge(Manifest.from_dict(part["manifest"]) for part in parts)
             self._fingerprints.keep(self.step.live, [part["fingerprint"] for part in parts], None)
             self._cost = {

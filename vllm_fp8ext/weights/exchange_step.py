@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kv.engine import KvEngine, ScaleSet
 from vllm_fp8ext.weights.labels import Label, default_version
 from vllm_fp8ext.weights.session import Running
 from vllm_fp8ext.weights.totals import Totals
@@ -44,6 +45,8 @@ class Core(Protocol):
     def label(self, label: Label) -> None: ...
     def enter_epoch(self, epoch: int, *, recompute: bool) -> None: ...
     def time_next_step(self, report: Any) -> None: ...
+    def recent_tokens(self) -> list[list[int]]: ...
+    def held_blocks(self) -> list[list[int]]: ...
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,9 @@ class Waiting:
 class ExchangeStep:
     """What is served, and the step that changes it."""
 
-    def __init__(self, core: Core, totals: Totals) -> None:
+    def __init__(self, core: Core, totals: Totals, kv: KvEngine) -> None:
         self._core = core
+        self._kv = kv
         self._totals = totals
         self.live = Label(0, default_version(0))
         self.previous: Label | None = None
@@ -97,9 +101,16 @@ class ExchangeStep:
             self.condemn(f"{what} ended half-way, in place")
 
     def run(
-        self, key: str, label: Label, running: Running, wait_seconds: float | None
+        self,
+        key: str,
+        label: Label,
+        running: Running,
+        wait_seconds: float | None,
+        scales: ScaleSet | None = None,
+        cached: str = "rescale",
     ) -> dict[str, float] | None:
-        """Exchange live and twin and serve `label` from then on.
+        """Exchange live and twin and serve `label` from then on, with these KV-cache scales (by default the previous ones;
+        `cached`: what becomes of K and V that running requests keep).
 
         Returns the seconds of each phase, or None while running requests are waited for: call again.
 
@@ -122,7 +133,10 @@ class ExchangeStep:
         caches = time.perf_counter()
         self.previous, self.live = None if healing or held else self.live, label
         try:
-            self._core.enter_epoch(label.epoch, recompute=healing or running is Running.RECOMPUTE)
+            recompute = healing or running is Running.RECOMPUTE
+            keep = not recompute and self._core.unfinished() > 0
+            recompute |= self._kv.exchanged(scales, keep=keep, cached=cached)
+            self._core.enter_epoch(label.epoch, recompute=recompute)
             self._core.label(label)
         except Exception as error:
             self._poison(f"the caches could not be separated from the old weights: {error}")

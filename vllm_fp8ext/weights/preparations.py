@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of an update between its last tensor and its commit: the rest is taken from live, fingerprints are taken, and
-the canary sings."""
+"""What becomes of an update between its last tensor and its commit: the rest is taken from live, scales of the KV cache
+are found, fingerprints are taken, and the canary sings."""
 
 import time
 from collections.abc import Callable
 from functools import partial
 
+from vllm_fp8ext.kv.asked import Asked
+from vllm_fp8ext.kv.engine import KvEngine, ScaleSet
 from vllm_fp8ext.weights.canary import Canary, judge
 from vllm_fp8ext.weights.exchange_step import ExchangeStep
 from vllm_fp8ext.weights.jobs import Jobs, Result
@@ -16,32 +18,60 @@ from vllm_fp8ext.weights.session import Session
 class Preparations:
     """Each is one job that goes on in another."""
 
-    def __init__(self, jobs: Jobs, step: ExchangeStep, clock: Callable[[], float]) -> None:
+    def __init__(self, jobs: Jobs, step: ExchangeStep, kv: KvEngine, clock: Callable[[], float]) -> None:
         self._jobs = jobs
+        self._kv = kv
         self._step = step
         self._clock = clock
 
-    def start(self, session: Session, canary: Canary) -> Result:
+    def start(self, session: Session, canary: Canary, asked: Asked | None) -> Result:
         """Prepare an update in which nothing is missing; returns a job."""
-        mark = partial(self._mark, session, canary, session.revision, time.perf_counter())
+        scale = partial(self._scale, session, canary, asked, session.revision, time.perf_counter())
         if not session.partial:
-            return mark([])
-        return self._jobs.start("keep_others", session.id, sorted(session.staged_names()), finish=mark)
+            return scale([])
+        return self._jobs.start("keep_others", session.id, sorted(session.staged_names()), finish=scale)
 
-    def _mark(
-        self, session: Session, canary: Canary, revision: int, started: float, results: list[Result]
+    def _scale(
+        self,
+        session: Session,
+        canary: Canary,
+        asked: Asked | None,
+        revision: int,
+        started: float,
+        results: list[Result],
     ) -> Result:
-        """Take the fingerprints of what is prepared."""
+        """Find the scales of its KV cache."""
         raise_first(results)
-        finish = partial(self._sing, session, canary, revision, started)
+        mark = partial(self._mark, session, canary, revision, started)
+        if asked is None:
+            return mark()
+        epoch = self._step.live.epoch + 1
+
+        def done(found: ScaleSet) -> None:
+            session.kv = found
+            session.kv_scales = found.summary(epoch)
+            session.seconds["kv_scales"] = time.perf_counter() - started
+
+        return self._kv.prepare(asked, epoch, done, mark)
+
+    def _mark(self, session: Session, canary: Canary, revision: int, started: float) -> Result:
+        """Take the fingerprints of what is prepared."""
+        started_now = time.perf_counter()
+        finish = partial(self._sing, session, canary, revision, started, started_now)
         return self._jobs.start("fingerprint", True, finish=finish)
 
     def _sing(
-        self, session: Session, canary: Canary, revision: int, started: float, results: list[Result]
+        self,
+        session: Session,
+        canary: Canary,
+        revision: int,
+        started: float,
+        marked: float,
+        results: list[Result],
     ) -> Result:
         raise_first(results)
         session.fingerprints = [result["fingerprint"] for result in results]
-        session.seconds["fingerprint"] = time.perf_counter() - started
+        session.seconds["fingerprint"] = time.perf_counter() - marked
         finish = partial(self._sung, session, canary, revision, started)
         return self._jobs.start("sing", canary.prompts, canary.built_in, finish=finish)
 

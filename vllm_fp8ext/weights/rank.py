@@ -13,6 +13,8 @@ import torch
 
 from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kernels.reference import NonFiniteError
+from vllm_fp8ext.kv.rank import RankKv
+from vllm_fp8ext.kv.scales import Scales
 from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.digest import combine, digest
 from vllm_fp8ext.weights.lanes import Lanes, Result
@@ -30,10 +32,20 @@ _REHEARSAL = 0
 
 
 class Rank:
-    """One rank's twin and its threads. `kv_blocks`: what the twin costs; `attend`: see `recital.recite`."""
+    """One rank's twin and its threads. `kv_blocks`: what the twin costs; `attend`: see `recital.recite`; `kv`: its FP8 KV
+    cache."""
 
-    def __init__(self, twin: Twin, rank: int, world_size: int, kv_blocks: int, attend: Attend) -> None:
+    def __init__(
+        self,
+        twin: Twin,
+        rank: int,
+        world_size: int,
+        kv_blocks: int,
+        attend: Attend,
+        kv: RankKv | None = None,
+    ) -> None:
         self.twin = twin
+        self.kv = kv
         self.rank = rank
         self.world_size = world_size
         self.kv_blocks = kv_blocks
@@ -134,6 +146,43 @@ class Rank:
         return {}
 
     @described
+    def kv_scales(self) -> Result:
+        """The scales of this rank's KV cache."""
+        return {"scales": self._require_kv().scales.served()}
+
+    @described
+    def observe(self, job: int, prompts: list[list[int]]) -> Result:
+        """Start to run prompts through the twin and see its queries, keys and values; each `poll(job)` runs one slice."""
+        for stale in self._recitals.values():
+            stale.close()
+        work = self._require_kv().listening(self.twin.model, self._device, self._attend, prompts)
+        self._recitals = {job: Slices(work)}
+        return {}
+
+    @described
+    def stage_scales(self, scales: Scales) -> Result:
+        """Give the twin KV-cache scales, and tell how they fit what was seen."""
+        with torch.inference_mode():
+            return self._require_kv().stage(scales)
+
+    @described
+    def recorded(self) -> Result:
+        """What was written into the KV cache since the last call."""
+        with torch.inference_mode():
+            return self._require_kv().recorded()
+
+    @described
+    def rescale(self, blocks: list[list[int]]) -> Result:
+        """After an exchange: rewrite what is cached in these blocks, by group of layers, with the new scales."""
+        with torch.inference_mode():
+            return self._require_kv().rescale(blocks)
+
+    def _require_kv(self) -> RankKv:
+        if self.kv is None:
+            raise UpdateError("no-kv-scales", "the KV cache is not FP8", status=404)
+        return self.kv
+
+    @described
     def digests(self, job: int) -> Result:
         """Start to compute this rank's digests of the live weights, and a SHA-256 over the path and storage
         address of each: the same as long as none has moved."""
@@ -171,10 +220,19 @@ class Rank:
         try:
             with torch.inference_mode():
                 self.twin.commit()
+                if self.kv is not None:
+                    self._exchange_scales(self.kv)
         except Exception as error:
             failure = UpdateError("exchange-failed", f"rank {self.rank}: {error}", status=500)
             return {"error": failure.as_dict(), "broken": self.twin.exchange.broken}
         return {"seconds": time.perf_counter() - start}
+
+    def _exchange_scales(self, kv: RankKv) -> None:
+        try:
+            kv.scales.exchange()
+        except BaseException:
+            self.twin.commit()
+            raise
 
     @described
     def keep_constants(self) -> Result:
@@ -187,11 +245,15 @@ class Rank:
         """Memory came back without its contents (`Twin.refresh`)."""
         with torch.inference_mode():
             self.twin.refresh()
+            if self.kv is not None:
+                self.kv.scales.refresh()
         return {}
 
     def _fingerprint(self, *, twin: bool) -> Result:
         with torch.inference_mode():
-            return {"fingerprint": self.twin.exchange.fingerprint(twin=twin)}
+            found = self.twin.exchange.fingerprint(twin=twin)
+            scales = self.kv.scales.fingerprint(twin=twin) if self.kv is not None else 0
+        return {"fingerprint": found ^ scales << 64 if scales else found}
 
     def _stage(
         self, job: int, session: str, source: AnySource, tensors: list[StoredTensor], hashes: dict[str, str]
@@ -261,4 +323,5 @@ class Rank:
         for name, pieces in self.twin.stager.pieces.items():
             found[name] = combine([digest(piece, *self.twin.served(piece.target)) for piece in pieces])
         addresses = hashlib.sha256(listed.encode()).hexdigest()
-        return {"rank": self.rank, "digests": found, "addresses": addresses}
+        scales = self.kv.scales.served() if self.kv is not None else {}
+        return {"rank": self.rank, "digests": found, "addresses": addresses, "kv_scales": scales}

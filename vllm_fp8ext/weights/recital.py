@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs prompts through a model that nobody is served by, in slices of a few layers."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,21 @@ SLICE_LAYERS = 8
 """A slice is as many layers as make this many tokens times layers, and at most this many: a few milliseconds. Counted, not
 timed, so that all ranks of a tensor-parallel group make the same slices and meet in their collectives."""
 
-Attend = Callable[[nn.Module, Callable[[], None]], None]
-"""`attend(model, after)`: make the model's attention layers work without the engine, calling `after` after each."""
+See = Callable[[str, Tensor, Tensor, Tensor], None]
+"""`see(layer, query, key, value)`: `[tokens, heads, head dimension]` each, as they would be cached."""
+
+
+class Attend(Protocol):
+    """Makes a model's attention layers work without the engine, calling `after` after each. `lengths`: of prompts that stand
+    one after the other."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        after: Callable[[], None],
+        see: See | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None: ...
 
 
 def recite(
@@ -49,6 +62,27 @@ def recite(
                 count += len(prompt) - 1
             pause()
     return {"logprob": total if finite else 0.0, "tokens": count, "finite": finite}
+
+
+def listen(
+    model: Any, prompts: list[list[int]], device: torch.device, attend: Attend, see: See, pause: Pause
+) -> None:
+    """Run prompts through the model in one pass and have `see` told of every layer's queries, keys and values."""
+    lengths = [len(prompt) for prompt in prompts]
+    width = max(1, min(SLICE_LAYERS, SLICE_TOKENS // sum(lengths)))
+    layers = 0
+
+    def after() -> None:
+        nonlocal layers
+        layers += 1
+        if layers % width == 0:
+            pause()
+
+    attend(model, after, see, lengths)
+    with torch.inference_mode():
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        model(input_ids=tokens, positions=positions)
 
 
 def _logprob(logits_TV: Tensor, tokens_T: Tensor) -> float:

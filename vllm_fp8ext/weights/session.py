@@ -87,6 +87,10 @@ class Session:
     result: dict[str, Any] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     canary_perplexity: float | None = None
+    kv: Any = None
+    """The scales of its KV cache (`kv.engine.ScaleSet`), once prepared."""
+    kv_scales: dict[str, Any] | None = None
+    """Where they come from and how well they fit, in short."""
     fingerprints: list[int] = field(default_factory=list)
     """Of each rank's twin, once prepared."""
     staged_until: float = 0.0
@@ -288,6 +292,7 @@ class Session:
             "seconds": dict(self.seconds),
             "quantization_error": self.quantization_error,
             "canary_perplexity": self.canary_perplexity,
+            "kv_scales": self.kv_scales,
             "result": self.result,
         }
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 scales of queries, keys and values in plain torch: the one definition for server and trainer.
+
+A scale belongs to a layer, or to each KV head of a layer; queries share the scale of the KV head that they attend to. Codes
+are E4M3, `value / scale` rounded to nearest even and clamped to ±448. Needs nothing but torch.
+
+Shape suffixes: T tokens, H heads of queries, G heads of keys and values, D head dimension.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels.reference import FP8_DTYPE, FP8_MAX, ScaleFormat, scale_of
+
+MARGIN = 1.0
+"""Powers of two between the largest value that was seen and the largest that E4M3 holds."""
+
+
+def amax_by_head(values_THD: Tensor, heads: int) -> Tensor:
+    """Largest magnitude of each of `heads` groups of neighbouring heads: fp32 `[heads]`; NaN where there is one."""
+    tokens, count, width = values_THD.shape
+    grouped = values_THD.abs().reshape(tokens, heads, count // heads * width)
+    return grouped.amax((0, 2)).float() if tokens else torch.zeros(heads, device=values_THD.device)
+
+
+def next_scales(
+    amax: Tensor, served: Tensor, *, margin: float = MARGIN, scale_format: ScaleFormat = "pow2"
+) -> Tensor:
+    """fp32 scales for values up to `amax`: `amax * 2**margin / 448`, or the smallest power of two that is not below it.
+
+    Where an amax is zero, infinite or NaN nothing is known, and the scale that is `served` stays. With `margin`, as in
+    Transformer Engine's delayed scaling (`transformer_engine.common.recipe.DelayedScaling`), powers of two are left for
+    values that were not seen. Above the smallest normal number nothing is lost by that, and a step from one power of two to
+    another is exact.
+    """
+    known = torch.isfinite(amax) & (amax > 0)
+    found = scale_of(torch.where(known, amax, 1.0).float() * 2.0**margin, scale_format)
+    return torch.where(known & torch.isfinite(found), found, served.to(amax.device))
+
+
+def quantize(values_TGD: Tensor, scales_G: Tensor) -> Tensor:
+    """E4M3 codes `[T, G, D]`; `scales_G` has one scale, or one a head."""
+    return (values_TGD.float() / _by_head(scales_G)).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+
+
+def dequantize(codes_TGD: Tensor, scales_G: Tensor) -> Tensor:
+    """fp32 values `[T, G, D]` that codes stand for."""
+    return codes_TGD.float() * _by_head(scales_G)
+
+
+def _by_head(scales_G: Tensor) -> Tensor:
+    return scales_G.reshape(-1, 1).float()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well scales fit values: sums, so that ranks and layers can be added."""
+
+    elements: int
+    saturated: int
+    """Elements beyond the largest code."""
+    squared_error: float
+    squared_norm: float
+
+
+def fit(values_TGD: Tensor, scales_G: Tensor) -> Fit:
+    """What quantizing these values with these scales loses."""
+    values = values_TGD.float()
+    error = dequantize(quantize(values_TGD, scales_G), scales_G) - values
+    saturated = (values.abs() > FP8_MAX * _by_head(scales_G)).sum()
+    sums = torch.stack([saturated.double(), error.double().square().sum(), values.double().square().sum()])
+    beyond, squared_error, squared_norm = sums.tolist()
+    return Fit(values.numel(), int(beyond), squared_error, squared_norm)

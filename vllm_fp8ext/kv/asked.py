@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an update asks for its KV-cache scales."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kv.scales import NAMES, Scales
+from vllm_fp8ext.kv.settings import Cached, KvScaleSettings, Policy
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`prompts`: token ids to calibrate with; `scales`: those that the trainer sends."""
+
+    policy: Policy
+    cached: Cached
+    prompts: Sequence[Sequence[int]] | None = None
+    scales: Scales | None = None
+
+
+def asked_of(
+    told: Mapping[str, Any] | None,
+    settings: KvScaleSettings,
+    served: Scales,
+    vocabulary: int,
+    longest: int,
+    *,
+    records: bool,
+) -> Asked:
+    """What an update asks for, with the server's `settings` where it says nothing.
+
+    `served`: the scales of now; `records`: whether a history is kept.
+
+    Raises:
+        UpdateError: `invalid-request`: a policy that this server can't follow, prompts that are no prompts, scales that are
+            missing, unknown, not positive, or not as many as expected.
+    """
+    told = told or {}
+    policy = cast("Policy", told.get("policy") or settings.policy)
+    cached = cast("Cached", told.get("cached") or settings.cached)
+    prompts, scales = told.get("prompts"), told.get("scales")
+    if prompts and policy != "calibrate":
+        raise _invalid(f"prompts are for the policy calibrate, found {policy}")
+    if (scales is not None) != (policy == "provided"):
+        raise _invalid(f"scales and the policy provided go together, found the policy {policy}")
+    if policy == "history" and not records:
+        raise _invalid("nothing is recorded: the server has to be started with the policy history")
+    _check_prompts(prompts or (), settings, vocabulary, longest)
+    return Asked(policy, cached, prompts, None if scales is None else _completed(scales, served))
+
+
+def _check_prompts(
+    prompts: Sequence[Sequence[int]], settings: KvScaleSettings, vocabulary: int, longest: int
+) -> None:
+    for number, prompt in enumerate(prompts):
+        if not 1 <= len(prompt) <= longest:
+            raise _invalid(f"prompt {number}: expected 1 to {longest} tokens, found {len(prompt)}")
+        beyond = [token for token in prompt if not 0 <= token < vocabulary]
+        if beyond:
+            raise _invalid(f"prompt {number}: expected token ids below {vocabulary}, found {beyond[0]}")
+    total = sum(map(len, prompts))
+    if total > settings.tokens:
+        raise _invalid(f"prompts: expected at most {settings.tokens} tokens in all, found {total}")
+
+
+def _completed(scales: Mapping[str, Mapping[str, Any]], served: Scales) -> Scales:
+    """One number for a layer counts for all its heads; scales of Q that are not sent stay as they are."""
+    unknown, missing = sorted(scales.keys() - served.keys()), sorted(served.keys() - scales.keys())
+    if unknown or missing:
+        raise _invalid(
+            f"scales: missing layers {missing}, unknown layers {unknown}; expected {sorted(served)}"
+        )
+    found: Scales = {}
+    for layer, now in served.items():
+        found[layer] = {}
+        for kind in NAMES:
+            values = scales[layer].get(kind)
+            if values is None and kind != "q":
+                raise _invalid(f"scales: {layer} has no {kind}")
+            listed = now[kind] if values is None else values if isinstance(values, list) else [values]
+            wanted = len(now[kind])
+            if len(listed) not in (1, wanted):
+                raise _invalid(f"scales: {layer}.{kind}: expected 1 or {wanted} numbers, found {len(listed)}")
+            if not all(math.isfinite(value) and value > 0 for value in listed):
+                raise _invalid(f"scales: {layer}.{kind}: expected positive finite numbers, found {listed}")
+            found[layer][kind] = [float(value) for value in listed] * (wanted // len(listed))
+    return found
+
+
+def _invalid(message: str) -> UpdateError:
+    return UpdateError("invalid-request", f"kv_scales: {message}", status=422)

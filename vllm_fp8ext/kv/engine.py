@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which KV-cache scales an update brings, and what becomes of the cached K and V when it is served."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.kv.asked import Asked, asked_of
+from vllm_fp8ext.kv.merged import largest
+from vllm_fp8ext.kv.rank import computed
+from vllm_fp8ext.kv.report import layer_reports, worst
+from vllm_fp8ext.kv.scales import Scales
+from vllm_fp8ext.kv.settings import KvScaleSettings
+from vllm_fp8ext.kv.tokens import Tokens, choose
+from vllm_fp8ext.weights.jobs import Jobs, Result
+from vllm_fp8ext.weights.rank_results import raise_first
+
+logger = logging.getLogger("vllm.fp8ext")
+
+
+class Core(Protocol):
+    """What it needs of an engine core."""
+
+    settings: Settings
+    kv_cache_dtype: str
+    vocabulary: int
+    longest_prompt: int
+
+    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
+    def recent_tokens(self) -> list[list[int]]: ...
+    def held_blocks(self) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class ScaleSet:
+    """`epoch`: of the weights that they were computed for. `source`: what they were computed from. `layers`: how well they
+    fitted then (`report.layer_reports`)."""
+
+    scales: Scales
+    policy: str
+    epoch: int
+    source: str
+    tokens: int = 0
+    layers: dict[str, Any] = field(default_factory=dict)
+
+    def summary(self, epoch: int) -> Result:
+        """In short, while `epoch` is served."""
+        return {
+            "policy": self.policy,
+            "source": self.source,
+            "tokens": self.tokens,
+            "epoch": self.epoch,
+            "age": epoch - self.epoch,
+            "fit": {kind: worst(self.layers, kind) for kind in ("k", "v")} if self.layers else None,
+        }
+
+
+class KvEngine:
+    """The scales of an engine. Without an FP8 KV cache, or without updates, there are none (`enabled`)."""
+
+    def __init__(self, core: Core, jobs: Jobs) -> None:
+        self._core = core
+        self._jobs = jobs
+        found = core.settings.kv_scales
+        self.enabled = (
+            core.kv_cache_dtype.startswith("fp8") and found is not None and core.settings.staging != "none"
+        )
+        self._settings = found or KvScaleSettings(policy="static")
+        self._served: ScaleSet | None = None
+        self._previous: ScaleSet | None = None
+        self._history: deque[Scales] = deque(maxlen=self._settings.history_length)
+
+    @property
+    def served(self) -> ScaleSet:
+        """What is served."""
+        if self._served is None:
+            parts = self._core.ranks("kv_scales")
+            raise_first(parts)
+            policy = self._settings.policy
+            source = "checkpoint" if policy == "static" else "start"
+            self._served = ScaleSet(largest([part["scales"] for part in parts]), policy, 0, source)
+        return self._served
+
+    def asked(self, told: Any) -> Asked | None:
+        """What an update asks for. Raises `UpdateError` (`invalid-request`)."""
+        if not self.enabled:
+            return None
+        core, records = self._core, self._settings.policy == "history"
+        return asked_of(
+            told, self._settings, self.served.scales, core.vocabulary, core.longest_prompt, records=records
+        )
+
+    def prepare(
+        self, asked: Asked, epoch: int, done: Callable[[ScaleSet], None], then: Callable[[], Result]
+    ) -> Result:
+        """Give the twin, which is complete, the scales that it will be served with from `epoch` on; then go on. A job, except
+        for scales that stay."""
+        if asked.policy == "static":
+            self._stage(self.served.scales)
+            done(self.served)
+            return then()
+        core = self._core
+        recent = core.recent_tokens()
+        tokens = choose(asked.prompts, self._settings, recent, core.vocabulary, core.longest_prompt)
+        finish = partial(self._observed, asked, tokens, epoch, done, then)
+        return self._jobs.start("observe", tokens.prompts, finish=finish)
+
+    def _observed(
+        self,
+        asked: Asked,
+        tokens: Tokens,
+        epoch: int,
+        done: Callable[[ScaleSet], None],
+        then: Callable[[], Result],
+        results: list[Result],
+    ) -> Result:
+        raise_first(results)
+        seen = largest([result["amax"] for result in results])
+        source = tokens.source
+        if asked.scales is not None:
+            scales, source = asked.scales, "trainer"
+        elif asked.policy == "history":
+            scales, source = computed(self._remembered(), self.served.scales, self._settings), "history"
+        else:
+            scales = computed(seen, self.served.scales, self._settings)
+        layers = layer_reports(self._stage(scales), seen, scales)
+        found = ScaleSet(scales, asked.policy, epoch, source, tokens.count, layers)
+        self._warn(found)
+        done(found)
+        return then()
+
+    def _stage(self, scales: Scales) -> list[Any]:
+        results = self._core.ranks("stage_scales", scales)
+        raise_first(results)
+        return [result["fits"] for result in results]
+
+    def _remembered(self) -> Scales:
+        """Amax of the commits that count."""
+        results = self._core.ranks("recorded")
+        raise_first(results)
+        self._history.append(largest([result["recorded"] for result in results]))
+        if self._settings.history_algorithm == "most_recent":
+            return self._history[-1]
+        return largest(list(self._history))  # type: ignore[arg-type]
+
+    def _warn(self, found: ScaleSet) -> None:
+        for kind in ("k", "v"):
+            told = worst(found.layers, kind)
+            if told["saturated_fraction"] > self._settings.warn_saturated:
+                logger.warning(
+                    "fp8ext: %.3g of %s of %s is beyond the largest FP8 code with scales from %s; more than %g",
+                    *(told["saturated_fraction"], kind.upper(), told["worst"], found.source),
+                    self._settings.warn_saturated,
+                )
+
+    def exchanged(self, new: ScaleSet | None, *, keep: bool, cached: str) -> bool:
+        """Served and staged scales were exchanged; `new` are those that are served now, by default the previous ones. With
+        `keep`, cached K and V that running requests hold are rewritten; whether they have to be computed again instead."""
+        if not self.enabled:
+            return False
+        old, self._served = self.served, new or self._previous
+        self._previous = old
+        if not keep or self.served.scales == old.scales:
+            return False
+        if cached == "recompute":
+            return True
+        results = self._core.ranks("rescale", self._core.held_blocks())
+        failed = [result["error"] for result in results if "error" in result]
+        if failed:
+            logger.warning(
+                "fp8ext: cached K and V could not be rewritten, they are computed again: %s", failed[0]
+            )
+        return bool(failed)
+
+    def describe(self, epoch: int, *, layers: bool = False) -> Result | None:
+        """What is served: in short, or with scales and fit of every layer."""
+        if not self.enabled:
+            return None
+        found = self.served.summary(epoch) | {"granularity": self._settings.granularity}
+        if layers:
+            found |= {"scales": self.served.scales, "layers": self.served.layers}
+        return found

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 KV cache of one rank: its scales, what it saw of queries, keys and values, and the cached codes.
+
+Used by `weights.rank.Rank`, on the worker's main thread.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from vllm_fp8ext.kernels.kv_cache import next_scales
+from vllm_fp8ext.kv.merged import largest
+from vllm_fp8ext.kv.observer import Observer
+from vllm_fp8ext.kv.scales import KvScales, RankScales, Scales
+from vllm_fp8ext.kv.settings import KvScaleSettings
+from vllm_fp8ext.weights.recital import Attend, listen
+from vllm_fp8ext.weights.slices import Pause
+
+Result = dict[str, Any]
+Gather = Callable[[RankScales], list[RankScales]]
+"""What every rank has, given what this one has; met by all ranks."""
+
+
+class Recorder(Protocol):
+    """Notes amax where the cache is written (`compat.kv_recorder`)."""
+
+    def take(self) -> dict[str, dict[str, Any]]: ...
+
+
+Rescale = Callable[[dict[str, dict[str, list[float]]], list[list[int]]], Result]
+"""Multiply the cached codes of these layers in these blocks of each group of layers (`compat.kv_cache`)."""
+
+
+@dataclass
+class RankKv:
+    """`rescale_blocks` and `recorder` reach into vLLM; without a recorder nothing is recorded."""
+
+    scales: KvScales
+    settings: KvScaleSettings
+    rescale_blocks: Rescale
+    recorder: Recorder | None = None
+    observer: Observer | None = None
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each KV head has a scale of its own."""
+        return self.settings.granularity == "head"
+
+    def listening(
+        self, model: Any, device: torch.device, attend: Attend, prompts: list[list[int]]
+    ) -> Callable[[Pause], Result]:
+        """Work that runs prompts through a model and tells `amax` by layer."""
+        observer = self.observer = Observer(per_head=self.per_head)
+
+        def work(pause: Pause) -> Result:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            listen(model, prompts, device, attend, observer.see, pause)
+            with torch.inference_mode():
+                return {"amax": observer.amax(self.scales.spread)}
+
+        return work
+
+    def begin(
+        self, model: Any, device: torch.device, attend: Attend, prompts: list[list[int]], gather: Gather
+    ) -> None:
+        """Serve the scales that fit these prompts, before anything is cached."""
+        found = self.listening(model, device, attend, prompts)(lambda: None)
+        served = largest(gather(self.scales.served()))
+        scales = computed(largest(gather(found["amax"])), served, self.settings)
+        self.scales.stage(scales)
+        self.scales.exchange()
+        self.scales.stage(scales)
+
+    def stage(self, scales: Scales) -> Result:
+        """Give the twin scales, and tell how well they fit what was seen last."""
+        self.scales.stage(scales)
+        return {"fits": self.observer.fits(self.scales) if self.observer else {}}
+
+    def recorded(self) -> Result:
+        """What was written into the cache since this was asked last."""
+        return {"recorded": self.recorder.take() if self.recorder else {}}
+
+    def rescale(self, blocks: list[list[int]]) -> Result:
+        """Make what is cached in these blocks, of each group of layers, mean with the new scales what it meant before."""
+        ratios = self.scales.ratios()
+        return self.rescale_blocks(ratios, blocks) if ratios else {}
+
+
+def computed(amax: Scales, served: Scales, settings: KvScaleSettings) -> Scales:
+    """Scales for these magnitudes; those that are served where a layer has none."""
+    found: Scales = {}
+    for layer, kinds in served.items():
+        found[layer] = {}
+        for kind, values in kinds.items():
+            now = torch.tensor(values)
+            seen = torch.tensor(amax.get(layer, {}).get(kind, [0.0] * len(values)))
+            scales = next_scales(seen, now, margin=settings.margin, scale_format=settings.scale_format)
+            found[layer][kind] = scales.tolist()
+    return found

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user chooses about the scales of an FP8 KV cache. Imports neither torch nor vLLM."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Policy = Literal["calibrate", "history", "provided", "static"]
+Cached = Literal["rescale", "recompute"]
+Prompt = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
+
+CALIBRATION_TOKENS = 4096
+
+
+class KvScaleSettings(BaseModel):
+    """`kv_scales` of `--additional-config`; a string is the policy alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    policy: Policy
+    """`calibrate`: an update's scales come from running tokens through its weights before it is served. `history`: from
+    what was written into the cache, at the next commit. `provided`: the trainer sends them. `static`: the checkpoint's, for
+    ever."""
+
+    granularity: Literal["layer", "head"] = "layer"
+    """One scale for each of Q, K and V of a layer, or of each of its KV heads (FlashAttention 3 only)."""
+
+    scale_format: Literal["fp32", "pow2"] = "pow2"
+    """Format of the scales: `amax * 2**margin / 448`, or the smallest power of two that is not below it."""
+
+    margin: float = Field(default=1.0, ge=0, le=8)
+    """Powers of two left for values larger than those that were seen."""
+
+    prompts: Annotated[tuple[Prompt, ...], Field(strict=False, min_length=1, max_length=64)] | None = None
+    """Token ids to calibrate with. By default what was served last, and a built-in sample before there is enough of it."""
+
+    tokens: int = Field(default=CALIBRATION_TOKENS, ge=16, le=1 << 16)
+    """Most tokens to calibrate with."""
+
+    history_length: int = Field(default=16, ge=1, le=1024)
+    """Of how many commits the recorded amax is remembered."""
+
+    history_algorithm: Literal["max", "most_recent"] = "max"
+    """Which of them counts."""
+
+    record_every: int = Field(default=8, ge=1)
+    """With `history`: one step in so many is looked at."""
+
+    cached: Cached = "rescale"
+    """What becomes of K and V that running requests keep (`running` `keep`) when scales change: rewritten in place, or
+    computed again."""
+
+    default: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """With `static`: the scale of K and V of layers for which the checkpoint has none. Without it they are an error at
+    start."""
+
+    warn_saturated: float = Field(default=0.001, ge=0, le=1)
+    """A larger part of a layer's K or V beyond the largest code is warned of."""
+
+    @model_validator(mode="after")
+    def _default_is_for_static(self) -> Self:
+        if self.default is not None and self.policy != "static":
+            raise ValueError(f"default is for the policy static, found {self.policy}")
+        return self
+
+
+def spelled_out(value: Any) -> Any:
+    """A policy's name as an object."""
+    return {"policy": value} if isinstance(value, str) else value
+
+
+KvScales = Annotated[KvScaleSettings, BeforeValidator(spelled_out)]
