@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 NAMES = ("q", "k", "v")
+_ALIGNED = 4
+"""Numbers in 16 bytes: compiled graphs copy inputs that begin elsewhere."""
 Scales = dict[str, dict[str, list[float]]]
 """By layer and by one of `NAMES`: one number, or one of each KV head."""
 RankScales = dict[str, dict[str, list[float | None]]]
@@ -69,7 +71,7 @@ class KvScales:
             for kind in NAMES:
                 width = shares[name].count if per_head else 1
                 self._places[name, kind] = slice(end, end + width)
-                end += width
+                end += -(-width // _ALIGNED) * _ALIGNED
         self._live = torch.ones(end, dtype=torch.float32, device=device)
         self._twin = torch.ones(end, dtype=torch.float32, device=device)
         self._mirrors = [[1.0] * end, [1.0] * end]
