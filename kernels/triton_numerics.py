@@ -65,15 +65,23 @@ def codes_of(x, scale, SHORT: tl.constexpr, HARDWARE: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    quotient = tl.div_rn(x, scale)
+    return encoded(tl.div_rn(x, scale), HARDWARE)
+
+
+@triton.jit
+def encoded(x, HARDWARE: tl.constexpr):
+    """E4M3 codes of fp32 `x`, as bytes: to nearest, of two equally near codes the even one, at most 448.
+
+    `HARDWARE`: as for `codes_of`; NaN keeps its sign only without.
+    """
     if HARDWARE:
-        return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return _encode(quotient)
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return _encode(x)
 
 
 @triton.jit
 def _encode(quotient):
-    """fp32 to E4M3 in integers: to nearest, of two equally near codes the even one, at most 448."""
+    """The same in integers."""
     bits = magnitude_bits(quotient)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # below 2^-6 codes are multiples of 2^-9, the distance of fp32 numbers from 2^14 on
