@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records how large K, V and Q of real traffic are, for scales that follow it ("delayed scaling").
+
+Replaces, on the instance, `forward` of the implementation of each attention layer that is recorded: it comes right after the
+layer's cache was written, with the same K and V, and sees the query as the kernel does. Can go once vLLM records amaxes of
+an FP8 KV cache.
+
+Python runs there in every step without CUDA graphs, and in piecewise ones, which are broken at attention. In steps that are
+replayed as one whole graph it does not (decoding alone, with vLLM's default `FULL_AND_PIECEWISE`): those steps are not
+recorded. Prefill, and decoding beside it, are.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention import Attention
+
+from vllm_fp8ext.kernels.kv_amax import Seen, Tally
+
+
+class Recorder:
+    """Records one step in `every` of all `layers`, by name, in the order in which they run.
+
+    On a GPU nothing is waited for but in `take`, and a recorded step costs one launch a layer. Not seen: padding, profiling
+    and warm-up (their slots are padding), what is captured into a CUDA graph.
+    """
+
+    def __init__(self, layers: Mapping[str, Attention], every: int) -> None:
+        if every < 1:
+            raise ValueError(f"every: expected at least 1, found {every}")
+        self._layers = dict(layers)
+        self._every = every
+        self._steps = 0
+        self._recording = False
+        self._tallies: dict[str, Tally] = {}
+        for index, (name, layer) in enumerate(self._layers.items()):
+            self._tallies[name] = Tally(layer.num_kv_heads, layer._k_scale.device)
+            layer.impl.forward = self._wrapped(
+                layer, self._tallies[name], layer.impl.forward, first=not index
+            )
+
+    def take(self) -> dict[str, Seen]:
+        """What each layer has seen since the last time; waits for the GPU. Scales may change after this, not before: what is
+        read off a quantized query is in units of its scale at that time."""
+        return {name: tally.take() for name, tally in self._tallies.items()}
+
+    def close(self) -> None:
+        """Record no more, and leave the layers as they were."""
+        for layer in self._layers.values():
+            vars(layer.impl).pop("forward", None)
+
+    def _wrapped(
+        self, layer: Attention, tally: Tally, original: Callable[..., Any], *, first: bool
+    ) -> Callable[..., Any]:
+        def forward(
+            module: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            metadata: Any,
+            *args: Any,
+            **named: Any,
+        ) -> Any:
+            if first:
+                self._recording = self._steps % self._every == 0
+                self._steps += 1
+            if self._recording and metadata is not None and not _capturing(query):
+                tally.add(
+                    (key, value, query.view(len(query), layer.num_kv_heads, -1)),
+                    metadata.slot_mapping,
+                    (layer._k_scale, layer._v_scale, layer._q_scale),
+                )
+            return original(module, query, key, value, kv_cache, metadata, *args, **named)
+
+        return forward
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
