@@ -227,6 +227,21 @@ class WorstFit(Fit):
     worst: str = Field(description="The layer with the largest saturated fraction.")
 
 
+class Traffic(BaseModel):
+    """K or V that was written into the cache."""
+
+    saturated_fraction: float = Field(description="Beyond the largest code; the largest of any layer.")
+    worst: str = Field(description="The layer that has it.")
+
+
+class Rescaled(BaseModel):
+    """Cached codes that were rewritten at the last commit or rollback."""
+
+    codes: int
+    saturated: int = Field(description="Clamped to the largest code.")
+    flushed: int = Field(description="Of other values than zero, now zero.")
+
+
 class KvScalesSummary(BaseModel):
     """Scales of the FP8 KV cache, in short."""
 
@@ -240,6 +255,13 @@ class KvScalesSummary(BaseModel):
     age: int = Field(description="Epochs since then.")
     granularity: Literal["layer", "head"] | None = None
     fit: dict[str, WorstFit] | None = Field(description="Of `k` and `v`; null when nothing was looked at.")
+    traffic: dict[str, Traffic] | None = Field(
+        None,
+        description="With `history`, of `k` and `v` that were written before the last update with the scales of then.",
+    )
+    rescaled: Rescaled | None = Field(
+        None, description="With running requests that kept their K and V, when scales changed."
+    )
 
 
 class KvScalesServed(KvScalesSummary):

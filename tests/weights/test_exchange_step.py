@@ -111,7 +111,7 @@ class ScriptedCore:
     def recent_tokens(self) -> list[list[int]]:
         return []
 
-    def held_blocks(self) -> list[list[int]]:
+    def held_blocks(self) -> list[dict[str, Any]]:
         return []
 
     def time_next_step(self, report: Callable[[], None]) -> None:

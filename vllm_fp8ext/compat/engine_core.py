@@ -12,12 +12,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
+from vllm_fp8ext.compat.kv_cache import held_blocks
 from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache
 from vllm_fp8ext.compat.recent_tokens import RecentTokens
 from vllm_fp8ext.compat.watchdog import Watchdog
@@ -122,9 +124,9 @@ class CoreAccess:
         """Tokens of the requests that ended last, the last first."""
         return self._recent.newest_first() if self._recent else []
 
-    def held_blocks(self) -> list[list[int]]:
-        """Blocks of K and V that running requests hold, by group of layers."""
-        return []
+    def held_blocks(self) -> list[dict[str, Any]]:
+        """Blocks of K and V that running requests hold, by group of layers (fields of `HeldBlocks`)."""
+        return [asdict(group) for group in held_blocks(self._core)]
 
     def pause(self) -> float:
         """Stop scheduling and finish the steps in flight; their outputs leave under the old version. Seconds taken."""

@@ -5,6 +5,7 @@ Derives from `BaseKVCacheMethod`, since vLLM asks for that class. Can go once vL
 time.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -120,10 +121,9 @@ def _require_backend(layer: Any, settings: KvScaleSettings) -> None:
 
 
 def kv_scales_of(
-    model: nn.Module, settings: KvScaleSettings, total_heads: int, device: torch.device
+    layers: Mapping[str, Any], settings: KvScaleSettings, total_heads: int, device: torch.device
 ) -> KvScales:
-    """The scales of a served model, from now on changed by `KvScales.exchange` alone."""
-    layers = {module.layer_name: module for module in attention_layers(model)}
+    """The scales of a served model's attention layers by name, from now on changed by `KvScales.exchange` alone."""
     shares = {name: share_of(layer, total_heads) for name, layer in layers.items()}
     return KvScales(layers, shares, per_head=settings.granularity == "head", device=device)
 

@@ -129,7 +129,9 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
 def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -> Any:
     """The FP8 KV cache's scales, computed before anything is cached; None without one."""
     from vllm_fp8ext.compat.attention import attend_plainly
-    from vllm_fp8ext.compat.kv_scales import gather, kv_scales_of
+    from vllm_fp8ext.compat.kv_recorder import Recorder
+    from vllm_fp8ext.compat.kv_rescale import CachedCodes
+    from vllm_fp8ext.compat.kv_scales import attention_layers, gather, kv_scales_of
     from vllm_fp8ext.kv.rank import RankKv
     from vllm_fp8ext.kv.tokens import choose
 
@@ -137,13 +139,12 @@ def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -
     if settings is None or not config.cache_config.cache_dtype.startswith("fp8"):
         return None
     of = config.model_config
-    kv = RankKv(kv_scales_of(model, settings, of.get_total_num_kv_heads(), device), settings, rescale_blocks)
+    layers = {layer.layer_name: layer for layer in attention_layers(model)}
+    scales = kv_scales_of(layers, settings, of.get_total_num_kv_heads(), device)
+    recorder = Recorder(layers, settings.record_every) if settings.policy == "history" else None
+    kv = RankKv(scales, settings, CachedCodes(layers), recorder)
     if settings.policy != "static":
         twin.keep_others([])
         tokens = choose(None, settings, [], of.get_vocab_size(), of.max_model_len)
         kv.begin(twin.model, device, attend_plainly, tokens.prompts, gather)
     return kv
-
-
-def rescale_blocks(*_: Any) -> Any:
-    raise ConfigError("this attention's cache can't be rewritten in place")

@@ -12,7 +12,7 @@ from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kv.asked import Asked, asked_of
 from vllm_fp8ext.kv.merged import largest
 from vllm_fp8ext.kv.rank import computed
-from vllm_fp8ext.kv.report import layer_reports, worst
+from vllm_fp8ext.kv.report import layer_reports, traffic_report, worst
 from vllm_fp8ext.kv.scales import Scales
 from vllm_fp8ext.kv.settings import KvScaleSettings
 from vllm_fp8ext.kv.tokens import Tokens, choose
@@ -32,7 +32,7 @@ class Core(Protocol):
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
     def recent_tokens(self) -> list[list[int]]: ...
-    def held_blocks(self) -> list[list[int]]: ...
+    def held_blocks(self) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ class KvEngine:
         self._settings = found or KvScaleSettings(policy="static")
         self._served: ScaleSet | None = None
         self._previous: ScaleSet | None = None
+        self._traffic: dict[str, Any] | None = None
+        """Of what was recorded before the last update, beyond the largest code."""
+        self._rescaled: dict[str, int] | None = None
+        """What became of cached codes at the last exchange."""
         self._history: deque[Scales] = deque(maxlen=self._settings.history_length)
 
     @property
@@ -142,7 +146,8 @@ class KvEngine:
         """Amax of the commits that count."""
         results = self._core.ranks("recorded")
         raise_first(results)
-        self._history.append(largest([result["recorded"] for result in results]))
+        self._history.append(largest([result["amax"] for result in results]))
+        self._traffic = traffic_report([result["traffic"] for result in results])
         if self._settings.history_algorithm == "most_recent":
             return self._history[-1]
         return largest(list(self._history))  # type: ignore[arg-type]
@@ -162,6 +167,7 @@ class KvEngine:
         `keep`, cached K and V that running requests hold are rewritten; whether they have to be computed again instead."""
         if not self.enabled:
             return False
+        self._rescaled = None
         old, self._served = self.served, new or self._previous
         self._previous = old
         if not keep or self.served.scales == old.scales:
@@ -171,16 +177,23 @@ class KvEngine:
         results = self._core.ranks("rescale", self._core.held_blocks())
         failed = [result["error"] for result in results if "error" in result]
         if failed:
-            logger.warning(
-                "fp8ext: cached K and V could not be rewritten, they are computed again: %s", failed[0]
-            )
-        return bool(failed)
+            told = "cached K and V could not be rewritten, they are computed again"
+            logger.warning("fp8ext: %s: %s", told, failed[0])
+            return True
+        self._rescaled = {
+            name: sum(result.get(name, 0) for result in results) for name in ("codes", "saturated", "flushed")
+        }
+        return False
 
     def describe(self, epoch: int, *, layers: bool = False) -> Result | None:
         """What is served: in short, or with scales and fit of every layer."""
         if not self.enabled:
             return None
-        found = self.served.summary(epoch) | {"granularity": self._settings.granularity}
+        found = self.served.summary(epoch) | {
+            "granularity": self._settings.granularity,
+            "rescaled": self._rescaled,
+            "traffic": self._traffic,
+        }
         if layers:
             found |= {"scales": self.served.scales, "layers": self.served.layers}
         return found

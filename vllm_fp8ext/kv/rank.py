@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_fp8ext.kernels.kv_amax import K, Q, Seen, V
 from vllm_fp8ext.kernels.kv_cache import next_scales
 from vllm_fp8ext.kv.merged import largest
 from vllm_fp8ext.kv.observer import Observer
@@ -26,20 +27,24 @@ Gather = Callable[[RankScales], list[RankScales]]
 class Recorder(Protocol):
     """Notes amax where the cache is written (`compat.kv_recorder`)."""
 
-    def take(self) -> dict[str, dict[str, Any]]: ...
+    def take(self) -> dict[str, Seen]: ...
 
 
-Rescale = Callable[[dict[str, dict[str, list[float]]], list[list[int]]], Result]
-"""Multiply the cached codes of these layers in these blocks of each group of layers (`compat.kv_cache`)."""
+class Cache(Protocol):
+    """What is cached (`compat.kv_rescale`)."""
+
+    def warm_up(self) -> None: ...
+
+    def rescale(self, ratios: dict[str, dict[str, list[float]]], held: list[Result]) -> dict[str, int]: ...
 
 
 @dataclass
 class RankKv:
-    """`rescale_blocks` and `recorder` reach into vLLM; without a recorder nothing is recorded."""
+    """`cache` and `recorder` reach into vLLM; without a recorder nothing is recorded."""
 
     scales: KvScales
     settings: KvScaleSettings
-    rescale_blocks: Rescale
+    cache: Cache
     recorder: Recorder | None = None
     observer: Observer | None = None
 
@@ -80,13 +85,25 @@ class RankKv:
         return {"fits": self.observer.fits(self.scales) if self.observer else {}}
 
     def recorded(self) -> Result:
-        """What was written into the cache since this was asked last."""
-        return {"recorded": self.recorder.take() if self.recorder else {}}
+        """What was written into the cache since this was asked last: `amax` by layer, and how many `elements` of K and V
+        there were and how many of them were `saturated`."""
+        taken = self.recorder.take() if self.recorder else {}
+        amax: RankScales = {}
+        traffic: dict[str, dict[str, dict[str, int]]] = {}
+        for layer, seen in taken.items():
+            for kind, index in (("q", Q), ("k", K), ("v", V)):
+                values = seen.amax[index] if self.per_head else seen.amax[index].max()[None]
+                amax.setdefault(layer, {})[kind] = self.scales.spread(layer, values.tolist())
+                if kind != "q":
+                    elements = int(seen.elements[index]) * seen.amax.shape[1]
+                    counts = {"elements": elements, "saturated": int(seen.saturated[index].sum())}
+                    traffic.setdefault(layer, {})[kind] = counts
+        return {"amax": amax, "traffic": traffic}
 
-    def rescale(self, blocks: list[list[int]]) -> Result:
+    def rescale(self, held: list[Result]) -> Result:
         """Make what is cached in these blocks, of each group of layers, mean with the new scales what it meant before."""
         ratios = self.scales.ratios()
-        return self.rescale_blocks(ratios, blocks) if ratios else {}
+        return {**self.cache.rescale(ratios, held)} if ratios else {}
 
 
 def computed(amax: Scales, served: Scales, settings: KvScaleSettings) -> Scales:

@@ -47,3 +47,21 @@ def worst(layers: dict[str, dict[str, dict[str, float]]], kind: str) -> dict[str
         "headroom": min(part["headroom"] for part in parts.values()),
         "worst": max(parts, key=lambda layer: parts[layer]["saturated_fraction"]),
     }
+
+
+def traffic_report(parts: Sequence[dict[str, dict[str, dict[str, int]]]]) -> dict[str, Any] | None:
+    """Of K (`k`) and V (`v`) that were written into the cache: the largest saturated fraction of any layer, and which has it.
+    None when nothing was written. `parts`: of each rank, by layer and kind, `elements` and how many were `saturated`."""
+    found: dict[str, Any] = {}
+    for kind in ("k", "v"):
+        fractions = {}
+        for layer in parts[0]:
+            elements, saturated = (
+                sum(part[layer][kind][name] for part in parts) for name in ("elements", "saturated")
+            )
+            if elements:
+                fractions[layer] = saturated / elements
+        if fractions:
+            layer = max(fractions, key=lambda name: fractions[name])
+            found[kind] = {"saturated_fraction": fractions[layer], "worst": layer}
+    return found or None

@@ -121,6 +121,8 @@ class Rank:
         self._lanes.start("staging", _REHEARSAL, stage)
         staged = self._lanes.take(_REHEARSAL, None)
         recite(self.twin.model, prompts, self._device, self._attend, lambda: None)
+        if self.kv is not None:
+            self.kv.cache.warm_up()
         if built_in and self._device.type == "cuda" and self.world_size == 1:
             self._recording = Recording(self.twin.model, prompts[0], self._device, self._attend)
         return staged or {}
@@ -172,10 +174,10 @@ class Rank:
             return self._require_kv().recorded()
 
     @described
-    def rescale(self, blocks: list[list[int]]) -> Result:
-        """After an exchange: rewrite what is cached in these blocks, by group of layers, with the new scales."""
+    def rescale(self, held: list[Result]) -> Result:
+        """After an exchange: rewrite what is cached in blocks that are held, by group of layers, with the new scales."""
         with torch.inference_mode():
-            return self._require_kv().rescale(blocks)
+            return self._require_kv().rescale(held)
 
     def _require_kv(self) -> RankKv:
         if self.kv is None:
