@@ -14,6 +14,7 @@ from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import SMALL, Server
 
 from .ask import state
+from .plugins import two_ranks
 
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
 OPTIONS = (*SMALL, "--block-size", "32", "--max-logprobs", "128", "--enable-prompt-tokens-details")
@@ -43,7 +44,7 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             logs / "tp2.log",
             arguments=(*OPTIONS, *TWO_RANKS),
             settings=settings,
-            variables={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+            variables=two_ranks(logs),
         ),
     }
     try:

@@ -23,6 +23,7 @@ from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
 from .ask import Stream
+from .plugins import two_ranks, variables
 
 KINDS = ("exception", "out of memory", "kill -9", "hang")
 POINTS = ("open", "chunk", "staging", "prepare", "commit", "rollback")
@@ -80,19 +81,16 @@ class FaultyServer(Server):
         name = f"tp{ranks}-{time.monotonic_ns()}"
         self.fault = folder / f"{name}.json"
         self.ranks = ranks
-        plugin = _distribution(folder)
-        path = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
-        variables = {"FP8EXT_FAULT": str(self.fault), "VLLM_PLUGINS": "fp8ext_faults", "PYTHONPATH": path}
         arguments = SMALL
         if ranks > 1:
-            variables["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
             arguments += ("--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp")
+        plugins = two_ranks if ranks > 1 else variables
         super().__init__(
             EARLY,
             folder / f"{name}.log",
             arguments=arguments,
             settings={"deadline_seconds": DEADLINE_SECONDS},
-            variables=variables,
+            variables={**plugins(folder, "fp8ext_faults"), "FP8EXT_FAULT": str(self.fault)},
         )
 
 
@@ -234,16 +232,3 @@ def _require_nothing_left(server: FaultyServer) -> None:
     listing = subprocess.run(["ps", "-eo", "pgid,pid,stat,args"], capture_output=True, text=True).stdout
     left = [line for line in listing.splitlines() if line.split()[0] == str(server.process.pid)]
     assert not [line for line in left if " Z" not in line], "left behind:\n" + "\n".join(left)
-
-
-def _distribution(folder: Path) -> Path:
-    """The fault plugin as an installed distribution."""
-    path = folder / "plugin"
-    if not path.exists():
-        metadata = path / "fp8ext_faults-0.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8ext-faults\nVersion: 0\n")
-        entry = "[vllm.general_plugins]\nfp8ext_faults = fp8ext_faults:register\n"
-        (metadata / "entry_points.txt").write_text(entry)
-        (path / "fp8ext_faults.py").write_bytes((Path(__file__).parent / "fp8ext_faults.py").read_bytes())
-    return path

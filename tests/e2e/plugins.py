@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of this folder as vLLM plugins of a server."""
+
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def variables(folder: Path, *modules: str) -> dict[str, str]:
+    """The environment of a server that loads these modules in each of its processes, from a distribution that is written
+    below `folder`."""
+    path = folder / "-".join(modules)
+    metadata = path / "fp8ext_tests-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8ext-tests\nVersion: 0\n")
+    entries = "".join(f"{module} = {module}:register\n" for module in modules)
+    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entries}")
+    for module in modules:
+        (path / f"{module}.py").write_bytes((HERE / f"{module}.py").read_bytes())
+    paths = [str(path), os.environ.get("PYTHONPATH")]
+    return {"VLLM_PLUGINS": ",".join(modules), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def two_ranks(folder: Path, *modules: str) -> dict[str, str]:
+    """The same for a server of two ranks, one on each of two cores."""
+    return {**variables(folder, *modules, "fp8ext_short_spin"), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
