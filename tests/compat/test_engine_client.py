@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """With which code a server ends, by how its engine did."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 SCRIPT = """
-import multiprocessing, os, signal, sys, zmq
+import json, multiprocessing, os, signal, sys, zmq
 from types import SimpleNamespace
 from vllm.v1.engine.core_client import BackgroundResources
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -21,42 +22,54 @@ def end(how):
         os.kill(os.getpid(), number)
     sys.exit(int(how.split()[1]))
 
-if __name__ == "__main__":
-    told, how = sys.argv[1] == "told", sys.argv[2]
+def serve(told, how):
     engine = multiprocessing.get_context("fork").Process(target=end, args=(how,))
     engine.start()
     resources = BackgroundResources(ctx=None)
     resources.engine_manager = SimpleNamespace(processes=[engine])
     calls = EngineCalls(SimpleNamespace(engine_core=SimpleNamespace(resources=resources)), 1.0)
     resources.validate_alive([zmq.Frame(b"output"), zmq.Frame(b"of a step")])
-    if told:
+    if told == "told":
         try:
             resources.validate_alive([zmq.Frame(b"ENGINE_CORE_DEAD")])
         except EngineDeadError:
             pass
     engine.join()
     calls.require_clean_end()
-    os._exit(0)
+
+codes = []
+for case in json.loads(sys.argv[1]):
+    server = os.fork()
+    if server == 0:
+        try:
+            serve(*case)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]))
+print(json.dumps(codes))
 """
+CASES = {
+    ("untold", "code 0"): 0,
+    ("untold", "killed SIGTERM"): 0,
+    ("untold", "killed SIGINT"): 0,
+    ("untold", "code 1"): 70,
+    ("untold", "killed SIGKILL"): 70,
+    ("told", "code 1"): 70,
+    # vLLM's server stops an engine that is about to end by itself
+    ("told", "killed SIGTERM"): 70,
+}
 
 
-@pytest.mark.parametrize(
-    ("told", "how", "code"),
-    [
-        ("untold", "code 0", 0),
-        ("untold", "killed SIGTERM", 0),
-        ("untold", "killed SIGINT", 0),
-        ("untold", "code 1", 70),
-        ("untold", "killed SIGKILL", 70),
-        ("told", "code 1", 70),
-        # vLLM's server stops an engine that is about to end by itself
-        ("told", "killed SIGTERM", 70),
-    ],
-)
-def test_a_server_ends_as_its_engine_did(tmp_path, told: str, how: str, code: int) -> None:
-    script = tmp_path / "server.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-P", str(script), told, how], capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == code, done.stderr[-2000:]
+@pytest.fixture(scope="module")
+def codes() -> dict[tuple[str, str], int]:
+    """By case; each a process of its own, forked from one that has vLLM imported."""
+    line = [sys.executable, "-P", "-c", SCRIPT, json.dumps(list(CASES))]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_server_ends_as_its_engine_did(codes: dict[tuple[str, str], int], case: tuple[str, str]) -> None:
+    assert codes[case] == CASES[case]
