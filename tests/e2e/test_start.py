@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting a server: what is refused and how, and other kinds of checkpoints."""
 
-import json
 import os
 import socket
 import subprocess
@@ -15,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+from safetensors.torch import save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from vllm_fp8ext.checkpoints import EARLY, LATE, problems
 from vllm_fp8ext.demo.server import SMALL, Server
@@ -29,30 +28,6 @@ from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
 from .ask import API_KEY, cache_config, complete, state
-
-
-@pytest.fixture(scope="module")
-def block_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The late checkpoint in DeepSeek's format."""
-    folder = tmp_path_factory.mktemp("block_fp8")
-    tensors = {}
-    for name, tensor in load_file(LATE / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
-            tensors[name], tensors[f"{name}_scale_inv"] = reference.quantize_weight(tensor)
-        else:
-            tensors[name] = tensor
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((LATE / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (folder / name).write_bytes((LATE / name).read_bytes())
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -259,71 +234,6 @@ def test_an_upload_that_stops_gives_its_room_back(others: dict[str, Server]):
         assert "upload-stalled" in answer
         client.abandon(update.id)
     assert state(server) == before
-
-
-REFUSED = {
-    "spool without room": (
-        ["--additional-config", '{"fp8ext": {"spool_bytes": 262144}}'],
-        {},
-        "Give the container more shared memory",
-    ),
-    "FP8 KV cache": (["--kv-cache-dtype", "fp8"], {}, "needs a choice of K and V scales"),
-    "dev mode": ([], {"VLLM_SERVER_DEV_MODE": "1"}, "it opens weight routes that need no key"),
-    "pow2 on fp32 scales": (
-        ["--additional-config", '{"fp8ext": {"scale_format": "pow2"}}'],
-        {},
-        "would round its weights",
-    ),
-    "mixture of experts": (["--load-format", "dummy"], {}, "does not serve mixture-of-experts models yet"),
-}
-
-
-@pytest.fixture(scope="module")
-def refused(block_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Exit code and output of each start that must fail; two at a time."""
-    moe = tmp_path_factory.mktemp("moe")
-    shape = {
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": 1,
-    }
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "num_experts": 4,
-        "vocab_size": 128,
-    }
-    Qwen3MoeConfig(
-        **shape, **heads, num_experts_per_tok=2, architectures=["Qwen3MoeForCausalLM"]
-    ).save_pretrained(moe)
-    models = {"pow2 on fp32 scales": block_fp8, "mixture of experts": moe}
-
-    def start(case: str) -> tuple[int, str]:
-        arguments, variables, _ = REFUSED[case]
-        line = [
-            sys.executable,
-            "-P",
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(models.get(case, EARLY)),
-        ]
-        line += ["--quantization", "blockfp8", *SMALL, *arguments, "--port", "0", "--skip-tokenizer-init"]
-        env = {**os.environ, **variables, "VLLM_PLUGINS": "fp8ext", "FP8EXT_ADMIN_KEY": "k"}
-        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=500)
-        return done.returncode, done.stdout + done.stderr
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(REFUSED, pool.map(start, REFUSED), strict=True))
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_at_start(refused: dict[str, tuple[int, str]], case: str):
-    code, output = refused[case]
-    assert code != 0
-    assert REFUSED[case][2] in output
 
 
 def test_the_literal_command_without_plugins_and_key(tmp_path: Path):

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that do not start, and say why: what only the engine or the routes find out. `tests/compat/test_refusals.py` has
+what the configuration tells."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3MoeConfig
+
+from vllm_fp8ext.checkpoints import EARLY
+from vllm_fp8ext.demo.server import SMALL
+
+SERVERS = {
+    "routes": (
+        ["--additional-config", '{"fp8ext": {"spool_bytes": 262144}}'],
+        "Give the container more shared memory",
+    ),
+    "engine": (["--kv-cache-dtype", "fp8"], "needs a choice of K and V scales"),
+}
+"""Started as `vllm serve` does; by what refuses: options, and what is said."""
+
+ENGINES: dict[str, tuple[dict[str, Any], str]] = {
+    "pow2 on fp32 scales": (
+        {"additional_config": {"fp8ext": {"scale_format": "pow2"}}},
+        "would round its weights",
+    ),
+    "mixture of experts": ({"load_format": "dummy"}, "does not serve mixture-of-experts models yet"),
+}
+"""Engines alone, each in a process of its own that is forked from one where vLLM was imported."""
+
+SCRIPT = """
+import json, multiprocessing, os, sys
+from vllm import LLM
+
+def answer(options):
+    try:
+        LLM(quantization="blockfp8", distributed_executor_backend="uni", skip_tokenizer_init=True, max_model_len=256,
+            enforce_eager=True, gpu_memory_utilization=0.3, kv_cache_memory_bytes=64 << 20, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it started"
+
+with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+    found = pool.map(answer, json.load(sys.stdin), chunksize=1)
+json.dump(found, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a small mixture of experts."""
+    folder = tmp_path_factory.mktemp("mixture")
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    experts = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**shape, **heads, **experts, architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    block_fp8: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str] | str]:
+    """By case: exit code and output of a server, or the error of an engine. All at the same time."""
+    models = {"pow2 on fp32 scales": block_fp8, "mixture of experts": mixture}
+    out = tmp_path_factory.mktemp("engines") / "answers.json"
+
+    def serve(case: str) -> tuple[int, str]:
+        line = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(EARLY)]
+        line += [
+            "--quantization",
+            "blockfp8",
+            *SMALL,
+            *SERVERS[case][0],
+            "--port",
+            "0",
+            "--skip-tokenizer-init",
+        ]
+        env = {**os.environ, "VLLM_PLUGINS": "fp8ext", "FP8EXT_ADMIN_KEY": "k"}
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=500)
+        return done.returncode, done.stdout + done.stderr
+
+    def engines() -> dict[str, str]:
+        cases = [{"model": str(models[case]), **options} for case, (options, _) in ENGINES.items()]
+        env = {**os.environ, "VLLM_PLUGINS": "fp8ext", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        line = [sys.executable, "-P", "-c", SCRIPT, str(out)]
+        done = subprocess.run(
+            line, env=env, input=json.dumps(cases), capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return dict(zip(ENGINES, json.loads(out.read_text()), strict=True))
+
+    with ThreadPoolExecutor() as pool:
+        alone = pool.submit(engines)
+        return {**dict(zip(SERVERS, pool.map(serve, SERVERS), strict=True)), **alone.result()}
+
+
+@pytest.mark.parametrize("case", SERVERS)
+def test_a_server_ends_and_says_why(outcomes: dict[str, Any], case: str) -> None:
+    code, output = outcomes[case]
+    assert code != 0
+    assert SERVERS[case][1] in output
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_an_engine_is_not_made(outcomes: dict[str, Any], case: str) -> None:
+    assert outcomes[case].startswith("ConfigError")
+    assert ENGINES[case][1] in outcomes[case]
