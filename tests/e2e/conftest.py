@@ -21,7 +21,7 @@ from .plugins import two_ranks
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
 OPTIONS = (*SMALL, "--block-size", "32", "--max-logprobs", "128", "--enable-prompt-tokens-details")
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 8.0
 """How long these servers wait for a broadcast."""
 
 COLD: dict[str, dict[str, Any]] = {}

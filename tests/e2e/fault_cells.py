@@ -105,7 +105,7 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
         if cell.point == "rollback":
             client.push(LATE, version="late")
     before = _state(server)
-    stream = Stream(server)
+    stream = Stream(server, tokens=500)
     method, path, body = _ready(server, cell)
     server.fault.write_text(json.dumps(_fault(cell)))
     begun = time.monotonic()
