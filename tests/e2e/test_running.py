@@ -16,6 +16,8 @@ from vllm_fp8ext.serve.safetensors_file import ranges_of
 
 from .ask import ATTEMPTS, complete, metric
 
+TOKENS = 500
+"""Of a request that a commit meets; enough that it still runs then."""
 BLOCK = 32
 """Tokens in a KV-cache block of these servers."""
 PROMPT = "123+456=9750" * 8
@@ -23,7 +25,7 @@ PROMPT = "123+456=9750" * 8
 
 
 def _straddle(
-    server: Server, running: str, prompt: str = "111+222=", tokens: int = 1000, version: str = "late"
+    server: Server, running: str, prompt: str = "111+222=", tokens: int = TOKENS, version: str = "late"
 ) -> dict[str, Any]:
     """A streamed completion; when its first token came, the late checkpoint, staged before, was committed. Once more if
     all its tokens were there before the commit was, as they may be on a busy machine."""
@@ -72,7 +74,7 @@ def _check_spans(spans: list[dict[str, Any]], tokens: int, *versions: str) -> No
 @pytest.mark.parametrize("running", ["keep", "recompute"])
 def test_a_running_request_gets_both_weights(server: Server, running: str):
     preempted = metric(server, "vllm:num_preemptions_total")
-    _check_spans(_straddle(server, running)["weight_versions"], 1000, "early", "late")
+    _check_spans(_straddle(server, running)["weight_versions"], TOKENS, "early", "late")
     more = metric(server, "vllm:num_preemptions_total") - preempted
     assert more >= 1 if running == "recompute" else more == 0
 
@@ -82,8 +84,9 @@ def test_recompute_continues_as_the_new_weights_would(single: Server):
     found = _straddle(single, "recompute")
     tokens, switch = found["token_ids"], found["weight_versions"][1]["start"]
     before = found["prompt_token_ids"] + tokens[:switch]
-    fresh = complete(single, before, len(tokens) - switch, ignore_eos=True)["choices"][0]["token_ids"]
-    assert fresh[:16] == tokens[switch:][:16]
+    after = tokens[switch : switch + 16]
+    fresh = complete(single, before, len(after), ignore_eos=True)["choices"][0]["token_ids"]
+    assert fresh == after
 
 
 def test_cached_blocks_are_not_found_across_epochs(server: Server):
@@ -138,6 +141,6 @@ def test_weight_versions_with_the_openai_client(server: Server):
 
 
 def test_a_repeated_version_is_still_two_spans(single: Server):
-    _check_spans(_straddle(single, "keep", version="early")["weight_versions"], 1000, "early", "early")
+    _check_spans(_straddle(single, "keep", version="early")["weight_versions"], TOKENS, "early", "early")
     with single.client() as client:
         client.push(EARLY, version="early")

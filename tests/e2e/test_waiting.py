@@ -40,7 +40,7 @@ def _versions(stream: Stream) -> list[str]:
 def test_waiting_lets_running_requests_finish_and_holds_new_ones(server: Server):
     with server.client() as client, ThreadPoolExecutor(1) as pool:
         id = _prepared(client, LATE, running="wait", wait_seconds=60)
-        stream = Stream(server, tokens=500)
+        stream = Stream(server, tokens=300)
         pushed = pool.submit(client.commit, id)
         while not pushed.done() and stream.running:
             # asked while the commit waits: never served by the old weights after the new ones were
@@ -48,14 +48,14 @@ def test_waiting_lets_running_requests_finish_and_holds_new_ones(server: Server)
             assert [span["version"] for span in spans] in (["early"], ["late"])
         assert pushed.result().result["version"] == "late"
         stream.wait()
-        assert (stream.finish, len(stream.token_ids), _versions(stream)) == ("length", 500, ["early"])
+        assert (stream.finish, len(stream.token_ids), _versions(stream)) == ("length", 300, ["early"])
         assert complete(server, "1+1=", 2)["choices"][0]["weight_versions"][0]["version"] == "late"
 
 
 def test_waiting_has_a_deadline(server: Server):
     def attempt() -> bool:
         id = _prepared(client, LATE, running="wait", wait_seconds=0.2)
-        stream = Stream(server, tokens=1900)
+        stream = Stream(server, tokens=700)
         refused = _refusal(lambda: client.commit(id))
         if refused is None:
             stream.wait()
@@ -77,7 +77,7 @@ def test_waiting_has_a_deadline(server: Server):
 def test_abandoning_an_update_ends_its_wait(single: Server):
     def attempt() -> bool:
         id = _prepared(client, LATE, running="wait", wait_seconds=60)
-        stream = Stream(single, tokens=1900)
+        stream = Stream(single, tokens=700)
         commit = pool.submit(other.commit, id)
         refused = _refusal(lambda: client.abandon(id))
         if refused is not None:
@@ -150,7 +150,7 @@ def test_what_metrics_tell(single: Server):
             time.sleep(5.5)
             before = told()
             id = _prepared(client, LATE)
-            stream = Stream(single, tokens=1900)
+            stream = Stream(single, tokens=700)
             client.commit(id)
             stream.wait()
             if not stream.came_too_early:
