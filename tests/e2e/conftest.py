@@ -16,7 +16,7 @@ from vllm_fp8ext.demo.server import SMALL, Server
 from vllm_fp8ext.kernels import reference
 
 from .ask import state
-from .plugins import two_ranks
+from .plugins import variables
 
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
 OPTIONS = (*SMALL, "--block-size", "32", "--max-logprobs", "128", "--enable-prompt-tokens-details")
@@ -40,13 +40,15 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     logs = tmp_path_factory.mktemp("logs")
     settings = {"allowed_dirs": [str(folder)], "upload_idle_seconds": PATIENCE_SECONDS}
     started = {
-        "tp1": Server(EARLY, logs / "tp1.log", arguments=OPTIONS, settings=settings),
+        "tp1": Server(
+            EARLY, logs / "tp1.log", arguments=OPTIONS, settings=settings, variables=variables(logs)
+        ),
         "tp2": Server(
             EARLY,
             logs / "tp2.log",
             arguments=(*OPTIONS, *TWO_RANKS),
             settings=settings,
-            variables=two_ranks(logs),
+            variables=variables(logs, ranks=2),
         ),
     }
     try:
@@ -83,7 +85,7 @@ def on_early(server: Server) -> Server:
         weights = client.weights()
         if weights.update:
             client.abandon(weights.update)
-        if weights.epoch and weights.version != "early":
+        if weights.version != "early":
             client.push(EARLY, version="early")
     return server
 

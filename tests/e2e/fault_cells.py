@@ -23,7 +23,7 @@ from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
 from .ask import Stream
-from .plugins import two_ranks, variables
+from .plugins import variables
 
 KINDS = ("exception", "out of memory", "kill -9", "hang")
 POINTS = ("open", "chunk", "staging", "prepare", "commit", "rollback")
@@ -84,13 +84,12 @@ class FaultyServer(Server):
         arguments = SMALL
         if ranks > 1:
             arguments += ("--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp")
-        plugins = two_ranks if ranks > 1 else variables
         super().__init__(
             EARLY,
             folder / f"{name}.log",
             arguments=arguments,
             settings={"deadline_seconds": DEADLINE_SECONDS},
-            variables={**plugins(folder, "fp8ext_faults"), "FP8EXT_FAULT": str(self.fault)},
+            variables={**variables(folder, "fp8ext_faults", ranks=ranks), "FP8EXT_FAULT": str(self.fault)},
         )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM plugin for tests: a reader of vLLM's message queues spins for 20 ms after a message, and then sleeps until the next.
 
-vLLM lets it spin for a second. Where two ranks are pinned to the only two cores of a machine, a rank that spins keeps its
-core from the engine that it waits for: each request, and each commit, stands still until that second is over.
+vLLM lets it spin for a second. On a machine of two cores the engine and its ranks then keep their cores from whom they wait
+for; with a rank pinned to each core, every request and every commit stands still until that second is over.
 """
 
 SPIN_SECONDS = 0.02

@@ -7,9 +7,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def variables(folder: Path, *modules: str) -> dict[str, str]:
-    """The environment of a server that loads these modules in each of its processes, from a distribution that is written
-    below `folder`."""
+def variables(folder: Path, *more: str, ranks: int = 1) -> dict[str, str]:
+    """The environment of a server that loads `fp8ext_short_spin`, and the modules `more`, in each of its processes, from a
+    distribution that is written below `folder`. Two ranks get one core each."""
+    modules = ("fp8ext_short_spin", *more)
     path = folder / "-".join(modules)
     metadata = path / "fp8ext_tests-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
@@ -19,9 +20,5 @@ def variables(folder: Path, *modules: str) -> dict[str, str]:
     for module in modules:
         (path / f"{module}.py").write_bytes((HERE / f"{module}.py").read_bytes())
     paths = [str(path), os.environ.get("PYTHONPATH")]
-    return {"VLLM_PLUGINS": ",".join(modules), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def two_ranks(folder: Path, *modules: str) -> dict[str, str]:
-    """The same for a server of two ranks, one on each of two cores."""
-    return {**variables(folder, *modules, "fp8ext_short_spin"), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    found = {"VLLM_PLUGINS": ",".join(modules), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return found if ranks == 1 else {**found, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
