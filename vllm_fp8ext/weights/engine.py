@@ -294,6 +294,7 @@ class UpdateEngine:
         session.seconds.update(phases)
         session.seconds["total"] = self._clock() - session.opened_at
         session.commit({"epoch": label.epoch, "version": label.version, "pause_seconds": phases["pause"]})
+        session.kv_scales = self.kv.describe(label.epoch)
         self.totals.ended(session.state)
         self.totals.took(session.seconds)
         self.totals.bytes += session.bytes
