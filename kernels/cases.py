@@ -13,6 +13,9 @@ from vllm_fp8ext.kernels.reference import BLOCK
 LINEAR = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "o": (4096, 4096)}
 """Projections of Qwen3-8B, `(N, K)`."""
 LAYERS = 36
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+KV_BLOCK = 16
+"""Tokens of a block of the KV cache."""
 DECODE_TOKENS = (1, 8, 16, 32, 64)
 PREFILL_TOKENS = (4096, 8192)
 
@@ -100,6 +103,32 @@ def awkward(rows: int, columns: int, kind: str, dtype: torch.dtype, seed: int = 
     values[::7, ::5] = -0.0
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype)
+
+
+def kv_memory(layers: int, blocks: int, device: str) -> Tensor:
+    """A KV cache of any codes but NaN: bytes `[layers, blocks, KV_HEADS, KV_BLOCK, 2 * HEAD_DIM]`, as vLLM's attention
+    backends for GPUs have it."""
+    memory = torch.empty(layers, blocks, KV_HEADS, KV_BLOCK, 2 * HEAD_DIM, dtype=torch.uint8, device=device)
+    noise = torch.Generator(device).manual_seed(0)
+    for layer in memory:
+        layer.random_(0, 0xFF, generator=noise)
+        layer[layer == 0x7F] = 0
+    return memory
+
+
+def kv_views(memory: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """K and V of each layer of `kv_memory`, `[blocks, KV_BLOCK, KV_HEADS, HEAD_DIM]`."""
+    split = memory.transpose(2, 3).split(HEAD_DIM, -1)
+    return list(zip(*split, strict=True))
+
+
+def kv_step(tokens: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """K and V `[tokens, KV_HEADS, HEAD_DIM]` of one layer and step, BF16, side by side in memory; and Q quantized,
+    `[tokens, KV_HEADS, Q_HEADS / KV_HEADS * HEAD_DIM]`."""
+    fused = activations(tokens, 2 * KV_HEADS * HEAD_DIM, device, seed)
+    k, v = (part.view(tokens, KV_HEADS, HEAD_DIM) for part in fused.chunk(2, 1))
+    q = 40 * activations(tokens, Q_HEADS * HEAD_DIM, device, seed + 1)
+    return k, v, q.clamp(-448, 448).to(reference.FP8_DTYPE).view(tokens, KV_HEADS, -1)
 
 
 def gemm_error(

@@ -123,14 +123,15 @@ def rescaled(codes: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted_range(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest magnitude that a ratio clamps (above 1) or flushes to zero (below 1), fp32 of its shape; the
-    smallest is infinite where there is none."""
+    """The magnitudes that a ratio clamps (above 1) or flushes to zero (below 1), as the middle of their range and its half
+    width, both exact, fp32 of its shape; a negative width where there are none."""
     codes = torch.arange(NAN_CODE, dtype=torch.uint8)
     values = codes.view(FP8_DTYPE).float().expand(*ratio.shape, -1)
     new, saturated = rescaled(codes, ratio[..., None])
     counted = torch.where(ratio[..., None] > 1, saturated, (new == 0) & (values > 0))
-    low = values.masked_fill(~counted, torch.inf).amin(-1)
-    return low, values.masked_fill(~counted, 0.0).amax(-1)
+    low = values.masked_fill(~counted, 2 * FP8_MAX).amin(-1)
+    high = values.masked_fill(~counted, 0.0).amax(-1)
+    return (high + low) / 2, (high - low) / 2
 
 
 def _require_blocks(layers: Sequence[CachedLayer], blocks: Sequence[int]) -> None:

@@ -43,8 +43,8 @@ def _rescale_kv(
 ):
     """One program, `ROWS` of the `COUNT` rows of one block of one layer.
 
-    `caches`: the address of each layer; `changes`: of each layer and head (those of K, then those of V) its ratio, and the
-    smallest and the largest magnitude that it clamps or flushes; `offsets`, `heads`: of each row of a block.
+    `caches`: the address of each layer; `changes`: of each layer and head (those of K, then those of V) its ratio and the
+    two numbers of `counted_range`; `offsets`, `heads`: of each row of a block.
     """
     program = tl.program_id(0)
     tiles: tl.constexpr = (COUNT + ROWS - 1) // ROWS
@@ -55,7 +55,7 @@ def _rescale_kv(
     inside = rows < COUNT
     offset = tl.load(offsets + rows, mask=inside, other=0)
     change = changes + (layer * HEADS + tl.load(heads + rows, mask=inside, other=0)) * 3
-    ratio, low, high = tl.load(change), tl.load(change + 1), tl.load(change + 2)
+    ratio, middle, half = tl.load(change), tl.load(change + 1), tl.load(change + 2)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
         offset = tl.multiple_of(offset, 16)
@@ -73,8 +73,9 @@ def _rescale_kv(
     if not HARDWARE:  # where a product that is NaN has no sign; the interpreter takes the code of NaN for 480
         new = tl.where((old & 0x7F) == 0x7F, 0x7F, new).to(tl.uint8)
     tl.store(codes, new, mask=mask)
-    size = tl.abs(values)
-    counted = tl.sum(((size >= low[:, None]) & (size <= high[:, None])).to(tl.int32), axis=1)
+    # one comparison for each code: two would make this kernel wait for comparisons instead of memory
+    counted = tl.abs(tl.abs(values) - middle[:, None]) <= half[:, None]
+    counted = tl.sum(counted.to(tl.int32), axis=1)
     tl.store(counts + program * 2, tl.sum(tl.where(ratio > 1, counted, 0), axis=0))
     tl.store(counts + program * 2 + 1, tl.sum(tl.where(ratio < 1, counted, 0), axis=0))
 

@@ -36,6 +36,7 @@ OPTIONS: dict[str, Any] = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 16 << 20,
     "skip_tokenizer_init": True,
+    "async_scheduling": False,
     "block_size": BLOCK,
 }
 PROMPTS = {"a": range(3, 36), "b": range(2, 102), "c": range(40, 45)}
@@ -197,10 +198,14 @@ def recorded(story: Story, every: int) -> dict[str, Any]:
             (Q, queries),
         ):
             some = torch.cat(parts[::every]).float().abs()
-            found["equal"] &= torch.equal(seen[name].amax[side], some.amax(dim=(0, 2)))
             found["equal"] &= int(seen[name].elements[side]) == some[:, 0].numel()
+            if side == Q and layer.query_quant is not None:  # recorded as the kernel sees it, in FP8
+                close = torch.isclose(seen[name].amax[side], some.amax(dim=(0, 2)).cpu(), rtol=1 / 16)
+                found["equal"] &= bool(close.all())
+                continue
+            found["equal"] &= torch.equal(seen[name].amax[side], some.amax(dim=(0, 2)).cpu())
             limit = 448 * float((layer._k_scale, layer._v_scale, layer._q_scale)[side])
-            found["equal"] &= torch.equal(seen[name].saturated[side], (some > limit).sum(dim=(0, 2)))
+            found["equal"] &= torch.equal(seen[name].saturated[side], (some > limit).sum(dim=(0, 2)).cpu())
         found["elements"].append(seen[name].elements.tolist())
         found["saturated"] += int(seen[name].saturated.sum())
     found["empty"] = not any(part.elements.any() or part.amax.any() for part in empty.values())

@@ -23,7 +23,9 @@ from vllm_fp8ext.kernels import (
 )
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.gated_quantize import Activation
+from vllm_fp8ext.kernels.kv_amax import Tally, kv_amax_reference
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference
 
 FORMATS: tuple[ScaleFormat, ...] = ("fp32", "pow2")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,6 +119,31 @@ def gated(name: Activation, form: ScaleFormat, m: int, k: int) -> Verdict:
     gate_up = cases.activations(m, 2 * k, "cuda") / 8
     found = gated_quantize.gated_quantize(gate_up, name, form)
     return _nearly(found, gated_quantize.gated_quantize_reference(gate_up, name, form))
+
+
+def kv_rescale() -> Verdict:
+    """Some blocks of some layers, with ratios that clamp and that flush."""
+    memory = cases.kv_memory(3, 70, "cuda")
+    twin = memory.clone()
+    ratios = torch.linspace(0.01, 3, cases.KV_HEADS), torch.linspace(500, 0.3, cases.KV_HEADS)
+    blocks = list(range(1, 70, 3))
+    layers, others = (
+        [CachedLayer(*pair, *ratios) for pair in cases.kv_views(part)] for part in (memory, twin)
+    )
+    counts = rescale_kv(layers, blocks)
+    equal = counts == rescale_kv_reference(others, torch.tensor(blocks, device="cuda")), same(memory, twin)
+    return all(equal), f"counts and codes equal {equal}, {counts}"
+
+
+def kv_amax(tokens: int) -> Verdict:
+    step, scales = cases.kv_step(tokens, "cuda"), tuple(torch.full((), 0.01, device="cuda") for _ in range(3))
+    tally = Tally(cases.KV_HEADS, torch.device("cuda"))
+    tally.add(step, torch.arange(tokens, device="cuda"), scales)
+    seen = tally.take()
+    expected = [kv_amax_reference(part, scale) for part, scale in zip(step, scales, strict=True)]
+    equal = torch.equal(seen.amax, torch.stack([top for top, _ in expected]).cpu())
+    counts = torch.equal(seen.saturated, torch.stack([over for _, over in expected]).cpu())
+    return equal and counts, f"amaxes and counts equal {(equal, counts)}"
 
 
 def _nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:

@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_fp8ext.kernels.kv_amax import Seen, Tally
+from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
 
 class Recorder:
@@ -68,14 +69,31 @@ class Recorder:
                 self._recording = self._steps % self._every == 0
                 self._steps += 1
             if self._recording and metadata is not None and not _capturing(query):
-                tally.add(
-                    (key, value, query.view(len(query), layer.num_kv_heads, -1)),
-                    metadata.slot_mapping,
-                    (layer._k_scale, layer._v_scale, layer._q_scale),
-                )
+                _add(tally, layer, query, key, value, metadata.slot_mapping)
             return original(module, query, key, value, kv_cache, metadata, *args, **named)
 
         return forward
+
+
+def _add(tally: Tally, layer: Attention, query: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    grouped = query.view(len(query), layer.num_kv_heads, -1)
+    tally.add((key, value, grouped), slots, (layer._k_scale, layer._v_scale, layer._q_scale))
+
+
+def _warm_up(layer: Attention, tally: Tally) -> None:
+    """Have the kernel compiled before the first request: a token of padding, laid out as a fused projection does it."""
+    where, dtype = layer._k_scale.device, layer.dtype
+    widths = [
+        layer.num_heads * layer.head_size,
+        layer.num_kv_heads * layer.head_size,
+        layer.num_kv_heads * layer.head_size_v,
+    ]
+    query, key, value = torch.zeros(1, sum(widths), dtype=dtype, device=where).split(widths, 1)
+    if layer.query_quant is not None:
+        query = torch.zeros_like(query).to(FP8_DTYPE)
+    slots = torch.full((1,), -1, dtype=torch.int64, device=where)
+    key, value = (part.view(1, layer.num_kv_heads, -1) for part in (key, value))
+    _add(tally, layer, query.view(1, layer.num_heads, -1), key, value, slots)
 
 
 def _capturing(tensor: Tensor) -> bool:
