@@ -26,7 +26,7 @@ INTERFACES: tuple[Interface, ...] = (
         module="vllm.v1.engine.core",
         name="EngineCore.add_request",
         parameters=("request",),
-        why="hash requests that were waiting while an update was committed",
+        why="refuse requests while nobody knows what is served",
     ),
     Interface(
         module="vllm.v1.engine.core",
@@ -114,12 +114,6 @@ INTERFACES: tuple[Interface, ...] = (
         name="Scheduler.set_pause_state",
         parameters=("pause_state",),
         why="stop scheduling at a step boundary",
-    ),
-    Interface(
-        module="vllm.v1.core.sched.scheduler",
-        name="Scheduler._preempt_request",
-        parameters=("request",),
-        why="hash a preempted request again",
     ),
     Interface(
         module="vllm.v1.core.sched.scheduler",
@@ -234,14 +228,9 @@ INTERFACES: tuple[Interface, ...] = (
     ),
     Interface(
         module="vllm.v1.core.kv_cache_manager",
-        name="KVCacheManager.block_pool",
-        why="evict the cached blocks of old weights",
-    ),
-    Interface(
-        module="vllm.v1.core.block_pool",
-        name="BlockPool.evict_blocks",
-        parameters=("block_ids",),
-        why="evict the cached blocks of old weights",
+        name="KVCacheManager.get_computed_blocks",
+        parameters=("request",),
+        why="hash a request of an older epoch again when it looks for cached blocks",
     ),
     Interface(
         module="vllm.v1.request",

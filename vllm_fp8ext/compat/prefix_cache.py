@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps cached K and V from being found across epochs.
 
-The epoch is mixed into each request's block-hash chain. Replaces: `EngineCore.request_block_hasher`, `EngineCore.add_request`
-(a request may have been hashed by the input thread before a commit and be added after it) and `Scheduler._preempt_request` (a
-kept request that loses its blocks must not find its old ones). Can go once vLLM salts block hashes with the weight version.
+The epoch is mixed into each request's block-hash chain. Replaces: `EngineCore.request_block_hasher`, and
+`KVCacheManager.get_computed_blocks`, the one place where a request without blocks looks for some: it is hashed again there when
+its hashes are of another epoch (it waited during a commit, or was preempted after one). So a commit itself costs nothing here,
+however many requests and blocks there are. Can go once vLLM salts block hashes with the weight version.
 """
 
 from typing import Any
@@ -14,44 +15,35 @@ class EpochPrefixCache:
 
     def __init__(self, core: Any, epoch: int) -> None:
         self.epoch = epoch
-        self._core = core
+        self._scheduler = core.scheduler
         self._hasher = core.request_block_hasher
         if self._hasher is None:
             return
         core.request_block_hasher = self._hash
-        self._add = core.add_request
-        core.add_request = self._add_request
-        self._preempt = core.scheduler._preempt_request
-        core.scheduler._preempt_request = self._preempt_request
-        for request in core.scheduler.requests.values():
+        manager = self._scheduler.kv_cache_manager
+        self._look_up = manager.get_computed_blocks
+        manager.get_computed_blocks = self._computed_blocks
+        for request in self._scheduler.requests.values():
             request._block_hasher = self._hash
             request.fp8ext_epoch = epoch
 
     def advance(self, epoch: int, *, recompute: bool) -> None:
         """A new epoch begins. `recompute`: preempt every running request and empty the cache.
 
-        Otherwise running requests keep their blocks under the old chain, which no new request can reach; waiting ones,
-        which hold none, are hashed again; cached blocks that nobody holds are evicted.
+        Otherwise running requests keep their blocks under the old chain. No request that looks for blocks from now on can
+        reach that chain: what nobody holds of it is reused like any free block, the least recently used first.
         """
         self.epoch = epoch
-        scheduler = self._core.scheduler
         if recompute:
-            scheduler.reset_prefix_cache(reset_running_requests=True)
-        if self._hasher is None:
-            return
-        running = {request.request_id for request in scheduler.running}
-        for request in scheduler.requests.values():
-            if request.request_id not in running:
-                self._rehash(request)
-        if not recompute:
-            pool = scheduler.kv_cache_manager.block_pool
-            pool.evict_blocks(
-                {
-                    block.block_id
-                    for block in pool.blocks
-                    if block.ref_cnt == 0 and block.block_hash is not None
-                }
-            )
+            self._scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def _computed_blocks(self, request: Any) -> Any:
+        if getattr(request, "fp8ext_epoch", None) != self.epoch:
+            request._block_hasher = self._hash
+            request.fp8ext_epoch = self.epoch
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        return self._look_up(request)
 
     def _hash(self, request: Any) -> list[Any]:
         """New block hashes of a request, on a chain whose root holds its epoch."""
@@ -63,21 +55,6 @@ class EpochPrefixCache:
             return hashes
         finally:
             request.cache_salt = salt
-
-    def _rehash(self, request: Any) -> None:
-        if getattr(request, "fp8ext_epoch", None) != self.epoch:
-            request._block_hasher = self._hash
-            request.fp8ext_epoch = self.epoch
-            request.block_hashes.clear()
-            request.update_block_hashes()
-
-    def _add_request(self, request: Any, *args: Any) -> None:
-        self._rehash(request)
-        self._add(request, *args)
-
-    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        self._preempt(request, *args, **kwargs)
-        self._rehash(request)
 
 
 def _salted(salt: str | None, epoch: int) -> str | None:
