@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that run beside a measurement, in a process of their own: what is measured holds up none of their clocks."""
+"""Requests that run beside a measurement, in a process of their own: what is measured holds up none of their clocks.
+
+They are the same at all times, so that rates can be compared: each has a prompt of its own, which no cache holds, of
+`PROMPT_TOKENS`, and an answer of `ANSWER_TOKENS`; the next one follows when it ends; and the first ones begin in the middle, with
+a prompt that is longer by what they have behind them. So at any time contexts are spread evenly over all lengths, and requests
+end and begin at even intervals.
+"""
 
 import bisect
 import contextlib
 import itertools
 import multiprocessing
+import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from typing import Any, Self
@@ -15,6 +23,7 @@ import httpx
 
 from vllm_fp8ext.demo.server import MODEL
 
+PROMPT_TOKENS, ANSWER_TOKENS = 512, 1024
 SETTLE_SECONDS = 5.0
 """For the rates of tokens before and after what is measured."""
 
@@ -76,8 +85,10 @@ class _Load:
 
     def __enter__(self) -> Self:
         self._pool = ThreadPoolExecutor(self._running + 1)
-        self._work = [self._pool.submit(self._count), self._pool.submit(self._watch)]
-        self._work += [self._pool.submit(self._ask, number) for number in range(self._running - 1)]
+        self._work = [self._pool.submit(self._count), self._pool.submit(self._ask, 0, self._watch)]
+        self._work += [
+            self._pool.submit(self._ask, slot, self._complete) for slot in range(1, self._running)
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,7 +112,8 @@ class _Load:
             "tokens_per_s_during": self._rate(begin, end),
             "tokens_per_s_after": self._rate(end + SETTLE_SECONDS, end + 2 * SETTLE_SECONDS),
         }
-        lost = 1 - rates["tokens_per_s_during"] / rates["tokens_per_s_before"]
+        usually = (rates["tokens_per_s_before"] + rates["tokens_per_s_after"]) / 2
+        lost = 1 - rates["tokens_per_s_during"] / usually
         stall, usual = self._longest_gap(begin - 1, end + 1), self._longest_gap(begin - SETTLE_SECONDS, begin)
         return {**rates, "stall_seconds": stall, "longest_gap_before": usual, "tokens_lost": lost}
 
@@ -132,28 +144,37 @@ class _Load:
                 ]
                 self._counts.append((time.monotonic(), sum(counts)))
 
-    def _ask(self, number: int) -> None:
+    def _ask(self, slot: int, answered: Callable[[httpx.Client, dict[str, Any]], None]) -> None:
+        """One request after the other; of the first a part is over already, for each slot another one."""
+        over = ANSWER_TOKENS * slot // self._running
         with httpx.Client(timeout=600) as client:
             for turn in itertools.count():
                 if self._stop.is_set():
                     return
-                # so that they don't all begin anew at once
-                tokens = 512 + (number * 97 + turn * 31) % 1024
-                client.post(f"{self._url}/v1/completions", json=_body(number, tokens)).raise_for_status()
+                answered(client, _body(PROMPT_TOKENS + over, ANSWER_TOKENS - over, seed=(slot, turn)))
+                over = 0
 
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            times: list[float] = []
-            self._streams.append(times)
-            body = _body(self._running, 3000) | {"stream": True}
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=600) as reply:
-                for line in reply.iter_lines():
-                    if line.startswith("data: {"):
-                        times.append(time.monotonic())
-                    if self._stop.is_set():
-                        break
+    def _complete(self, client: httpx.Client, body: dict[str, Any]) -> None:
+        client.post(f"{self._url}/v1/completions", json=body).raise_for_status()
+
+    def _watch(self, client: httpx.Client, body: dict[str, Any]) -> None:
+        times: list[float] = []
+        self._streams.append(times)
+        with client.stream("POST", f"{self._url}/v1/completions", json=body | {"stream": True}) as reply:
+            reply.raise_for_status()
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    times.append(time.monotonic())
+                if self._stop.is_set():
+                    break
 
 
-def _body(number: int, tokens: int) -> dict[str, Any]:
-    prompt = [7 + 13 * (number + position) % 500 for position in range(512)]
-    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+def _body(prompt_tokens: int, answer_tokens: int, seed: tuple[int, int]) -> dict[str, Any]:
+    tokens = random.Random(str(seed)).choices(range(7, 507), k=prompt_tokens)
+    return {
+        "model": MODEL,
+        "prompt": tokens,
+        "max_tokens": answer_tokens,
+        "ignore_eos": True,
+        "temperature": 1.0,
+    }
