@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long work on threads: order, results, and what is left to do after them."""
 
+import sys
 import threading
+import time
 
 import pytest
 import torch
 
-from vllm_fp8ext.weights.lanes import Lanes
+from vllm_fp8ext.weights.lanes import TURN_SECONDS, Lanes
 
 PATIENCE = 20.0
 
@@ -70,3 +72,29 @@ def test_what_is_left_to_do_holds_up_no_result_but_the_next_job(lanes: Lanes) ->
 def test_work_gets_inference_mode(lanes: Lanes) -> None:
     lanes.start("a", 1, lambda: {"value": torch.is_inference_mode_enabled()})
     assert lanes.take(1, None) == {"value": True}
+
+
+def test_threads_take_short_turns_while_a_lane_works(lanes: Lanes) -> None:
+    usual, go = sys.getswitchinterval(), threading.Event()
+    told = threading.Semaphore(0)
+
+    def work() -> dict[str, float]:
+        told.release()
+        assert go.wait(PATIENCE)
+        return {"seconds": sys.getswitchinterval()}
+
+    over = threading.Semaphore(0)
+    lanes.start("a", 1, work)
+    lanes.start("b", 2, work)
+    for _ in "ab":
+        assert told.acquire(timeout=PATIENCE)
+    assert sys.getswitchinterval() == pytest.approx(TURN_SECONDS)
+    go.set()
+    for lane in "ab":  # a lane is at its next job once it is done with the one before
+        lanes.start(lane, 3 + ord(lane), dict, over.release)
+        assert over.acquire(timeout=PATIENCE)
+    until = time.monotonic() + PATIENCE
+    while sys.getswitchinterval() != usual and time.monotonic() < until:
+        time.sleep(0.001)
+    assert sys.getswitchinterval() == pytest.approx(usual)
+    assert [lanes.take(job)["seconds"] for job in (1, 2)] == [pytest.approx(TURN_SECONDS)] * 2
