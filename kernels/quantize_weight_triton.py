@@ -15,6 +15,20 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What it reads."""
 
 
+@triton.jit
+def write_block(x, codes_at, scale_at, sums_at, inside, POW2, SHORT, HARDWARE, SUMS):
+    """Quantize a block `x` (fp32) and store it; at `inside` where that is not None."""
+    scale = scale_of(tl.max(tl.max(magnitude_bits(x), axis=1), axis=0), POW2)
+    codes = codes_of(x, scale, SHORT, HARDWARE)
+    tl.store(codes_at, codes, mask=inside)
+    tl.store(scale_at, scale)
+    if SUMS:
+        lost = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale - x
+        tl.store(sums_at, tl.sum(tl.sum(lost * lost, axis=1), axis=0))
+        tl.store(sums_at + 1, tl.sum(tl.sum(x * x, axis=1), axis=0))
+        tl.store(sums_at + 2, tl.where(scale - scale == 0.0, 0.0, 1.0))
+
+
 @triton.jit(do_not_specialize_on_alignment=["scales_NbKb", "sums_NbKb3"])
 def _quantize_weight(
     weight_NK,
@@ -52,16 +66,10 @@ def _quantize_weight(
         x = tl.load(weight_NK + rows * weight_row + columns * weight_column, mask=inside, other=0.0).to(
             tl.float32
         )
-    scale = scale_of(tl.max(tl.max(magnitude_bits(x), axis=1), axis=0), POW2)
-    codes = codes_of(x, scale, SHORT, HARDWARE)
-    tl.store(codes_NK + rows * codes_row + columns, codes, mask=inside)
-    tl.store(scales_NbKb + row_block * scales_row + column_block, scale)
-    if SUMS:
-        lost = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale - x
-        to = sums_NbKb3 + (row_block * column_blocks + column_block) * 3
-        tl.store(to, tl.sum(tl.sum(lost * lost, axis=1), axis=0))
-        tl.store(to + 1, tl.sum(tl.sum(x * x, axis=1), axis=0))
-        tl.store(to + 2, tl.where(scale - scale == 0.0, 0.0, 1.0))
+    codes_at = codes_NK + rows * codes_row + columns
+    scale_at = scales_NbKb + row_block * scales_row + column_block
+    sums_at = sums_NbKb3 + (row_block * column_blocks + column_block) * 3
+    write_block(x, codes_at, scale_at, sums_at, inside, POW2, SHORT, HARDWARE, SUMS)
 
 
 def launch(

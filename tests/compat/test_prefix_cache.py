@@ -31,9 +31,7 @@ def core() -> Any:
     hashes = get_hash_fn_by_name("sha256")
     init_none_hash(hashes)
     scheduler = SimpleNamespace(kv_cache_manager=manager, requests={})
-    return SimpleNamespace(
-        scheduler=scheduler, request_block_hasher=get_request_block_hasher(BLOCK, hashes)
-    )
+    return SimpleNamespace(scheduler=scheduler, request_block_hasher=get_request_block_hasher(BLOCK, hashes))
 
 
 def made(core: Any, name: str, tokens: int = 3 * BLOCK) -> Request:

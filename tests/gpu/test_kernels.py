@@ -45,6 +45,34 @@ def test_a_models_weights_are_quantized_as_the_reference_does(
     assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
 
 
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_a_models_weights_are_quantized_together_as_the_reference_does(scale_format: ScaleFormat) -> None:
+    """Fused targets, and one that can't go with the others."""
+    from vllm_fp8ext.kernels.quantize_together import Together
+    from vllm_fp8ext.kernels.quantize_weight import empty_like
+    from vllm_fp8ext.weights.staging import Outcome, QuantizedTarget, verdicts
+
+    weights = [
+        *(cases.weight(*shape, "cuda") for shape in cases.LINEAR.values()),
+        cases.weight(300, 200, "cuda"),
+    ]
+    together, targets, outcomes = Together(), [], []
+    for weight in weights:
+        targets.append(QuantizedTarget(*empty_like(weight), weight.dtype, scale_format))
+        outcomes.append(Outcome())
+        middle = len(weight) // 2 // BLOCK * BLOCK
+        targets[-1].write(0, weight[:middle], outcomes[-1], together=together)
+        targets[-1].write(middle, weight[middle:], outcomes[-1], together=together)
+    together.run()
+    for weight, target, verdict in zip(weights, targets, verdicts(outcomes), strict=True):
+        expected = reference.quantize_weight(weight.cpu(), scale_format)
+        assert same(target.codes, expected[0])
+        assert same(target.scales, expected[1])
+        lost = reference.dequantize_weight(target.codes, target.scales).double() - weight.double()
+        found = (float(lost.square().sum()), float(weight.double().square().sum()))
+        assert verdict == pytest.approx(found, rel=1e-3)
+
+
 @pytest.mark.parametrize(("dtype", "steps"), [(torch.bfloat16, 128), (torch.float16, 2048)])
 @pytest.mark.parametrize("exponent", range(-13, 0))
 def test_codes_of_every_pair_of_mantissas(dtype: torch.dtype, steps: int, exponent: int) -> None:

@@ -2,9 +2,9 @@
 """Requests that run beside a measurement, in a process of their own: what is measured holds up none of their clocks.
 
 They are the same at all times, so that rates can be compared: each has a prompt of its own, which no cache holds, of
-`PROMPT_TOKENS`, and an answer of `ANSWER_TOKENS`; the next one follows when it ends; and the first ones begin in the middle, with
-a prompt that is longer by what they have behind them. So at any time contexts are spread evenly over all lengths, and requests
-end and begin at even intervals.
+`PROMPT_TOKENS`, and an answer of `ANSWER_TOKENS`; the next one follows when it ends; and the first ones begin in the middle,
+with a prompt that is longer by what they have behind them. So at any time contexts are spread evenly over all lengths, and
+requests end and begin at even intervals.
 """
 
 import bisect
@@ -86,9 +86,7 @@ class _Load:
     def __enter__(self) -> Self:
         self._pool = ThreadPoolExecutor(self._running + 1)
         self._work = [self._pool.submit(self._count), self._pool.submit(self._ask, 0, self._watch)]
-        self._work += [
-            self._pool.submit(self._ask, slot, self._complete) for slot in range(1, self._running)
-        ]
+        self._work += [self._pool.submit(self._ask, slot, self._complete) for slot in range(1, self._running)]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,9 +2,9 @@
 """Keeps cached K and V from being found across epochs.
 
 The epoch is mixed into each request's block-hash chain. Replaces: `EngineCore.request_block_hasher`, and
-`KVCacheManager.get_computed_blocks`, the one place where a request without blocks looks for some: it is hashed again there when
-its hashes are of another epoch (it waited during a commit, or was preempted after one). So a commit itself costs nothing here,
-however many requests and blocks there are. Can go once vLLM salts block hashes with the weight version.
+`KVCacheManager.get_computed_blocks`, the one place where a request without blocks looks for some: it is hashed again there
+when its hashes are of another epoch (it waited during a commit, or was preempted after one). So a commit itself costs nothing
+here, however many requests and blocks there are. Can go once vLLM salts block hashes with the weight version.
 """
 
 from typing import Any

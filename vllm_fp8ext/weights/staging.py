@@ -8,7 +8,7 @@ result depends on their contents alone. Needs no vLLM, no forward context and no
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Piece
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.kernels.quantize_together import Together
 
 
 @dataclass
@@ -137,7 +140,12 @@ class QuantizedTarget:
         self._strips.clear()
 
     def write(
-        self, first: int, source: Tensor, outcome: Outcome, whole: tuple[int, int] | None = None
+        self,
+        first: int,
+        source: Tensor,
+        outcome: Outcome,
+        whole: tuple[int, int] | None = None,
+        together: "Together | None" = None,
     ) -> None:
         """Queue the quantization of rows from `first` on, of a tensor that has all rows of `whole` (these, by default) and
         brings them in order."""
@@ -146,7 +154,9 @@ class QuantizedTarget:
         begin = -(-first // BLOCK) * BLOCK
         end = last if last == self.codes.shape[0] else last // BLOCK * BLOCK
         if begin < end:
-            outcome.sums.append(self._quantize(begin, end, rows[begin - first : end - first]))
+            blocks = rows if (begin, end) == (first, last) else rows[begin - first : end - first]
+            waits = together if rows is source else None  # what was converted takes memory
+            outcome.sums.append(self._quantize(begin, end, blocks, waits))
         for start, stop in ((first, min(begin, last)), (max(end, begin, first), last)):
             if start < stop:
                 self._fill(start, rows[start - first : stop - first], outcome, whole or (first, last))
@@ -184,9 +194,9 @@ class QuantizedTarget:
             sums[..., 2] = 0  # what other tensors brought is their fault
             outcome.sums.append(sums)
 
-    def _quantize(self, start: int, stop: int, rows: Tensor) -> Tensor:
+    def _quantize(self, start: int, stop: int, rows: Tensor, together: "Together | None" = None) -> Tensor:
         scales = self.scales[start // BLOCK : -(-stop // BLOCK)]
-        return quantize_weight.queue(rows, self.codes[start:stop], scales, self.scale_format)
+        return quantize_weight.queue(rows, self.codes[start:stop], scales, self.scale_format, together)
 
 
 class Stager:
@@ -215,11 +225,13 @@ class Stager:
             codes, scales = torch.empty_like(like.codes), torch.empty_like(like.scales)
             values = torch.zeros(codes.shape, dtype=like.dtype, device=codes.device)
             QuantizedTarget(codes, scales, like.dtype, like.scale_format).write(0, values, outcome)
+            if codes.is_cuda:
+                outcome.sums.append(_rehearsed(like))
         settled(outcome)
 
-    def stage(self, name: str, rows: Tensor, first: int = 0) -> Outcome:
+    def stage(self, name: str, rows: Tensor, first: int = 0, together: "Together | None" = None) -> Outcome:
         """Queue the staging of one tensor of the manifest's shape, or of its rows from `first` on: then all of them must
-        come, in order, and the outcomes be added up.
+        come, in order, and the outcomes be added up. `together`: rows on the targets' GPU may wait there, until its `run`.
 
         What is found wrong has been written all the same: the tensor counts as not staged until it comes again.
         """
@@ -228,11 +240,13 @@ class Stager:
             piece = among(whole, first, rows)
             if piece is None:
                 continue
-            source = rows[_extents(piece, first)]
+            extents = _extents(piece, first)
+            everything = all(part == slice(0, n) for part, n in zip(extents, rows.shape, strict=True))
+            source = rows if everything else rows[extents]
             target = self.quantized.get(piece.target)
             if target is not None:
                 top, (start, stop) = whole.origin[0], whole.source[0]
-                target.write(piece.origin[0], source, outcome, (top, top + stop - start))
+                target.write(piece.origin[0], source, outcome, (top, top + stop - start), together)
             else:
                 destination = place(self.plain[piece.target], piece)
                 destination.copy_(source, non_blocking=True)
@@ -253,6 +267,17 @@ class Stager:
         return outcome
 
 
+def _rehearsed(like: QuantizedTarget) -> Tensor:
+    """Sums of a block that was quantized as those are that go together."""
+    from vllm_fp8ext.kernels.quantize_together import Together
+
+    together = Together()
+    values = torch.zeros(BLOCK, BLOCK, dtype=like.dtype, device=like.codes.device)
+    sums = quantize_weight.queue(values, *quantize_weight.empty_like(values), like.scale_format, together)
+    together.run()
+    return sums
+
+
 def among(piece: Piece, first: int, rows: Tensor) -> Piece | None:
     """The part of a piece that lies in these rows of its tensor, from `first` on."""
     if not piece.source:
@@ -261,6 +286,8 @@ def among(piece: Piece, first: int, rows: Tensor) -> Piece | None:
     top, bottom = max(start, first), min(stop, first + len(rows))
     if top >= bottom:
         return None
+    if (top, bottom) == (start, stop):
+        return piece
     origin = (piece.origin[0] + top - start, *piece.origin[1:])
     return replace(piece, source=((top, bottom), *others), origin=origin)
 
