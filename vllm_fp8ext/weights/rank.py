@@ -7,7 +7,7 @@ canary and the exchange run on the worker's main thread, between steps.
 
 import hashlib
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from vllm_fp8ext.weights.slices import Pause, Slices
 from vllm_fp8ext.weights.source import AnySource, Sources, source_of
 from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
 from vllm_fp8ext.weights.twin import Twin
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.kernels.quantize_together import Together
 
 _REHEARSAL = 0
 """A job that no update has: theirs count from 1."""
@@ -275,7 +278,7 @@ class Rank:
         checksums = Checksums({name: sha for name, sha in hashes.items() if name in mine})
         # codes come after all scales, which are small
         ordered = sorted(tensors, key=lambda stored: (stored.spec.name not in scales, stored.start))
-        stager, done = self.twin.stager, 0
+        stager, together, done = self.twin.stager, self._together(), 0
         with self._sources.open(source, ordered, lambda: self._require_wanted(session)) as parts:
             for rows in parts:
                 self._require_wanted(session)
@@ -291,12 +294,21 @@ class Rank:
                     outcome = stager.stage_codes(name, rows.values, scale, first)
                     outcomes.setdefault(name, Outcome()).add(outcome)
                 else:
-                    outcome = stager.stage(name, rows.values, first)
+                    outcome = stager.stage(name, rows.values, first, together)
                     outcomes.setdefault(name, Outcome()).add(outcome)
                 done += rows.last
                 self._progress[job] = done
+            if together is not None:
+                together.run()
             wrong, errors = self._settle(outcomes)
         return {"problems": problems + wrong, "errors": errors}
+
+    def _together(self) -> "Together | None":
+        if self._device.type != "cuda":
+            return None
+        from vllm_fp8ext.kernels.quantize_together import Together
+
+        return Together()
 
     def _require_wanted(self, session: str) -> None:
         if self._session != session:
