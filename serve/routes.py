@@ -250,13 +250,7 @@ async def _stage_files(backend: Backend, id: str, files: list[Path]) -> list[Any
 
 
 async def _commit(backend: Backend, id: str) -> dict[str, Any]:
-    """Commit; prepare first if nobody did."""
     try:
-        return await backend.engine.patiently("commit", id=id)
-    except UpdateError as error:
-        if error.kind != "not-prepared":
-            raise
-        await backend.engine.job("prepare", id=id)
         return await backend.engine.patiently("commit", id=id)
     finally:
         backend.look_soon()

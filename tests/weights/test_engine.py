@@ -7,6 +7,7 @@ import pytest
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.engine import UpdateEngine
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.session import Running, Session, State
@@ -90,3 +91,60 @@ def test_memory_is_not_given_back_while_a_part_was_overwritten(engine: UpdateEng
     with pytest.raises(UpdateError, match="in place"):
         engine.before_sleep(1)
     assert engine.handle("may_sleep", {})["error"]["kind"] == "update-open"
+
+
+class Ranks:
+    """One rank whose jobs are done when they are asked about; `fails`: the method whose job fails."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[str] = []
+        self._fails = fails
+        self._last = ""
+
+    def __call__(self, method: str, *_: Any) -> list[dict[str, Any]]:
+        self.calls.append(method)
+        if method != "poll":
+            self._last = method
+            return [{}]
+        if self._last == self._fails:
+            return [{"error": UpdateError("internal", "no", status=500).as_dict()}]
+        return [{"done": True, "fingerprint": 1, "finite": True, "tokens": 0, "logprob": 0.0}]
+
+
+def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
+    """An update in which nothing is missing, of a core that can be paused and asks these ranks."""
+    session = opened(engine)
+    engine._canaries["u"] = Canary([[1]], built_in=True)
+    session.receive("0", [SPEC], 4)
+    session.staged("0", [])
+    engine._fingerprints.keep(engine.step.live, [0], None)
+    engine.jobs._ranks = ranks
+    vars(core).update(
+        ranks=ranks,
+        pause=lambda: 0.0,
+        resume=lambda: None,
+        enter_epoch=lambda epoch, recompute: None,
+        label=lambda label: None,
+    )
+    return session
+
+
+def test_a_commit_prepares_what_nobody_prepared_in_the_same_job(core: IdleCore, engine: UpdateEngine) -> None:
+    ranks = Ranks()
+    session = asked(core, engine, ranks)
+    started = engine.handle("commit", {"id": "u"})
+    assert session.state is State.OPEN
+    done = engine.handle("poll", {"job": started["job"]})
+    assert (done["state"], done["result"]["epoch"]) == ("committed", 1)
+    assert ranks.calls == ["fingerprint", "poll", "sing", "poll", "exchange"]
+    assert engine.handle("commit", {"id": "u"})["result"] == done["result"]
+
+
+@pytest.mark.parametrize("method", ["fingerprint", "sing"])
+def test_a_commit_ends_where_its_preparation_fails(core: IdleCore, engine: UpdateEngine, method: str) -> None:
+    ranks = Ranks(method)
+    session = asked(core, engine, ranks)
+    started = engine.handle("commit", {"id": "u"})
+    assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "internal"
+    assert session.state is State.OPEN
+    assert "exchange" not in ranks.calls

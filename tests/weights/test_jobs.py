@@ -162,3 +162,56 @@ def test_settling_waits_until_no_rank_works_any_more() -> None:
     serial = jobs.start("work", finish=summed)["job"]
     jobs.settle()
     assert jobs.poll(serial) == {"done": True, "sum": 3}
+
+
+def test_what_a_job_goes_on_in_is_asked_at_once() -> None:
+    """So an engine between two steps need not come by again for each part."""
+    ranks = Ranks([done(1), done(2), {"done": False}, done(3)])
+    jobs = Jobs(ranks)
+
+    def then(results: list[Result]) -> Result:
+        return jobs.start("sing", finish=summed if results[0]["value"] > 1 else then)
+
+    jobs.start("stage", finish=then)
+    assert jobs.poll(1) == {"done": True, "job": 3}
+    assert jobs.poll(3) == {"done": True, "sum": 3}
+
+
+def test_something_follows_a_job_and_those_that_it_goes_on_in() -> None:
+    jobs = Jobs(Ranks([done(1), done(2)]))
+    followed: list[str] = []
+
+    def then() -> Result:
+        followed.append("then")
+        return {"result": "of then"}
+
+    started = jobs.start("stage", finish=lambda results: jobs.start("sing", finish=summed))
+    assert jobs.followed(started, then) == {"job": 1}
+    assert followed == []
+    assert jobs.poll(1) == {"done": True, "result": "of then"}
+    assert followed == ["then"]
+    assert jobs.followed({"state": "prepared"}, then) == {"result": "of then"}
+
+
+@pytest.mark.parametrize("when", ["start", "rank", "finish"])
+def test_nothing_follows_a_job_that_failed(when: str) -> None:
+    def then() -> Result:
+        raise AssertionError("it went on")
+
+    def refused(results: list[Result]) -> Result:
+        raise ERROR
+
+    answer = {"error": ERROR.as_dict()} if when == "rank" else done(1)
+    jobs = Jobs(Ranks([answer], started=[{"error": ERROR.as_dict()}] if when == "start" else None))
+    started = jobs.start("sing", finish=refused if when == "finish" else summed)
+    told = jobs.followed(started, then)
+    if when != "start":
+        told = jobs.poll(told["job"])
+    assert told["error"] == ERROR.as_dict()
+
+
+def test_a_poll_that_has_waited_may_come_again_at_once() -> None:
+    jobs = Jobs(Ranks([{"done": False}, done(1)]), lambda: 0.01)
+    jobs.start("stage", finish=summed)
+    assert jobs.poll(1) == {"done": False, "tensors": 0, "again": True}
+    assert jobs.poll(1) == {"done": True, "sum": 1}

@@ -116,7 +116,7 @@ class EngineCalls:
             if time.monotonic() > until:
                 message = f"{operation}: nothing was done for {self._deadline:g} s"
                 raise UpdateError("engine-timeout", message, status=504)
-            # what goes on in polls alone is polled at once: engine steps come in between
+            # what goes on in polls alone, or was waited for in this one, is polled at once: engine steps come in between
             pause = min(_SHORTEST_PAUSE + (time.monotonic() - begun) / 10, _LONGEST_PAUSE)
             await asyncio.sleep(0 if result.get("again") else pause)
 
@@ -138,9 +138,9 @@ class EngineCalls:
         await self._client.wake_up(tags)
 
     async def patiently(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run an operation that may have to wait for running requests, which have a deadline of their own."""
+        """`job`, of an operation that may have to wait for running requests, which have a deadline of their own."""
         while True:
-            result = await self(operation, **arguments)
+            result = await self.job(operation, **arguments)
             if "waiting" not in result:
                 return result
             await asyncio.sleep(0.01)

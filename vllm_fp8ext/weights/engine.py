@@ -264,10 +264,13 @@ class UpdateEngine:
         return self._preparations.start(session, self._canaries[session.id], self._asked[session.id])
 
     def commit(self, id: str) -> Result:
-        """Serve a prepared update's weights from the next step on; `{"waiting": requests}` while it waits. Idempotent."""
+        """Serve an update's weights from the next step on; `{"waiting": requests}` while it waits. Idempotent. What nobody
+        prepared is prepared first: that is a job, which ends in the commit."""
         session = self._session(id)
         if session.state is State.COMMITTED:
             return session.as_dict()
+        if session.state is State.OPEN:
+            return self.jobs.followed(self.prepare(id), partial(self.commit, id))
         session.require_prepared()
         self._require_healing(session.partial)
         session.check_base(self.step.live.epoch)

@@ -2,7 +2,7 @@
 """What a client says of tensors that it holds on a GPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -41,4 +41,4 @@ def ipc_tensor(
         where = f"allocation {allocation} of {max(room, 0)} bytes"
         message = f"tensor {name}: {tensor.size} bytes from {offset} on do not lie in {where}"
         raise UpdateError("bad-handle", message, status=422)
-    return replace(tensor, start=source.bounds[allocation] + offset)
+    return StoredTensor(tensor.spec, source.bounds[allocation] + offset, tensor.size)

@@ -26,7 +26,7 @@ class Job:
 
 class Jobs:
     """The jobs of one engine. A job's result is told once. `patience`: seconds that a poll may wait on the ranks for the end
-    of a job, asked at each: an engine without requests has time, and would be asked over and over otherwise."""
+    of a job, asked at each: an engine without requests has time, and is asked again at once."""
 
     def __init__(self, ranks: Ranks, patience: Callable[[], float] = lambda: 0.0) -> None:
         self._ranks = ranks
@@ -47,14 +47,31 @@ class Jobs:
         self._jobs[serial] = Job([None] * len(started), finish)
         return {"job": serial}
 
+    def followed(self, started: Result, then: Callable[[], Result]) -> Result:
+        """What `start` returned. Once its job, and those that it goes on in, have ended well, `then` makes the result."""
+        if "error" in started:
+            return started
+        if "job" not in started:
+            return then()
+        job = self._jobs[started["job"]]
+        finish = job.finish
+        job.finish = lambda results: self.followed(finish(results), then)
+        return started
+
     def poll(self, job: int) -> Result:
         """Progress of a job: `{"done": False, …}`, or `done` with its result, once every rank has one. A result may be
-        another job, in which this one goes on."""
+        another job, in which this one goes on, and which has not ended yet."""
         if job in self._done:
             return self._done.pop(job)
         if job not in self._jobs:
             raise UpdateError("unknown-job", f"no job {job}", status=404)
-        return self._advance(job, self._patience())
+        result = self._advance(job, self._patience())
+        while "job" in result:
+            further = self._advance(result["job"])
+            if not further["done"]:
+                break
+            result = further
+        return result
 
     def reap(self) -> None:
         """Take in finished jobs whose caller may have stopped to poll."""
@@ -74,7 +91,7 @@ class Jobs:
 
     def _advance(self, serial: int, patience: float = 0.0) -> Result:
         job = self._jobs[serial]
-        tensors, again = 0, False
+        tensors, again = 0, patience > 0
         for rank, result in enumerate(self._ranks("poll", serial, patience)):
             if job.outcomes[rank] is None and (result.get("done") or "error" in result):
                 job.outcomes[rank] = result
