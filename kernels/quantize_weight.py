@@ -89,12 +89,13 @@ def _on_gpu(
     scale_format: ScaleFormat,
     together: "Together | None",
 ) -> Tensor:
+    sums_NbKb3 = torch.empty(*scales_NbKb.shape, 3, dtype=torch.float32, device=codes_NK.device)
+    here = weight_NK.device == codes_NK.device
+    if here and together and together.add(weight_NK, codes_NK, scales_NbKb, scale_format, sums_NbKb3):
+        return sums_NbKb3
     from vllm_fp8ext.kernels import quantize_weight_triton
 
-    sums_NbKb3 = torch.empty(*scales_NbKb.shape, 3, dtype=torch.float32, device=codes_NK.device)
-    ready = weight_NK.device == codes_NK.device and weight_NK.dtype in quantize_weight_triton.DTYPES
-    if ready and together and together.add(weight_NK, codes_NK, scales_NbKb, scale_format, sums_NbKb3):
-        return sums_NbKb3
+    ready = here and weight_NK.dtype in quantize_weight_triton.DTYPES
     for rows, row_blocks in _slices(weight_NK, weight_NK.numel() if ready else _COPIED_ELEMENTS):
         source = weight_NK[rows].to(codes_NK.device, non_blocking=True)
         if source.dtype not in quantize_weight_triton.DTYPES:

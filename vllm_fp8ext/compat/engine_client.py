@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.25
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-"""Seconds between two polls of a job: a tenth of the time that it has taken, within these."""
+"""Seconds between two polls of a job: a twentieth of the time that it has taken, within these."""
 
 
 class EngineCalls:
@@ -117,7 +117,7 @@ class EngineCalls:
                 message = f"{operation}: nothing was done for {self._deadline:g} s"
                 raise UpdateError("engine-timeout", message, status=504)
             # what goes on in polls alone, or was waited for in this one, is polled at once: engine steps come in between
-            pause = min(_SHORTEST_PAUSE + (time.monotonic() - begun) / 10, _LONGEST_PAUSE)
+            pause = min(_SHORTEST_PAUSE + (time.monotonic() - begun) / 20, _LONGEST_PAUSE)
             await asyncio.sleep(0 if result.get("again") else pause)
 
     async def sleep(self, level: int, mode: str) -> None:

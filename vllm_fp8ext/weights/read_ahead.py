@@ -41,7 +41,7 @@ class Rows:
     def last(self) -> bool:
         """Whether the tensor ends with them."""
         shape = self.stored.spec.shape
-        return not shape or self.first + len(self.values) == shape[0]
+        return not shape or self.first + self.values.shape[0] == shape[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,9 +240,8 @@ class Stager:
             piece = among(whole, first, rows)
             if piece is None:
                 continue
-            extents = _extents(piece, first)
-            everything = all(part == slice(0, n) for part, n in zip(extents, rows.shape, strict=True))
-            source = rows if everything else rows[extents]
+            sizes = tuple(stop - start for start, stop in piece.source)
+            source = rows if sizes == rows.shape else rows[_extents(piece, first)]
             target = self.quantized.get(piece.target)
             if target is not None:
                 top, (start, stop) = whole.origin[0], whole.source[0]
@@ -283,7 +282,7 @@ def among(piece: Piece, first: int, rows: Tensor) -> Piece | None:
     if not piece.source:
         return piece
     (start, stop), *others = piece.source
-    top, bottom = max(start, first), min(stop, first + len(rows))
+    top, bottom = max(start, first), min(stop, first + rows.shape[0])
     if top >= bottom:
         return None
     if (top, bottom) == (start, stop):
