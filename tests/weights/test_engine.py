@@ -115,6 +115,7 @@ def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
     """An update in which nothing is missing, of a core that can be paused and asks these ranks."""
     session = opened(engine)
     engine._canaries["u"] = Canary([[1]], built_in=True)
+    engine._asked["u"] = None
     session.receive("0", [SPEC], 4)
     session.staged("0", [])
     engine._fingerprints.keep(engine.step.live, [0], None)

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise ConfigError("bench kernels: expected a CUDA GPU, found none")
-    from vllm_fp8ext.bench import correct, gemms, kv, quantizers
+    from vllm_fp8ext.bench import correct, gemms, kv_kernels, quantizers
     from vllm_fp8ext.bench.report import Report
 
     if options.check is not None:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "fused" in options.only:
         quantizers.fused(report)
     if "kv" in options.only:
-        kv.kv(report)
+        kv_kernels.kv(report)
     for kernel in ("decode_gemm", "prefill_gemm"):
         for variant in ("blockfp8", "blockfp8_codes"):
             report.summarize(kernel, variant)

@@ -201,7 +201,8 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
 
 def _aligned(shape: tuple[int, ...], piece: Piece) -> bool:
     """Whether a piece is made of whole blocks, both of its tensor and of its parameter."""
-    if not piece.quantized or not len(shape) == len(piece.source) == len(piece.target_shape) == 2:
+    sides = (shape, piece.source, piece.target_shape, piece.origin)
+    if not piece.quantized or any(len(side) != 2 for side in sides):
         return False
     for size, (start, stop), origin, room in zip(
         shape, piece.source, piece.origin, piece.target_shape, strict=True
