@@ -60,16 +60,16 @@ class Fit:
 
     elements: int
     saturated: int
-    """Elements beyond the largest code."""
+    """Elements beyond the largest code; infinity and NaN are too, and in neither of the sums that follow."""
     squared_error: float
     squared_norm: float
 
 
 def fit(values_TGD: Tensor, scales_G: Tensor) -> Fit:
     """What quantizing these values with these scales loses."""
-    values = values_TGD.float()
-    error = dequantize(quantize(values_TGD, scales_G), scales_G) - values
-    saturated = (values.abs() > FP8_MAX * _by_head(scales_G)).sum()
+    saturated = (~(values_TGD.float().abs() <= FP8_MAX * _by_head(scales_G))).sum()
+    values = values_TGD.float().nan_to_num(0.0, 0.0, 0.0)
+    error = dequantize(quantize(values, scales_G), scales_G) - values
     sums = torch.stack([saturated.double(), error.double().square().sum(), values.double().square().sum()])
     beyond, squared_error, squared_norm = sums.tolist()
     return Fit(values.numel(), int(beyond), squared_error, squared_norm)

@@ -248,7 +248,7 @@ class KvScalesSummary(BaseModel):
     policy: Literal["calibrate", "history", "provided", "static"]
     source: str = Field(
         description="`update`, `settings`, `recent` or `built-in`: whose tokens they were calibrated with; else `history`, "
-        "`trainer`, `checkpoint` or `start`."
+        "`trainer`, or `start` for those of the checkpoint or the setting `default`."
     )
     tokens: int = Field(description="How many of them were looked at.")
     epoch: int = Field(description="The weights that they were computed for.")
@@ -292,7 +292,8 @@ class Update(BaseModel):
     chunks: dict[str, ChunkState]
     problems: list[dict[str, Any]] = Field(description="What was wrong with refused chunks.")
     seconds: dict[str, float] = Field(
-        description="`staging`, `prepare`, `drain`, `exchange`, `caches`, `pause` and `total`, as far as they happened."
+        description="`staging`, `prepare` (in it `kv_scales` and `fingerprint`), `drain`, `exchange`, `caches`, `pause` and "
+        "`total`, as far as they happened."
     )
     quantization_error: QuantizationError | None
     canary_perplexity: float | None = Field(

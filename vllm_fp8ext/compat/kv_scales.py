@@ -53,13 +53,18 @@ class KvCacheMethod(BaseKVCacheMethod):
             return
         loaded = {name: getattr(layer, f"{name}_scale").detach().float().cpu().reshape(-1) for name in NAMES}
         known = {name: values for name, values in loaded.items() if bool((values > 0).all())}
+        if "k" in known:
+            known.setdefault(
+                "v", known["k"]
+            )  # `kv_scale` of older checkpoints, which vLLM loads as K's alone
         if self.settings.policy == "static" and not {"k", "v"} <= known.keys():
             if self.settings.default is None:
                 raise ConfigError(
                     f"kv_scales static: the checkpoint has no K and V scales for {layer.layer_name}; expected them, or "
                     '{"policy": "static", "default": 1.0} to serve with that number, or another policy, such as calibrate'
                 )
-            known |= {name: torch.full_like(loaded[name], self.settings.default) for name in ("k", "v")}
+            for name in ("k", "v"):
+                known.setdefault(name, torch.full_like(loaded[name], self.settings.default))
         known.setdefault("q", known.get("k", torch.ones(1)))
         heads = len(loaded["k"])
         for name in NAMES:
@@ -124,8 +129,10 @@ def kv_scales_of(
     layers: Mapping[str, Any], settings: KvScaleSettings, total_heads: int, device: torch.device
 ) -> KvScales:
     """The scales of a served model's attention layers by name, from now on changed by `KvScales.exchange` alone."""
+    if settings.granularity == "layer":
+        return KvScales(layers, {}, device=device)
     shares = {name: share_of(layer, total_heads) for name, layer in layers.items()}
-    return KvScales(layers, shares, per_head=settings.granularity == "head", device=device)
+    return KvScales(layers, shares, device=device)
 
 
 def attention_layers(model: nn.Module) -> list[Any]:

@@ -132,6 +132,7 @@ def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -
     from vllm_fp8ext.compat.kv_recorder import Recorder
     from vllm_fp8ext.compat.kv_rescale import CachedCodes
     from vllm_fp8ext.compat.kv_scales import attention_layers, gather, kv_scales_of
+    from vllm_fp8ext.kv.asked import check_prompts
     from vllm_fp8ext.kv.rank import RankKv
     from vllm_fp8ext.kv.tokens import choose
 
@@ -139,12 +140,17 @@ def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -
     if settings is None or not config.cache_config.cache_dtype.startswith("fp8"):
         return None
     of = config.model_config
+    vocabulary, longest = of.get_vocab_size(), of.max_model_len
     layers = {layer.layer_name: layer for layer in attention_layers(model)}
     scales = kv_scales_of(layers, settings, of.get_total_num_kv_heads(), device)
     recorder = Recorder(layers, settings.record_every) if settings.policy == "history" else None
     kv = RankKv(scales, settings, CachedCodes(layers), recorder)
     if settings.policy != "static":
+        try:
+            check_prompts(settings.prompts or (), settings, vocabulary, longest)
+        except UpdateError as error:
+            raise ConfigError(str(error)) from None
         twin.keep_others([])
-        tokens = choose(None, settings, [], of.get_vocab_size(), of.max_model_len)
-        kv.begin(twin.model, device, attend_plainly, tokens.prompts, gather)
+        tokens = choose(None, settings, [], vocabulary, longest)
+        kv.begin(twin.model, device, attend_plainly, tokens, gather)
     return kv

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an update asks for its KV-cache scales."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kv.scales import NAMES, Scales
-from vllm_fp8ext.kv.settings import Cached, KvScaleSettings, Policy
+from vllm_fp8ext.kv.settings import LARGEST_SCALE, SMALLEST_SCALE, Cached, KvScaleSettings, Policy
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def asked_of(
 
     Raises:
         UpdateError: `invalid-request`: a policy that this server can't follow, prompts that are no prompts, scales that are
-            missing, unknown, not positive, or not as many as expected.
+            missing, unknown, out of range, or not as many as expected.
     """
     told = told or {}
     policy = cast("Policy", told.get("policy") or settings.policy)
@@ -46,15 +47,18 @@ def asked_of(
         raise _invalid(f"prompts are for the policy calibrate, found {policy}")
     if (scales is not None) != (policy == "provided"):
         raise _invalid(f"scales and the policy provided go together, found the policy {policy}")
+    if settings.policy == "static" and policy != "static":
+        raise _invalid(f"the server was started with the policy static, which stays; found {policy}")
     if policy == "history" and not records:
         raise _invalid("nothing is recorded: the server has to be started with the policy history")
-    _check_prompts(prompts or (), settings, vocabulary, longest)
+    check_prompts(prompts or (), settings, vocabulary, longest)
     return Asked(policy, cached, prompts, None if scales is None else _completed(scales, served))
 
 
-def _check_prompts(
+def check_prompts(
     prompts: Sequence[Sequence[int]], settings: KvScaleSettings, vocabulary: int, longest: int
 ) -> None:
+    """Raises `UpdateError` (`invalid-request`): token ids or lengths that the model does not take, too many tokens."""
     for number, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= longest:
             raise _invalid(f"prompt {number}: expected 1 to {longest} tokens, found {len(prompt)}")
@@ -67,7 +71,7 @@ def _check_prompts(
 
 
 def _completed(scales: Mapping[str, Mapping[str, Any]], served: Scales) -> Scales:
-    """One number for a layer counts for all its heads; scales of Q that are not sent stay as they are."""
+    """In fp32. One number for a layer counts for all its heads; scales of Q that are not sent stay as they are."""
     unknown, missing = sorted(scales.keys() - served.keys()), sorted(served.keys() - scales.keys())
     if unknown or missing:
         raise _invalid(
@@ -80,13 +84,15 @@ def _completed(scales: Mapping[str, Mapping[str, Any]], served: Scales) -> Scale
             values = scales[layer].get(kind)
             if values is None and kind != "q":
                 raise _invalid(f"scales: {layer} has no {kind}")
-            listed = now[kind] if values is None else values if isinstance(values, list) else [values]
+            listed = torch.tensor(now[kind] if values is None else values, dtype=torch.float32).reshape(-1)
             wanted = len(now[kind])
             if len(listed) not in (1, wanted):
                 raise _invalid(f"scales: {layer}.{kind}: expected 1 or {wanted} numbers, found {len(listed)}")
-            if not all(math.isfinite(value) and value > 0 for value in listed):
-                raise _invalid(f"scales: {layer}.{kind}: expected positive finite numbers, found {listed}")
-            found[layer][kind] = [float(value) for value in listed] * (wanted // len(listed))
+            if not bool(((listed >= SMALLEST_SCALE) & (listed <= LARGEST_SCALE)).all()):
+                raise _invalid(
+                    f"scales: {layer}.{kind}: expected numbers from 2**-126 to 2**118, found {values}"
+                )
+            found[layer][kind] = listed.expand(wanted).tolist()
     return found
 
 

@@ -59,6 +59,16 @@ class ScaleSet:
         }
 
 
+def _first(parts: list[Result]) -> ScaleSet:
+    """Those that the server was started with, of its ranks' answers."""
+    scales = largest([part["scales"] for part in parts])
+    calibrated = parts[0]["calibrated"]
+    if not calibrated:
+        return ScaleSet(scales, "static", 0, "start")
+    layers = layer_reports([part["calibrated"]["fits"] for part in parts], calibrated["amax"], scales)
+    return ScaleSet(scales, "calibrate", 0, calibrated["source"], calibrated["tokens"], layers)
+
+
 class KvEngine:
     """The scales of an engine. Without an FP8 KV cache, or without updates, there are none (`enabled`)."""
 
@@ -77,6 +87,9 @@ class KvEngine:
         self._rescaled: dict[str, int] | None = None
         """What became of cached codes at the last exchange."""
         self._history: deque[Scales] = deque(maxlen=self._settings.history_length)
+        """Largest values that were recorded before each commit."""
+        self._recorded: Scales = {}
+        """Those since the last commit: an update that is given up does not lose them."""
 
     @property
     def served(self) -> ScaleSet:
@@ -84,9 +97,8 @@ class KvEngine:
         if self._served is None:
             parts = self._core.ranks("kv_scales")
             raise_first(parts)
-            policy = self._settings.policy
-            source = "checkpoint" if policy == "static" else "start"
-            self._served = ScaleSet(largest([part["scales"] for part in parts]), policy, 0, source)
+            self._served = _first(parts)
+            self._warn(self._served)
         return self._served
 
     def asked(self, told: Any) -> Asked | None:
@@ -101,11 +113,12 @@ class KvEngine:
     def prepare(
         self, asked: Asked, epoch: int, done: Callable[[ScaleSet], None], then: Callable[[], Result]
     ) -> Result:
-        """Give the twin, which is complete, the scales that it will be served with from `epoch` on; then go on. A job, except
-        for scales that stay."""
-        if asked.policy == "static":
-            self._stage(self.served.scales)
-            done(self.served)
+        """Give the twin, which is complete, the scales that it will be served with from `epoch` on; then go on. A job where
+        tokens have to be looked at."""
+        if asked.policy in ("static", "history"):
+            found = self.served if asked.policy == "static" else self._from_history(epoch)
+            self._stage(found.scales)
+            done(found)
             return then()
         core = self._core
         recent = core.recent_tokens()
@@ -127,8 +140,6 @@ class KvEngine:
         source = tokens.source
         if asked.scales is not None:
             scales, source = asked.scales, "trainer"
-        elif asked.policy == "history":
-            scales, source = computed(self._remembered(), self.served.scales, self._settings), "history"
         else:
             scales = computed(seen, self.served.scales, self._settings)
         layers = layer_reports(self._stage(scales), seen, scales)
@@ -142,18 +153,20 @@ class KvEngine:
         raise_first(results)
         return [result["fits"] for result in results]
 
-    def _remembered(self) -> Scales:
-        """Amax of the commits that count."""
+    def _from_history(self, epoch: int) -> ScaleSet:
+        """Scales for what was written into the cache before the commits that count, this one the last of them."""
         results = self._core.ranks("recorded")
         raise_first(results)
-        self._history.append(largest([result["amax"] for result in results]))
         self._traffic = traffic_report([result["traffic"] for result in results])
-        if self._settings.history_algorithm == "most_recent":
-            return self._history[-1]
-        return largest(list(self._history))  # type: ignore[arg-type]
+        parts = [result["amax"] for result in results]
+        self._recorded = largest([*parts, self._recorded] if self._recorded else parts)
+        length = 1 if self._settings.history_algorithm == "most_recent" else self._settings.history_length
+        amax = largest([*self._history, self._recorded][-length:])  # type: ignore[arg-type]
+        scales = computed(amax, self.served.scales, self._settings)
+        return ScaleSet(scales, "history", epoch, "history")
 
     def _warn(self, found: ScaleSet) -> None:
-        for kind in ("k", "v"):
+        for kind in ("k", "v") if found.layers else ():
             told = worst(found.layers, kind)
             if told["saturated_fraction"] > self._settings.warn_saturated:
                 logger.warning(
@@ -170,6 +183,9 @@ class KvEngine:
         self._rescaled = None
         old, self._served = self.served, new or self._previous
         self._previous = old
+        if new is not None and self._recorded:
+            self._history.append(self._recorded)
+            self._recorded = {}
         if not keep or self.served.scales == old.scales:
             return False
         if cached == "recompute":

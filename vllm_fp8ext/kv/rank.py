@@ -5,7 +5,7 @@ Used by `weights.rank.Rank`, on the worker's main thread.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from vllm_fp8ext.kv.merged import largest
 from vllm_fp8ext.kv.observer import Observer
 from vllm_fp8ext.kv.scales import KvScales, RankScales, Scales
 from vllm_fp8ext.kv.settings import KvScaleSettings
+from vllm_fp8ext.kv.tokens import Tokens
 from vllm_fp8ext.weights.recital import Attend, listen
 from vllm_fp8ext.weights.slices import Pause
 
@@ -47,6 +48,8 @@ class RankKv:
     cache: Cache
     recorder: Recorder | None = None
     observer: Observer | None = None
+    calibrated: Result = field(default_factory=dict)
+    """With what the first scales were calibrated, and how well they fit (`begin`); empty when they were not."""
 
     @property
     def per_head(self) -> bool:
@@ -68,21 +71,22 @@ class RankKv:
 
         return work
 
-    def begin(
-        self, model: Any, device: torch.device, attend: Attend, prompts: list[list[int]], gather: Gather
-    ) -> None:
-        """Serve the scales that fit these prompts, before anything is cached."""
-        found = self.listening(model, device, attend, prompts)(lambda: None)
-        served = largest(gather(self.scales.served()))
-        scales = computed(largest(gather(found["amax"])), served, self.settings)
-        self.scales.stage(scales)
+    def begin(self, model: Any, device: torch.device, attend: Attend, tokens: Tokens, gather: Gather) -> None:
+        """Serve the scales that fit these tokens, before anything is cached."""
+        found = self.listening(model, device, attend, tokens.prompts)(lambda: None)
+        served, amax = largest(gather(self.scales.served())), largest(gather(found["amax"]))
+        scales = computed(amax, served, self.settings)
+        fits = self.stage(scales)
         self.scales.exchange()
         self.scales.stage(scales)
+        self.calibrated = {"amax": amax, "source": tokens.source, "tokens": tokens.count, **fits}
 
     def stage(self, scales: Scales) -> Result:
-        """Give the twin scales, and tell how well they fit what was seen last."""
+        """Give the twin scales, and tell how well they fit what was seen since the last time."""
         self.scales.stage(scales)
-        return {"fits": self.observer.fits(self.scales) if self.observer else {}}
+        observer, self.observer = self.observer, None
+        with torch.inference_mode():
+            return {"fits": observer.fits(self.scales) if observer else {}}
 
     def recorded(self) -> Result:
         """What was written into the cache since this was asked last: `amax` by layer, and how many `elements` of K and V

@@ -51,25 +51,26 @@ class HeadShare:
 
 
 class KvScales:
-    """`layers`: vLLM's attention layers by name, whose scale buffers become views of one tensor. `shares`: by layer, of what
-    each scale is one."""
+    """`layers`: vLLM's attention layers by name, whose scale buffers become views of one tensor. `shares`: by layer, when each
+    KV head has a scale of its own; empty when each layer has one."""
 
     def __init__(
         self,
         layers: Mapping[str, Any],
         shares: Mapping[str, HeadShare],
         *,
-        per_head: bool,
         device: torch.device,
     ) -> None:
         self._layers = layers
         self._shares = shares
-        self._per_head = per_head
+        self._per_head = bool(shares)
+        self.broken = False
+        """Whether an exchange failed and could not be undone."""
         self._places: dict[tuple[str, str], slice] = {}
         end = 0
         for name in layers:
             for kind in NAMES:
-                width = shares[name].count if per_head else 1
+                width = shares[name].count if shares else 1
                 self._places[name, kind] = slice(end, end + width)
                 end += -(-width // _ALIGNED) * _ALIGNED
         self._live = torch.ones(end, dtype=torch.float32, device=device)
@@ -80,7 +81,7 @@ class KvScales:
             layer = layers[name]
             found = getattr(layer, f"_{kind}_scale").detach().float().reshape(-1)
             self._live[place] = found
-            view = self._live[place] if per_head else self._live[place.start]
+            view = self._live[place] if shares else self._live[place.start]
             setattr(layer, f"_{kind}_scale", view)
         self._mirrors[0] = self._live.tolist()
         self._mirrors[1] = list(self._mirrors[0])
@@ -137,19 +138,22 @@ class KvScales:
         return found
 
     def exchange(self) -> None:
-        """Swap served and staged scales, in every copy. Undone when it fails half-way."""
-        before = torch.tensor(self._mirrors[0]), torch.tensor(self._mirrors[1])
+        """Swap served and staged scales, in every copy. Undone when it fails half-way; `broken` when that fails too."""
+        self.broken = True
         self._mirrors.reverse()
         try:
-            self._live.copy_(before[1])
-            self._twin.copy_(before[0])
-            self._publish()
+            self._write()
         except BaseException:
             self._mirrors.reverse()
-            self._live.copy_(before[0])
-            self._twin.copy_(before[1])
-            self._publish()
+            self._write()
+            self.broken = False
             raise
+        self.broken = False
+
+    def _write(self) -> None:
+        """Make everything what the mirrors say."""
+        self.refresh()
+        self._publish()
 
     def refresh(self) -> None:
         """The device's memory lost its contents: put them back."""

@@ -10,6 +10,8 @@ Cached = Literal["rescale", "recompute"]
 Prompt = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 
 CALIBRATION_TOKENS = 4096
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**118
+"""Between these, one over a scale and 448 times a scale are normal numbers in fp32."""
 
 
 class KvScaleSettings(BaseModel):
@@ -50,7 +52,7 @@ class KvScaleSettings(BaseModel):
     """What becomes of K and V that running requests keep (`running` `keep`) when scales change: rewritten in place, or
     computed again."""
 
-    default: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    default: float | None = Field(default=None, ge=SMALLEST_SCALE, le=LARGEST_SCALE)
     """With `static`: the scale of K and V of layers for which the checkpoint has none. Without it they are an error at
     start."""
 
@@ -61,6 +63,15 @@ class KvScaleSettings(BaseModel):
     def _default_is_for_static(self) -> Self:
         if self.default is not None and self.policy != "static":
             raise ValueError(f"default is for the policy static, found {self.policy}")
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_are_taken_whole(self) -> Self:
+        total = sum(map(len, self.prompts or ()))
+        if total > self.tokens:
+            raise ValueError(
+                f"prompts: expected at most {self.tokens} tokens in all (`tokens`), found {total}"
+            )
         return self
 
 

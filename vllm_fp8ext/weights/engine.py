@@ -354,6 +354,8 @@ class UpdateEngine:
 
     def kv_scales(self) -> Result:
         """The scales of the FP8 KV cache that is served, and how well they fitted."""
+        if self.kv.enabled:
+            self._known_manifest()
         found = self.kv.describe(self.step.live.epoch, layers=True)
         if found is None:
             message = "no KV-cache scales: the KV cache is not FP8, or the server takes no updates"

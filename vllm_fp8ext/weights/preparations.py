@@ -42,6 +42,7 @@ class Preparations:
     ) -> Result:
         """Find the scales of its KV cache."""
         raise_first(results)
+        now = time.perf_counter()
         mark = partial(self._mark, session, canary, revision, started)
         if asked is None:
             return mark()
@@ -50,14 +51,13 @@ class Preparations:
         def done(found: ScaleSet) -> None:
             session.kv = found
             session.kv_scales = found.summary(epoch)
-            session.seconds["kv_scales"] = time.perf_counter() - started
+            session.seconds["kv_scales"] = time.perf_counter() - now
 
         return self._kv.prepare(asked, epoch, done, mark)
 
     def _mark(self, session: Session, canary: Canary, revision: int, started: float) -> Result:
         """Take the fingerprints of what is prepared."""
-        started_now = time.perf_counter()
-        finish = partial(self._sing, session, canary, revision, started, started_now)
+        finish = partial(self._sing, session, canary, revision, started, time.perf_counter())
         return self._jobs.start("fingerprint", True, finish=finish)
 
     def _sing(

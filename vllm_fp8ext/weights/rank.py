@@ -153,7 +153,8 @@ class Rank:
     @described
     def kv_scales(self) -> Result:
         """The scales of this rank's KV cache."""
-        return {"scales": self._require_kv().scales.served()}
+        kv = self._require_kv()
+        return {"scales": kv.scales.served(), "calibrated": kv.calibrated}
 
     @described
     def observe(self, job: int, prompts: list[list[int]]) -> Result:
@@ -233,10 +234,13 @@ class Rank:
         return {"seconds": time.perf_counter() - start}
 
     def _exchange_scales(self, kv: RankKv) -> None:
+        """Beside weights that were exchanged already, and are again when this fails."""
+        exchange = self.twin.exchange
         try:
             kv.scales.exchange()
         except BaseException:
             self.twin.commit()
+            exchange.broken = exchange.broken or exchange.inplace or kv.scales.broken
             raise
 
     @described
