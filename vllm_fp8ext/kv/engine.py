@@ -158,10 +158,10 @@ class KvEngine:
         results = self._core.ranks("recorded")
         raise_first(results)
         self._traffic = traffic_report([result["traffic"] for result in results])
-        parts = [result["amax"] for result in results]
+        parts: list[Any] = [result["amax"] for result in results]
         self._recorded = largest([*parts, self._recorded] if self._recorded else parts)
         length = 1 if self._settings.history_algorithm == "most_recent" else self._settings.history_length
-        amax = largest([*self._history, self._recorded][-length:])  # type: ignore[arg-type]
+        amax = largest([*self._history, self._recorded][-length:])
         scales = computed(amax, self.served.scales, self._settings)
         return ScaleSet(scales, "history", epoch, "history")
 

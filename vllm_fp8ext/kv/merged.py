@@ -2,12 +2,12 @@
 """What ranks say of their heads, made one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from vllm_fp8ext.kv.scales import RankScales, Scales
+from vllm_fp8ext.kv.scales import Scales
 
 
-def largest(parts: Sequence[RankScales]) -> Scales:
+def largest(parts: Sequence[Mapping[str, Mapping[str, Sequence[float | None]]]]) -> Scales:
     """Element by element the largest number that any rank has; NaN and infinity count as the largest."""
     found: Scales = {}
     for layer, kinds in parts[0].items():

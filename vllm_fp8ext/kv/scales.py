@@ -51,8 +51,8 @@ class HeadShare:
 
 
 class KvScales:
-    """`layers`: vLLM's attention layers by name, whose scale buffers become views of one tensor. `shares`: by layer, when each
-    KV head has a scale of its own; empty when each layer has one."""
+    """`layers`: vLLM's attention layers by name, whose scale buffers become views of one tensor. `shares`: by layer, where
+    each KV head has its own scale; empty where each layer has one."""
 
     def __init__(
         self,

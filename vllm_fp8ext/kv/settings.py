@@ -52,7 +52,7 @@ class KvScaleSettings(BaseModel):
     """What becomes of K and V that running requests keep (`running` `keep`) when scales change: rewritten in place, or
     computed again."""
 
-    default: float | None = Field(default=None, ge=SMALLEST_SCALE, le=LARGEST_SCALE)
+    default: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """With `static`: the scale of K and V of layers for which the checkpoint has none. Without it they are an error at
     start."""
 
@@ -63,6 +63,8 @@ class KvScaleSettings(BaseModel):
     def _default_is_for_static(self) -> Self:
         if self.default is not None and self.policy != "static":
             raise ValueError(f"default is for the policy static, found {self.policy}")
+        if self.default is not None and not SMALLEST_SCALE <= self.default <= LARGEST_SCALE:
+            raise ValueError(f"default: expected a number from 2**-126 to 2**118, found {self.default}")
         return self
 
     @model_validator(mode="after")
