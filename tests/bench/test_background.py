@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests beside a measurement ask for, against a server that answers at once, and what is made of its counts."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from vllm_fp8ext.bench import background
+from vllm_fp8ext.bench.background import ANSWER_TOKENS, PROMPT_TOKENS
+
+RUNNING = 8
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Notes each request, and answers it after a moment."""
+
+    def do_GET(self) -> None:
+        self._answer(f"vllm:generation_tokens_total{{}} {time.monotonic() * 1000}\n")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)  # type: ignore[attr-defined]  # ours
+        time.sleep(0.05)
+        self._answer("data: {}\n\ndata: [DONE]\n\n" if body.get("stream") else "{}")
+
+    def _answer(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as serving:
+        serving.bodies = []  # type: ignore[attr-defined]  # ours
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield serving
+        serving.shutdown()
+
+
+def test_contexts_are_spread_evenly_from_the_first_request_on(server: ThreadingHTTPServer) -> None:
+    bodies: list[dict[str, Any]] = server.bodies  # type: ignore[attr-defined]  # ours
+    with background._Load(f"http://127.0.0.1:{server.server_port}", RUNNING):
+        until = time.monotonic() + 60
+        while len(bodies) < 4 * RUNNING and time.monotonic() < until:
+            time.sleep(0.01)
+    first, later = bodies[:RUNNING], bodies[-RUNNING:]
+    step = ANSWER_TOKENS // RUNNING
+    assert sorted(len(body["prompt"]) for body in first) == [PROMPT_TOKENS + step * n for n in range(RUNNING)]
+    assert {len(body["prompt"]) + body["max_tokens"] for body in bodies} == {PROMPT_TOKENS + ANSWER_TOKENS}
+    assert {body["max_tokens"] for body in later} == {ANSWER_TOKENS}
+    starts = [tuple(body["prompt"][:16]) for body in bodies]
+    assert len(set(starts)) == len(starts), "no block of theirs is in a prefix cache"
+
+
+def test_tokens_lost_are_those_of_the_mean_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "SETTLE_SECONDS", 1.0)
+    load = background._Load("http://nowhere", 1)
+    load._work = []
+    rates = [(10.0, 100.0), (11.0, 90.0), (12.0, 50.0), (13.0, 0.0), (14.0, 80.0), (15.0, 0.0)]
+    tokens = 0.0
+    for start, rate in rates:  # each for a second
+        load._counts.append((start, tokens))
+        tokens += rate
+    load._counts.append((16.0, tokens))
+    monkeypatch.setattr(load, "_wait", lambda seconds: None)
+    found = load.during(11.0, 13.0)
+    assert (found["tokens_per_s_before"], found["tokens_per_s_during"]) == (100.0, 70.0)
+    assert found["tokens_per_s_after"] == 80.0
+    assert found["tokens_lost"] == pytest.approx(1 - 70 / 90)
