@@ -192,7 +192,7 @@ async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> d
 
 async def _read_there(backend: Backend, id: str, body: schema.Handles) -> dict[str, Any]:
     source = IpcSource(body.device, tuple((found.handle, found.bytes) for found in body.allocations))
-    tensors = await asyncio.to_thread(lambda: [ipc_tensor(source, **dict(tensor)) for tensor in body.tensors])
+    tensors = await asyncio.to_thread(lambda: [ipc_tensor(source, **vars(tensor)) for tensor in body.tensors])
     return await _stage(backend, id, str(body.n), source, tensors, sum(tensor.size for tensor in tensors))
 
 
@@ -206,7 +206,7 @@ async def _begin_to_receive(backend: Backend, id: str, body: schema.Receive) -> 
     )
     check_group(source, backend.world_size)
     tensors = await asyncio.to_thread(
-        lambda: [broadcast_tensor(source, **dict(tensor)) for tensor in body.tensors]
+        lambda: [broadcast_tensor(source, **vars(tensor)) for tensor in body.tensors]
     )
     size = sum(tensor.size for tensor in tensors)
     started = await backend.engine("stage", **_chunk(id, str(body.n), source, tensors, size))
