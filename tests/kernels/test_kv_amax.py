@@ -111,7 +111,7 @@ def steps(draw: st.DrawFn) -> list[tuple[Triple, Tensor, Triple]]:
     per_head = draw(st.booleans())
     found = []
     for seed in range(draw(st.integers(1, 2))):
-        tokens = draw(st.sampled_from((1, 2, 31, 32, 33, 70)))
+        tokens = draw(st.sampled_from((1, 2, 31, 32, 33, 70, 230)))
         kind = draw(st.sampled_from(("normal", "heavy", "zeros", "edge")))
         total = heads * (width + v_width)
         fused = values(tokens, 1, total + 3, kind, dtype, seed).squeeze(1)[:, :total]
