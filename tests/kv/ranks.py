@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.config import Settings
+from vllm_fp8ext.kernels.kv_amax import Seen
 from vllm_fp8ext.kv.rank import RankKv
 from vllm_fp8ext.kv.scales import HeadShare, KvScales
 from vllm_fp8ext.kv.settings import KvScaleSettings
@@ -54,12 +55,16 @@ def attend(model: Any, after: Any, see: Any = None, lengths: Sequence[int] | Non
 class Recorder:
     """Tells what a test wrote into it, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
         self.amax = 0.0
+        self.saturated = 0
 
-    def take(self) -> dict[str, dict[str, Any]]:
-        amax, self.amax = self.amax, 0.0
-        return {name: {kind: [amax] for kind in "qkv"} for name in NAMES}
+    def take(self) -> dict[str, Seen]:
+        amax = torch.full((3, self.heads), self.amax)
+        saturated = torch.full((3, self.heads), self.saturated)
+        self.amax, self.saturated = 0.0, 0
+        return {name: Seen(amax, saturated, torch.full((3,), 8)) for name in NAMES}
 
 
 class Core:
@@ -82,7 +87,9 @@ class Core:
         share = HeadShare.of(number, world_size, HEADS)
         here = layers(*NAMES, heads=share.count if per_head else 0)
         scales = KvScales(here, dict.fromkeys(NAMES, share) if per_head else {}, device=CPU)
-        kv = RankKv(scales, settings, self._rescale, Recorder() if settings.policy == "history" else None)
+        recorder = Recorder(share.count) if settings.policy == "history" else None
+        cache: Any = SimpleNamespace(rescale=self._rescale, warm_up=lambda: None)
+        kv = RankKv(scales, settings, cache, recorder)
         exchange = SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))], broken=False, inplace=False)
         exchange.fingerprint = lambda **_: 1
         twin: Any = SimpleNamespace(
@@ -104,11 +111,11 @@ class Core:
             turn = iter(answers)
             self._kv(rank).begin(rank.twin.model, CPU, attend, tokens, lambda _, turn=turn: next(turn))
 
-    def _rescale(self, ratios: Any, blocks: Any) -> dict[str, Any]:
+    def _rescale(self, ratios: Any, blocks: Any) -> dict[str, int]:
         if self.problem is not None:
             raise self.problem
         self.rescaled.append((ratios, blocks))
-        return {}
+        return {"codes": 10, "saturated": 2, "flushed": 1}
 
     @staticmethod
     def _kv(rank: Rank) -> RankKv:

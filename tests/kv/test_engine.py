@@ -20,6 +20,8 @@ TOKENS = {"prompts": [[1, 7], [3]]}
 """Of which 7 is the largest, so with the default margin a scale is at least 14 / 448 = 2**-5."""
 FIT = 2.0**-5
 
+NOTHING_YET = {"granularity": "layer", "traffic": None, "rescaled": None}
+
 
 class Story:
     """An engine and what it served: `update` prepares and commits, `prepare` stops before the commit."""
@@ -110,7 +112,7 @@ def test_static_scales_are_those_of_the_start_and_stay() -> None:
     assert (first.policy, first.source, first.layers) == ("static", "start", {})
     assert start.update() is first
     assert "observe" not in start.core.called
-    assert start.kv.describe(1) == first.summary(1) | {"granularity": "layer"}
+    assert start.kv.describe(1) == first.summary(1) | NOTHING_YET
     assert first.summary(1)["age"] == 1
     assert first.summary(1)["fit"] is None
 
@@ -121,7 +123,7 @@ def test_an_update_is_calibrated_with_its_own_prompts() -> None:
     before = start.device
     found = start.prepare(TOKENS)
     assert start.device == before, "nothing is served before the commit"
-    assert start.kv.describe(0) == start.kv.served.summary(0) | {"granularity": "layer"}
+    assert start.kv.describe(0) == start.kv.served.summary(0) | NOTHING_YET
     start.commit(found)
     assert (found.policy, found.source, found.tokens, found.epoch) == ("calibrate", "update", 3, 1)
     expected = scales(a=FIT, b=FIT)
@@ -272,6 +274,16 @@ def test_history_is_the_largest_of_so_many_commits() -> None:
     assert "observe" not in start.core.called, "it takes no time on the GPU"
 
 
+def test_what_was_saturated_in_the_cache_is_told() -> None:
+    start = history()
+    recorder: Any = start.core._kv(start.core.fleet[0]).recorder
+    recorder.saturated = 2
+    recorded(start, 448.0)
+    told = start.kv.describe(1)
+    assert told is not None
+    assert told["traffic"] == {kind: {"saturated_fraction": 0.25, "worst": "a"} for kind in ("k", "v")}
+
+
 def test_history_of_one_commit() -> None:
     start = history(history_length=1)
     assert [recorded(start, amax) for amax in (896, 448)] == [896, 448]
@@ -323,6 +335,11 @@ def test_what_running_requests_keep_is_rewritten() -> None:
     assert start.commit(found, keep=True) is False
     ratio = first / FIT
     assert start.core.rescaled == [({n: {"k": [ratio], "v": [ratio]} for n in NAMES}, [[3, 4]])]
+    told = start.kv.describe(1)
+    assert told is not None
+    assert told["rescaled"] == {"codes": 10, "saturated": 2, "flushed": 1}
+    start.commit(None)
+    assert (start.kv.describe(2) or {})["rescaled"] is None
 
 
 @pytest.mark.parametrize(("keep", "same"), [(False, False), (True, True), (False, True)])
