@@ -69,6 +69,8 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
             found.append((name, partial(decode, form, config, m, n, k, bias)))
     for form, (m, splits) in itertools.product(FORMATS, ((1, 1), (7, 2), (33, 4), (64, 1), (100, 8))):
         found.append((f"decode prologue {form} {m} {splits}", partial(prologue, form, m, splits)))
+    found.append(("kv_rescale", kv_rescale))
+    found += [(f"kv_amax {tokens}", partial(kv_amax, tokens)) for tokens in (1, 128, 8192)]
     return found
 
 
