@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An FP8 KV cache whose scales change with the weights."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fp8ext.checkpoints import EARLY, LATE, problems
+from vllm_fp8ext.demo.server import SMALL, Server
+from vllm_fp8ext.demo.traffic import accuracy, answers
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kernels.kv_cache import amax_by_head, next_scales
+from vllm_fp8ext.kv.scales import scale_digests
+from vllm_fp8ext.serve.schema import KvScales, KvScalesServed, LayerScales
+
+from .ask import Stream, complete, metrics, state
+from .conftest import TWO_RANKS
+
+PROMPTS = [[5 + 7 * (i + 40 * n) % 110 for i in range(100)] for n in range(3)]
+"""Three prompts of token ids; their tokens stand one after the other in the pass that calibrates."""
+FP8_WEIGHTS = 0.15
+"""How far the largest K or V of blockwise FP8 may be from BF16's: a few layers at about 4 % each."""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """One rank with powers of two, prompts of its own and linear layers in FP8; two ranks with exact scales, no margin and
+    linear layers in BF16."""
+    logs = tmp_path_factory.mktemp("logs")
+    options = (*SMALL, "--kv-cache-dtype", "fp8")
+    started = {
+        "pow2": Server(
+            EARLY,
+            logs / "pow2.log",
+            arguments=options,
+            settings={"kv_scales": {"policy": "calibrate", "prompts": PROMPTS}},
+        ),
+        "fp32": Server(
+            EARLY,
+            logs / "fp32.log",
+            arguments=(*options, *TWO_RANKS),
+            settings={
+                "ignore": ["*"],
+                "kv_scales": {"policy": "provided", "scale_format": "fp32", "margin": 0.0},
+            },
+            variables={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        ),
+    }
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Server.wait, started.values()))
+        yield started
+    finally:
+        for server in started.values():
+            server.stop()
+
+
+@pytest.fixture
+def pow2(servers: dict[str, Server]) -> Server:
+    return on_early(servers["pow2"])
+
+
+@pytest.fixture
+def fp32(servers: dict[str, Server]) -> Server:
+    return servers["fp32"]
+
+
+def on_early(server: Server) -> Server:
+    with server.client() as client:
+        weights = client.weights()
+        if weights.update:
+            client.abandon(weights.update)
+        if weights.epoch and (
+            weights.version != "early" or weights.kv_scales is None or weights.kv_scales.source != "settings"
+        ):
+            client.push(EARLY, version="early")
+    return server
+
+
+def served(server: Server) -> KvScalesServed:
+    with server.client() as client:
+        return client.kv_scales()
+
+
+def expected(checkpoint: Path, prompts: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Largest K (after rotary embedding) and V of a checkpoint in BF16, by layer, from transformers' own KV cache."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    found: dict[str, dict[str, float]] = {}
+    for prompt in prompts:
+        with torch.inference_mode():
+            cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
+        for number, layer in enumerate(cache.layers):
+            here = found.setdefault(f"model.layers.{number}.self_attn.attn", {"k": 0.0, "v": 0.0})
+            for kind, values_BGTD in (("k", layer.keys), ("v", layer.values)):
+                amax = float(amax_by_head(values_BGTD[0].transpose(0, 1), 1))
+                here[kind] = max(here[kind], amax)
+    return found
+
+
+def require_scales(found: KvScalesServed, checkpoint: Path) -> None:
+    """Power-of-two scales with the default margin, as a trainer computes them from its own K and V: the same, unless amax is
+    close to where the power changes."""
+    for layer, kinds in expected(checkpoint, PROMPTS).items():
+        for kind, amax in kinds.items():
+            low, high = (
+                next_scales(torch.tensor([amax * (1 + sign * FP8_WEIGHTS)]), torch.ones(1)).item()
+                for sign in (-1, 1)
+            )
+            [scale] = found.scales[layer][kind]
+            assert low <= scale <= high, (layer, kind, amax)
+
+
+def test_scales_fit_the_weights_at_start_and_after_an_update(pow2: Server):
+    early = served(pow2)
+    assert (early.policy, early.source, early.tokens, early.granularity) == (
+        "calibrate",
+        "settings",
+        300,
+        "layer",
+    )
+    assert (
+        early.scales.keys() == {f"model.layers.{n}.self_attn.attn" for n in range(3)} == early.layers.keys()
+    )
+    require_scales(early, EARLY)
+    with pow2.client() as client:
+        update = client.push(LATE, version="late")
+        assert update.kv_scales is not None
+        assert update.seconds["kv_scales"] <= update.seconds["prepare"]
+        weights = client.weights()
+    late = served(pow2)
+    require_scales(late, LATE)
+    assert late.scales != early.scales
+    assert weights.kv_scales is not None
+    assert (late.epoch, late.age, weights.kv_scales.epoch) == (weights.epoch, 0, weights.epoch)
+    assert (late.source, late.tokens, late.fit) == (
+        "settings",
+        300,
+        update.kv_scales.fit,
+    )
+    for layer in late.layers.values():
+        for fit in layer.values():
+            assert (fit.saturated_fraction, fit.headroom >= 1.0) == (0.0, True)
+            assert 0.01 < fit.relative_error < 2.0**-4
+
+
+def test_the_model_answers_as_well_as_ever(pow2: Server):
+    with pow2.client() as client:
+        client.push(LATE, version="late")
+    asked = problems(40)
+    assert accuracy(answers(pow2.url, asked), asked) > 0.9
+
+
+def test_scales_are_in_digests_and_come_back_with_their_weights(pow2: Server):
+    with pow2.client() as client:
+        before, scales = state(pow2), served(pow2).scales
+        assert before["digests"]["kv_scales"] == scale_digests(scales)
+        client.push(LATE, version="late")
+        assert client.verify().epoch == before["epoch"] + 1
+        late = client.digests()
+        assert late.kv_scales == scale_digests(served(pow2).scales) != before["digests"]["kv_scales"]
+        client.rollback()
+        client.verify()
+        assert served(pow2).scales == scales
+        assert served(pow2).age == 2
+        again = state(pow2)
+        assert again["outputs"] == before["outputs"]
+        assert again["digests"]["kv_scales"] == before["digests"]["kv_scales"]
+        client.rollback()
+        client.verify()
+        assert client.digests().kv_scales == late.kv_scales
+        client.push(EARLY, version="early")
+        assert served(pow2).scales == scales, "the same tokens give the same scales"
+        assert state(pow2)["outputs"] == before["outputs"]
+
+
+def test_an_update_that_is_given_up_changes_nothing(pow2: Server):
+    before = state(pow2), served(pow2)
+    with pow2.client() as client:
+        update = client.open(version="late", kv_scales=KvScales(prompts=[[9] * 50]))
+        client.put_chunk(update.id, 0, (LATE / "model.safetensors").read_bytes())
+        prepared = client.prepare(update.id)
+        assert prepared.kv_scales is not None
+        assert (prepared.kv_scales.source, prepared.kv_scales.tokens) == ("update", 50)
+        assert (state(pow2), served(pow2)) == before
+        client.abandon(update.id)
+        client.verify()
+    assert (state(pow2), served(pow2)) == before
+
+
+def test_an_update_may_choose_for_itself(pow2: Server):
+    early = served(pow2)
+    ours = {layer: LayerScales(k=0.5, v=[0.1], q=None) for layer in early.scales}
+    with pow2.client() as client:
+        client.push(LATE, version="late", kv_scales=KvScales(policy="provided", scales=ours))
+        client.verify()
+        found = served(pow2)
+        assert (found.policy, found.source) == ("provided", "trainer")
+        for layer, kinds in found.scales.items():
+            assert kinds == {
+                "q": early.scales[layer]["q"],
+                "k": [0.5],
+                "v": [pytest.approx(0.1, rel=1e-7)],
+            }
+        client.push(EARLY, version="kept", kv_scales=KvScales(policy="static"))
+        client.verify()
+        kept = served(pow2)
+        assert (kept.scales, kept.policy, kept.age) == (found.scales, "provided", 1)
+        client.push(LATE, version="own", kv_scales=KvScales(prompts=[[9] * 50]))
+        assert (served(pow2).source, served(pow2).tokens) == ("update", 50)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (KvScales(policy="history"), "nothing is recorded"),
+        (KvScales(policy="provided"), "go together"),
+        (KvScales(prompts=[[128]]), "expected token ids below 128, found 128"),
+        (KvScales(policy="provided", scales={"x": LayerScales(k=1.0, v=1.0)}), "unknown layers ['x']"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_on_opening(pow2: Server, asked: KvScales, message: str):
+    with pow2.client() as client, pytest.raises(UpdateError) as refused:
+        client.open(kv_scales=asked)
+    assert (refused.value.kind, refused.value.status) == ("invalid-request", 422)
+    assert message in str(refused.value)
+    with pow2.client() as client:
+        assert client.weights().update is None
+
+
+def test_running_requests_keep_their_sense(pow2: Server):
+    """What they have cached means the same with the new scales, or is computed again."""
+    stream = Stream(pow2, "123+456=", 600)
+    with pow2.client() as client:
+        client.push(LATE, version="late", running="keep")
+    stream.wait()
+    assert stream.finish == "length"
+    assert len(stream.token_ids) == 600
+    if not stream.came_too_early:
+        prompt = [*complete(pow2, "123+456=", 1)["choices"][0]["prompt_token_ids"], *stream.token_ids[:500]]
+        direct = complete(pow2, prompt, 100, ignore_eos=True)["choices"][0]["token_ids"]
+        same = sum(a == b for a, b in zip(direct, stream.token_ids[500:], strict=True))
+        assert same > 50, same
+
+
+def test_metrics_have_the_worst_and_every_layer(pow2: Server):
+    found = metrics(pow2, "fp8ext:kv_headroom")
+    assert found.keys() == {
+        f'kind="{kind}",layer="{layer}"' for kind in "kv" for layer in (*served(pow2).layers, "worst")
+    }
+    worst = {kind: found[f'kind="{kind}",layer="worst"'] for kind in "kv"}
+    assert all(
+        value >= worst[kind] >= 1.0
+        for label, value in found.items()
+        for kind in "kv"
+        if f'kind="{kind}"' in label
+    )
+    assert metrics(pow2, "fp8ext:kv_scales_age_epochs") == {"": served(pow2).age}
+
+
+def test_two_ranks_agree_with_bf16(fp32: Server):
+    """Linear layers are BF16 here, so what is left is the order of sums. The first scales are calibrated whatever the policy,
+    with the built-in sample."""
+    from vllm_fp8ext.kv.tokens import built_in
+
+    found = served(fp32)
+    assert (found.policy, found.source, found.tokens) == ("calibrate", "built-in", 4096)
+    for layer, kinds in expected(EARLY, built_in(4096, 128, 2048)).items():
+        for kind, amax in kinds.items():
+            assert found.scales[layer][kind] == [pytest.approx(amax / 448, rel=0.03)]
+            assert found.layers[layer][kind].headroom == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_policy_without_scales_is_refused_on_two_ranks_and_with_them_served(fp32: Server):
+    with fp32.client() as client:
+        with pytest.raises(UpdateError, match="go together"):
+            client.push(LATE)
+        epoch = client.weights().epoch
+        ours = {
+            layer: LayerScales(k=kinds["k"] / 448, v=kinds["v"] / 448)
+            for layer, kinds in expected(LATE, PROMPTS).items()
+        }
+        client.push(LATE, version="late", kv_scales=KvScales(scales=ours))
+        assert client.verify().epoch == epoch + 1
+        assert client.digests().kv_scales == scale_digests(served(fp32).scales)
+    asked = problems(40)
+    assert accuracy(answers(fp32.url, asked), asked) > 0.9
