@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that holds the engine in its own process, updated in place. Writes what it saw, as JSON, to a file."""
+"""A trainer that holds the engine in its own process, updated in place, with an FP8 KV cache. Writes what it saw, as JSON,
+to a file."""
 
 import asyncio
 import json
@@ -31,7 +32,14 @@ OPTIONS: dict[str, Any] = {
     "gpu_memory_utilization": 0.3,
     "kv_cache_memory_bytes": 64 << 20,
     "skip_tokenizer_init": True,
-    "additional_config": {"fp8ext": {"staging": "inplace", "update_lifetime_seconds": 30.0}},
+    "kv_cache_dtype": "fp8",
+    "additional_config": {
+        "fp8ext": {
+            "staging": "inplace",
+            "update_lifetime_seconds": 30.0,
+            "kv_scales": {"policy": "calibrate", "prompts": [[5 + 7 * i % 110 for i in range(100)]]},
+        }
+    },
 }
 
 
@@ -65,6 +73,7 @@ async def main(out: Path) -> None:
     async with embedded(engine) as weights:
         cold = await weights.digests()
         facts["start"] = await told(weights)
+        scales = {"early": (await weights.kv_scales()).scales}
         facts["sampled early"] = await sample(engine, "early")
         running = asyncio.create_task(long_request(engine, "beside"))
         await asyncio.sleep(0.2)
@@ -73,6 +82,7 @@ async def main(out: Path) -> None:
         facts["sampled late"] = await sample(engine, "late")
         facts["running went on"] = await running
         facts["verified"] = (await weights.verify()).epoch
+        scales["late"] = (await weights.kv_scales()).scales
         facts["rollback"] = await kind(weights.rollback())
         facts["wait"] = await kind(weights.push(early, running="wait"))
         facts["after wait"] = (await told(weights))["state"]
@@ -84,10 +94,14 @@ async def main(out: Path) -> None:
         facts["refused half-way"] = await kind(weights.push(infinite))
         facts["half-way"] = await told(weights)
         facts["sampled half-way"] = await sample(engine, "half-way")
+        scales["half-way"] = (await weights.kv_scales()).scales
         facts["partial on half"] = await kind(weights.push(early, partial=True, base_epoch=1))
         await update(weights, early, "early again")
         facts["healed"] = await told(weights)
-        facts["digests equal"] = (await weights.digests()).digests == cold.digests
+        facts["digests equal"] = await weights.digests() == cold.model_copy(
+            update={"epoch": 2, "version": "early again"}
+        )
+        scales["early again"] = (await weights.kv_scales()).scales
         facts["addresses equal"] = (await weights.digests()).addresses == cold.addresses
         facts["sampled early again"] = await sample(engine, "early-again")
 
@@ -113,6 +127,7 @@ async def main(out: Path) -> None:
         facts["no sleep over the routes"] = await kind(weights.sleep())
         await engine.sleep(1)
         facts["asleep"] = (await told(weights))["state"]
+        scales["asleep"] = (await weights.kv_scales()).scales
         facts["asleep refused"] = [
             await kind(call)
             for call in (weights.open(), weights.verify(), weights.digests(), weights.rollback())
@@ -121,6 +136,7 @@ async def main(out: Path) -> None:
         facts["update before the KV cache wakes"] = await kind(weights.push(late, version="late, asleep"))
         await engine.wake_up()
         facts["sampled after sleep"] = await sample(engine, "awake")
+        facts["verified after sleep"] = (await weights.verify()).version
         opened = await weights.open()
         await engine.sleep(2)
         facts["open update, level 2"] = (await weights.update(opened.id)).state
@@ -130,6 +146,8 @@ async def main(out: Path) -> None:
         await update(weights, late, "late again")
         facts["healed from sleep"] = (await told(weights))["state"]
         facts["sampled late again"] = await sample(engine, "late-again")
+        scales["late again"] = (await weights.kv_scales()).scales
+        facts["scales"] = scales
     engine.shutdown()
     out.write_text(json.dumps(facts))
 

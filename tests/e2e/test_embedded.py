@@ -30,6 +30,16 @@ def test_an_update_reaches_the_engine_in_the_same_process(facts: dict[str, Any])
     assert facts["addresses equal"]
 
 
+def test_scales_of_the_kv_cache_come_with_the_weights_in_place(facts: dict[str, Any]) -> None:
+    scales = facts["scales"]
+    early, late = scales["early"], scales["late"]
+    assert early != late
+    assert scales["half-way"] == late, "an update that ends half-way brings none"
+    assert scales["early again"] == scales["asleep"] == early
+    assert scales["late again"] == late
+    assert facts["verified after sleep"] == "late, asleep"
+
+
 def test_in_place_costs_no_twin_and_has_no_rollback(facts: dict[str, Any]) -> None:
     assert facts["start"]["twin_bytes"] == [0]
     assert facts["late"]["previous_version"] is None

@@ -17,7 +17,7 @@ from vllm_fp8ext.kernels.kv_cache import amax_by_head, next_scales
 from vllm_fp8ext.kv.scales import scale_digests
 from vllm_fp8ext.serve.schema import KvScales, KvScalesServed, LayerScales
 
-from .ask import Stream, complete, metrics, state
+from .ask import ATTEMPTS, Stream, complete, metrics, state
 from .conftest import TWO_RANKS
 
 PROMPTS = [[5 + 7 * (i + 40 * n) % 110 for i in range(100)] for n in range(3)]
@@ -234,18 +234,22 @@ def test_what_can_not_be_done_is_refused_on_opening(pow2: Server, asked: KvScale
 
 
 def test_running_requests_keep_their_sense(pow2: Server):
-    """What they have cached means the same with the new scales, or is computed again."""
-    stream = Stream(pow2, "123+456=", 600)
-    with pow2.client() as client:
-        client.push(LATE, version="late", running="keep")
-    stream.wait()
-    assert stream.finish == "length"
-    assert len(stream.token_ids) == 600
-    if not stream.came_too_early:
-        prompt = [*complete(pow2, "123+456=", 1)["choices"][0]["prompt_token_ids"], *stream.token_ids[:500]]
-        direct = complete(pow2, prompt, 100, ignore_eos=True)["choices"][0]["token_ids"]
-        same = sum(a == b for a, b in zip(direct, stream.token_ids[500:], strict=True))
-        assert same > 50, same
+    """What they have cached means the same with the new scales, or is computed again: they go on much as they would have,
+    had the new weights read all of it."""
+    for _ in range(ATTEMPTS):
+        on_early(pow2)
+        stream = Stream(pow2, "123+456=", 600)
+        with pow2.client() as client:
+            client.push(LATE, version="late", running="keep")
+        stream.wait()
+        if len(stream.weight_versions) > 1 and stream.weight_versions[1]["start"] < 550:
+            break
+    assert (stream.finish, len(stream.token_ids)) == ("length", 600)
+    switch = stream.weight_versions[1]["start"]
+    asked = complete(pow2, "123+456=", 1)["choices"][0]["prompt_token_ids"]
+    fresh = complete(pow2, [*asked, *stream.token_ids[:switch]], 48, ignore_eos=True)["choices"][0]
+    same = sum(a == b for a, b in zip(fresh["token_ids"], stream.token_ids[switch:], strict=False))
+    assert same >= 24, (fresh["token_ids"], stream.token_ids[switch:])
 
 
 def test_metrics_have_the_worst_and_every_layer(pow2: Server):

@@ -8,15 +8,18 @@ import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from vllm_fp8ext import environment
 from vllm_fp8ext.config import Settings
+from vllm_fp8ext.kv.settings import KvScaleSettings, Policy
 from vllm_fp8ext.serve.schema import PREFIX
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 HTTP_API = PROJECT / "docs" / "http-api.md"
+KV_CACHE = HTTP_API.with_name("kv-cache.md")
 CLIENT = PROJECT / "docs" / "client.md"
 PAGES = sorted(
     page
@@ -71,9 +74,9 @@ def table(heading: str, page: Path = HTTP_API) -> set[str]:
     return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
 
 
-def defaults() -> dict[str, str]:
+def defaults(page: Path = HTTP_API) -> dict[str, str]:
     """The second column of the table of settings."""
-    section = HTTP_API.read_text(encoding="utf-8").partition("\n## Settings\n")[2].partition("\n## ")[0]
+    section = page.read_text(encoding="utf-8").partition("\n## Settings\n")[2].partition("\n## ")[0]
     return dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", section, re.MULTILINE))
 
 
@@ -95,6 +98,18 @@ def test_every_setting_is_named_with_its_default() -> None:
     found = Settings().model_dump(mode="json")
     for name, default in defaults().items():
         assert Settings.parse({"fp8ext": {name: _json(default)}}).model_dump(mode="json") == found, name
+
+
+def test_every_setting_of_the_kv_cache_is_named_with_its_default() -> None:
+    assert table("Settings", KV_CACHE) == set(KvScaleSettings.model_fields)
+    found = KvScaleSettings(policy="calibrate")
+    told = {name: _json(default) for name, default in defaults(KV_CACHE).items()}
+    assert told.keys() == KvScaleSettings.model_fields.keys() - {"policy"}
+    assert told == found.model_dump(exclude={"policy"})
+
+
+def test_every_policy_is_named() -> None:
+    assert table("Policies", KV_CACHE) == set(get_args(Policy))
 
 
 def _json(text: str) -> object:

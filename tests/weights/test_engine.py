@@ -149,3 +149,15 @@ def test_a_commit_ends_where_its_preparation_fails(core: IdleCore, engine: Updat
     assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "internal"
     assert session.state is State.OPEN
     assert "exchange" not in ranks.calls
+
+
+def test_a_16_bit_kv_cache_has_no_scales(engine: UpdateEngine) -> None:
+    error = engine.handle("kv_scales", {})["error"]
+    assert (error["kind"], error["status"]) == ("no-kv-scales", 404)
+
+
+def test_scales_are_not_read_for_the_first_time_from_memory_that_was_given_back() -> None:
+    core = IdleCore()
+    core.settings, core.kv_cache_dtype, core.sleeps = Settings(kv_scales="calibrate"), "fp8", True  # type: ignore[arg-type]
+    engine = UpdateEngine(core)  # type: ignore[arg-type]  # the rest is not asked for
+    assert engine.handle("kv_scales", {})["error"]["kind"] == "asleep"

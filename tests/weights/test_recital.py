@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from vllm_fp8ext.weights.recital import SLICE_LAYERS, SLICE_TOKENS, recite
+from vllm_fp8ext.weights.recital import SLICE_LAYERS, SLICE_TOKENS, See, listen, recite
 
 VOCABULARY, WIDTH = 50, 16
 CPU = torch.device("cpu")
@@ -153,3 +153,50 @@ def test_pauses_are_counted_in_layers_and_tokens(lengths: list[int], layers: int
 def test_longer_prompts_are_cut_finer(length: int, layers: int) -> None:
     prompt = [token % VOCABULARY for token in range(length)]
     assert recited(Model(16), [prompt])[1] == 16 // layers + 1
+
+
+class Listened(nn.Module):
+    """Notes what it is run on; each of its layers is seen, then done."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.inputs: list[tuple[list[int], list[int]]] = []
+        self.told: list[int] | None = None
+        self.see: See
+        self.after: Callable[[], None]
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        self.inputs.append((input_ids.tolist(), positions.tolist()))
+        for layer in range(self.layers):
+            self.see(str(layer), *(input_ids.view(-1, 1, 1),) * 3)
+            self.after()
+        return input_ids
+
+
+def listened(prompts: list[list[int]], layers: int = 3) -> tuple[Listened, list[str], list[int]]:
+    """The model, the layers that were seen, and how many of them at each pause."""
+    model, seen, pauses = Listened(layers), [], []
+
+    def attend(model: Any, after: Any, see: Any = None, lengths: Any = None) -> None:
+        model.after, model.see, model.told = after, see, lengths
+
+    def see(layer: str, *_: Tensor) -> None:
+        assert torch.is_inference_mode_enabled()
+        seen.append(layer)
+
+    listen(model, prompts, CPU, attend, see, lambda: pauses.append(len(seen)))
+    return model, seen, pauses
+
+
+def test_all_prompts_are_heard_in_one_pass_each_from_its_first_position() -> None:
+    model, seen, _ = listened([[5, 6, 7], [8], [9, 10]])
+    assert model.inputs == [([5, 6, 7, 8, 9, 10], [0, 1, 2, 0, 0, 1])]
+    assert model.told == [3, 1, 2]
+    assert seen == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("tokens", "layers"), [(64, 8), (512, 4), (2048, 1), (4096, 1)])
+def test_longer_passes_are_cut_finer(tokens: int, layers: int) -> None:
+    half = [1] * (tokens // 2)
+    assert listened([half, half], 16)[2] == list(range(layers, 17, layers))

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of requests that ended last."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_fp8ext.compat.recent_tokens import RecentTokens
+
+
+class Scheduler:
+    """Frees requests, and says so."""
+
+    def __init__(self) -> None:
+        self.freed: list[Any] = []
+
+    def _free_request(self, request: Any, delay_free_blocks: bool = False) -> Any:
+        self.freed.append((request.all_token_ids, delay_free_blocks))
+        return {"freed": len(self.freed)}
+
+    def end(self, *tokens: int) -> Any:
+        return self._free_request(SimpleNamespace(all_token_ids=list(tokens)), delay_free_blocks=True)
+
+
+def test_the_scheduler_frees_as_before() -> None:
+    scheduler = Scheduler()
+    RecentTokens(scheduler, 10, 5)
+    assert scheduler.end(1, 2) == {"freed": 1}
+    assert scheduler.freed == [([1, 2], True)]
+
+
+def test_the_newest_come_first_cut_to_their_beginning() -> None:
+    scheduler = Scheduler()
+    recent = RecentTokens(scheduler, 10, 3)
+    assert recent.newest_first() == []
+    scheduler.end(1, 2)
+    scheduler.end(3, 4, 5, 6)
+    assert recent.newest_first() == [[3, 4, 5], [1, 2]]
+
+
+def test_the_oldest_are_forgotten_once_the_others_are_enough() -> None:
+    scheduler = Scheduler()
+    recent = RecentTokens(scheduler, 6, 4)
+    for token in range(5):
+        scheduler.end(*[token] * 3)
+    assert recent.newest_first() == [[4] * 3, [3] * 3]
+    scheduler.end(9)
+    assert recent.newest_first() == [[9], [4] * 3, [3] * 3]
+    for _ in range(100):
+        scheduler.end(7)
+    assert recent.newest_first() == [[7]] * 6
