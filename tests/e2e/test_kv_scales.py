@@ -294,3 +294,14 @@ def test_a_policy_without_scales_is_refused_on_two_ranks_and_with_them_served(fp
         assert client.digests().kv_scales == scale_digests(served(fp32).scales)
     asked = problems(40)
     assert accuracy(answers(fp32.url, asked), asked) > 0.9
+
+
+def test_what_was_served_last_is_calibrated_with(fp32: Server):
+    prompt = complete(fp32, "12+34=", 600, ignore_eos=True)["usage"]["prompt_tokens"]
+    with fp32.client() as client:
+        client.push(LATE, version="recent", kv_scales=KvScales(policy="calibrate"))
+    found = served(fp32)
+    assert (found.policy, found.source) == ("calibrate", "recent")
+    assert prompt + 600 <= found.tokens <= 4096
+    assert found.fit is not None
+    assert found.fit["k"].saturated_fraction == 0.0

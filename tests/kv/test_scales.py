@@ -189,7 +189,8 @@ def test_which_heads_a_rank_has() -> None:
 def test_each_rank_serves_its_heads_and_all_of_them_make_the_whole(world_size: int) -> None:
     ranks = of_ranks(world_size, 8, "a", "b")
     new = {
-        name: {kind: [2.0**-n * (kind == "v" or 0.5) for n in range(8)] for kind in NAMES} for name in "ab"
+        name: {kind: [2.0 ** (n - 9) * (kind == "v" or 0.5) for n in range(8)] for kind in NAMES}
+        for name in "ab"
     }
     for rank, (here, kv) in enumerate(ranks):
         kv.stage(new)
