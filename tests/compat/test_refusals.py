@@ -40,11 +40,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"VLLM_SERVER_DEV_MODE": "1", "additional_config": {"fp8ext": {"staging": "none"}}},
         "it opens weight routes that need no key",
     ),
+    "scales of a 16-bit KV cache": (
+        {"additional_config": {"fp8ext": {"kv_scales": "calibrate"}}},
+        "expected --kv-cache-dtype fp8, found auto",
+    ),
     "unknown setting": ({"additional_config": {"fp8ext": {"stagign": "none"}}}, "stagign: unknown key"),
     "wrong setting": ({"additional_config": {"fp8ext": {"canary": {}}}}, "canary.prompts"),
 }
 TAKEN: dict[str, dict[str, Any]] = {
     "nothing special": {},
+    "scales of an FP8 KV cache": {
+        "kv_cache_dtype": "fp8",
+        "additional_config": {"fp8ext": {"kv_scales": "calibrate"}},
+    },
     "LoRA without updates": {
         "enable_lora": True,
         "additional_config": {"fp8ext": {"staging": "none"}},

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from vllm_fp8ext.checkpoints import EARLY, LATE, problems
 from vllm_fp8ext.demo.server import SMALL, Server
@@ -37,7 +38,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
             EARLY,
             logs / "pow2.log",
             arguments=options,
-            settings={"kv_scales": {"policy": "calibrate", "prompts": PROMPTS}},
+            settings={
+                "kv_scales": {"policy": "calibrate", "prompts": PROMPTS},
+                "allowed_dirs": [str(LATE.parent)],
+            },
         ),
         "fp32": Server(
             EARLY,
@@ -211,8 +215,23 @@ def test_an_update_may_choose_for_itself(pow2: Server):
         client.verify()
         kept = served(pow2)
         assert (kept.scales, kept.policy, kept.age) == (found.scales, "provided", 1)
+        client.load(str(LATE), version="loaded", kv_scales=KvScales(policy="static"))
+        assert (served(pow2).scales, served(pow2).age) == (found.scales, 2)
         client.push(LATE, version="own", kv_scales=KvScales(prompts=[[9] * 50]))
         assert (served(pow2).source, served(pow2).tokens) == ("update", 50)
+
+
+def test_a_partial_update_is_calibrated_with_all_its_weights(pow2: Server):
+    """A layer's K is four times as large once the weight of its norm is: to the bit, in powers of two."""
+    name = "model.layers.1.self_attn.k_norm.weight"
+    before = served(pow2).scales
+    larger = {name: load_file(EARLY / "model.safetensors")[name] * 4}
+    with pow2.client() as client:
+        client.push(larger, version="larger", partial=True, base_epoch=client.weights().epoch)
+    after = served(pow2).scales
+    here = "model.layers.1.self_attn.attn"
+    assert after[here] == {**before[here], "k": [before[here]["k"][0] * 4]}
+    assert after["model.layers.0.self_attn.attn"] == before["model.layers.0.self_attn.attn"]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,11 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         raise ConfigError(
             "blockfp8 can't be combined with VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key"
         )
+    if settings.kv_scales is not None and not config.cache_config.cache_dtype.startswith("fp8"):
+        raise ConfigError(
+            f"kv_scales {settings.kv_scales.policy}: the KV cache has no scales; expected --kv-cache-dtype fp8, found "
+            f"{config.cache_config.cache_dtype}, or no kv_scales"
+        )
     if reasons and settings.staging != "none":
         raise ConfigError(
             "blockfp8 with live updates can't be combined with:\n  "
