@@ -166,6 +166,17 @@ INTERFACES: tuple[Interface, ...] = (
         why="count the requests that hold K and V",
     ),
     Interface(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._free_request",
+        parameters=("request",),
+        why="calibrate KV-cache scales with the tokens that were served last",
+    ),
+    Interface(
+        module="vllm.v1.request",
+        name="Request.all_token_ids",
+        why="calibrate KV-cache scales with the tokens that were served last",
+    ),
+    Interface(
         module="vllm.v1.request",
         name="RequestStatus.FINISHED_ERROR",
         why="refuse requests while nobody knows what is served",
@@ -326,7 +337,23 @@ INTERFACES: tuple[Interface, ...] = (
         module="vllm.model_executor.layers.quantization.kv_cache",
         name="BaseKVCacheMethod",
         parameters=("quant_config",),
-        why="serve static KV-cache scales",
+        why="serve KV-cache scales",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.attention.attention",
+        name="set_default_quant_scales",
+        parameters=("layer", "register_buffer"),
+        why="change every copy of a KV-cache scale",
+    ),
+    Interface(
+        module="vllm.config.model",
+        name="ModelConfig.get_total_num_kv_heads",
+        why="know which KV heads' scales are a rank's",
+    ),
+    Interface(
+        module="vllm.distributed",
+        name="get_tp_group",
+        why="calibrate with what all ranks see",
     ),
     Interface(
         module="vllm.model_executor.layers.quantization.compressed_tensors.utils",
