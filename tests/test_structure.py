@@ -30,6 +30,8 @@ LIGHT = (
     "vllm_fp8ext.checkpoints",
     "vllm_fp8ext.config",
     "vllm_fp8ext.cli",
+    "vllm_fp8ext.calibrate.command",
+    "vllm_fp8ext.calibrate.prompts",
     "vllm_fp8ext.plan.command",
     "vllm_fp8ext.serve.client",
     "vllm_fp8ext.serve.schema",

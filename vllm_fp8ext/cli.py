@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fp8ext serve | push | digest | plan | demo | bench`: delegates only."""
+"""`fp8ext serve | push | digest | plan | calibrate | demo | bench`: delegates only."""
 
 import json
 import os
@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 from vllm_fp8ext import __version__
+from vllm_fp8ext.calibrate.command import calibrate
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.plan.command import plan
@@ -190,6 +191,7 @@ def demo(problems: int, json_file: Path | None) -> None:
     sys.exit(run(problems, json_file))
 
 
+cli.add_command(calibrate)
 cli.add_command(plan)
 
 

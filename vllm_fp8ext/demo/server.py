@@ -60,7 +60,8 @@ class Server:
             line = stock_command(str(model), here)
         else:
             env, _ = environment({**own, ADMIN_KEY: self.key})
-            line = command(str(model), [*here, "--additional-config", json.dumps({"fp8ext": settings or {}})])
+            told = ["--additional-config", json.dumps({"fp8ext": settings})] if settings else []
+            line = command(str(model), [*here, *told])
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 line, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
