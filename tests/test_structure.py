@@ -20,6 +20,7 @@ TOUCH_VLLM = (
     "vllm_fp8ext.quantization",
     "vllm_fp8ext.bench.engines",
     "vllm_fp8ext.bench.rivals",
+    "vllm_fp8ext.bench.steady",
 )
 """Modules that may import vLLM, besides those of vllm_fp8ext.compat."""
 LIGHT = (

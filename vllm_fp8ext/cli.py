@@ -267,6 +267,15 @@ def update(arguments: tuple[str, ...]) -> None:
     sys.exit(main(arguments))
 
 
+@bench.command(context_settings=PASSED_ON)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def kv(arguments: tuple[str, ...]) -> None:
+    """Long responses in this GPU's whole memory: what an FP8 KV cache saves of preemptions (--help lists the options)."""
+    from vllm_fp8ext.bench.kv import main
+
+    sys.exit(main(arguments))
+
+
 @bench.command("report")
 @click.argument(
     "reports", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)

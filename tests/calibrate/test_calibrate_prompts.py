@@ -19,7 +19,16 @@ def written(folder: Path, *lines: str) -> Path:
 
 
 def test_every_form(tmp_path: Path):
-    lines = ["1 2 3", "", "[4, 5]", '"ab"', '{"prompt": "c"}', '{"prompt_token_ids": [6]}', '{"prompt": [7]}', "8"]
+    lines = [
+        "1 2 3",
+        "",
+        "[4, 5]",
+        '"ab"',
+        '{"prompt": "c"}',
+        '{"prompt_token_ids": [6]}',
+        '{"prompt": [7]}',
+        "8",
+    ]
     found = read_prompts(written(tmp_path, *lines), tokenize, 100)
     assert found == [[1, 2, 3], [4, 5], [97, 98], [99], [6], [7], [8]]
 

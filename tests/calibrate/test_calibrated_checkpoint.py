@@ -12,14 +12,22 @@ from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import maybe_remap_kv_scale_name
 
-from vllm_fp8ext.calibrate.checkpoint import INDEX, SCALES_FILE, checkpoint_names, parts_of, scales_in, write_calibrated
+from vllm_fp8ext.calibrate.checkpoint import (
+    INDEX,
+    SCALES_FILE,
+    checkpoint_names,
+    parts_of,
+    scales_in,
+    write_calibrated,
+)
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.cli import cli
 from vllm_fp8ext.errors import ConfigError
 
 LAYERS = [f"model.layers.{index}.self_attn.attn" for index in range(3)]
 SCALES = {
-    layer: {"q": [0.5 * index], "k": [0.25 * index], "v": [0.1 * index]} for index, layer in enumerate(LAYERS, 1)
+    layer: {"q": [0.5 * index], "k": [0.25 * index], "v": [0.1 * index]}
+    for index, layer in enumerate(LAYERS, 1)
 }
 
 
@@ -36,7 +44,9 @@ def with_scales(folder: Path) -> Path:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
-    first = {name: tensors[name] for name in names[:5]} | {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(9.0)}
+    first = {name: tensors[name] for name in names[:5]} | {
+        "model.layers.0.self_attn.k_proj.k_scale": torch.tensor(9.0)
+    }
     save_file(first, folder / "a.safetensors")
     save_file({name: tensors[name] for name in names[5:]}, folder / "b.safetensors")
     return folder
@@ -54,7 +64,9 @@ def test_scales_stand_beside_the_weights(tmp_path: Path):
         for kind, values in kinds.items()
     }
     assert all(tensor.shape == () and tensor.dtype == torch.float32 for tensor in found.values())
-    assert {file.name for file in LATE.iterdir()} | {INDEX, SCALES_FILE} == {file.name for file in out.iterdir()}
+    assert {file.name for file in LATE.iterdir()} | {INDEX, SCALES_FILE} == {
+        file.name for file in out.iterdir()
+    }
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
@@ -69,9 +81,12 @@ def test_weights_are_linked_and_other_files_copied(tmp_path: Path):
 
 
 def test_one_scale_for_each_head(tmp_path: Path):
-    heads = {layer: dict.fromkeys("qkv", [1.0, 2.0]) for layer in LAYERS}
+    heads = {layer: {kind: [1.0, 2.0] for kind in "qkv"} for layer in LAYERS}
     write_calibrated(LATE, tmp_path / "out", parts_of(LATE), heads)
-    assert load_file(tmp_path / "out" / SCALES_FILE)["model.layers.1.self_attn.k_scale"].tolist() == [1.0, 2.0]
+    assert load_file(tmp_path / "out" / SCALES_FILE)["model.layers.1.self_attn.k_scale"].tolist() == [
+        1.0,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize("kind", "qkv")
@@ -118,7 +133,7 @@ def test_modules_with_another_prefix():
     assert checkpoint_names([layer], parts[:1]) == {layer: "language_model.layers.0.self_attn"}
     with pytest.raises(ValueError, match="expected one such module in the checkpoint, found none"):
         checkpoint_names(["model.layers.1.self_attn.attn"], parts)
-    with pytest.raises(ValueError, match="whose name ends with .attn"):
+    with pytest.raises(ValueError, match=r"whose name ends with \.attn"):
         checkpoint_names(["model.layers.0.self_attn.core"], parts)
 
 
@@ -130,13 +145,13 @@ def test_refused_before_an_engine_starts(tmp_path: Path):
     with pytest.raises(ValueError, match="expected no folder or an empty one"):
         invoke(LATE, "--out", LATE)
     model = with_scales(tmp_path / "model")
-    with pytest.raises(ValueError, match="has scales already .*k_scale and 0 more.*--force"):
+    with pytest.raises(ValueError, match=r"has scales already .*k_scale and 0 more.*--force"):
         invoke(model, "--out", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="found no config.json"):
+    with pytest.raises(ValueError, match=r"found no config\.json"):
         invoke(tmp_path / "empty", "--out", tmp_path / "out")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="calibrate: .*file"):
+    with pytest.raises(ConfigError, match=r"calibrate: .*file"):
         invoke(LATE, "--out", tmp_path / "file" / "out")
     assert not (tmp_path / "out").exists()
 

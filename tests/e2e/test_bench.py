@@ -37,7 +37,7 @@ def test_a_case_that_is_none(case: str):
         CliRunner().invoke(cli, ["bench", "rollout", "--cases", case], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("command", ["kernels", "rollout"])
+@pytest.mark.parametrize("command", ["kernels", "rollout", "kv"])
 def test_without_a_gpu(command: str):
     with pytest.raises(ConfigError, match="expected a CUDA GPU, found none"):
         CliRunner().invoke(cli, ["bench", command], catch_exceptions=False)
@@ -57,3 +57,47 @@ def test_updates_take_turns_with_baselines(tmp_path: Path):
         assert len(bare["samples"]) == len(ours["samples"]) == 2
         assert ours["ratio_bare"] == pytest.approx(ours["total_seconds"] / bare["total_seconds"])
         assert "ratio_bare" not in bare
+
+
+def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path):
+    out = tmp_path / "kv.json"
+    line = [
+        "bench",
+        "kv",
+        "--checkpoint",
+        str(EARLY),
+        "--variants",
+        "bf16",
+        "blockfp8_kv",
+        "--cases",
+        "6x16x200",
+    ]
+    line += ["--seconds", "3", "--repeats", "2", "--gpu-memory-utilization", "0.3", "--out", str(out)]
+    # K and V of 3 layers, 2 heads of 64 channels: 1,536 bytes a token in BF16
+    line += [
+        "--engine",
+        json.dumps({"enforce_eager": True, "kv_cache_memory_bytes": 1536 * 512, "block_size": 32}),
+    ]
+    done = CliRunner().invoke(cli, line)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert found["provenance"]["versions"]["vllm-fp8ext"]
+    bf16, ours = found["cases"]
+    assert [(case["variant"], case["staging"]) for case in (bf16, ours)] == [
+        ("bf16", "none"),
+        ("blockfp8_kv", "shadow"),
+    ]
+    assert bf16["kv_tokens"] == 512
+    assert ours["kv_tokens"] == 1024
+    # six responses need 700 tokens on average, half way
+    assert bf16["preemptions"] > 0
+    assert bf16["running"] < ours["running"]
+    assert all(len(case["samples"]) == 2 and min(case["samples"]) > 0 for case in (bf16, ours))
+    assert bf16["ratio_bf16"] == 1
+    assert ours["ratio_bf16"] == pytest.approx(ours["tokens_per_s"] / bf16["tokens_per_s"])
+
+
+@pytest.mark.parametrize("case", ["8x512", "axbxc", "8x8x0"])
+def test_a_case_of_long_responses_that_is_none(case: str):
+    with pytest.raises(ConfigError, match=f"--cases: expected .* found '{case}'"):
+        CliRunner().invoke(cli, ["bench", "kv", "--cases", case], catch_exceptions=False)

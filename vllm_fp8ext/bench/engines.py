@@ -9,9 +9,12 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import Fp8ExtError
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.bench.steady import Load, Window
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -62,6 +65,16 @@ class Engine:
         found: dict[str, int] = self._ask("compiled")
         return found
 
+    def steady(self, load: "Load") -> "list[Window]":
+        """What it does under a load. It was made with `disable_log_stats=False`."""
+        found: list[Window] = self._ask(load)
+        return found
+
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache holds."""
+        found: int = self._ask("kv_tokens")
+        return found
+
     def close(self) -> None:
         """End it and the processes that it started."""
         with contextlib.suppress(OSError):
@@ -89,12 +102,20 @@ def _serve(checkpoint: str, arguments: dict[str, Any], profile: bool, end: Conne
     import torch
     from vllm import LLM, SamplingParams
 
+    from vllm_fp8ext.bench.steady import Load, Steady, kv_tokens
+
     engine = LLM(checkpoint, **arguments)
     vocabulary = engine.model_config.get_vocab_size()
     end.send("ready")
     while case := end.recv():
         if case == "compiled":
             end.send(_compiled(engine, arguments))
+            continue
+        if case == "kv_tokens":
+            end.send(kv_tokens(engine))
+            continue
+        if isinstance(case, Load):
+            end.send(Steady(engine, case).windows())
             continue
         requests, tokens, output, seed = case
         draw = torch.Generator().manual_seed(seed)

@@ -26,7 +26,9 @@ def parts_of(model: Path) -> list[Range]:
         ValueError: no folder with a config.json and safetensors, or a file that the index names and that is not there.
     """
     if not (model / "config.json").is_file():
-        raise ValueError(f"{model}: expected a folder with config.json and *.safetensors, found no config.json")
+        raise ValueError(
+            f"{model}: expected a folder with config.json and *.safetensors, found no config.json"
+        )
     index = model / INDEX
     found = ranges_of(model)
     if not index.is_file():
@@ -64,9 +66,7 @@ def checkpoint_names(layers: Iterable[str], parts: Iterable[Range]) -> dict[str,
             if places:
                 break
         if len(places) != 1:
-            raise ValueError(
-                f"{layer}: expected one such module in the checkpoint, found {places or 'none'}"
-            )
+            raise ValueError(f"{layer}: expected one such module in the checkpoint, found {places or 'none'}")
         found[layer] = places[0]
     return found
 

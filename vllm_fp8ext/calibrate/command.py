@@ -32,7 +32,11 @@ progress = Console(stderr=True)
     help="A prompt a line: token ids (1 2 3 or [1, 2, 3]), or text as JSON. [default: a built-in sample of token ids]",
 )
 @click.option(
-    "--granularity", type=click.Choice(["layer", "head"]), default="layer", show_default=True, help="A scale for each."
+    "--granularity",
+    type=click.Choice(["layer", "head"]),
+    default="layer",
+    show_default=True,
+    help="A scale for each.",
 )
 @click.option(
     "--margin",
@@ -59,7 +63,7 @@ def calibrate(
     force: bool,
     **chosen: Any,
 ) -> None:
-    """Run tokens through MODEL and write a checkpoint of the same weights with scales for an FP8 KV cache, as vLLM loads them.
+    """Run tokens through MODEL and write a checkpoint of its weights with scales for an FP8 KV cache, as vLLM loads them.
 
     MODEL is a folder of safetensors; its weights are linked, not copied. All of `vllm serve`'s options are taken, such as
     --tensor-parallel-size 2. Serve the result with --kv-cache-dtype fp8 and kv_scales static.
@@ -88,7 +92,9 @@ def calibrate(
     Console().print(_table(out, found.scales))
 
 
-def _served(model: Path, settings: dict[str, Any], folder: Path, arguments: Sequence[str]) -> "KvScalesServed":
+def _served(
+    model: Path, settings: dict[str, Any], folder: Path, arguments: Sequence[str]
+) -> "KvScalesServed":
     """The scales with which an engine starts on this model."""
     from vllm_fp8ext.demo.server import Server
 
@@ -96,7 +102,9 @@ def _served(model: Path, settings: dict[str, Any], folder: Path, arguments: Sequ
     config.write_text(json.dumps({"additional-config": {"fp8ext": {"kv_scales": settings}}}))
     line = ["--config", str(config), "--kv-cache-dtype", "fp8", "--enforce-eager", *arguments]
     with (
-        progress.status(f"calibrating: an engine starts on {model} and runs {settings['tokens']} tokens at most"),
+        progress.status(
+            f"calibrating: an engine starts on {model} and runs {settings['tokens']} tokens at most"
+        ),
         Server(model, folder / "server.log", arguments=line) as server,
     ):
         server.wait(math.inf)

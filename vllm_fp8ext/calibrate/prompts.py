@@ -13,8 +13,8 @@ MOST = 64
 def read_prompts(file: Path, tokenize: Callable[[str], list[int]], tokens: int) -> list[list[int]]:
     """Token ids of a file's prompts, as many as have `tokens` in all.
 
-    A line is `1 2 3`, JSON (`[1, 2, 3]` or `"text"`), or a JSON object with one of these under `prompt_token_ids` or `prompt`.
-    Empty lines count for nothing.
+    A line is `1 2 3`, JSON (`[1, 2, 3]` or `"text"`), or a JSON object with one of these under `prompt_token_ids` or
+    `prompt`. Empty lines count for nothing.
 
     Raises:
         ValueError: no prompt, a line that is none, or so short prompts that `MOST` of them do not have enough tokens.

@@ -36,12 +36,16 @@ class KvCacheMethod(BaseKVCacheMethod):
         self.settings = settings
 
     def create_weights(self, layer: nn.Module) -> None:
-        """`q_scale`, `k_scale`, `v_scale`: -1 where the checkpoint has none; one, or `[KV heads]`."""
+        """`q_scale`, `k_scale`, `v_scale`: -1 where the checkpoint has none; one, or `[KV heads]`. In fp32: vLLM's own
+        have the model's dtype, which would round a checkpoint's scales."""
         super().create_weights(layer)
         _require_backend(layer, self.settings)
-        if self.settings.granularity == "head":
-            for name in NAMES:
+        for name in NAMES:
+            if self.settings.granularity == "head":
                 setattr(layer, f"{name}_scale", _head_scales(layer))
+            else:
+                parameter = getattr(layer, f"{name}_scale")
+                parameter.data = parameter.data.float()
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Serve the checkpoint's scales; where it has none, 1.0, or under `static` the default that was chosen.

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scales of an FP8 KV cache cost, by policy, while K and V of the model grow or shrink a hundredfold.
+
+    python benchmarks/kv_accuracy.py --out benchmarks/results/kv_accuracy.json
+
+The tiny model of this package, on problems that it gets all right. Each update multiplies K (`k_norm`) and V (`v_proj`) of
+all layers and divides `q_norm` and `o_proj` by the same, so that the function stays; one pair of channels of one layer's K is
+30 times as large as the others. The fixed prompts are read teacher-forced, K and V through the cache, and log-probabilities
+of the whole vocabulary are compared with those of a server that has the same weights and a BF16 KV cache. Weights are served
+in BF16: every difference comes from the cache.
+
+Scales: `1.0` for everything; `stale`, calibrated before the first update and kept; and the policies that follow the weights.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.checkpoints import LATE, Problem, problems
+from vllm_fp8ext.demo.server import MODEL, SMALL, Server, serve_options
+from vllm_fp8ext.kernels.kv_cache import fit
+from vllm_fp8ext.kv.scales import Scales
+from vllm_fp8ext.kv.trainer import CachedKV, cached_kv, scales_of
+from vllm_fp8ext.serve.client import Client
+from vllm_fp8ext.serve.schema import KvScales
+
+POLICIES = ("calibrate", "provided", "history", "stale", "1.0")
+DIRECTIONS = {"grows": 100.0, "shrinks": 0.01}
+"""By what K and V are multiplied after the last update."""
+OUTLIER_LAYER, OUTLIER_CHANNEL, OUTLIER = 1, 5, 30.0
+ALPHABET = "0123456789+="
+FIRST, END = 3, 1
+"""Token ids of `0` and of the end of a problem."""
+TOKENS, ANSWER_AT = 13, 8
+"""Of a problem with its answer, and where that begins."""
+CALIBRATION = 64
+"""Problems, others than those that are measured."""
+Weights = dict[str, Tensor]
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    torch.set_num_threads(options.threads)
+    rows = encoded(problems(options.prompts, seed=5))
+    calibration = encoded(problems(CALIBRATION, seed=6)).tolist()
+    settings = {
+        "policy": "history" if "history" in options.policies else "calibrate",
+        "granularity": options.granularity,
+        "tokens": CALIBRATION * TOKENS,
+        "prompts": calibration,
+        "record_every": 1,
+    }
+    line = [*SMALL, "--max-logprobs", "-1", *serve_options(options.serve)]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = Qwen3ForCausalLM.from_pretrained(LATE, dtype=torch.float32)
+        weights = {
+            name: tensor.float().clone()
+            for name, tensor in model.state_dict().items()
+            if name != "lm_head.weight"
+        }
+        plain = stack.enter_context(
+            Server(LATE, folder / "bf16.log", arguments=line, settings={"ignore": ["*"]})
+        )
+        plain.wait(600)
+        ours = stack.enter_context(
+            Server(
+                *(LATE, folder / "fp8.log"),
+                arguments=[*line, "--kv-cache-dtype", "fp8"],
+                settings={"ignore": ["*"], "kv_scales": settings},
+            )
+        )
+        ours.wait(600)
+        cases: list[dict[str, Any]] = []
+        for direction in options.directions:
+            factors = [DIRECTIONS[direction] ** (n / options.updates) for n in range(options.updates + 1)]
+            run = Run(
+                model.bfloat16(), [grown(weights, factor) for factor in factors], rows, calibration, options
+            )
+            run.reference(plain)
+            for policy in options.policies:
+                for update, found in enumerate(run.policy(ours, policy)):
+                    case = {"policy": policy, "granularity": options.granularity, "direction": direction}
+                    cases.append({**case, "update": update, "factor": factors[update], **found})
+                    print(json.dumps(cases[-1]), flush=True)
+    found = {
+        "provenance": provenance(),
+        "prompts": {"count": options.prompts, "tokens": TOKENS},
+        "cases": cases,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+    parser.add_argument("--granularity", choices=("layer", "head"), default="layer")
+    parser.add_argument("--updates", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--serve", nargs="*", default=[], help="options of `vllm serve` without dashes")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+class Run:
+    """One series of weights."""
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        weights: list[Weights],
+        rows: Tensor,
+        calibration: list[list[int]],
+        options: argparse.Namespace,
+    ) -> None:
+        self.weights, self.rows, self.granularity = weights, rows, options.granularity
+        self.expected: list[Tensor] = []
+        self.cached: list[CachedKV] = []
+        """Of the trainer: K and V of the prompts, by update, and of those that scales are computed from."""
+        self.calibrated: list[CachedKV] = []
+        for tensors in weights:
+            model.load_state_dict(tensors, strict=False)
+            self.cached.append(cached_kv(model, rows.tolist()))
+            self.calibrated.append(cached_kv(model, calibration))
+
+    def reference(self, server: Server) -> None:
+        """Log-probabilities with a BF16 KV cache."""
+        with server.client() as client:
+            for tensors in self.weights:
+                client.push(tensors)
+                self.expected.append(log_probabilities(server, self.rows))
+
+    def policy(self, server: Server, policy: str) -> Iterable[dict[str, float]]:
+        """What every update measures. The first weights are calibrated, whatever the policy."""
+        with server.client() as client:
+            for update, tensors in enumerate(self.weights):
+                client.push(tensors, kv_scales=self._asked(client, policy, update))
+                found = compared(self.expected[update], log_probabilities(server, self.rows), self.rows)
+                scales = client.kv_scales().scales
+                yield found | {"saturated_fraction": saturated(self.cached[update], scales)}
+
+    def _asked(self, client: Client, policy: str, update: int) -> KvScales:
+        layers = list(client.kv_scales().scales)
+        if policy == "1.0":
+            ones: Any = {layer: dict.fromkeys("qkv", 1.0) for layer in layers}
+            return KvScales(policy="provided", scales=ones)
+        if policy == "provided":
+            own: Any = scales_of(self.calibrated[update], layers, granularity=self.granularity)
+            return KvScales(policy="provided", scales=own)
+        if update == 0 or policy == "calibrate":
+            return KvScales(policy="calibrate")
+        return KvScales(policy="history" if policy == "history" else "static")
+
+
+def encoded(items: list[Problem]) -> Tensor:
+    """Token ids of problems with their answers, a row each."""
+    return torch.tensor(
+        [[FIRST + ALPHABET.index(letter) for letter in item.prompt + item.answer] + [END] for item in items]
+    )
+
+
+def grown(weights: Weights, factor: float) -> Weights:
+    """BF16 weights of the same function with K and V `factor` times as large, and outliers in the K of one layer.
+
+    Rotary embedding turns channels `c` and `c + D/2` into each other: both are outliers, else the function would change.
+    """
+    found = dict(weights)
+    for name, tensor in weights.items():
+        if name.endswith(("k_norm.weight", "v_proj.weight")):
+            found[name] = tensor * factor
+        elif name.endswith(("q_norm.weight", "o_proj.weight")):
+            found[name] = tensor / factor
+    for kind, times in (("k", OUTLIER), ("q", 1 / OUTLIER)):
+        name = f"model.layers.{OUTLIER_LAYER}.self_attn.{kind}_norm.weight"
+        norm = found[name].clone()
+        norm.view(2, -1)[:, OUTLIER_CHANNEL] *= times
+        found[name] = norm
+    return {name: tensor.bfloat16() for name, tensor in found.items()}
+
+
+def log_probabilities(server: Server, rows: Tensor) -> Tensor:
+    """Of every token of the vocabulary at every place of `rows` but the first: `[rows, tokens - 1, vocabulary]`."""
+    body = {"model": MODEL, "prompt": rows.tolist(), "max_tokens": 1, "temperature": 0, "prompt_logprobs": -1}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=600).raise_for_status().json()
+    places = [choice["prompt_logprobs"][1:] for choice in sorted(reply["choices"], key=lambda c: c["index"])]
+    size = len(places[0][0])
+    return torch.tensor(
+        [[[place[str(id)]["logprob"] for id in range(size)] for place in row] for row in places]
+    )
+
+
+def compared(expected: Tensor, found: Tensor, rows: Tensor) -> dict[str, float]:
+    """`mean_kl`: KL(expected ‖ found) a token; `logprob_error`: mean difference of the true tokens' log-probabilities."""
+    kl = F.kl_div(found.double(), expected.double(), log_target=True, reduction="none").sum(-1)
+    true = rows[:, 1:, None]
+    error = (expected.gather(-1, true) - found.gather(-1, true)).abs()
+    return {
+        "mean_kl": kl.mean().item(),
+        "logprob_error": error.mean().item(),
+        "accuracy": accuracy(found, rows),
+        "accuracy_bf16": accuracy(expected, rows),
+    }
+
+
+def accuracy(found: Tensor, rows: Tensor) -> float:
+    """Share of the answers' tokens that are the likeliest."""
+    right = found.argmax(-1) == rows[:, 1:]
+    return right[:, ANSWER_AT - 1 :].float().mean().item()
+
+
+def saturated(cached: CachedKV, scales: Scales) -> float:
+    """Share of K and V, of the layer where it is largest, beyond the largest code."""
+    worst = 0.0
+    for parts, layer in zip(cached, scales.values(), strict=True):
+        for values, kind in zip(parts, ("k", "v"), strict=True):
+            told = fit(values, torch.tensor(layer[kind]))
+            worst = max(worst, told.saturated / told.elements)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

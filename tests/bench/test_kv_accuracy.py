@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pieces of `benchmarks/kv_accuracy.py`; its servers are not started."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from vllm_fp8ext.checkpoints import LATE, problems
+from vllm_fp8ext.kv.trainer import cached_kv
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "kv_accuracy.py"
+
+
+@pytest.fixture(scope="module")
+def kv_accuracy() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kv_accuracy", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kv_accuracy"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@torch.no_grad()
+def predicted(model: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
+    return model(rows[:, :-1], use_cache=False).logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("factor", [1.0, 100.0, 0.01])
+def test_the_function_stays_while_k_and_v_grow(kv_accuracy: ModuleType, factor: float):
+    model = Qwen3ForCausalLM.from_pretrained(LATE, dtype=torch.float32)
+    rows = kv_accuracy.encoded(problems(8))
+    before, cached = predicted(model, rows), cached_kv(model, rows.tolist())
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(
+        {name: tensor.float() for name, tensor in kv_accuracy.grown(weights, factor).items()}
+    )
+    found = kv_accuracy.compared(before, predicted(model, rows), rows)
+    assert abs(found["mean_kl"]) < 1e-6
+    assert found["accuracy"] == found["accuracy_bf16"] == 1
+    for index, (parts, others) in enumerate(zip(cached, cached_kv(model, rows.tolist()), strict=True)):
+        grown = [
+            (other.abs().amax() / part.abs().amax() / factor).item()
+            for part, other in zip(parts, others, strict=True)
+        ]
+        assert grown[1] == pytest.approx(1, rel=0.02)
+        if index == kv_accuracy.OUTLIER_LAYER:
+            assert grown[0] > 5
+        else:
+            assert grown[0] == pytest.approx(1, rel=0.02)
+
+
+def test_what_is_compared(kv_accuracy: ModuleType):
+    rows = kv_accuracy.encoded(problems(2))
+    expected = torch.full((2, rows.shape[1] - 1, 128), -20.0)
+    expected[..., 3], expected[..., 4] = math.log(0.75), math.log(0.25)
+    found = expected.clone()
+    found[..., 3], found[..., 4] = math.log(0.5), math.log(0.5)
+    told = kv_accuracy.compared(expected, found, rows)
+    assert told["mean_kl"] == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5), rel=1e-4)
+    share = [(rows[:, 1:] == token).float().mean().item() for token in (3, 4)]
+    assert told["logprob_error"] == pytest.approx(share[0] * math.log(1.5) + share[1] * math.log(2), rel=1e-4)
+    assert told["accuracy_bf16"] == pytest.approx((rows[:, 8:] == 3).float().mean().item())
+
+
+def test_saturated_is_that_of_the_worst_layer(kv_accuracy: ModuleType):
+    fits, half = torch.full((4, 2, 8), 448.0), torch.tensor([448.0, 449.0]).repeat(4, 2, 4)
+    scales = {layer: {kind: [1.0] for kind in "qkv"} for layer in "ab"}
+    assert kv_accuracy.saturated([(fits, fits), (fits, half)], scales) == 0.5
+    assert kv_accuracy.saturated([(fits, fits), (half, half)], {**scales, "b": {"k": [2.0], "v": [2.0]}}) == 0

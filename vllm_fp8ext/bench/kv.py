@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long responses in the same memory: tokens per second and preemptions with a BF16 and an FP8 KV cache.
+
+    fp8ext bench kv --shape Qwen3-8B --out kv.json
+
+One engine at a time has the whole GPU: weights, the twin of live updates, and what is left for K and V. So many requests
+are always in flight, spread evenly over their responses; windows of so many seconds are counted once all have begun that
+find room. Weights are generated (or given, --checkpoint); token ids go in and come out.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from vllm_fp8ext.bench.engines import Engine
+from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.bench.steady import Window
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8_per_block": {"quantization": "fp8_per_block"},
+    "blockfp8": {"quantization": "blockfp8"},
+    "blockfp8_kv": {"quantization": "blockfp8", "kv_cache_dtype": "fp8"},
+}
+"""What vLLM is told, by variant. The last has an FP8 KV cache, calibrated."""
+CASES = ("512x512x1024", "256x512x8192", "128x512x20480")
+console = Console(width=140, highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as the command line says; the exit code.
+
+    Raises:
+        ConfigError: no GPU to generate weights for, or a case that is none.
+    """
+    options = _parser().parse_args(arguments)
+    cases = [_case(text) for text in options.cases]
+    origin = provenance()
+    found: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        folder = options.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not (folder / "config.json").exists():
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ConfigError("bench kv: expected a CUDA GPU, found none")
+            write_checkpoint(folder, options.shape, 0, "cuda")
+        for variant in options.variants:
+            engine = Engine(folder, variant, _arguments(variant, cases, options))
+            with contextlib.closing(engine):
+                console.print(f"{variant}: ready after {engine.wait():.0f} s")
+                for case in cases:
+                    found.append(_measured(engine, variant, case, found, options))
+                    if options.out:  # as far as it came, whatever happens to the next
+                        options.out.parent.mkdir(parents=True, exist_ok=True)
+                        options.out.write_text(
+                            json.dumps({"provenance": origin, "cases": found}, indent=1) + "\n"
+                        )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fp8ext bench kv", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--cases", nargs="+", metavar="REQUESTSxINPUTxOUTPUT", default=CASES)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each window")
+    parser.add_argument("--repeats", type=int, default=2, help="windows of each case")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, help="as vLLM's, for each engine"
+    )
+    parser.add_argument(
+        "--settings", type=json.loads, default={}, help="more settings of blockfp8, as JSON: staging, say"
+    )
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="more arguments of vllm.LLM for all of them, as JSON"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="serve this one, or keep the generated weights here")
+    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
+    return parser
+
+
+def _case(text: str) -> tuple[int, int, int]:
+    try:
+        requests, tokens, output = map(int, text.split("x"))
+        if min(requests, tokens, output) > 0:
+            return requests, tokens, output
+    except ValueError:
+        pass
+    raise ConfigError(f"--cases: expected REQUESTSxINPUTxOUTPUT such as 256x512x8192, found {text!r}")
+
+
+def _arguments(
+    variant: str, cases: list[tuple[int, int, int]], options: argparse.Namespace
+) -> dict[str, Any]:
+    settings = {"kv_scales": "calibrate", **options.settings}
+    return {
+        **VARIANTS[variant],
+        **({"additional_config": {"fp8ext": settings}} if variant.startswith("blockfp8") else {}),
+        "max_model_len": max(tokens + output for _, tokens, output in cases) + 16,
+        "max_num_seqs": max(requests for requests, _, _ in cases),
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        **options.engine,
+    }
+
+
+def _measured(
+    engine: Engine,
+    variant: str,
+    case: tuple[int, int, int],
+    before: list[dict[str, Any]],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    from vllm_fp8ext.bench.steady import Load
+
+    requests, tokens, output = case
+    load = Load(
+        requests=requests, tokens=tokens, output=output, windows=options.repeats, seconds=options.seconds
+    )
+    windows: list[Window] = engine.steady(load)
+    rates = [window.tokens / window.seconds for window in windows]
+    ours = variant.startswith("blockfp8")
+    result = {
+        "model": options.checkpoint.name if options.checkpoint else options.shape,
+        "requests": requests,
+        "input": tokens,
+        "output": output,
+        "variant": variant,
+        "staging": options.settings.get("staging", "shadow") if ours else "none",
+        "settings": options.settings if ours else {},
+        "engine": options.engine,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "kv_tokens": engine.kv_tokens(),
+        "preemptions": sum(window.preemptions for window in windows),
+        "running": statistics.mean(window.running for window in windows),
+        "seconds": sum(window.seconds for window in windows),
+        "tokens_per_s": statistics.median(rates),
+        "samples": rates,
+    }
+    same = ("requests", "input", "output")
+    base = next(
+        (
+            other["tokens_per_s"]
+            for other in [*before, result]
+            if other["variant"] == "bf16" and all(other[key] == result[key] for key in same)
+        ),
+        None,
+    )
+    if base:
+        result["ratio_bf16"] = result["tokens_per_s"] / base
+    console.print(
+        f"{requests:4} x {tokens}/{output} {variant:14} {result['tokens_per_s']:9.0f} tok/s "
+        f"{result.get('ratio_bf16', math.nan):5.2f}x  {result['kv_tokens']:9,} tokens of K and V, "
+        f"{result['running']:6.1f} requests running, {result['preemptions']} preemptions"
+    )
+    return result
