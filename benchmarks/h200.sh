@@ -41,6 +41,10 @@ part rollout_8b_128 1800 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/
   --kv-gib 38.7 --cases 128x1024x1024 --out $out/rollout_8b_128.json"
 part rollout_8b_256 1800 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/a --variants bf16 blockfp8 --kv fp8 \
   --kv-gib 38.7 --cases 256x1024x1024 --out $out/rollout_8b_256.json"
+part kv 2400 bash -c "fp8ext bench kv --checkpoint $scratch/8b/a --out $out/kv.json"
+for granularity in layer head; do
+  part "kv_accuracy_$granularity" 1800 python3 -P "$here/kv_accuracy.py" --granularity $granularity --out "$out/kv_accuracy_$granularity.json"
+done
 part rollout_32b 3600 bash -c "fp8ext bench rollout --shape Qwen3-32B --checkpoint $scratch/32b --variants bf16 blockfp8 --kv fp8 \
   --kv-gib 10 --settings '{\"staging\": \"none\"}' --cases 8x512x256 8x1024x1024 32x1024x1024 --out $out/rollout_32b.json"
 part batch_invariant 1800 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/a --variants bf16 blockfp8 --kv fp8 \

@@ -59,6 +59,7 @@ TORCH_ALONE = (
     "vllm_fp8ext.kernels.decode_gemm",
     "vllm_fp8ext.kernels.rescale_kv",
     "vllm_fp8ext.kernels.kv_amax",
+    "vllm_fp8ext.kv.trainer",
     "vllm_fp8ext.weights.digest",
     "vllm_fp8ext.weights.staging",
     "vllm_fp8ext.weights.exchange",

@@ -144,6 +144,7 @@ def _measured(
         "input": tokens,
         "output": output,
         "variant": variant,
+        "kv_cache": VARIANTS[variant].get("kv_cache_dtype", "auto"),
         "staging": options.settings.get("staging", "shadow") if ours else "none",
         "settings": options.settings if ours else {},
         "engine": options.engine,

@@ -10,7 +10,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 5.0
 """Without another request's first token: those that still wait find no room for their K and V."""
 
 
