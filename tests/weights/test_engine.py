@@ -86,10 +86,10 @@ def test_nothing_that_needs_the_weights_is_done_while_they_are_asleep(
 
 
 def test_memory_is_not_given_back_while_a_part_was_overwritten(engine: UpdateEngine) -> None:
-    engine.before_sleep(1)
+    engine.sleeping.before(1)
     engine.step._held = 0.0
     with pytest.raises(UpdateError, match="in place"):
-        engine.before_sleep(1)
+        engine.sleeping.before(1)
     assert engine.handle("may_sleep", {})["error"]["kind"] == "update-open"
 
 

@@ -60,21 +60,21 @@ def _engine_of(core: Any) -> Any:
 
 def _follow_asleep(core: Any) -> None:
     """Be there when memory is given back and taken again: not before, since running requests may be finished first."""
-    executor, engine = core.model_executor, core.fp8ext_engine
+    executor, sleeping = core.model_executor, core.fp8ext_engine.sleeping
     give_back, take = executor.sleep, executor.wake_up
 
     def sleep(level: int = 1) -> None:
         if "weights" in executor.sleeping_tags:
             return give_back(level)
         with core.fp8ext_watchdog.watching("sleep"):
-            engine.before_sleep(level)
+            sleeping.before(level)
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # whatever a commit did since vLLM paused it
         give_back(level)
-        engine.fell_asleep(level)
+        sleeping.begun(level)
 
     def wake_up(tags: list[str] | None = None) -> None:
         take(tags)
-        engine.woke_up()
+        sleeping.ended()
 
     executor.sleep, executor.wake_up = sleep, wake_up
 

@@ -88,6 +88,12 @@ class RankKv:
         with torch.inference_mode():
             return {"fits": observer.fits(self.scales) if observer else {}}
 
+    def refresh(self) -> None:
+        """The device's memory lost its contents: put scales back, and forget what was recorded."""
+        self.scales.refresh()
+        if self.recorder is not None:
+            self.recorder.take()
+
     def recorded(self) -> Result:
         """What was written into the cache since this was asked last: `amax` by layer, and how many `elements` of K and V
         there were and how many of them were `saturated`."""

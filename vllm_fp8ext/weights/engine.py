@@ -28,6 +28,7 @@ from vllm_fp8ext.weights.manifest import Manifest, TensorSpec, merge
 from vllm_fp8ext.weights.preparations import Preparations
 from vllm_fp8ext.weights.rank_results import distinct, raise_first, summed
 from vllm_fp8ext.weights.session import Running, Session, State, refusal
+from vllm_fp8ext.weights.sleeping import Sleeping
 from vllm_fp8ext.weights.totals import Totals
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -35,8 +36,6 @@ logger = logging.getLogger("vllm.fp8ext")
 KEPT_SESSIONS = 16
 POLL_SECONDS = 0.01
 """What a request that comes to an idle engine may wait for a poll."""
-DISCARDING = 2
-"""The level of sleep from which on weights are not kept."""
 _ASLEEP = frozenset({"status", "kv_scales", "manifest", "update", "poll", "abandon", "may_sleep"})
 """Operations that touch no weights."""
 
@@ -62,8 +61,7 @@ class UpdateEngine:
         self._manifest: Manifest | None = None
         self._cost: Result = {"twin_bytes": [], "twin_kv_blocks": 0}
         self._last: Result | None = None
-        self._discarded = False
-        """Whether memory was given back without its contents, and what was in it not made anew yet."""
+        self.sleeping = Sleeping(core, self.step, self.jobs, self._abandon_open)
         self._operations: dict[str, Callable[..., Result]] = {
             "status": self.status,
             "manifest": self.manifest,
@@ -79,7 +77,7 @@ class UpdateEngine:
             "digests": self.digests,
             "verify": self.verify,
             "kv_scales": self.kv_scales,
-            "may_sleep": self.may_sleep,
+            "may_sleep": self.sleeping.allowed,
         }
 
     @described
@@ -93,42 +91,6 @@ class UpdateEngine:
         if operation not in _ASLEEP and self.core.asleep():
             raise UpdateError("asleep", f"can't {operation}: the weights are asleep, wake the engine first")
         return self._operations[operation](**arguments)
-
-    def before_sleep(self, level: int) -> None:
-        """Memory is about to be given back: let what is under way end.
-
-        Raises:
-            UpdateError: `update-open`: a part of what is served has been overwritten in place.
-        """
-        self.may_sleep()
-        updating = self._open_session()
-        if self._discards(level):
-            if updating is not None:
-                self.abandon(updating.id)
-            raise_first(self.core.ranks("keep_constants"))
-        self.jobs.settle()
-
-    def may_sleep(self) -> Result:
-        """Require that nothing stands against giving memory back."""
-        if self.step.held:
-            message = "an update in place is under way: the engine can't sleep before its commit"
-            raise UpdateError("update-open", message)
-        return {}
-
-    def fell_asleep(self, level: int) -> None:
-        """Memory was given back; from level 2 on, what is served is lost."""
-        if self._discards(level):
-            self.step.condemn(f"its weights were discarded by sleep level {level}")
-            self._discarded = True
-
-    def woke_up(self) -> None:
-        """Memory is back, or a part of it."""
-        if self._discarded and not self.core.asleep():
-            raise_first(self.core.ranks("refresh"))
-            self._discarded = False
-
-    def _discards(self, level: int) -> bool:
-        return level >= DISCARDING and self.core.settings.staging != "none"
 
     def status(self) -> Result:
         """What is served, and what stands by."""
@@ -317,6 +279,11 @@ class UpdateEngine:
                 self.core.ranks("drop", session.id)
             self._ended(session)
         return session.as_dict()
+
+    def _abandon_open(self) -> None:
+        updating = self._open_session()
+        if updating is not None:
+            self.abandon(updating.id)
 
     def _ended(self, session: Session) -> None:
         """It ended without a commit."""

@@ -255,7 +255,7 @@ class Rank:
         with torch.inference_mode():
             self.twin.refresh()
             if self.kv is not None:
-                self.kv.scales.refresh()
+                self.kv.refresh()
         return {}
 
     def _fingerprint(self, *, twin: bool) -> Result:
