@@ -18,6 +18,7 @@ from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.compat.attention import attend_plainly
+from vllm_fp8ext.compat.kv_rescale import CachedCodes
 from vllm_fp8ext.compat.kv_scales import attention_layers, gather, kv_scales_of
 from vllm_fp8ext.kv.rank import RankKv
 from vllm_fp8ext.kv.settings import KvScaleSettings
@@ -71,7 +72,8 @@ def packed(model: Any) -> dict[str, Any]:
 def calibrated(model: Any) -> dict[str, Any]:
     """The first scales of a rank, with every copy that vLLM reads, and amax of what was heard."""
     settings = KvScaleSettings(policy="calibrate")
-    kv = RankKv(kv_scales_of(model, settings, 2, CPU), settings, lambda *_: {})
+    served = named(model)
+    kv = RankKv(kv_scales_of(served, settings, 2, CPU), settings, CachedCodes(served))
     kv.begin(model, CPU, attend_plainly, Tokens(PROMPTS, "update"), gather)
     names = ("_k_scale", "_k_scale_float", "_k_scale_cpu", "_v_scale", "_v_scale_float", "_v_scale_cpu")
     names += ("_q_scale", "_q_scale_float")
@@ -115,13 +117,18 @@ def main() -> None:
                     answers[name] |= {"packed": packed(model), "calibrated": calibrated(model)}
                     try:
                         head = KvScaleSettings(policy="calibrate", granularity="head")
-                        kv_scales_of(model, head, 3, CPU)
+                        kv_scales_of(named(model), head, 3, CPU)
                     except Exception as error:
                         answers[name]["heads"] = f"{type(error).__name__}: {error}"
             except Exception as error:
                 answers[name] = f"{type(error).__name__}: {error}"
     with open(sys.argv[2], "w") as file:
         json.dump(answers, file)
+
+
+def named(model: Any) -> dict[str, Any]:
+    """Attention layers by name."""
+    return {layer.layer_name: layer for layer in attention_layers(model)}
 
 
 def kv_of(model: Any) -> list[list[float]]:

@@ -2,6 +2,7 @@
 """Real ranks around a model whose queries, keys and values are simple numbers, and the engine core that they answer to."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,7 +125,7 @@ class Core:
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
         self.called.append(method)
-        return [getattr(rank, method)(*args) for rank in self.fleet]
+        return [attrgetter(method)(rank)(*args) for rank in self.fleet]
 
     def recent_tokens(self) -> list[list[int]]:
         return self.recent

@@ -350,14 +350,14 @@ def test_nothing_is_rewritten_where_nothing_is_kept_or_nothing_changes(keep: boo
     assert start.commit(found, keep=keep) is False
     assert start.commit(None, keep=False) is False
     assert start.core.rescaled == []
-    assert "rescale" not in start.core.called
+    assert "kv.rescale" not in start.core.called
 
 
 def test_it_is_computed_again_when_that_was_asked_for() -> None:
     start = story()
     assert start.commit(start.prepare(TOKENS), keep=True, cached="recompute") is True
     assert start.commit(start.prepare({"policy": "static"}), keep=True, cached="recompute") is False
-    assert "rescale" not in start.core.called
+    assert "kv.rescale" not in start.core.called
 
 
 def test_it_is_computed_again_when_it_can_not_be_rewritten(caplog: pytest.LogCaptureFixture) -> None:

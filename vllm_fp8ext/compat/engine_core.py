@@ -103,7 +103,8 @@ class CoreAccess:
             self._recent = RecentTokens(core.scheduler, self.settings.kv_scales.tokens, PROMPT_TOKENS)
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Run a `Rank` method on every worker; one result each, which names the rank and the call that it answers.
+        """Run a method of `Rank`, or `kv.…` of its `RankKv`, on every worker; one result each, which names the rank and the
+        call that it answers.
 
         A call that failed (a worker died) leaves replies unread, and a reply to another call means that every later one is
         shifted too: the process ends then.

@@ -6,6 +6,7 @@ model was loaded and before the KV cache is sized.
 """
 
 import logging
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def _answer(rank: Any, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
     if rank is None:
         message = "this server takes no updates: it was started with staging none, or from weights that were not recorded"
         raise UpdateError("updates-unavailable", message)
-    result = getattr(rank, method)(*args)
+    result = attrgetter(method)(rank)(*args)
     assert isinstance(result, dict)
     return result
 

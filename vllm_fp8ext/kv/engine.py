@@ -95,7 +95,7 @@ class KvEngine:
     def served(self) -> ScaleSet:
         """What is served."""
         if self._served is None:
-            parts = self._core.ranks("kv_scales")
+            parts = self._core.ranks("kv.served")
             raise_first(parts)
             self._served = _first(parts)
             self._warn(self._served)
@@ -149,13 +149,13 @@ class KvEngine:
         return then()
 
     def _stage(self, scales: Scales) -> list[Any]:
-        results = self._core.ranks("stage_scales", scales)
+        results = self._core.ranks("kv.stage", scales)
         raise_first(results)
         return [result["fits"] for result in results]
 
     def _from_history(self, epoch: int) -> ScaleSet:
         """Scales for what was written into the cache before the commits that count, this one the last of them."""
-        results = self._core.ranks("recorded")
+        results = self._core.ranks("kv.recorded")
         raise_first(results)
         self._traffic = traffic_report([result["traffic"] for result in results])
         parts: list[Any] = [result["amax"] for result in results]
@@ -190,7 +190,7 @@ class KvEngine:
             return False
         if cached == "recompute":
             return True
-        results = self._core.ranks("rescale", self._core.held_blocks())
+        results = self._core.ranks("kv.rescale", self._core.held_blocks())
         failed = [result["error"] for result in results if "error" in result]
         if failed:
             told = "cached K and V could not be rewritten, they are computed again"

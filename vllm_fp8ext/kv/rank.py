@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The FP8 KV cache of one rank: its scales, what it saw of queries, keys and values, and the cached codes.
 
-Used by `weights.rank.Rank`, on the worker's main thread.
+Part of `weights.rank.Rank` (`kv`), and like it called on the worker's main thread; what the engine calls does not raise.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_fp8ext.errors import described
 from vllm_fp8ext.kernels.kv_amax import K, Q, Seen, V
 from vllm_fp8ext.kernels.kv_cache import next_scales
 from vllm_fp8ext.kv.merged import largest
@@ -76,16 +77,25 @@ class RankKv:
         found = self.listening(model, device, attend, tokens.prompts)(lambda: None)
         served, amax = largest(gather(self.scales.served())), largest(gather(found["amax"]))
         scales = computed(amax, served, self.settings)
-        fits = self.stage(scales)
+        fits = self._staged(scales)
         self.scales.exchange()
         self.scales.stage(scales)
         self.calibrated = {"amax": amax, "source": tokens.source, "tokens": tokens.count, **fits}
 
+    @described
+    def served(self) -> Result:
+        """The scales that are served, and what the first ones were calibrated with."""
+        return {"scales": self.scales.served(), "calibrated": self.calibrated}
+
+    @described
     def stage(self, scales: Scales) -> Result:
         """Give the twin scales, and tell how well they fit what was seen since the last time."""
-        self.scales.stage(scales)
+        return self._staged(scales)
+
+    def _staged(self, scales: Scales) -> Result:
         observer, self.observer = self.observer, None
         with torch.inference_mode():
+            self.scales.stage(scales)
             return {"fits": observer.fits(self.scales) if observer else {}}
 
     def refresh(self) -> None:
@@ -94,10 +104,12 @@ class RankKv:
         if self.recorder is not None:
             self.recorder.take()
 
+    @described
     def recorded(self) -> Result:
         """What was written into the cache since this was asked last: `amax` by layer, and how many `elements` of K and V
         there were and how many of them were `saturated`."""
-        taken = self.recorder.take() if self.recorder else {}
+        with torch.inference_mode():
+            taken = self.recorder.take() if self.recorder else {}
         amax: RankScales = {}
         traffic: dict[str, dict[str, dict[str, int]]] = {}
         for layer, seen in taken.items():
@@ -110,10 +122,13 @@ class RankKv:
                     traffic.setdefault(layer, {})[kind] = counts
         return {"amax": amax, "traffic": traffic}
 
+    @described
     def rescale(self, held: list[Result]) -> Result:
-        """Make what is cached in these blocks, of each group of layers, mean with the new scales what it meant before."""
+        """After an exchange: make what is cached in these blocks, of each group of layers, mean with the new scales what it
+        meant before."""
         ratios = self.scales.ratios()
-        return {**self.cache.rescale(ratios, held)} if ratios else {}
+        with torch.inference_mode():
+            return {**self.cache.rescale(ratios, held)} if ratios else {}
 
 
 def computed(amax: Scales, served: Scales, settings: KvScaleSettings) -> Scales:

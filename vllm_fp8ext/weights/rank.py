@@ -14,7 +14,6 @@ import torch
 from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.kv.rank import RankKv
-from vllm_fp8ext.kv.scales import Scales
 from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.digest import combine, digest
 from vllm_fp8ext.weights.lanes import Lanes, Result
@@ -151,42 +150,15 @@ class Rank:
         return {}
 
     @described
-    def kv_scales(self) -> Result:
-        """The scales of this rank's KV cache."""
-        kv = self._require_kv()
-        return {"scales": kv.scales.served(), "calibrated": kv.calibrated}
-
-    @described
     def observe(self, job: int, prompts: list[list[int]]) -> Result:
         """Start to run prompts through the twin and see its queries, keys and values; each `poll(job)` runs one slice."""
         for stale in self._recitals.values():
             stale.close()
-        work = self._require_kv().listening(self.twin.model, self._device, self._attend, prompts)
-        self._recitals = {job: Slices(work)}
-        return {}
-
-    @described
-    def stage_scales(self, scales: Scales) -> Result:
-        """Give the twin KV-cache scales, and tell how they fit what was seen."""
-        with torch.inference_mode():
-            return self._require_kv().stage(scales)
-
-    @described
-    def recorded(self) -> Result:
-        """What was written into the KV cache since the last call."""
-        with torch.inference_mode():
-            return self._require_kv().recorded()
-
-    @described
-    def rescale(self, held: list[Result]) -> Result:
-        """After an exchange: rewrite what is cached in blocks that are held, by group of layers, with the new scales."""
-        with torch.inference_mode():
-            return self._require_kv().rescale(held)
-
-    def _require_kv(self) -> RankKv:
         if self.kv is None:
             raise UpdateError("no-kv-scales", "the KV cache is not FP8", status=404)
-        return self.kv
+        work = self.kv.listening(self.twin.model, self._device, self._attend, prompts)
+        self._recitals = {job: Slices(work)}
+        return {}
 
     @described
     def digests(self, job: int) -> Result:
