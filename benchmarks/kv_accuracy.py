@@ -36,7 +36,8 @@ from vllm_fp8ext.kv.trainer import CachedKV, cached_kv, scales_of
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.schema import KvScales
 
-POLICIES = ("calibrate", "provided", "history", "stale", "1.0")
+POLICIES = ("history", "calibrate", "provided", "stale", "1.0")
+"""In this order on one server a direction: the history is of its own series alone."""
 DIRECTIONS = {"grows": 100.0, "shrinks": 0.01}
 """By what K and V are multiplied after the last update."""
 OUTLIER_LAYER, OUTLIER_CHANNEL, OUTLIER = 1, 5, 30.0
@@ -52,6 +53,7 @@ Weights = dict[str, Tensor]
 
 def main() -> int:
     options = _parser().parse_args()
+    origin = provenance()
     torch.set_num_threads(options.threads)
     rows = encoded(problems(options.prompts, seed=5))
     calibration = encoded(problems(CALIBRATION, seed=6)).tolist()
@@ -75,14 +77,6 @@ def main() -> int:
             Server(LATE, folder / "bf16.log", arguments=line, settings={"ignore": ["*"]})
         )
         plain.wait(600)
-        ours = stack.enter_context(
-            Server(
-                *(LATE, folder / "fp8.log"),
-                arguments=[*line, "--kv-cache-dtype", "fp8"],
-                settings={"ignore": ["*"], "kv_scales": settings},
-            )
-        )
-        ours.wait(600)
         cases: list[dict[str, Any]] = []
         for direction in options.directions:
             factors = [DIRECTIONS[direction] ** (n / options.updates) for n in range(options.updates + 1)]
@@ -90,13 +84,19 @@ def main() -> int:
                 model.bfloat16(), [grown(weights, factor) for factor in factors], rows, calibration, options
             )
             run.reference(plain)
-            for policy in options.policies:
-                for update, found in enumerate(run.policy(ours, policy)):
-                    case = {"policy": policy, "granularity": options.granularity, "direction": direction}
-                    cases.append({**case, "update": update, "factor": factors[update], **found})
-                    print(json.dumps(cases[-1]), flush=True)
+            with Server(
+                *(LATE, folder / f"{direction}.log"),
+                arguments=[*line, "--kv-cache-dtype", "fp8"],
+                settings={"ignore": ["*"], "kv_scales": settings},
+            ) as ours:
+                ours.wait(600)
+                for policy in options.policies:
+                    for update, found in enumerate(run.policy(ours, policy)):
+                        case = {"policy": policy, "granularity": options.granularity, "direction": direction}
+                        cases.append({**case, "update": update, "factor": factors[update], **found})
+                        print(json.dumps(cases[-1]), flush=True)
     found = {
-        "provenance": provenance(),
+        "provenance": origin,
         "prompts": {"count": options.prompts, "tokens": TOKENS},
         "cases": cases,
     }
