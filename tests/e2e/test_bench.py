@@ -61,17 +61,8 @@ def test_updates_take_turns_with_baselines(tmp_path: Path):
 
 def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path):
     out = tmp_path / "kv.json"
-    line = [
-        "bench",
-        "kv",
-        "--checkpoint",
-        str(EARLY),
-        "--variants",
-        "bf16",
-        "blockfp8_kv",
-        "--cases",
-        "6x16x200",
-    ]
+    line = ["bench", "kv", "--checkpoint", str(EARLY), "--cases", "6x16x200"]
+    line += ["--variants", "bf16", "blockfp8", "blockfp8_kv"]
     line += ["--seconds", "3", "--repeats", "2", "--gpu-memory-utilization", "0.3", "--out", str(out)]
     # K and V of 3 layers, 2 heads of 64 channels: 1,536 bytes a token in BF16
     line += [
@@ -82,17 +73,18 @@ def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path):
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
     assert found["provenance"]["versions"]["vllm-fp8ext"]
-    bf16, ours = found["cases"]
-    assert [(case["variant"], case["staging"]) for case in (bf16, ours)] == [
+    bf16, weights, ours = found["cases"]
+    assert [(case["variant"], case["staging"]) for case in (bf16, weights, ours)] == [
         ("bf16", "none"),
+        ("blockfp8", "shadow"),
         ("blockfp8_kv", "shadow"),
     ]
-    assert bf16["kv_tokens"] == 512
+    assert bf16["kv_tokens"] == weights["kv_tokens"] == 512
     assert ours["kv_tokens"] == 1024
     # six responses need 700 tokens on average, half way
     assert bf16["preemptions"] > 0
     assert bf16["running"] < ours["running"]
-    assert all(len(case["samples"]) == 2 and min(case["samples"]) > 0 for case in (bf16, ours))
+    assert all(len(case["samples"]) == 2 and min(case["samples"]) > 0 for case in found["cases"])
     assert bf16["ratio_bf16"] == 1
     assert ours["ratio_bf16"] == pytest.approx(ours["tokens_per_s"] / bf16["tokens_per_s"])
 

@@ -35,7 +35,7 @@ def test_a_calibrated_checkpoint_is_served(tmp_path: Path):
         server.wait()
         with server.client() as client:
             served = client.kv_scales()
-            assert (served.policy, served.source) == ("static", "checkpoint")
+            assert (served.policy, served.source) == ("static", "start")
             told = {
                 f"{layer.removesuffix('.attn')}.{kind}_scale": values
                 for layer, kinds in served.scales.items()

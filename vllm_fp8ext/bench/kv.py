@@ -107,9 +107,11 @@ def _case(text: str) -> tuple[int, int, int]:
 def _arguments(
     variant: str, cases: list[tuple[int, int, int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    settings = {"kv_scales": "calibrate", **options.settings}
+    chosen = VARIANTS[variant]
+    scales = {"kv_scales": "calibrate"} if "kv_cache_dtype" in chosen else {}
+    settings = {**scales, **options.settings}
     return {
-        **VARIANTS[variant],
+        **chosen,
         **({"additional_config": {"fp8ext": settings}} if variant.startswith("blockfp8") else {}),
         "max_model_len": max(tokens + output for _, tokens, output in cases) + 16,
         "max_num_seqs": max(requests for requests, _, _ in cases),
