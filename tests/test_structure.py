@@ -18,6 +18,7 @@ FOLDERS = (PACKAGE, *LINKED, "tests", "scripts", "examples", "benchmarks", "docs
 TOUCH_VLLM = (
     "vllm_fp8ext.linear",
     "vllm_fp8ext.quantization",
+    "vllm_fp8ext.bench.attention",
     "vllm_fp8ext.bench.engines",
     "vllm_fp8ext.bench.rivals",
     "vllm_fp8ext.bench.steady",

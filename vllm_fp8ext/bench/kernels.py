@@ -18,7 +18,7 @@ from vllm_fp8ext.bench.rivals import NAMES
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import cases
 
-PARTS = ("decode", "prefill", "weights", "fused", "kv")
+PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quantizers.fused(report)
     if "kv" in options.only:
         kv_kernels.kv(report)
+    if "attention" in options.only:
+        from vllm_fp8ext.bench import attention
+
+        attention.attention(report)
     for kernel in ("decode_gemm", "prefill_gemm"):
         for variant in ("blockfp8", "blockfp8_codes"):
             report.summarize(kernel, variant)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention 3, as vLLM bundles it, in a decode step: BF16 K and V against FP8, by length of the context."""
+
+import torch
+from torch import Tensor
+from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+from vllm_fp8ext.bench.report import Calls, Report
+from vllm_fp8ext.kernels import bench, cases
+from vllm_fp8ext.kernels.kv_cache import amax_by_head, next_scales, quantize
+
+DECODES = ((128, 1536), (128, 8192), (128, 20480), (8, 1536), (8, 8192), (8, 20480))
+"""Requests, and tokens in the context of each."""
+TOLERANCE = 0.1
+"""Of the outputs, ‖FP8 - BF16‖ / ‖BF16‖: queries, K and V each have an error of 2.7 %."""
+
+
+def attention(report: Report) -> None:
+    """All of them."""
+    for requests, context in DECODES:
+        if report.late(f"attention_decode {requests}x{context}"):
+            return
+        decode(report, requests, context)
+        torch.cuda.empty_cache()
+
+
+def decode(report: Report, requests: int, context: int) -> None:
+    """One layer of Qwen3-8B's shape, each request's blocks anywhere in the cache."""
+    blocks = requests * context // cases.KV_BLOCK
+    noise = torch.Generator("cuda").manual_seed(0)
+    shape = (blocks, cases.KV_HEADS, cases.KV_BLOCK, 2 * cases.HEAD_DIM)
+    plain = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=noise)
+    query = torch.randn(
+        requests, cases.Q_HEADS, cases.HEAD_DIM, dtype=torch.bfloat16, device="cuda", generator=noise
+    )
+    one = torch.ones(1, device="cuda")
+    scale_q = next_scales(amax_by_head(query, 1), one)
+    scale_kv = next_scales(plain.abs().amax().float()[None], one)
+    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
+    for part, target in zip(plain.split(4096), codes.split(4096), strict=True):
+        rows = part.reshape(-1, 1, 2 * cases.HEAD_DIM)
+        target.copy_(quantize(rows, scale_kv).view(part.shape))
+    order = torch.randperm(blocks, device="cuda", generator=noise)
+    table = order.view(requests, -1).int()
+    starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+    lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+    outs = {name: torch.empty_like(query) for name in ("bf16", "fp8")}
+
+    def call(name: str, query_THD: Tensor, cache: Tensor, **scales: Tensor) -> None:
+        key, value = cache.transpose(1, 2).split(cases.HEAD_DIM, -1)
+        flash_attn_varlen_func(
+            query_THD,
+            key,
+            value,
+            max_seqlen_q=1,
+            cu_seqlens_q=starts,
+            max_seqlen_k=context,
+            seqused_k=lengths,
+            softmax_scale=cases.HEAD_DIM**-0.5,
+            causal=True,
+            block_table=table,
+            out=outs[name],
+            fa_version=3,
+            **scales,
+        )
+
+    by_head = (requests, cases.KV_HEADS)
+    descales = {
+        "q_descale": scale_q.expand(by_head),
+        "k_descale": scale_kv.expand(by_head),
+        "v_descale": scale_kv.expand(by_head),
+    }
+    codes_q = quantize(query, scale_q)
+    calls: Calls = {
+        "bf16": lambda _: call("bf16", query, plain),
+        "fp8": lambda _: call("fp8", codes_q, codes, **descales),
+    }
+    timings = bench.measure(calls, dict.fromkeys(calls, 1))
+    expected, found = outs["bf16"].float(), outs["fp8"].float()
+    near = bool((found - expected).norm() <= TOLERANCE * expected.norm())
+    moved = {"bf16": plain.numel() * 2, "fp8": codes.numel()}
+    where = (context, cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM)
+    report.add("attention_decode", where, requests, timings, moved, exact={"fp8": near})
