@@ -2,7 +2,7 @@
 """What one worker process does for an update. Methods never raise: they return plain results or a described error.
 
 Staging runs on a thread of its own, one job after the other, so that engine steps go on, and so do digests on another. The
-canary and the exchange run on the worker's main thread, between steps.
+canary (unless it was recorded) and the exchange run on the worker's main thread, between steps.
 """
 
 import hashlib
@@ -132,14 +132,14 @@ class Rank:
     @described
     def sing(self, job: int, prompts: list[list[int]], built_in: bool) -> Result:
         """Start to run prompts through the twin; each `poll(job)` runs one slice of it. Of the built-in one only `finite`
-        matters: where it was recorded, that is all there is."""
+        matters: where it was recorded, that is all there is, and needs nothing of this thread."""
         for stale in self._recitals.values():
             stale.close()
-        model, device = self.twin.model, self._device
+        model, device, recording = self.twin.model, self._device, self._recording
 
-        if built_in and self._recording is not None:
-            self._lanes.tell(job, {"logprob": 0.0, "tokens": 0, "finite": self._recording.finite()})
-            return {}
+        if built_in and recording is not None:
+            alone: Result = {"logprob": 0.0, "tokens": 0}
+            return self._lanes.start("staging", job, lambda: {**alone, "finite": recording.finite()})
 
         def work(pause: Pause) -> Result:
             if device.type == "cuda":

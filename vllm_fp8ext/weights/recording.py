@@ -32,6 +32,6 @@ class Recording:
         return torch.isfinite(model.compute_logits(hidden)).all() & torch.isfinite(hidden).all()
 
     def finite(self) -> bool:
-        """Whether hidden states and logits are, with the weights of now."""
+        """Whether hidden states and logits are, with the weights of now. On any thread, in its current stream."""
         self._graph.replay()
         return bool(self._finite)
