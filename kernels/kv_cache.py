@@ -7,6 +7,7 @@ are E4M3, `value / scale` rounded to nearest even and clamped to ±448. Needs no
 Shape suffixes: T tokens, H heads of queries, G heads of keys and values, D head dimension.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,9 +68,23 @@ class Fit:
 
 def fit(values_TGD: Tensor, scales_G: Tensor) -> Fit:
     """What quantizing these values with these scales loses."""
+    return fit_all([(values_TGD, scales_G)])[0]
+
+
+def fit_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Fit]:
+    """`fit` of each; a GPU is waited for once."""
+    if not pairs:
+        return []
+    sums = torch.stack([_fit_sums(values, scales) for values, scales in pairs]).tolist()
+    return [
+        Fit(values.numel(), int(saturated), squared_error, squared_norm)
+        for (values, _), (saturated, squared_error, squared_norm) in zip(pairs, sums, strict=True)
+    ]
+
+
+def _fit_sums(values_TGD: Tensor, scales_G: Tensor) -> Tensor:
+    """fp64: saturated elements, squared error, squared norm."""
     saturated = (~(values_TGD.float().abs() <= FP8_MAX * _by_head(scales_G))).sum()
     values = values_TGD.float().nan_to_num(0.0, 0.0, 0.0)
     error = dequantize(quantize(values, scales_G), scales_G) - values
-    sums = torch.stack([saturated.double(), error.double().square().sum(), values.double().square().sum()])
-    beyond, squared_error, squared_norm = sums.tolist()
-    return Fit(values.numel(), int(beyond), squared_error, squared_norm)
+    return torch.stack([saturated.double(), error.double().square().sum(), values.double().square().sum()])

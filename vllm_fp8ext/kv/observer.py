@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.kv_cache import amax_by_head, fit
+from vllm_fp8ext.kernels.kv_cache import amax_by_head, fit_all
 from vllm_fp8ext.kv.scales import NAMES, KvScales, RankScales
 
 SAMPLE_TOKENS = 128
@@ -43,6 +43,7 @@ class Observer:
     def fits(self, scales: KvScales) -> dict[str, dict[str, dict[str, Any]]]:
         """How well the twin's scales fit the sample: by layer, by `k` and `v`, the sums of `Fit`."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
-        for (layer, kind), values in self._sample.items():
-            found.setdefault(layer, {})[kind] = vars(fit(values, scales.staged(layer, kind)))
+        fits = fit_all([(values, scales.staged(*key)) for key, values in self._sample.items()])
+        for (layer, kind), fit in zip(self._sample, fits, strict=True):
+            found.setdefault(layer, {})[kind] = vars(fit)
         return found
