@@ -89,7 +89,9 @@ class Core:
         here = layers(*NAMES, heads=share.count if per_head else 0)
         scales = KvScales(here, dict.fromkeys(NAMES, share) if per_head else {}, device=CPU)
         recorder = Recorder(share.count) if settings.policy == "history" else None
-        cache: Any = SimpleNamespace(rescale=self._rescale, warm_up=lambda: None)
+        cache: Any = SimpleNamespace(
+            rescale=self._rescale, warm_up=lambda: self.called.append("cache.warm_up")
+        )
         kv = RankKv(scales, settings, cache, recorder)
         exchange = SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))], broken=False, inplace=False)
         exchange.fingerprint = lambda **_: 1

@@ -420,3 +420,24 @@ def test_an_error_while_tokens_are_looked_at_is_the_updates() -> None:
     with pytest.raises(UpdateError, match="a kernel failed"):
         start.prepare(TOKENS)
     assert start.went_on == 0
+
+
+@pytest.mark.parametrize(("policy", "known"), [("calibrate", True), ("history", True), ("static", False)])
+def test_only_a_cache_that_is_rewritten_is_warmed_up(policy: str, known: bool) -> None:
+    """With `static` it may be laid out in a way that nobody here knows."""
+    core = Core(policy, **({"default": 1.0} if policy == "static" else {}))
+    kv = core.fleet[0].kv
+    assert kv is not None
+    kv.warm_up()
+    assert ("cache.warm_up" in core.called) is known
+
+
+def test_a_step_beyond_fp32_lets_cached_blocks_be_computed_again(caplog: pytest.LogCaptureFixture) -> None:
+    start = story()
+    far = {"policy": "provided", "scales": {n: {"k": 1e30, "v": 1.0} for n in NAMES}}
+    near = {"policy": "provided", "scales": {n: {"k": 1e-30, "v": 1.0} for n in NAMES}}
+    start.update(far)
+    with caplog.at_level(logging.WARNING):
+        assert start.commit(start.prepare(near), keep=True) is True
+    assert "expected positive finite ratios of scales" in caplog.text
+    assert start.core.rescaled == []

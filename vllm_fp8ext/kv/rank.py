@@ -57,6 +57,11 @@ class RankKv:
         """Whether each KV head has a scale of its own."""
         return self.settings.granularity == "head"
 
+    def warm_up(self) -> None:
+        """Compile what `rescale` launches; where scales stay as they are, caches may have layouts that it doesn't know."""
+        if self.settings.policy != "static":
+            self.cache.warm_up()
+
     def listening(
         self, model: Any, device: torch.device, attend: Attend, prompts: list[list[int]]
     ) -> Callable[[Pause], Result]:

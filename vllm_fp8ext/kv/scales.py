@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.kernels.rescale_kv import ratio_of
+
 NAMES = ("q", "k", "v")
 _ALIGNED = 4
 """Numbers in 16 bytes: compiled graphs copy inputs that begin elsewhere."""
@@ -125,14 +127,18 @@ class KvScales:
 
     def ratios(self) -> dict[str, dict[str, list[float]]]:
         """After `exchange`: by layer, by what numbers codes of K and V in the cache are multiplied so that they mean the
-        same; none where nothing changed."""
+        same; none where nothing changed.
+
+        Raises:
+            ValueError: a ratio is beyond fp32.
+        """
         found: dict[str, dict[str, list[float]]] = {}
         for name in self._layers:
             ratios = {}
             for kind in ("k", "v"):
                 place = self._places[name, kind]
-                pairs = zip(self._mirrors[1][place], self._mirrors[0][place], strict=True)
-                ratios[kind] = [before / now for before, now in pairs]
+                before, now = (torch.tensor(mirror[place]) for mirror in reversed(self._mirrors))
+                ratios[kind] = ratio_of(before, now, len(now)).tolist()
             if any(ratio != 1.0 for values in ratios.values() for ratio in values):
                 found[name] = ratios
         return found

@@ -124,7 +124,7 @@ class Rank:
         staged = self._lanes.take(_REHEARSAL, None)
         recite(self.twin.model, prompts, self._device, self._attend, lambda: None)
         if self.kv is not None:
-            self.kv.cache.warm_up()
+            self.kv.warm_up()
         if built_in and self._device.type == "cuda" and self.world_size == 1:
             self._recording = Recording(self.twin.model, prompts[0], self._device, self._attend)
         return staged or {}
