@@ -35,6 +35,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
     "enforce_eager": True,
     "kv_cache_memory_bytes": 16 << 20,
+    "gpu_memory_utilization": 0.1,
     "skip_tokenizer_init": True,
     "async_scheduling": False,
     "block_size": BLOCK,
