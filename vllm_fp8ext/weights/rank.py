@@ -24,6 +24,7 @@ from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.slices import Pause, Slices
 from vllm_fp8ext.weights.source import AnySource, Sources, source_of
 from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
+from vllm_fp8ext.weights.turns import turns
 from vllm_fp8ext.weights.twin import Twin
 
 if TYPE_CHECKING:
@@ -257,6 +258,7 @@ class Rank:
         stager, together, done = self.twin.stager, self._together(), 0
         with self._sources.open(source, ordered, lambda: self._require_wanted(session)) as parts:
             for rows in parts:
+                turns.wait()
                 self._require_wanted(session)
                 name, first = rows.stored.spec.name, rows.first
                 problem = checksums.problem(rows)
