@@ -94,6 +94,7 @@ def _load(
         *("--prompts", str(options.prompts), "--samples", str(options.samples)),
         *("--input-tokens", options.input_tokens, "--output-tokens", options.output_tokens),
         *("--vocabulary", "500", "--report", str(report), "--label", f"{name}, {traffic}"),
+        *(("--processes", str(options.processes)) if options.processes > 1 else ()),
         *(updates if traffic in ("updates", "one-step-off") else ()),
         *(("--one-step-off",) if traffic == "one-step-off" else ()),
     ]
@@ -147,6 +148,7 @@ def _options() -> Any:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=1, help="of the load test")
     parser.add_argument("--input-tokens", default="lognormal:500,0.6,2000")
     parser.add_argument("--output-tokens", default="lognormal:600,0.8,4000")
     parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")

@@ -13,14 +13,15 @@ import gevent
 import httpx
 from gevent.pool import Group
 from locust.env import Environment
-from locust.runners import WorkerRunner
+from locust.runners import DistributedRunner, WorkerRunner
 
 from vllm_fp8ext.environment import API_KEY
 from vllm_fp8ext.loadtest import options as options_of
 from vllm_fp8ext.loadtest import report
 from vllm_fp8ext.loadtest.latency import ttft
 from vllm_fp8ext.loadtest.prompts import Lengths, Prompt, Shared, prompts
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Step, request_of
+from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, request_of
+from vllm_fp8ext.loadtest.rollout import Rollouts
 from vllm_fp8ext.loadtest.scraper import scrape_forever
 from vllm_fp8ext.loadtest.stream import Asker, Target
 from vllm_fp8ext.loadtest.timetable import timetable
@@ -43,6 +44,7 @@ class Load:
             raise ValueError("host: expected the URL of a server (--host, or fp8ext bench load --url)")
         self.run = Run(options={**self.options.as_dict(), "url": self.url})
         self._part, self._parts = self._share()
+        self.rollouts = Rollouts(environment, self._parts)
         shared = Shared.parse(self.options.shared_prefix) if self.options.shared_prefix else None
         self._prompts = prompts(
             f"{self.options.seed} {self._part}",
@@ -105,26 +107,33 @@ class Load:
         while (left := at - time.monotonic()) > 0:
             gevent.sleep(left)
 
-    def ask(self, prompt: Prompt, scheduled: float | None = None, step: int | None = None) -> None:
+    def ask(self, prompt: Prompt, scheduled: float | None = None) -> None:
         """One request, written down."""
-        self._asker.ask(prompt, self._done, scheduled, step)
+        self._asker.ask(prompt, self._done, scheduled)
 
     def roll_out(self, running: Group) -> None:
+        """This process's part of each rollout step."""
+
+        def ask(number: int, began: float) -> None:
+            share = range(self._part, self.options.prompts, self._parts)
+            asked = [(prompt, self._asker.body(prompt)) for prompt in (self.next_prompt() for _ in share)]
+            self.sleep_until(began)
+            for prompt, body in asked:
+                for _ in range(self.options.samples):
+                    running.spawn(self._asker.ask, prompt, self._done, began, number, body)
+            running.join()
+
+        self.rollouts.follow(ask)
+
+    def lead(self) -> None:
         """Rollout steps, with an update after each if there are to be any."""
         updating: gevent.Greenlet[Any] | None = None
-        number = 0
-        while not self.options.steps or number < self.options.steps:
-            number += 1
-            began = time.monotonic()
-            for prompt in [self.next_prompt() for _ in range(self.options.prompts)]:
-                for _ in range(self.options.samples):
-                    running.spawn(self.ask, prompt, began, number)
-            running.join()
-            self.run.steps.append(Step(number, began, time.monotonic()))
+        for step in self.rollouts.lead(self.options.steps):
+            self.run.steps.append(step)
             if self.options.update_every == "step":
                 if updating is not None:
                     updating.join()  # one step off: the last one had a whole step's time
-                updating = self._watching.spawn(self._update, number)
+                updating = self._watching.spawn(self._update, step.number)
                 if not self.options.one_step_off:
                     updating.join()
 
@@ -177,10 +186,10 @@ class Load:
 
     def _share(self) -> tuple[int, int]:
         runner, parsed = self.environment.runner, self.environment.parsed_options
-        if not isinstance(runner, WorkerRunner):
+        if not isinstance(runner, DistributedRunner):
             return 0, 1
         processes = int(getattr(parsed, "processes", None) or getattr(parsed, "expect_workers", None) or 1)
-        return max(0, runner.worker_index) % processes, processes
+        return max(0, runner.worker_index) % processes if isinstance(runner, WorkerRunner) else 0, processes
 
     def _target(self) -> Target:
         key = os.environ.get(API_KEY)

@@ -4,6 +4,7 @@
 With several locust processes each sends its part, and the first one changes weights, scrapes and writes the report.
 """
 
+import logging
 from typing import Any
 
 import gevent
@@ -15,6 +16,7 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from vllm_fp8ext.loadtest import options
 from vllm_fp8ext.loadtest.load import Load
+from vllm_fp8ext.loadtest.rollout import BEGIN, DONE
 
 LOADS: dict[int, Load] = {}
 """The load of each environment of this process."""
@@ -33,6 +35,13 @@ def _prepare(environment: Environment, **_: Any) -> None:
     if environment.host is None and environment.parsed_options is not None:
         environment.host = environment.parsed_options.host
     profile = environment.parsed_options.traffic if environment.parsed_options else "closed"
+    if environment.runner is not None:
+        environment.runner.register_message(
+            BEGIN, lambda msg, **_: LOADS[id(environment)].rollouts.begun(msg.data)
+        )
+        environment.runner.register_message(
+            DONE, lambda msg, **_: LOADS[id(environment)].rollouts.done(msg.data)
+        )
     environment.user_classes = [{"closed": Closed, "rollout": Rollout}.get(profile, Open)]
 
 
@@ -42,9 +51,30 @@ def _begin(environment: Environment, **_: Any) -> None:
     load.begin(watching=not isinstance(environment.runner, WorkerRunner))
 
 
+@events.spawning_complete.add_listener
+def _lead(**_: Any) -> None:
+    for load in LOADS.values():
+        runner = load.environment.runner
+        leads = load.options.profile == "rollout" and not isinstance(runner, WorkerRunner)
+        if leads and not load.rollouts.led:
+            gevent.spawn(_steps, load)
+
+
+def _steps(load: Load) -> None:
+    load.lead()
+    if load.environment.runner is not None:
+        load.environment.runner.quit()
+
+
 @events.test_stop.add_listener
 def _end(environment: Environment, **_: Any) -> None:
-    load = LOADS[id(environment)]
+    load = LOADS.get(id(environment))
+    if load is None:
+        logging.getLogger(__name__).error(
+            "fp8ext: the run ended before it had begun: a longer --run-time (--time)?"
+        )
+        environment.process_exit_code = 2
+        return
     load.end()
     if isinstance(environment.runner, WorkerRunner):
         return
@@ -114,14 +144,12 @@ class Open(_Spawning):
 
 
 class Rollout(_Spawning):
-    """As an RL trainer: all answers of a step at once, then an update, then the next step."""
-
-    fixed_count = 1
+    """As an RL trainer: all answers of a step at once, then an update, then the next step. The first user of a process asks
+    its part. There must be as many users as processes."""
 
     @task
     def steps(self) -> None:
         """Step after step, until the run ends or as many as were asked for are done."""
-        self.load.roll_out(self.running)
-        if self.environment.runner is not None:
-            gevent.spawn(self.environment.runner.quit)
+        if self.load.first_user():
+            self.load.roll_out(self.running)
         gevent.sleep(IDLE_SECONDS)

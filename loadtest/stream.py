@@ -70,10 +70,11 @@ class Asker:
         done: Callable[[Request], None],
         scheduled: float | None = None,
         step: int | None = None,
+        body: bytes | None = None,
     ) -> None:
         """One answer, complete or failed; never raises for what a server does. `done` gets it in every case: a greenlet that
-        is killed leaves a request that is `unfinished`."""
-        body = json.dumps(self._body(prompt)).encode()
+        is killed leaves a request that is `unfinished`. `body`: made before, where many are sent at once."""
+        body = body or self.body(prompt)
         sent = time.monotonic()
         request = Request(
             scheduled=sent if scheduled is None else scheduled,
@@ -100,7 +101,11 @@ class Asker:
             request.ended = time.monotonic()
             done(request)
 
-    def _body(self, prompt: Prompt) -> dict[str, Any]:
+    def body(self, prompt: Prompt) -> bytes:
+        """What is sent."""
+        return json.dumps(self._fields(prompt)).encode()
+
+    def _fields(self, prompt: Prompt) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.target.model,
             "max_tokens": prompt.max_tokens,

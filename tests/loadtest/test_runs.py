@@ -98,7 +98,7 @@ def test_an_open_loop_of_several_processes_keeps_its_timetable(trivial: Trivial,
     assert code in (0, 2), said
     measured = report["measured"]
     assert measured["requests"] <= 200
-    assert code == 2 or 18 <= measured["achieved_rate"] <= 22, measured["seconds"]
+    assert code == 2 or 16 <= measured["achieved_rate"] <= 22, measured["seconds"]
     assert measured["failed_requests"] == 0
     assert measured["schedule_delay"]["count"] == measured["requests"]
     assert (code == 2) == bool(measured["invalid"])
@@ -129,7 +129,8 @@ def test_a_server_that_dies_in_mid_run(mortal: Trivial, tmp_path: Path) -> None:
     assert report["measured"]["e2e"]["count"] >= 1
 
 
-def test_rollout_steps_end_by_themselves(trivial: Trivial, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rollout_steps_end_by_themselves(trivial: Trivial, tmp_path: Path, processes: int) -> None:
     code, report, said = load(
         *(
             trivial.url,
@@ -144,11 +145,13 @@ def test_rollout_steps_end_by_themselves(trivial: Trivial, tmp_path: Path) -> No
             "3",
         ),
         *("--input-tokens", "5", "--output-tokens", "uniform:3,20", "--time", "50s"),
+        *(("--processes", str(processes)) if processes > 1 else ()),
     )
     assert code in (0, 2), said
     measured = report["measured"]
     assert measured["steps"]["count"] == 3
     assert measured["requests"] == measured["e2e"]["count"] == 18
+    assert measured["schedule_delay"]["count"] == 18
     assert 0 < measured["steps"]["straggler_share"] < 1
     assert measured["seconds"] < 30
 
@@ -184,7 +187,7 @@ def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
         "1",
     ]
     done = subprocess.run(
-        [*line, "--run-time", "1s", "--output-tokens", "5"], capture_output=True, text=True, timeout=240
+        [*line, "--run-time", "5s", "--output-tokens", "5"], capture_output=True, text=True, timeout=240
     )
     assert done.returncode in (0, 2), done.stderr
     assert "time to first token" in done.stdout
