@@ -15,7 +15,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm_fp8ext.errors import ConfigError
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-_E4M3 = ("fp8", "fp8_e4m3")
+"""Attention whose cache is known, and that reads its scales anew in every step, also inside CUDA graphs."""
+FORMATS = ("fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def require_known_cache(layer: Attention) -> None:
             f"{layer.layer_name}: an FP8 KV cache whose scales change is known for the attention backends "
             f"{', '.join(BACKENDS)}, found {name} (choose one with --attention-backend)"
         )
-    if layer.kv_cache_dtype not in _E4M3:
+    if layer.kv_cache_dtype not in FORMATS:
         raise ConfigError(
             f"{layer.layer_name}: expected a KV cache of dtype fp8 (E4M3), found {layer.kv_cache_dtype}"
         )

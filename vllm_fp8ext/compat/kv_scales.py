@@ -18,14 +18,12 @@ from vllm.distributed import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
+from vllm_fp8ext.compat.kv_cache import BACKENDS, FORMATS
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kv.scales import NAMES, HeadShare, KvScales, RankScales
 from vllm_fp8ext.kv.settings import KvScaleSettings
 
-BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-"""Attention that reads its scales anew in every step, also inside CUDA graphs."""
 PER_HEAD = ("FLASH_ATTN",)
-FORMATS = ("fp8", "fp8_e4m3")
 
 
 class KvCacheMethod(BaseKVCacheMethod):
