@@ -55,10 +55,8 @@ class KvCacheMethod(BaseKVCacheMethod):
             return
         loaded = {name: getattr(layer, f"{name}_scale").detach().float().cpu().reshape(-1) for name in NAMES}
         known = {name: values for name, values in loaded.items() if bool((values > 0).all())}
-        if "k" in known:
-            known.setdefault(
-                "v", known["k"]
-            )  # `kv_scale` of older checkpoints, which vLLM loads as K's alone
+        if "k" in known:  # also `kv_scale` of older checkpoints, which vLLM loads as K's alone
+            known.setdefault("v", known["k"])
         if self.settings.policy == "static" and not {"k", "v"} <= known.keys():
             if self.settings.default is None:
                 raise ConfigError(
