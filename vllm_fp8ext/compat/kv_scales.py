@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from vllm_fp8ext.compat.kv_cache import BACKENDS, FORMATS
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kv.scales import NAMES, HeadShare, KvScales, RankScales
+from vllm_fp8ext.kv.scales import NAMES, HeadShare, KvScales, RankScales, write_host_copies
 from vllm_fp8ext.kv.settings import KvScaleSettings
 
 PER_HEAD = ("FLASH_ATTN",)
@@ -55,7 +55,7 @@ class KvCacheMethod(BaseKVCacheMethod):
             return
         loaded = {name: getattr(layer, f"{name}_scale").detach().float().cpu().reshape(-1) for name in NAMES}
         known = {name: values for name, values in loaded.items() if bool((values > 0).all())}
-        if "k" in known:  # also `kv_scale` of older checkpoints, which vLLM loads as K's alone
+        if "k" in known:  # older checkpoints have one `kv_scale`, which vLLM loads as K's alone
             known.setdefault("v", known["k"])
         if self.settings.policy == "static" and not {"k", "v"} <= known.keys():
             if self.settings.default is None:
@@ -69,13 +69,9 @@ class KvCacheMethod(BaseKVCacheMethod):
         heads = len(loaded["k"])
         for name in NAMES:
             values = known.get(name, torch.ones(1)).expand(heads)
-            buffer = getattr(layer, f"_{name}_scale")
-            served = values.to(buffer.device)
+            served = values.to(getattr(layer, f"_{name}_scale").device)
             setattr(layer, f"_{name}_scale", served.clone() if heads > 1 else served[0].clone())
-            setattr(layer, f"_{name}_scale_float", float(values.max()))
-            copy = getattr(layer, f"_{name}_scale_cpu", None)
-            if copy is not None:
-                copy.fill_(float(values.max()))
+            write_host_copies(layer, name, float(values.max()))
         for name in (*NAMES, "prob"):
             delattr(layer, f"{name}_scale")
 

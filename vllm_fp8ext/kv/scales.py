@@ -37,6 +37,14 @@ def scale_digests(scales: Scales) -> dict[str, dict[str, str]]:
     }
 
 
+def write_host_copies(layer: Any, kind: str, value: float) -> None:
+    """Give an attention layer one of its scales wherever vLLM keeps it in host memory."""
+    setattr(layer, f"_{kind}_scale_float", value)
+    copy = getattr(layer, f"_{kind}_scale_cpu", None)
+    if copy is not None:
+        copy.fill_(value)
+
+
 @dataclass(frozen=True)
 class HeadShare:
     """Which of a layer's `total` KV heads are on this rank."""
@@ -176,12 +184,7 @@ class KvScales:
     def _publish(self) -> None:
         """Write what is served into the copies in host memory. Kernels that take one number take the largest."""
         for (name, kind), place in self._places.items():
-            value = max(self._mirrors[0][place])
-            layer = self._layers[name]
-            setattr(layer, f"_{kind}_scale_float", value)
-            copy = getattr(layer, f"_{kind}_scale_cpu", None)
-            if copy is not None:
-                copy.fill_(value)
+            write_host_copies(self._layers[name], kind, max(self._mirrors[0][place]))
 
     def _agree(self) -> bool:
         """Whether vLLM's host copies are what is served."""
