@@ -10,6 +10,7 @@ import torch
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kv.scales import NAMES, Scales
 from vllm_fp8ext.kv.settings import LARGEST_SCALE, SMALLEST_SCALE, Cached, KvScaleSettings, Policy
+from vllm_fp8ext.weights.prompts import require_prompts
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,7 @@ def check_prompts(
     prompts: Sequence[Sequence[int]], settings: KvScaleSettings, vocabulary: int, longest: int
 ) -> None:
     """Raises `UpdateError` (`invalid-request`): token ids or lengths that the model does not take, too many tokens."""
-    for number, prompt in enumerate(prompts):
-        if not 1 <= len(prompt) <= longest:
-            raise _invalid(f"prompt {number}: expected 1 to {longest} tokens, found {len(prompt)}")
-        beyond = [token for token in prompt if not 0 <= token < vocabulary]
-        if beyond:
-            raise _invalid(f"prompt {number}: expected token ids below {vocabulary}, found {beyond[0]}")
+    require_prompts("kv_scales", prompts, vocabulary, longest)
     total = sum(map(len, prompts))
     if total > settings.tokens:
         raise _invalid(f"prompts: expected at most {settings.tokens} tokens in all, found {total}")

@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_fp8ext.kv.settings import KvScaleSettings
+from vllm_fp8ext.weights.prompts import sample
 
 PROMPT_TOKENS = 1024
 """Of each so many at most, so that several have their say."""
 ENOUGH = 8
 """Recent traffic counts from an eighth of the wanted tokens on."""
-_STRIDE = 2654435761
-"""Knuth's multiplicative hash (The Art of Computer Programming, vol. 3, section 6.4): spreads the built-in sample over the
-vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def choose(
 def built_in(tokens: int, vocabulary: int, longest: int) -> list[list[int]]:
     """Token ids from all over the vocabulary, in prompts of at most `PROMPT_TOKENS`."""
     length = min(tokens, longest, PROMPT_TOKENS)
-    ids = [index * _STRIDE % vocabulary for index in range(tokens)]
+    ids = sample(tokens, vocabulary)
     return [ids[start : start + length] for start in range(0, tokens, length)]
 
 

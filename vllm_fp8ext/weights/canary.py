@@ -11,11 +11,9 @@ from typing import Any
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.prompts import require_prompts, sample
 
 SAMPLE_TOKENS = 64
-_STRIDE = 2654435761
-"""Knuth's multiplicative hash (The Art of Computer Programming, vol. 3, section 6.4): spreads the built-in sample over the
-vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,10 @@ def canary_of(asked: Mapping[str, Any] | None, settings: Settings, vocabulary: i
     prompts, bound = chosen.get("prompts"), chosen.get("max_perplexity")
     if not prompts:
         if bound is not None:
-            raise _invalid("max_perplexity needs prompts to measure it on")
-        length = min(SAMPLE_TOKENS, longest)
-        return Canary([[index * _STRIDE % vocabulary for index in range(length)]], built_in=True)
-    for number, prompt in enumerate(prompts):
-        if not 2 <= len(prompt) <= longest:
-            raise _invalid(f"prompt {number}: expected 2 to {longest} tokens, found {len(prompt)}")
-        beyond = [token for token in prompt if not 0 <= token < vocabulary]
-        if beyond:
-            raise _invalid(f"prompt {number}: expected token ids below {vocabulary}, found {beyond[0]}")
+            message = "canary: max_perplexity needs prompts to measure it on"
+            raise UpdateError("invalid-request", message, status=422)
+        return Canary([sample(min(SAMPLE_TOKENS, longest), vocabulary)], built_in=True)
+    require_prompts("canary", prompts, vocabulary, longest, shortest=2)
     return Canary([list(prompt) for prompt in prompts], bound)
 
 
@@ -79,7 +72,3 @@ def judge(canary: Canary, results: list[dict[str, Any]]) -> float | None:
             found=perplexity,
         )
     return perplexity
-
-
-def _invalid(message: str) -> UpdateError:
-    return UpdateError("invalid-request", f"canary: {message}", status=422)
