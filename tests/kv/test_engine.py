@@ -441,3 +441,19 @@ def test_a_step_beyond_fp32_lets_cached_blocks_be_computed_again(caplog: pytest.
         assert start.commit(start.prepare(near), keep=True) is True
     assert "expected positive finite ratios of scales" in caplog.text
     assert start.core.rescaled == []
+
+
+@pytest.mark.parametrize("polls", [0, 1])
+def test_a_preparation_that_another_one_overtakes_ends(polls: int) -> None:
+    """Whoever waits until nothing is under way, before sleep say, would wait for it for ever."""
+    start = story(tokens=4096)
+    asked = start.kv.asked({"prompts": [[1] * 40] * 60})
+    assert asked is not None
+    job = start.kv.prepare(asked, 1, lambda _: None, start._go_on)["job"]
+    for _ in range(polls):
+        assert not start.jobs.poll(job)["done"]
+    start.prepare(TOKENS)
+    start.jobs.settle()
+    told = start.jobs.poll(job)
+    assert (told["done"], told["error"]["kind"]) == (True, "wrong-state")
+    assert start.went_on == 1

@@ -69,8 +69,6 @@ class RankKv:
         observer = self.observer = Observer(per_head=self.per_head)
 
         def work(pause: Pause) -> Result:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
             listen(model, prompts, device, attend, observer.see, pause)
             with torch.inference_mode():
                 return {"amax": observer.amax(self.scales.spread)}

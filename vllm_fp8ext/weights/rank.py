@@ -7,6 +7,7 @@ canary (unless it was recorded) and the exchange run on the worker's main thread
 
 import hashlib
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,32 +135,38 @@ class Rank:
     def sing(self, job: int, prompts: list[list[int]], built_in: bool) -> Result:
         """Start to run prompts through the twin; each `poll(job)` runs one slice of it. Of the built-in one only `finite`
         matters: where it was recorded, that is all there is, and needs nothing of this thread."""
-        for stale in self._recitals.values():
-            stale.close()
-        model, device, recording = self.twin.model, self._device, self._recording
-
+        recording = self._recording
         if built_in and recording is not None:
+            self._end_recital()
             alone: Result = {"logprob": 0.0, "tokens": 0}
             return self._lanes.start("staging", job, lambda: {**alone, "finite": recording.finite()})
-
-        def work(pause: Pause) -> Result:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # of this thread: a new one is on the first
-            return recite(model, prompts, device, self._attend, pause)
-
-        self._recitals = {job: Slices(work)}
-        return {}
+        model, device, attend = self.twin.model, self._device, self._attend
+        return self._in_slices(job, lambda pause: recite(model, prompts, device, attend, pause))
 
     @described
     def observe(self, job: int, prompts: list[list[int]]) -> Result:
         """Start to run prompts through the twin and see its queries, keys and values; each `poll(job)` runs one slice."""
-        for stale in self._recitals.values():
-            stale.close()
         if self.kv is None:
             raise UpdateError("no-kv-scales", "the KV cache is not FP8", status=404)
-        work = self.kv.listening(self.twin.model, self._device, self._attend, prompts)
-        self._recitals = {job: Slices(work)}
+        return self._in_slices(job, self.kv.listening(self.twin.model, self._device, self._attend, prompts))
+
+    def _in_slices(self, job: int, work: Callable[[Pause], Result]) -> Result:
+        def on_device(pause: Pause) -> Result:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # of this thread: a new one is on the first
+            return work(pause)
+
+        self._end_recital()
+        self._recitals = {job: Slices(on_device)}
         return {}
+
+    def _end_recital(self) -> None:
+        """The twin has one at a time: who still asks for an older one learns of its end."""
+        for job, stale in self._recitals.items():
+            stale.close()
+            ended = UpdateError("wrong-state", "another update was prepared meanwhile, or this one again")
+            self._lanes.tell(job, {"error": ended.as_dict()})
+        self._recitals = {}
 
     @described
     def digests(self, job: int) -> Result:
@@ -178,11 +185,11 @@ class Rank:
 
         `"again": True`: it is polls that make the job go on.
         """
-        recital = self._recitals.get(job)
+        recital = self._recitals.pop(job, None)
         if recital is not None:
             if not recital.advance():
+                self._recitals[job] = recital
                 return {"done": False, "again": True}
-            del self._recitals[job]
             return {"done": True, **(recital.result or {})}
         result = self._lanes.take(job, patience)
         if result is None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs prompts through a model that nobody is served by, in slices of a few layers."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -38,20 +39,10 @@ def recite(
 
     Returns `logprob` (their sum), `tokens` (their number; 0 on a rank that gets no logits), and `finite`.
     """
-    layers = 0
-    width = 1
-
-    def after() -> None:
-        nonlocal layers
-        layers += 1
-        if layers % width == 0:
-            pause()
-
-    attend(model, after)
     total, count, finite = 0.0, 0, True
     with torch.inference_mode():
         for prompt in prompts:
-            width = max(1, min(SLICE_LAYERS, SLICE_TOKENS // len(prompt)))
+            attend(model, _after_each_layer(len(prompt), pause))
             tokens = torch.tensor(prompt, device=device)
             hidden = model(input_ids=tokens, positions=torch.arange(len(prompt), device=device))
             logits = model.compute_logits(hidden)
@@ -69,20 +60,23 @@ def listen(
 ) -> None:
     """Run prompts through the model in one pass and have `see` told of every layer's queries, keys and values."""
     lengths = [len(prompt) for prompt in prompts]
-    width = max(1, min(SLICE_LAYERS, SLICE_TOKENS // sum(lengths)))
-    layers = 0
-
-    def after() -> None:
-        nonlocal layers
-        layers += 1
-        if layers % width == 0:
-            pause()
-
-    attend(model, after, see, lengths)
+    attend(model, _after_each_layer(sum(lengths), pause), see, lengths)
     with torch.inference_mode():
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])
         model(input_ids=tokens, positions=positions)
+
+
+def _after_each_layer(tokens: int, pause: Pause) -> Callable[[], None]:
+    """What pauses after each slice of a pass of so many tokens."""
+    width = max(1, min(SLICE_LAYERS, SLICE_TOKENS // tokens))
+    layers = itertools.count(1)
+
+    def after() -> None:
+        if next(layers) % width == 0:
+            pause()
+
+    return after
 
 
 def _logprob(logits_TV: Tensor, tokens_T: Tensor) -> float:
