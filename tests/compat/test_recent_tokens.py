@@ -4,6 +4,9 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from vllm_fp8ext.compat.engine_core import CoreAccess
 from vllm_fp8ext.compat.recent_tokens import RecentTokens
 
 
@@ -48,3 +51,28 @@ def test_the_oldest_are_forgotten_once_the_others_are_enough() -> None:
     for _ in range(100):
         scheduler.end(7)
     assert recent.newest_first() == [[7]] * 6
+
+
+@pytest.mark.parametrize(
+    ("policy", "remembered"),
+    [("calibrate", [[1, 2]]), ("history", [[1, 2]]), ("provided", [[1, 2]]), ("static", [])],
+)
+def test_an_engine_remembers_what_may_be_calibrated_with(policy: str, remembered: list[list[int]]) -> None:
+    """With static scales nothing ever is."""
+    scheduler: Any = Scheduler()
+    scheduler.set_pause_state = None
+    config = SimpleNamespace(
+        additional_config={"fp8ext": {"kv_scales": policy}},
+        cache_config=SimpleNamespace(cache_dtype="fp8"),
+        model_config=SimpleNamespace(quantization="blockfp8", get_vocab_size=lambda: 100, max_model_len=10),
+    )
+    core = SimpleNamespace(
+        vllm_config=config,
+        scheduler=scheduler,
+        model_executor=None,
+        request_block_hasher=None,
+        add_request=None,
+    )
+    access = CoreAccess(core)
+    scheduler.end(1, 2)
+    assert access.recent_tokens() == remembered

@@ -99,8 +99,9 @@ class CoreAccess:
         self._set_pause_state = core.scheduler.set_pause_state
         self._wishes: list[PauseState] = []
         self._recent: RecentTokens | None = None
-        if self.settings.kv_scales is not None and self.quantization == METHOD:
-            self._recent = RecentTokens(core.scheduler, self.settings.kv_scales.tokens, PROMPT_TOKENS)
+        scales = self.settings.kv_scales
+        if scales is not None and scales.policy != "static" and self.quantization == METHOD:
+            self._recent = RecentTokens(core.scheduler, scales.tokens, PROMPT_TOKENS)
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Run a method of `Rank`, or `kv.…` of its `RankKv`, on every worker; one result each, which names the rank and the
