@@ -360,6 +360,21 @@ def test_it_is_computed_again_when_that_was_asked_for() -> None:
     assert "kv.rescale" not in start.core.called
 
 
+@pytest.mark.parametrize("cached", ["rescale", "recompute"])
+@pytest.mark.parametrize(("kind", "cached_otherwise"), [("q", False), ("k", True), ("v", True)])
+def test_nothing_cached_changes_with_the_scale_of_queries(
+    cached: str, kind: str, cached_otherwise: bool
+) -> None:
+    start = story()
+    sent = {layer: {**kinds} for layer, kinds in start.kv.served.scales.items()}
+    sent["b"][kind] = [2 * value for value in sent["b"][kind]]
+    found = start.prepare({"policy": "provided", "scales": sent})
+    recompute = start.commit(found, keep=True, cached=cached)
+    assert start.device == found.scales == sent
+    assert recompute is (cached_otherwise and cached == "recompute")
+    assert ("kv.rescale" in start.core.called) is (cached_otherwise and cached == "rescale")
+
+
 def test_it_is_computed_again_when_it_can_not_be_rewritten(caplog: pytest.LogCaptureFixture) -> None:
     start = story(ranks=2)
     start.core.problem = RuntimeError("a layout that nobody knows")

@@ -69,6 +69,11 @@ def _first(parts: list[Result]) -> ScaleSet:
     return ScaleSet(scales, "calibrate", 0, calibrated["source"], calibrated["tokens"], layers)
 
 
+def _cached_scales(found: ScaleSet) -> list[list[float]]:
+    """Those by which K and V are cached: queries are not."""
+    return [kinds[kind] for kinds in found.scales.values() for kind in ("k", "v")]
+
+
 class KvEngine:
     """The scales of an engine. Without an FP8 KV cache, or without updates, there are none (`enabled`)."""
 
@@ -186,7 +191,7 @@ class KvEngine:
         if new is not None and self._recorded:
             self._history.append(self._recorded)
             self._recorded = {}
-        if not keep or self.served.scales == old.scales:
+        if not keep or _cached_scales(self.served) == _cached_scales(old):
             return False
         if cached == "recompute":
             return True
