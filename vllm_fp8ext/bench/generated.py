@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of real shapes with generated weights: Gaussian, with outlier channels, and norms around one."""
 
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config
+
+from vllm_fp8ext.errors import ConfigError
 
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -44,6 +48,22 @@ SHAPES = {
 _SHARD_BYTES = 4 << 30
 _OUTLIERS = 0.01
 _OUTLIER_FACTOR = 8.0
+
+
+@contextmanager
+def checkpoint(given: Path | None, shape: str) -> Iterator[Path]:
+    """The folder that was `given`, or a temporary one; where there is no checkpoint in it, one of `shape` is written.
+
+    Raises:
+        ConfigError: no GPU to generate weights on.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given or Path(temporary)
+        if not (folder / "config.json").exists():
+            if not torch.cuda.is_available():
+                raise ConfigError("generated weights: expected a CUDA GPU, found none")
+            write_checkpoint(folder, shape, 0, "cuda")
+        yield folder
 
 
 def write_checkpoint(folder: Path, shape: str, seed: int, device: str) -> int:

@@ -13,7 +13,6 @@ import contextlib
 import json
 import math
 import statistics
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from vllm_fp8ext.bench.engines import Engine
-from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.errors import ConfigError
 
@@ -49,14 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [_case(text) for text in options.cases]
     origin = provenance()
     found: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        folder = options.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if not (folder / "config.json").exists():
-            import torch
-
-            if not torch.cuda.is_available():
-                raise ConfigError("bench kv: expected a CUDA GPU, found none")
-            write_checkpoint(folder, options.shape, 0, "cuda")
+    with checkpoint(options.checkpoint, options.shape) as folder:
         for variant in options.variants:
             engine = Engine(folder, variant, _arguments(variant, cases, options))
             with contextlib.closing(engine):

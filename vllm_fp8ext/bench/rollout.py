@@ -13,7 +13,6 @@ import contextlib
 import json
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_fp8ext.bench.engines import VARIANTS, Engine
-from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.provenance import provenance
 from vllm_fp8ext.errors import ConfigError
 
@@ -43,14 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = time.monotonic() + options.seconds
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
     origin = provenance()
-    with contextlib.ExitStack() as stack:
-        folder = options.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if not (folder / "config.json").exists():
-            import torch
-
-            if not torch.cuda.is_available():
-                raise ConfigError("bench rollout: expected a CUDA GPU, found none")
-            write_checkpoint(folder, options.shape, 0, "cuda")
+    with checkpoint(options.checkpoint, options.shape) as folder, contextlib.ExitStack() as stack:
         engines = {}
         for kv in options.kv:
             for name in options.variants:
