@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server
 
@@ -59,9 +59,7 @@ def main() -> int:
             f"{metric}: {ours:.6g} against {theirs:.6g}, {ours / theirs - 1:+.2%}{'' if within else ' TOO FAR'}"
         )
         cases.append({"metric": metric, "fp8ext": ours, "vllm": theirs, "limit": limit, "within": within})
-    if options.out:
-        found = {"provenance": provenance(), "cases": cases, "samples": samples}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_cases(options.out, provenance(), cases, samples=samples)
     return 0 if good else 1
 
 

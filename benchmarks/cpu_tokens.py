@@ -5,7 +5,6 @@ python benchmarks/cpu_tokens.py --shape Qwen3-0.6B --out benchmarks/results/cpu_
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 
 _VARIANTS = ("bf16", "blockfp8")
 _BATCHES = (1, 8)
@@ -67,8 +66,7 @@ def main() -> int:
         medians = [statistics.median(samples[variant, batch]) for variant in _VARIANTS]
         table.add_row(str(batch), *(f"{value:.1f}" for value in medians), f"{medians[1] / medians[0]:.2f}")
     Console().print(table)
-    if options.out:
-        options.out.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1) + "\n")
+    write_cases(options.out, provenance(), cases)
     return 0
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 
 PORT = 8450
 OUTPUT_TOKENS = 50
@@ -56,8 +56,7 @@ def main() -> int:
         best = max(good, key=lambda case: case["tokens_per_s"], default=None)
         if best:
             print(f"{processes} processes: {best['rate']:g} requests/s, {best['tokens_per_s']:.0f} tokens/s")
-    if options.out:
-        options.out.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1) + "\n")
+    write_cases(options.out, provenance(), cases)
     return 0
 
 

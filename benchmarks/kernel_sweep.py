@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vllm_fp8ext.bench.operands import Operands
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
@@ -87,9 +87,7 @@ def main() -> int:
                 print(f"no time left for {shape} m={m} {kind}", flush=True)
                 continue
             found += _sweep(operands, m, work[shape, m, kind], bandwidth, kind)
-        if options.out:
-            result = {"provenance": provenance(), "copy": bandwidth, "cases": found}
-            options.out.write_text(json.dumps(result) + "\n")
+        write_cases(options.out, provenance(), found, copy=bandwidth)
         if options.table:
             _keep(options.table, found)
     print("failures:", sorted({case["error"] for case in found if case["error"]})[:8])

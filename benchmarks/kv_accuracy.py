@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.checkpoints import LATE, Problem, problems
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server, serve_options
 from vllm_fp8ext.kernels.kv_cache import fit
@@ -95,13 +95,7 @@ def main() -> int:
                         case = {"policy": policy, "granularity": options.granularity, "direction": direction}
                         cases.append({**case, "update": update, "factor": factors[update], **found})
                         print(json.dumps(cases[-1]), flush=True)
-    found = {
-        "provenance": origin,
-        "prompts": {"count": options.prompts, "tokens": TOKENS},
-        "cases": cases,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_cases(options.out, origin, cases, prompts={"count": options.prompts, "tokens": TOKENS})
     return 0
 
 

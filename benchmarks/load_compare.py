@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.environment import ADMIN_KEY
 
@@ -72,9 +72,7 @@ def main() -> int:
 def _write(
     options: Any, origin: dict[str, Any], cases: list[dict[str, Any]], reports: list[dict[str, Any]]
 ) -> None:
-    if options.out:
-        result = {"provenance": origin, "cases": cases}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_cases(options.out, origin, cases)
     if options.page:
         from vllm_fp8ext.loadtest.page import page
 

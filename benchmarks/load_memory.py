@@ -19,7 +19,7 @@ def main() -> int:
     import torch
 
     from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
-    from vllm_fp8ext.bench.provenance import provenance
+    from vllm_fp8ext.bench.provenance import provenance, write_cases
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -33,8 +33,7 @@ def main() -> int:
         torch.cuda.empty_cache()
         case = {"model": options.shape, **_measure(scratch)}
     print(json.dumps(case, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps({"provenance": provenance(), "cases": [case]}, indent=1) + "\n")
+    write_cases(options.out, provenance(), [case])
     return 0
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import MODEL, Server, serve_options
 from vllm_fp8ext.serve.client import Transport
 from vllm_fp8ext.weights.digest import checkpoint_digests
@@ -53,9 +53,7 @@ def main() -> int:
     for case in cases:
         table.add_row(case["case"], f"{case['seconds']:.3f}", str(case.get("equal", "")))
     console.print(table)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1) + "\n")
+    write_cases(options.out, provenance(), cases)
     return 0 if all(case.get("equal", True) for case in cases) else 1
 
 

