@@ -4,6 +4,7 @@
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ PATIENCE_SECONDS = 8.0
 
 COLD: dict[str, dict[str, Any]] = {}
 """What each server served before its first update."""
+
+
+@contextmanager
+def answering(*servers: Server) -> Iterator[None]:
+    """Servers that were started together: all of them answer once it begins, and end with it."""
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        for server in servers:
+            stack.enter_context(server)
+        list(pool.map(Server.wait, servers))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -51,14 +62,9 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             variables=variables(logs, ranks=2),
         ),
     }
-    try:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(Server.wait, started.values()))
+    with answering(*started.values()):
         COLD.update({name: state(server) for name, server in started.items()})
         yield started
-    finally:
-        for server in started.values():
-            server.stop()
 
 
 @pytest.fixture(params=["tp1", "tp2"])

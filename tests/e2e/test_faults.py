@@ -13,6 +13,7 @@ import pytest
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.errors import UpdateError
 
+from .conftest import answering
 from .fault_cells import CELLS, DEAD, Cell, FaultyServer, run
 
 ALIVE = [
@@ -30,13 +31,8 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Fault
     """A server of each size with the fault plugin, started when it is needed."""
     folder = tmp_path_factory.mktemp("faulty")
     started = {ranks: FaultyServer(folder, ranks) for ranks in (1, 2)}
-    try:
-        for server in started.values():
-            server.wait()
+    with answering(*started.values()):
         yield started
-    finally:
-        for server in started.values():
-            server.stop()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -2,7 +2,6 @@
 """An FP8 KV cache whose scales change with the weights."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from vllm_fp8ext.kv.scales import scale_digests
 from vllm_fp8ext.serve.schema import KvScales, KvScalesServed, LayerScales
 
 from .ask import ATTEMPTS, Stream, complete, metrics, state
-from .conftest import TWO_RANKS
+from .conftest import TWO_RANKS, answering
+from .plugins import variables
 
 PROMPTS = [[5 + 7 * (i + 40 * n) % 110 for i in range(100)] for n in range(3)]
 """Three prompts of token ids; their tokens stand one after the other in the pass that calibrates."""
@@ -51,16 +51,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
                 "ignore": ["*"],
                 "kv_scales": {"policy": "provided", "scale_format": "fp32", "margin": 0.0},
             },
-            variables={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+            variables=variables(logs, ranks=2),
         ),
     }
-    try:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(Server.wait, started.values()))
+    with answering(*started.values()):
         yield started
-    finally:
-        for server in started.values():
-            server.stop()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
 from .ask import API_KEY, cache_config, complete, state
+from .conftest import answering
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,8 @@ def others(
             settings={"scale_format": "pow2", "update_lifetime_seconds": 5, "upload_idle_seconds": 2},
         ),
     }
-    try:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(Server.wait, started.values()))
+    with answering(*started.values()):
         yield started
-    finally:
-        for server in started.values():
-            server.stop()
 
 
 def test_a_block_fp8_checkpoint_is_served_as_it_is(others: dict[str, Server]):
