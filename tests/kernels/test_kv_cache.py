@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_fp8ext.kernels.kv_cache import MARGIN, amax_by_head, dequantize, fit, next_scales, quantize
-from vllm_fp8ext.kernels.reference import AMAX_FLOOR, FP8_MAX
+from vllm_fp8ext.kernels.reference import AMAX_FLOOR, FP8_MAX, ScaleFormat
 
 LARGEST = torch.finfo(torch.float32).max
 SUBNORMAL = 2.0**-140
@@ -19,14 +19,17 @@ SUBNORMAL = 2.0**-140
 AMAX = st.floats(2.0**-33, 2.0**100, width=32)
 
 
-def one(amax: float, served: float = 0.125, **how: float | str) -> float:
-    [found] = next_scales(torch.tensor([amax]), torch.tensor([served]), **how).tolist()  # type: ignore[arg-type]
+def one(
+    amax: float, served: float = 0.125, *, margin: float = MARGIN, scale_format: ScaleFormat = "pow2"
+) -> float:
+    now = torch.tensor([served])
+    [found] = next_scales(torch.tensor([amax]), now, margin=margin, scale_format=scale_format).tolist()
     return float(found)
 
 
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 @pytest.mark.parametrize("amax", [0.0, math.inf, math.nan, LARGEST])
-def test_where_nothing_is_known_the_served_scale_stays(amax: float, scale_format: str) -> None:
+def test_where_nothing_is_known_the_served_scale_stays(amax: float, scale_format: ScaleFormat) -> None:
     """The largest number is known, but with a margin of one power of two it is none."""
     served = 0.1
     assert one(amax, served, scale_format=scale_format) == torch.tensor(served).item()
@@ -40,7 +43,7 @@ def test_each_scale_stays_or_changes_alone() -> None:
 
 
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
-def test_the_smallest_scale_is_a_normal_number(scale_format: str) -> None:
+def test_the_smallest_scale_is_a_normal_number(scale_format: ScaleFormat) -> None:
     """Kernels multiply by one over a scale, and flush subnormal numbers."""
     found = one(SUBNORMAL, scale_format=scale_format, margin=0.0)
     assert torch.finfo(torch.float32).tiny < found <= 2 * AMAX_FLOOR / FP8_MAX
@@ -83,14 +86,14 @@ def test_bits_are_the_same_for_an_amax_that_travelled(dtype: torch.dtype) -> Non
     amax = amax_by_head(values, 4)
     assert amax.dtype == torch.float32
     for scale_format in ("pow2", "fp32"):
-        here = next_scales(amax, torch.ones(4), scale_format=scale_format)  # type: ignore[arg-type]
+        here = next_scales(amax, torch.ones(4), scale_format=scale_format)
         there = next_scales(
             torch.tensor(amax.tolist()),
             torch.tensor(torch.ones(4).tolist()),
-            scale_format=scale_format,  # type: ignore[arg-type]
+            scale_format=scale_format,
         )
         assert torch.equal(here.view(torch.int32), there.view(torch.int32))
-        assert torch.equal(here, next_scales(amax, torch.ones(4), margin=1.0, scale_format=scale_format))  # type: ignore[arg-type]
+        assert torch.equal(here, next_scales(amax, torch.ones(4), margin=1.0, scale_format=scale_format))
 
 
 def test_neighbouring_heads_make_a_group() -> None:

@@ -78,7 +78,7 @@ class Core:
         self.kv_cache_dtype = "fp8"
         self.vocabulary, self.longest_prompt = VOCABULARY, LONGEST
         self.recent: list[list[int]] = []
-        self.blocks = [[3, 4]]
+        self.blocks: list[Any] = [[3, 4]]
         self.rescaled: list[Any] = []
         self.problem: Exception | None = None
         self.called: list[str] = []
@@ -132,7 +132,7 @@ class Core:
     def recent_tokens(self) -> list[list[int]]:
         return self.recent
 
-    def held_blocks(self) -> list[list[int]]:
+    def held_blocks(self) -> list[Any]:
         return self.blocks
 
     def record(self, amax: float) -> None:

@@ -29,7 +29,7 @@ class Story:
     def __init__(self, core: Core) -> None:
         self.core, self.epoch = core, 0
         self.jobs = Jobs(core.ranks)
-        self.kv = KvEngine(core, self.jobs)  # type: ignore[arg-type]  # a core has more settings than ranks need
+        self.kv = KvEngine(core, self.jobs)
         self.went_on = 0
 
     def prepare(self, told: Any = None) -> ScaleSet:
@@ -78,14 +78,14 @@ def story(policy: str = "calibrate", **how: Any) -> Story:
 def test_there_are_none_without_an_fp8_kv_cache_or_updates() -> None:
     core = Core("static", default=1.0)
     core.kv_cache_dtype = "auto"
-    kv = KvEngine(core, Jobs(core.ranks))  # type: ignore[arg-type]
+    kv = KvEngine(core, Jobs(core.ranks))
     assert (kv.enabled, kv.asked({"policy": "static"}), kv.describe(0)) == (False, None, None)
     assert kv.exchanged(None, keep=True, cached="recompute") is False
     assert core.called == []
     for more in ({"staging": "none"}, {"kv_scales": None}):
         core = Core("static", default=1.0)
         core.settings = core.settings.model_copy(update=more)
-        assert not KvEngine(core, Jobs(core.ranks)).enabled  # type: ignore[arg-type]
+        assert not KvEngine(core, Jobs(core.ranks)).enabled
 
 
 def test_the_first_scales_are_calibrated_and_told() -> None:
@@ -431,7 +431,7 @@ def test_an_error_while_tokens_are_looked_at_is_the_updates() -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a kernel failed")
 
-    start.core.fleet[0].twin.model = broken  # type: ignore[assignment]
+    start.core.fleet[0].twin.model = broken
     with pytest.raises(UpdateError, match="a kernel failed"):
         start.prepare(TOKENS)
     assert start.went_on == 0
