@@ -12,7 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.claims import Claim
 from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
-from vllm_fp8ext.weights.session import Running, Session, State, refusal
+from vllm_fp8ext.weights.refusals import refusal
+from vllm_fp8ext.weights.session import Running, Session, State
 
 NAMES = ("a", "b", "c", "d")
 OPENED = 1000.0

@@ -27,7 +27,8 @@ from vllm_fp8ext.weights.labels import Label, default_version
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec, merge
 from vllm_fp8ext.weights.preparations import Preparations
 from vllm_fp8ext.weights.rank_results import distinct, raise_first, summed
-from vllm_fp8ext.weights.session import Running, Session, State, refusal
+from vllm_fp8ext.weights.refusals import refusal
+from vllm_fp8ext.weights.session import Running, Session, State
 from vllm_fp8ext.weights.sleeping import Sleeping
 from vllm_fp8ext.weights.totals import Totals
 

@@ -14,8 +14,10 @@ from enum import StrEnum
 from typing import Any
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.chunk import Chunk, quantization_error
 from vllm_fp8ext.weights.claims import Claim, claim_problems
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
+from vllm_fp8ext.weights.refusals import incomplete, refusal
 
 
 class State(StrEnum):
@@ -43,25 +45,6 @@ class Running(StrEnum):
     """They finish under the old weights first; new requests wait for the commit, which has a deadline."""
     ABORT = "abort"
     """They end with finish reason `abort`, with the tokens that they have."""
-
-
-@dataclass
-class Chunk:
-    """A set of tensors that came together and is replaced together."""
-
-    names: frozenset[str]
-    """What it has brought: nothing any more once it was refused."""
-    bytes: int
-    staged: bool = False
-    problems: list[dict[str, Any]] = field(default_factory=list)
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Squared quantization error and squared norm by tensor."""
-    refused: frozenset[str] = frozenset()
-    """Names of a chunk that was refused."""
-
-    @property
-    def busy(self) -> bool:
-        return not self.staged and not self.problems
 
 
 @dataclass
@@ -147,13 +130,7 @@ class Session:
         errors: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """Every rank has staged a chunk. One with problems counts as not sent: its tensors are missing again."""
-        chunk = self.chunks[key]
-        if problems:
-            chunk.problems = problems
-            chunk.refused, chunk.names = chunk.names, frozenset()
-        else:
-            chunk.staged = True
-            chunk.errors = dict(errors or {})
+        self.chunks[key].done(problems, errors)
 
     def took_staging(self, start: float, stop: float) -> None:
         """A chunk came at `start` and was staged at `stop`. Time in which it waited for others counts once."""
@@ -189,17 +166,8 @@ class Session:
         if self.busy:
             raise UpdateError("staging", "chunks are still being staged: prepare when they are done")
         missing = self.missing()
-        if not missing and self.staged_names():
-            return
-        reason = f"lacks {len(missing)} of {len(self.required())} tensors: {_some(missing)}"
-        refused = [problem for chunk in self.chunks.values() for problem in chunk.problems]
-        raise UpdateError(
-            "incomplete",
-            f"the update {reason if missing else 'brings nothing'}",
-            status=422,
-            missing=missing,
-            problems=refused,
-        )
+        if missing or not self.staged_names():
+            raise incomplete(missing, len(self.required()), self.problems)
 
     def prepared(self, revision: int) -> None:
         """What was staged up to `revision` has been validated as a whole.
@@ -263,6 +231,11 @@ class Session:
         """Bytes of the staged chunks."""
         return sum(chunk.bytes for chunk in self.chunks.values() if chunk.staged)
 
+    @property
+    def problems(self) -> list[dict[str, Any]]:
+        """Of the chunks that were refused."""
+        return [problem for chunk in self.chunks.values() for problem in chunk.problems]
+
     def as_dict(self) -> dict[str, Any]:
         missing = self.missing() if self.live else []
         return {
@@ -279,16 +252,8 @@ class Session:
             "tensors_missing": len(missing),
             "missing": missing,
             "bytes": self.bytes,
-            "chunks": {
-                key: {
-                    "staged": chunk.staged,
-                    "busy": chunk.busy,
-                    "bytes": chunk.bytes,
-                    "tensors": len(chunk.names),
-                }
-                for key, chunk in self.chunks.items()
-            },
-            "problems": [problem for chunk in self.chunks.values() for problem in chunk.problems],
+            "chunks": {key: chunk.as_dict() for key, chunk in self.chunks.items()},
+            "problems": self.problems,
             "seconds": dict(self.seconds),
             "quantization_error": self.quantization_error,
             "canary_perplexity": self.canary_perplexity,
@@ -298,21 +263,8 @@ class Session:
 
     @property
     def quantization_error(self) -> dict[str, Any] | None:
-        """Relative error of the quantized weights, ‖w - dequantized‖ / ‖w‖: over all of them, and by tensor."""
-        sums = {
-            name: pair for chunk in self.chunks.values() for name, pair in chunk.errors.items() if pair[1]
-        }
-        if not sums:
-            return None
-        total_error, total_norm = (sum(pair[part] for pair in sums.values()) for part in (0, 1))
-        by_tensor = {name: (error / norm) ** 0.5 for name, (error, norm) in sums.items()}
-        worst = max(by_tensor, key=lambda name: (by_tensor[name], name))
-        return {
-            "relative": (total_error / total_norm) ** 0.5,
-            "mean": sum(by_tensor.values()) / len(by_tensor),
-            "max": by_tensor[worst],
-            "worst": worst,
-        }
+        """Of what was staged (`chunk.quantization_error`)."""
+        return quantization_error(self.chunks.values())
 
     def require_live(self, action: str) -> None:
         if self.state is State.EXPIRED:
@@ -320,21 +272,3 @@ class Session:
             raise UpdateError("expired", message, status=410)
         if not self.live:
             raise UpdateError("wrong-state", f"can't {action} this update: it is {self.state}")
-
-
-def refusal(problems: list[dict[str, Any]]) -> UpdateError:
-    """One error for everything wrong with a chunk; its kind is the problems' when they agree."""
-    kinds = {problem["kind"] for problem in problems}
-    lines = [
-        " ".join(f"{key} {value}" for key, value in problem.items() if key != "kind") for problem in problems
-    ]
-    described = [f"{problem['kind']}: {line}" for problem, line in zip(problems, lines, strict=True)]
-    kind = kinds.pop() if len(kinds) == 1 else "invalid-tensors"
-    return UpdateError(
-        kind, f"{len(problems)} problems: {_some(described, '; ')}", status=422, problems=problems
-    )
-
-
-def _some(items: list[str], separator: str = ", ", limit: int = 8) -> str:
-    more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + more
