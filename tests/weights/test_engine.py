@@ -13,6 +13,7 @@ from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.session import Running, Session, State
 
 SPEC = TensorSpec("w", (2,), "bfloat16")
+CANARY = Canary([[1]], built_in=True)
 
 
 class IdleCore:
@@ -51,8 +52,8 @@ def engine(core: IdleCore) -> UpdateEngine:
 
 def opened(engine: UpdateEngine, **more: Any) -> Session:
     manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
-    session = Session("u", "v", Running.KEEP, manifest, engine._clock(), 1e6, **more)
-    engine.sessions["u"] = session
+    session = Session("u", "v", Running.KEEP, manifest, engine._clock(), 1e6, CANARY, **more)
+    engine.updates.sessions["u"] = session
     return session
 
 
@@ -114,8 +115,6 @@ class Ranks:
 def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
     """An update in which nothing is missing, of a core that can be paused and asks these ranks."""
     session = opened(engine)
-    engine._canaries["u"] = Canary([[1]], built_in=True)
-    engine._asked["u"] = None
     session.receive("0", [SPEC], 4)
     session.staged("0", [])
     engine._fingerprints.keep(engine.step.live, [0], None)

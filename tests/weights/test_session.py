@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.claims import Claim
 from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
 from vllm_fp8ext.weights.refusals import refusal
@@ -18,6 +19,7 @@ from vllm_fp8ext.weights.session import Running, Session, State
 NAMES = ("a", "b", "c", "d")
 OPENED = 1000.0
 LIFETIME = 60.0
+CANARY = Canary([[1]], built_in=True)
 MANIFEST = Manifest(
     {name: TensorSpec(name, (4, 2), "bfloat16") for name in NAMES}, frozenset({"tied"}), {}, "fp32", 1
 )
@@ -29,7 +31,15 @@ def specs(names: Iterable[str]) -> list[TensorSpec]:
 
 def opened(base_epoch: int | None = None, claims: Mapping[str, Claim] | None = None) -> Session:
     return Session(
-        "u1", "step-9", Running.KEEP, MANIFEST, OPENED, LIFETIME, base_epoch=base_epoch, claims=claims or {}
+        "u1",
+        "step-9",
+        Running.KEEP,
+        MANIFEST,
+        OPENED,
+        LIFETIME,
+        CANARY,
+        base_epoch=base_epoch,
+        claims=claims or {},
     )
 
 
@@ -88,7 +98,9 @@ FUSED = Manifest(
 
 
 def partly(**more: Any) -> Session:
-    return Session("u1", "step-9", Running.KEEP, FUSED, OPENED, LIFETIME, base_epoch=0, partial=True, **more)
+    return Session(
+        "u1", "step-9", Running.KEEP, FUSED, OPENED, LIFETIME, CANARY, base_epoch=0, partial=True, **more
+    )
 
 
 # --- partial updates
@@ -429,7 +441,7 @@ def test_preparing_waits_for_chunks_that_are_being_staged() -> None:
 
 
 def test_what_is_told_about_an_update() -> None:
-    session = Session("u1", "step-9", Running.RECOMPUTE, MANIFEST, 123.0, 60.0, base_epoch=4)
+    session = Session("u1", "step-9", Running.RECOMPUTE, MANIFEST, 123.0, 60.0, CANARY, base_epoch=4)
     send(session, "0", "ab", 30)
     session.receive("1", specs("c"), 15)
     assert session.as_dict() == {

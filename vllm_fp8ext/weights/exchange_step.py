@@ -169,6 +169,11 @@ class ExchangeStep:
         if self._core.paused() and self._held is None and self.poisoned is None:
             raise UpdateError("paused", "the engine is paused or asleep: resume it first")
 
+    def require_healing(self, partial: bool) -> None:
+        """Raises `UpdateError` (`poisoned`) for a `partial` update while the engine is poisoned."""
+        if partial and self.poisoned:
+            raise UpdateError("poisoned", "only a full update heals a poisoned engine", status=503)
+
     @property
     def held(self) -> bool:
         """Whether the engine stands still for an update in place."""

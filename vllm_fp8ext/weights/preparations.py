@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from vllm_fp8ext.kv.asked import Asked
 from vllm_fp8ext.kv.engine import KvEngine, ScaleSet
-from vllm_fp8ext.weights.canary import Canary, judge
+from vllm_fp8ext.weights.canary import judge
 from vllm_fp8ext.weights.exchange_step import ExchangeStep
 from vllm_fp8ext.weights.jobs import Jobs, Result
 from vllm_fp8ext.weights.rank_results import raise_first
@@ -24,27 +23,19 @@ class Preparations:
         self._step = step
         self._clock = clock
 
-    def start(self, session: Session, canary: Canary, asked: Asked | None) -> Result:
+    def start(self, session: Session) -> Result:
         """Prepare an update in which nothing is missing; returns a job."""
-        scale = partial(self._scale, session, canary, asked, session.revision, time.perf_counter())
+        scale = partial(self._scale, session, session.revision, time.perf_counter())
         if not session.partial:
             return scale([])
         return self._jobs.start("keep_others", session.id, sorted(session.staged_names()), finish=scale)
 
-    def _scale(
-        self,
-        session: Session,
-        canary: Canary,
-        asked: Asked | None,
-        revision: int,
-        started: float,
-        results: list[Result],
-    ) -> Result:
+    def _scale(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
         """Find the scales of its KV cache."""
         raise_first(results)
         now = time.perf_counter()
-        mark = partial(self._mark, session, canary, revision, started)
-        if asked is None:
+        mark = partial(self._mark, session, revision, started)
+        if session.asked is None:
             return mark()
         epoch = self._step.live.epoch + 1
 
@@ -53,33 +44,26 @@ class Preparations:
             session.kv_scales = found.summary(epoch)
             session.seconds["kv_scales"] = time.perf_counter() - now
 
-        return self._kv.prepare(asked, epoch, done, mark)
+        return self._kv.prepare(session.asked, epoch, done, mark)
 
-    def _mark(self, session: Session, canary: Canary, revision: int, started: float) -> Result:
+    def _mark(self, session: Session, revision: int, started: float) -> Result:
         """Take the fingerprints of what is prepared."""
-        finish = partial(self._sing, session, canary, revision, started, time.perf_counter())
+        finish = partial(self._sing, session, revision, started, time.perf_counter())
         return self._jobs.start("fingerprint", True, finish=finish)
 
     def _sing(
-        self,
-        session: Session,
-        canary: Canary,
-        revision: int,
-        started: float,
-        marked: float,
-        results: list[Result],
+        self, session: Session, revision: int, started: float, marked: float, results: list[Result]
     ) -> Result:
         raise_first(results)
         session.fingerprints = [result["fingerprint"] for result in results]
         session.seconds["fingerprint"] = time.perf_counter() - marked
-        finish = partial(self._sung, session, canary, revision, started)
+        finish = partial(self._sung, session, revision, started)
+        canary = session.canary
         return self._jobs.start("sing", canary.prompts, canary.built_in, finish=finish)
 
-    def _sung(
-        self, session: Session, canary: Canary, revision: int, started: float, results: list[Result]
-    ) -> Result:
+    def _sung(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
         raise_first(results)
-        session.canary_perplexity = judge(canary, results)
+        session.canary_perplexity = judge(session.canary, results)
         session.check(self._step.live.epoch)
         session.prepared(revision)
         session.touch(self._clock())

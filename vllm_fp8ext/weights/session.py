@@ -11,13 +11,17 @@ A chunk that arrives after `prepare` reopens the update. Ends are final and are 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.chunk import Chunk, quantization_error
 from vllm_fp8ext.weights.claims import Claim, claim_problems
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.refusals import incomplete, refusal
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.kv.asked import Asked  # needs torch
 
 
 class State(StrEnum):
@@ -58,6 +62,9 @@ class Session:
     opened_at: float
     lifetime: float
     """Seconds after the last activity at which an update that nobody finishes expires."""
+    canary: Canary
+    asked: "Asked | None" = None
+    """What it asks for its KV-cache scales, where there are any."""
     base_epoch: int | None = None
     wait_seconds: float | None = None
     partial: bool = False

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The updates of an engine: opened one at a time, found by id, and kept for reading when they have ended."""
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kv.engine import KvEngine
+from vllm_fp8ext.weights.canary import canary_of
+from vllm_fp8ext.weights.claims import Claim, opening_problems
+from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
+from vllm_fp8ext.weights.labels import default_version
+from vllm_fp8ext.weights.manifest import Manifest
+from vllm_fp8ext.weights.refusals import refusal
+from vllm_fp8ext.weights.session import Running, Session
+
+KEPT = 16
+
+
+class Updates:
+    """`sessions`: by id, the oldest first."""
+
+    def __init__(self, core: Core, step: ExchangeStep, kv: KvEngine, clock: Callable[[], float]) -> None:
+        self.sessions: dict[str, Session] = {}
+        self._core = core
+        self._step = step
+        self._kv = kv
+        self._clock = clock
+
+    def open(
+        self,
+        manifest: Manifest,
+        *,
+        version: str | None = None,
+        base_epoch: int | None = None,
+        running: str = Running.KEEP,
+        wait_seconds: float | None = None,
+        partial: bool = False,
+        tensors: Mapping[str, Any] | None = None,
+        canary: Mapping[str, Any] | None = None,
+        kv_scales: Mapping[str, Any] | None = None,
+        id: str | None = None,
+    ) -> Session:
+        """Open one. With an `id` that was opened before, that one is returned.
+
+        Raises:
+            UpdateError: `invalid-request`, `poisoned`, `update-open`, `stale-base`, or what is wrong with the `tensors` that
+                are announced.
+        """
+        if id is not None and id in self.sessions:
+            return self.sessions[id]
+        if partial and base_epoch is None:
+            raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
+        self._step.require_healing(partial)
+        core, settings = self._core, self._core.settings
+        inplace = settings.staging == "inplace"
+        if inplace and running == Running.WAIT:
+            message = (
+                "staging inplace can't wait for requests while it overwrites what they run on: expected running keep, "
+                "recompute or abort, found wait"
+            )
+            raise UpdateError("invalid-request", message, status=422)
+        busy = self.under_way
+        if busy is not None:
+            raise UpdateError("update-open", f"update {busy.id} is open: one at a time", open=busy.id)
+        claims = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
+        problems = opening_problems(claims, manifest)
+        if problems:
+            raise refusal(problems)
+        session = Session(
+            id=id or uuid.uuid4().hex,
+            version=version if version is not None else default_version(self._step.live.epoch + 1),
+            running=Running(running),
+            manifest=manifest,
+            opened_at=self._clock(),
+            lifetime=settings.upload_idle_seconds if inplace else settings.update_lifetime_seconds,
+            canary=canary_of(canary, settings, core.vocabulary, core.longest_prompt),
+            asked=self._kv.asked(kv_scales),
+            base_epoch=base_epoch,
+            wait_seconds=wait_seconds,
+            partial=partial,
+            claims=claims,
+        )
+        session.check_base(self._step.live.epoch)
+        self.sessions[session.id] = session
+        for old in list(self.sessions)[:-KEPT]:
+            del self.sessions[old]
+        return session
+
+    def get(self, id: str) -> Session:
+        """Raises `UpdateError` (`unknown-update`) where there is none."""
+        session = self.sessions.get(id)
+        if session is None:
+            raise UpdateError("unknown-update", f"no update {id}", status=404)
+        return session
+
+    @property
+    def under_way(self) -> Session | None:
+        """The one that has not ended."""
+        return next((session for session in self.sessions.values() if session.live), None)
