@@ -8,28 +8,22 @@ canary (unless it was recorded) and the exchange run on the worker's main thread
 import hashlib
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vllm_fp8ext.errors import UpdateError, described
-from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.kv.rank import RankKv
-from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.digest import combine, digest
+from vllm_fp8ext.weights.intake import Intake
 from vllm_fp8ext.weights.lanes import Lanes, Result
-from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec, scale_name
+from vllm_fp8ext.weights.manifest import TensorSpec
 from vllm_fp8ext.weights.recital import Attend, recite
 from vllm_fp8ext.weights.recording import Recording
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.slices import Pause, Slices
-from vllm_fp8ext.weights.source import AnySource, Sources, source_of
-from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
-from vllm_fp8ext.weights.turns import turns
+from vllm_fp8ext.weights.source import source_of
 from vllm_fp8ext.weights.twin import Twin
-
-if TYPE_CHECKING:
-    from vllm_fp8ext.kernels.quantize_together import Together
 
 _REHEARSAL = 0
 """A job that no update has: theirs count from 1."""
@@ -55,15 +49,10 @@ class Rank:
         self.kv_blocks = kv_blocks
         self._attend = attend
         self._device = twin.exchange.pairs[0][0].device
-        self._sources = Sources(rank, self._device)
+        self._intake = Intake(twin, rank, world_size, self._device)
         self._lanes = Lanes(self._device)
-        self._progress: dict[int, int] = {}
         self._recitals: dict[int, Slices] = {}
         self._recording: Recording | None = None
-        self._session = ""
-        """The update whose tensors are wanted: what an older one left in the queue is dropped."""
-        self._staged = ""
-        """The update that the twin's contents belong to."""
 
     @described
     def describe(self) -> Result:
@@ -87,31 +76,22 @@ class Rank:
             StoredTensor(TensorSpec(name, tuple(shape), dtype), start, size)
             for name, shape, dtype, start, size in tensors
         ]
-        found = source_of(source)
-        self._session = session
+        found, intake = source_of(source), self._intake
+        intake.want(session)
         return self._lanes.start(
-            "staging", job, lambda: self._stage(job, session, found, stored, hashes), self._sources.tidy
+            "staging", job, lambda: intake.stage(job, session, found, stored, hashes), intake.tidy
         )
 
     @described
     def drop(self, session: str) -> Result:
         """Give up what is still to be staged of an update."""
-        if self._session == session:
-            self._session = ""
+        self._intake.drop(session)
         return {}
 
     @described
     def keep_others(self, job: int, session: str, names: list[str]) -> Result:
         """Start to give the twin the served weights wherever these tensors of an update lie not."""
-
-        def work() -> Result:
-            self._require_wanted(session)
-            if self._staged != session:
-                raise UpdateError("wrong-state", "a newer update was begun")
-            self.twin.keep_others(names)
-            return {}
-
-        return self._lanes.start("staging", job, work)
+        return self._lanes.start("staging", job, lambda: self._intake.keep_others(session, names))
 
     @described
     def rehearse(self, prompts: list[list[int]], built_in: bool) -> Result:
@@ -193,8 +173,8 @@ class Rank:
             return {"done": True, **(recital.result or {})}
         result = self._lanes.take(job, patience)
         if result is None:
-            return {"done": False, "tensors": self._progress.get(job, 0)}
-        self._progress.pop(job, None)
+            return {"done": False, "tensors": self._intake.progress.get(job, 0)}
+        self._intake.progress.pop(job, None)
         return {"done": True, **result}
 
     @described
@@ -243,78 +223,6 @@ class Rank:
             found = self.twin.exchange.fingerprint(twin=twin)
             scales = self.kv.scales.fingerprint(twin=twin) if self.kv is not None else 0
         return {"fingerprint": found ^ scales << 64 if scales else found}
-
-    def _stage(
-        self, job: int, session: str, source: AnySource, tensors: list[StoredTensor], hashes: dict[str, str]
-    ) -> Result:
-        if self._staged != session:
-            self.twin.stager.reset()
-            self._staged = session
-        problems: list[dict[str, Any]] = []
-        outcomes: dict[str, Outcome] = {}
-        shapes = {stored.spec.name: stored.spec.shape for stored in tensors}
-        codes = {stored.spec.name for stored in tensors if stored.spec.dtype == CODES_DTYPE}
-        scales = {
-            name: torch.empty(shapes[name], dtype=torch.float32, device=self._device)
-            for name in map(scale_name, codes)
-        }
-        mine = {stored.spec.name for stored in tensors[self.rank :: self.world_size]}
-        checksums = Checksums({name: sha for name, sha in hashes.items() if name in mine})
-        # codes come after all scales, which are small
-        ordered = sorted(tensors, key=lambda stored: (stored.spec.name not in scales, stored.start))
-        stager, together, done = self.twin.stager, self._together(), 0
-        with self._sources.open(source, ordered, lambda: self._require_wanted(session)) as parts:
-            for rows in parts:
-                turns.wait()
-                self._require_wanted(session)
-                name, first = rows.stored.spec.name, rows.first
-                problem = checksums.problem(rows)
-                if problem:
-                    problems.append(problem)
-                if name in scales:
-                    place = scales[name][first : first + len(rows.values)]
-                    place.copy_(rows.values, non_blocking=True)
-                elif name in codes:
-                    scale = scales[scale_name(name)]
-                    outcome = stager.stage_codes(name, rows.values, scale, first)
-                    outcomes.setdefault(name, Outcome()).add(outcome)
-                else:
-                    outcome = stager.stage(name, rows.values, first, together)
-                    outcomes.setdefault(name, Outcome()).add(outcome)
-                done += rows.last
-                self._progress[job] = done
-            if together is not None:
-                together.run()
-            wrong, errors = self._settle(outcomes)
-        return {"problems": problems + wrong, "errors": errors}
-
-    def _together(self) -> "Together | None":
-        if self._device.type != "cuda":
-            return None
-        from vllm_fp8ext.kernels.quantize_together import Together
-
-        return Together()
-
-    def _require_wanted(self, session: str) -> None:
-        if self._session != session:
-            raise UpdateError("wrong-state", "the update was given up, or a newer one begun")
-
-    def _settle(
-        self, outcomes: dict[str, Outcome]
-    ) -> tuple[list[dict[str, Any]], dict[str, tuple[float, float]]]:
-        """Wait until everything is staged: what was wrong, and squared error and squared norm by tensor."""
-        problems: list[dict[str, Any]] = []
-        errors: dict[str, tuple[float, float]] = {}
-        for name, verdict in zip(outcomes, verdicts(list(outcomes.values())), strict=True):
-            if isinstance(verdict, NonFiniteError):
-                problems.append({"kind": "non-finite", "tensor": name, "rank": self.rank})
-            elif isinstance(verdict, ScaleError):
-                problems.append(
-                    {"kind": "wrong-scales", "tensor": name, "rank": self.rank, "detail": str(verdict)}
-                )
-            elif verdict[1]:
-                errors[name] = verdict
-        return problems, errors
 
     def _digests(self) -> Result:
         listed = "\n".join(f"{path} {address}" for path, address in self.twin.addresses().items())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes in the tensors of an update on one rank: reads them from their source, checks them, and stages them into the twin."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kernels.reference import NonFiniteError
+from vllm_fp8ext.weights.checksums import Checksums
+from vllm_fp8ext.weights.lanes import Result
+from vllm_fp8ext.weights.manifest import CODES_DTYPE, scale_name
+from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.weights.source import AnySource, Sources
+from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
+from vllm_fp8ext.weights.turns import turns
+from vllm_fp8ext.weights.twin import Twin
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.kernels.quantize_together import Together
+
+
+class Intake:
+    """Works on the staging thread, one chunk after the other; `want` and `drop` are for others. `progress`: by job, how many
+    tensors are in."""
+
+    def __init__(self, twin: Twin, rank: int, world_size: int, device: torch.device) -> None:
+        self.progress: dict[int, int] = {}
+        self._twin = twin
+        self._rank = rank
+        self._world_size = world_size
+        self._device = device
+        self._sources = Sources(rank, device)
+        self._wanted = ""
+        """The update whose tensors are wanted: what an older one left in the queue is dropped."""
+        self._staged = ""
+        """The update that the twin's contents belong to."""
+
+    def want(self, session: str) -> None:
+        """From now on this update's tensors are wanted, and no other's."""
+        self._wanted = session
+
+    def drop(self, session: str) -> None:
+        """This update's tensors are wanted no more."""
+        if self._wanted == session:
+            self._wanted = ""
+
+    def tidy(self) -> None:
+        """Close what a chunk has left open."""
+        self._sources.tidy()
+
+    def keep_others(self, session: str, names: list[str]) -> Result:
+        """Give the twin the served weights wherever these tensors of an update lie not."""
+        self._require_wanted(session)
+        if self._staged != session:
+            raise UpdateError("wrong-state", "a newer update was begun")
+        self._twin.keep_others(names)
+        return {}
+
+    def stage(
+        self, job: int, session: str, source: AnySource, tensors: list[StoredTensor], hashes: dict[str, str]
+    ) -> Result:
+        """Stage these tensors; `problems` of some, and squared error and squared norm of those that were quantized.
+
+        `hashes`: SHA-256 that the raw bytes of some of them must have; each rank checks its share.
+
+        Raises:
+            UpdateError: `wrong-state`, when the update is wanted no more; or what stops the reading.
+        """
+        if self._staged != session:
+            self._twin.stager.reset()
+            self._staged = session
+        problems: list[dict[str, Any]] = []
+        outcomes: dict[str, Outcome] = {}
+        shapes = {stored.spec.name: stored.spec.shape for stored in tensors}
+        codes = {stored.spec.name for stored in tensors if stored.spec.dtype == CODES_DTYPE}
+        scales = {
+            name: torch.empty(shapes[name], dtype=torch.float32, device=self._device)
+            for name in map(scale_name, codes)
+        }
+        mine = {stored.spec.name for stored in tensors[self._rank :: self._world_size]}
+        checksums = Checksums({name: sha for name, sha in hashes.items() if name in mine})
+        # codes come after all scales, which are small
+        ordered = sorted(tensors, key=lambda stored: (stored.spec.name not in scales, stored.start))
+        stager, together, done = self._twin.stager, self._together(), 0
+        with self._sources.open(source, ordered, lambda: self._require_wanted(session)) as parts:
+            for rows in parts:
+                turns.wait()
+                self._require_wanted(session)
+                name, first = rows.stored.spec.name, rows.first
+                problem = checksums.problem(rows)
+                if problem:
+                    problems.append(problem)
+                if name in scales:
+                    place = scales[name][first : first + len(rows.values)]
+                    place.copy_(rows.values, non_blocking=True)
+                elif name in codes:
+                    scale = scales[scale_name(name)]
+                    outcome = stager.stage_codes(name, rows.values, scale, first)
+                    outcomes.setdefault(name, Outcome()).add(outcome)
+                else:
+                    outcome = stager.stage(name, rows.values, first, together)
+                    outcomes.setdefault(name, Outcome()).add(outcome)
+                done += rows.last
+                self.progress[job] = done
+            if together is not None:
+                together.run()
+            wrong, errors = self._settle(outcomes)
+        return {"problems": problems + wrong, "errors": errors}
+
+    def _together(self) -> "Together | None":
+        if self._device.type != "cuda":
+            return None
+        from vllm_fp8ext.kernels.quantize_together import Together
+
+        return Together()
+
+    def _require_wanted(self, session: str) -> None:
+        if self._wanted != session:
+            raise UpdateError("wrong-state", "the update was given up, or a newer one begun")
+
+    def _settle(
+        self, outcomes: dict[str, Outcome]
+    ) -> tuple[list[dict[str, Any]], dict[str, tuple[float, float]]]:
+        """Wait until everything is staged: what was wrong, and squared error and squared norm by tensor."""
+        problems: list[dict[str, Any]] = []
+        errors: dict[str, tuple[float, float]] = {}
+        for name, verdict in zip(outcomes, verdicts(list(outcomes.values())), strict=True):
+            if isinstance(verdict, NonFiniteError):
+                problems.append({"kind": "non-finite", "tensor": name, "rank": self._rank})
+            elif isinstance(verdict, ScaleError):
+                problems.append(
+                    {"kind": "wrong-scales", "tensor": name, "rank": self._rank, "detail": str(verdict)}
+                )
+            elif verdict[1]:
+                errors[name] = verdict
+        return problems, errors
