@@ -28,9 +28,10 @@ pair="--checkpoints $scratch/8b/a $scratch/8b/b"
 part update 1800 bash -c "fp8ext bench update --shape Qwen3-8B $pair --serve gpu-memory-utilization=0.5 \
   --variants blockfp8 stock --transports ipc http files ipc-fp8 --running 0 128 --out $out/update_8b.json"
 part load 1800 python3 -P "$here/load_compare.py" --shape Qwen3-8B $pair --variants blockfp8 fp8_per_block bf16 \
-  --traffic updates --steps 3 --out "$out/load.json" --page "$out/load.html"
+  --traffic updates --steps 4 --processes 4 --out "$out/load.json" --page "$out/load.html"
 export VLLM_DEEP_GEMM_WARMUP=skip
-part kernels 1800 bash -c "fp8ext bench kernels --check --out $out/kernels.json"
+part check 1800 bash -c "fp8ext bench kernels --check"
+part kernels 1800 bash -c "fp8ext bench kernels --out $out/kernels.json"
 for kv in auto fp8; do
   part "rollout_8b_$kv" 3600 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/a --kv $kv --kv-gib 24 \
     --cases 8x1024x1024 8x512x256 32x1024x1024 1x1024x1024 --out $out/rollout_8b_$kv.json"
