@@ -66,11 +66,11 @@ class KvCacheMethod(BaseKVCacheMethod):
             for name in ("k", "v"):
                 known.setdefault(name, torch.full_like(loaded[name], self.settings.default))
         known.setdefault("q", known.get("k", torch.ones(1)))
-        heads = len(loaded["k"])
+        heads, per_head = len(loaded["k"]), self.settings.granularity == "head"
         for name in NAMES:
             values = known.get(name, torch.ones(1)).expand(heads)
             served = values.to(getattr(layer, f"_{name}_scale").device)
-            setattr(layer, f"_{name}_scale", served.clone() if heads > 1 else served[0].clone())
+            setattr(layer, f"_{name}_scale", served.clone() if per_head else served[0].clone())
             write_host_copies(layer, name, float(values.max()))
         for name in (*NAMES, "prob"):
             delattr(layer, f"{name}_scale")
