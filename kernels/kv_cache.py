@@ -15,6 +15,8 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.reference import FP8_DTYPE, FP8_MAX, ScaleFormat, scale_of
 
+_TOGETHER_ELEMENTS = 1 << 21
+"""Of values whose fit is told together: bounds the memory that this takes to 64 MiB, unless one has more."""
 MARGIN = 1.0
 """Powers of two between the largest value that was seen and the largest that E4M3 holds."""
 
@@ -52,7 +54,7 @@ def dequantize(codes_TGD: Tensor, scales_G: Tensor) -> Tensor:
 
 
 def _by_head(scales_G: Tensor) -> Tensor:
-    return scales_G.reshape(-1, 1).float()
+    return scales_G[..., None].float()
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,34 @@ def fit(values_TGD: Tensor, scales_G: Tensor) -> Fit:
 
 
 def fit_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Fit]:
-    """`fit` of each; a GPU is waited for once."""
-    if not pairs:
-        return []
-    sums = torch.stack([_fit_sums(values, scales) for values, scales in pairs]).tolist()
+    """`fit` of each; on a GPU in a few launches for all that are of one shape, and waited for once."""
+    alike: dict[tuple[torch.Size, torch.Size], list[int]] = {}
+    for index, (values, scales) in enumerate(pairs):
+        alike.setdefault((values.shape, scales.shape), []).append(index)
+    groups = [
+        group[start : start + count]
+        for (shape, _), group in alike.items()
+        for count in [max(1, _TOGETHER_ELEMENTS // max(1, shape.numel()))]
+        for start in range(0, len(group), count)
+    ]
+    sums = [
+        _fit_sums(*(torch.stack(parts) for parts in zip(*map(pairs.__getitem__, group), strict=True)))
+        for group in groups
+    ]
+    rows = torch.cat(sums).tolist() if sums else []
+    found = dict(zip((index for group in groups for index in group), rows, strict=True))
     return [
-        Fit(values.numel(), int(saturated), squared_error, squared_norm)
-        for (values, _), (saturated, squared_error, squared_norm) in zip(pairs, sums, strict=True)
+        Fit(values.numel(), int(found[index][0]), *found[index][1:])
+        for index, (values, _) in enumerate(pairs)
     ]
 
 
-def _fit_sums(values_TGD: Tensor, scales_G: Tensor) -> Tensor:
-    """fp64: saturated elements, squared error, squared norm."""
-    saturated = (~(values_TGD.float().abs() <= FP8_MAX * _by_head(scales_G))).sum()
-    values = values_TGD.float().nan_to_num(0.0, 0.0, 0.0)
-    error = dequantize(quantize(values, scales_G), scales_G) - values
-    return torch.stack([saturated.double(), error.double().square().sum(), values.double().square().sum()])
+def _fit_sums(values_LTGD: Tensor, scales_LG: Tensor) -> Tensor:
+    """Of each of L, fp64 `[L, 3]`: saturated elements, squared error, squared norm."""
+    scales = scales_LG[:, None]
+    each = (1, 2, 3)
+    saturated = (~(values_LTGD.float().abs() <= FP8_MAX * _by_head(scales))).sum(each)
+    values = values_LTGD.float().nan_to_num(0.0, 0.0, 0.0)
+    error = dequantize(quantize(values, scales), scales) - values
+    sums = [saturated.double(), error.double().square().sum(each), values.double().square().sum(each)]
+    return torch.stack(sums, -1)

@@ -461,8 +461,8 @@ def test_a_step_beyond_fp32_lets_cached_blocks_be_computed_again(caplog: pytest.
 @pytest.mark.parametrize("polls", [0, 1])
 def test_a_preparation_that_another_one_overtakes_ends(polls: int) -> None:
     """Whoever waits until nothing is under way, before sleep say, would wait for it for ever."""
-    start = story(tokens=4096)
-    asked = start.kv.asked({"prompts": [[1] * 40] * 60})
+    start = story(tokens=16384)
+    asked = start.kv.asked({"prompts": [[1] * 40] * 240})
     assert asked is not None
     job = start.kv.prepare(asked, 1, lambda _: None, start._go_on)["job"]
     for _ in range(polls):

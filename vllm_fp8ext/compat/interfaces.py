@@ -50,12 +50,6 @@ INTERFACES: tuple[Interface, ...] = (
         why="send the outputs of the last steps of the old weights",
     ),
     Interface(
-        module="vllm.v1.executor.uniproc_executor",
-        name="AsyncOutputFuture.result",
-        parameters=("timeout",),
-        why="let staging compute while the engine waits for a step",
-    ),
-    Interface(
         module="vllm.v1.engine.core",
         name="EngineCore.request_block_hasher",
         why="keep the prefix cache of different weights apart",

@@ -87,7 +87,6 @@ def _answer(rank: Any, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
 def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any]) -> Any:
     from vllm_fp8ext.compat.attention import attend_plainly, require_plain_attention
     from vllm_fp8ext.compat.model import checkpoint_specs, initialize_shadow
-    from vllm_fp8ext.compat.turns import take_turns
     from vllm_fp8ext.weights.rank import Rank
     from vllm_fp8ext.weights.twin import Twin
 
@@ -125,7 +124,6 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
             raise ConfigError(
                 f"--kv-cache-memory-bytes {wanted}: only {free} bytes are free beside the model and its twin ({cost} bytes)"
             )
-    take_turns()
     return Rank(twin, worker.rank, config.parallel_config.world_size, blocks, attend_plainly, kv)
 
 

@@ -136,12 +136,17 @@ class RankKv:
 
 def computed(amax: Scales, served: Scales, settings: KvScaleSettings) -> Scales:
     """Scales for these magnitudes; those that are served where a layer has none."""
-    found: Scales = {}
+    now: list[float] = []
+    seen: list[float] = []
     for layer, kinds in served.items():
-        found[layer] = {}
         for kind, values in kinds.items():
-            now = torch.tensor(values)
-            seen = torch.tensor(amax.get(layer, {}).get(kind, [0.0] * len(values)))
-            scales = next_scales(seen, now, margin=settings.margin, scale_format=settings.scale_format)
-            found[layer][kind] = scales.tolist()
-    return found
+            now += values
+            seen += amax.get(layer, {}).get(kind, [0.0] * len(values))
+    scales = next_scales(
+        torch.tensor(seen), torch.tensor(now), margin=settings.margin, scale_format=settings.scale_format
+    )
+    left = iter(scales.tolist())
+    return {
+        layer: {kind: [next(left) for _ in values] for kind, values in kinds.items()}
+        for layer, kinds in served.items()
+    }

@@ -13,7 +13,6 @@ from vllm_fp8ext.weights.manifest import CODES_DTYPE, scale_name
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.source import AnySource, Sources
 from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
-from vllm_fp8ext.weights.turns import turns
 from vllm_fp8ext.weights.twin import Twin
 
 if TYPE_CHECKING:
@@ -85,7 +84,6 @@ class Intake:
         stager, together, done = self._twin.stager, self._together(), 0
         with self._sources.open(source, ordered, lambda: self._require_wanted(session)) as parts:
             for rows in parts:
-                turns.wait()
                 self._require_wanted(session)
                 name, first = rows.stored.spec.name, rows.first
                 problem = checksums.problem(rows)

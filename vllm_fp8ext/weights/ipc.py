@@ -18,7 +18,6 @@ from vllm_fp8ext.kernels import cuda
 from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES, IpcSource
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
-from vllm_fp8ext.weights.turns import turns
 
 _LAZY_PEER_ACCESS = 1
 
@@ -57,7 +56,6 @@ def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> It
         # only while handles are opened: what reads the tensors runs on the rank's own GPU
         with torch.cuda.device(index):
             for text, size in source.allocations:
-                turns.wait()
                 addresses.append(_open(text))
                 parts.append(
                     torch.as_tensor(_Memory(_checked(addresses[-1], size), size), device=f"cuda:{index}")
@@ -80,7 +78,6 @@ def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> It
 def _close(index: int, addresses: list[int]) -> None:
     with torch.cuda.device(index):
         for address in addresses:
-            turns.wait()
             cuda.call("cuIpcCloseMemHandle", ctypes.c_ulonglong(address))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vllm_fp8ext.weights.slices import Pause
 
-SLICE_TOKENS = 2048
+SLICE_TOKENS = 8192
 SLICE_LAYERS = 8
 """A slice is as many layers as make this many tokens times layers, and at most this many: a few milliseconds. Counted, not
 timed, so that all ranks of a tensor-parallel group make the same slices and meet in their collectives."""
