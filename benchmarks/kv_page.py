@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture and table of `docs/kv-cache.md` from `results/kv_accuracy.json`.
+"""Pictures and tables of `docs/kv-cache.md` from the results.
 
     python benchmarks/kv_page.py
 
-Writes `docs/images/kv_accuracy.svg` and what stands in the page between `<!-- accuracy -->` and `<!-- /accuracy -->`.
+Writes `docs/images/kv_accuracy.svg` and `docs/images/kv_long.svg`, and what stands in the page between `<!-- NAME -->` and
+`<!-- /NAME -->`.
 """
 
 import json
@@ -19,23 +20,89 @@ from matplotlib import pyplot
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "kv-cache.md"
-PICTURE = ROOT / "docs" / "images" / "kv_accuracy.svg"
+IMAGES = ROOT / "docs" / "images"
+VARIANTS = {
+    "bf16": "BF16",
+    "fp8_per_block": "`fp8_per_block`",
+    "blockfp8": "`blockfp8`",
+    "blockfp8_kv": "`blockfp8`, FP8 KV cache",
+}
 LABELS = {"stale": "kept from before the first update", "1.0": "1.0"}
 Cases = list[dict[str, Any]]
 
 
 def main() -> None:
-    cases: Cases = json.loads((RESULTS / "kv_accuracy.json").read_text())["cases"]
+    accuracy, long, kernels = (_cases(name) for name in ("kv_accuracy", "kv_h200", "kernels_h200"))
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
-    _picture(cases)
-    page, count = re.subn(
-        r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)",
-        rf"\g<1>{_table(cases)}\n\g<2>",
-        PAGE.read_text(),
-        flags=re.DOTALL,
-    )
-    assert count == 1
+    _picture(accuracy)
+    _long_picture(long)
+    page = PAGE.read_text()
+    tables = {"accuracy": _table(accuracy), "long": _long(long), "attention": _attention(kernels)}
+    for name, table in tables.items():
+        page, count = re.subn(
+            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", rf"\g<1>{table}\n\g<2>", page, flags=re.DOTALL
+        )
+        assert count == 1, name
     PAGE.write_text(page)
+
+
+def _cases(name: str) -> Cases:
+    found: Cases = json.loads((RESULTS / f"{name}.json").read_text())["cases"]
+    return found
+
+
+def _long(cases: Cases) -> str:
+    lines = [
+        "| requests × in/out | served in | room for tokens of K and V | running | preemptions | tokens/s | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        cells = [
+            f"{case['requests']} × {case['input']}/{case['output']:,}",
+            VARIANTS[case["variant"]],
+            f"{case['kv_tokens']:,}",
+            f"{case['running']:.0f}",
+            str(case["preemptions"]),
+            f"{case['tokens_per_s']:,.0f}",
+            f"{case['ratio_bf16']:.2f}×",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _attention(cases: Cases) -> str:
+    lines = [
+        "| requests, context | K and V in BF16, µs | in FP8, µs | of copy bandwidth |",
+        "|---|---|---|---|",
+    ]
+    found = {
+        (case["m"], case["shape"][0], case["variant"]): case
+        for case in cases
+        if case["kernel"] == "attention_decode"
+    }
+    for requests, context in dict.fromkeys((m, context) for m, context, _ in found):
+        plain, fp8 = found[requests, context, "bf16"], found[requests, context, "fp8"]
+        lines.append(
+            f"| {requests}, {context:,} | {plain['us']:,.0f} | {fp8['us']:,.0f} ({plain['us'] / fp8['us']:.2f}×) | "
+            f"{plain['ratio_copy']:.0%}, {fp8['ratio_copy']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def _long_picture(cases: Cases) -> None:
+    outputs = list(dict.fromkeys(case["output"] for case in cases))
+    figure, axis = pyplot.subplots(figsize=(8, 3.6))
+    for offset, (variant, label) in enumerate(VARIANTS.items()):
+        found = {case["output"]: case["ratio_bf16"] for case in cases if case["variant"] == variant}
+        places = [index + 0.2 * offset - 0.3 for index, output in enumerate(outputs) if output in found]
+        bars = axis.bar(places, list(found.values()), 0.18, label=label.replace("`", ""))
+        axis.bar_label(bars, fmt="%.2f", fontsize=8)
+    axis.set_xticks(range(len(outputs)), [f"{output:,} tokens of response" for output in outputs])
+    axis.set_ylabel("output tokens/s by BF16's")
+    axis.set_ylim(0, 1.95)
+    axis.legend(loc="upper left", ncols=4, frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(IMAGES / "kv_long.svg", metadata={"Date": None})
 
 
 def _series(cases: Cases) -> dict[str, dict[tuple[str, str], Cases]]:
@@ -104,7 +171,7 @@ def _picture(cases: Cases) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.savefig(PICTURE, metadata={"Date": None})
+    figure.savefig(IMAGES / "kv_accuracy.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
