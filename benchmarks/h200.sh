@@ -27,6 +27,7 @@ pair="--checkpoints $scratch/8b/a $scratch/8b/b"
 
 part update 1800 bash -c "fp8ext bench update --shape Qwen3-8B $pair --serve gpu-memory-utilization=0.5 \
   --variants blockfp8 stock --transports ipc http files ipc-fp8 --running 0 128 --out $out/update_8b.json"
+part phases 900 python3 -P "$here/update_phases.py" --shape Qwen3-8B $pair --serve gpu-memory-utilization=0.5 --out "$out/phases.json"
 part load 1800 python3 -P "$here/load_compare.py" --shape Qwen3-8B $pair --variants blockfp8 fp8_per_block bf16 \
   --traffic updates --steps 4 --processes 4 --out "$out/load.json" --page "$out/load.html"
 export VLLM_DEEP_GEMM_WARMUP=skip

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of an update cost the requests beside it: milliseconds of their tokens, each.
+
+    python benchmarks/update_phases.py --shape Qwen3-8B --running 128 --out phases.json
+
+Beside requests that are the same at all times, one part is repeated for some seconds, and the rate of tokens is compared with
+the rates before and after, when nothing is updated. `stage`: open, stage, abandon. `prepare`: also fingerprint and canary.
+`commit`: everything. `rollback`: the exchange alone. `files`, `http`: everything, in that way. On a GPU tensors are staged by
+CUDA IPC, else from files.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from rich.console import Console
+
+from vllm_fp8ext.bench.background import Background
+from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.provenance import provenance, write_cases
+from vllm_fp8ext.demo.server import Server, serve_options
+from vllm_fp8ext.serve.client import Client
+from vllm_fp8ext.serve.client.handles import handles
+from vllm_fp8ext.weights.wire import stored
+
+PARTS = ("stage", "prepare", "commit", "rollback", "files", "http")
+REST_SECONDS = 0.5
+"""Until what a part left behind is over."""
+console = Console(width=140, highlight=False)
+
+
+def main() -> int:
+    options = _options()
+    origin, cases = provenance(), []
+    with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
+        folder = Path(scratch)
+        checkpoints = options.checkpoints or [folder / "a", folder / "b"]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        for seed, checkpoint in enumerate(checkpoints):
+            if not (checkpoint / "config.json").exists():
+                write_checkpoint(checkpoint, options.shape, seed, device)
+        arguments = [
+            *("--skip-tokenizer-init", "--max-model-len", "4096"),
+            *("--max-num-seqs", str(max(16, options.running + 1)), *serve_options(options.serve)),
+        ]
+        settings = {"allowed_dirs": sorted({str(path.resolve().parent) for path in checkpoints})}
+        with Server(checkpoints[0], folder / "server.log", arguments=arguments, settings=settings) as server:
+            server.wait(1200)
+            with server.client() as client, Background(server.url, options.running) as load:
+                parts = Parts(client, checkpoints, on_gpu=device == "cuda")
+                parts.commit()
+                load.settle()
+                usual = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
+                for name in options.parts:
+                    during, seconds, count = _rate(server.url, options.seconds, getattr(parts, name))
+                    time.sleep(REST_SECONDS)
+                    after = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
+                    case = {
+                        "model": options.shape,
+                        "running": options.running,
+                        "part": name,
+                        "seconds": seconds / count,
+                        "count": count,
+                        "tokens_per_s_before": usual,
+                        "tokens_per_s_during": during,
+                        "tokens_per_s_after": after,
+                        "tokens_lost": 1 - 2 * during / (usual + after),
+                    }
+                    case["lost_ms"] = case["tokens_lost"] * case["seconds"] * 1e3
+                    cases.append(case)
+                    console.print(
+                        f"{name:9} {case['seconds']:7.3f} s each, {case['tokens_lost']:6.1%} of tokens lost, "
+                        f"{case['lost_ms']:7.1f} ms each"
+                    )
+                    write_cases(options.out, origin, cases)
+                    usual = after
+    return 0
+
+
+class Parts:
+    """Each changes the weights back and forth, as far as it goes."""
+
+    def __init__(self, client: Client, checkpoints: list[Path], *, on_gpu: bool) -> None:
+        self._client = client
+        self._folders = itertools.cycle(checkpoints[::-1])
+        self._tensors = {path: dict(stored(path, "cuda")) for path in checkpoints} if on_gpu else {}
+
+    def stage(self) -> None:
+        update = self._client.open()
+        self._staged(update.id)
+        self._client.abandon(update.id)
+
+    def prepare(self) -> None:
+        update = self._client.open()
+        self._staged(update.id)
+        self._client.prepare(update.id)
+        self._client.abandon(update.id)
+
+    def commit(self) -> None:
+        update = self._client.open()
+        self._staged(update.id)
+        self._client.commit(update.id)
+
+    def rollback(self) -> None:
+        self._client.rollback()
+
+    def files(self) -> None:
+        self._client.load(next(self._folders))
+
+    def http(self) -> None:
+        self._client.push(next(self._folders))
+
+    def _staged(self, update: str) -> None:
+        folder = next(self._folders)
+        if self._tensors:
+            self._client.handles(update, handles(list(self._tensors[folder].items()), 0))
+        else:
+            self._client.files(update, folder)
+
+
+def _rate(url: str, seconds: float, work: Callable[[], Any]) -> tuple[float, float, int]:
+    """Tokens per second while `work` is done again and again for so long; the seconds; and how often it was."""
+    tokens, start, count = _tokens(url), time.monotonic(), 0
+    while not count or time.monotonic() < start + seconds:
+        work()
+        count += 1
+    took = time.monotonic() - start
+    return (_tokens(url) - tokens) / took, took, count
+
+
+def _tokens(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
+    parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--running", type=int, default=128, help="requests beside the updates")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="of each part, and of the rest between them"
+    )
+    parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
+    parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
+    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
