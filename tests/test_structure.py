@@ -16,6 +16,7 @@ LINKED = ("kernels", "serve", "loadtest")
 """Top-level folders that are parts of the package."""
 FOLDERS = (PACKAGE, *LINKED, "tests", "scripts", "examples", "benchmarks", "docs")
 TOUCH_VLLM = (
+    "vllm_fp8ext.experts",
     "vllm_fp8ext.linear",
     "vllm_fp8ext.quantization",
     "vllm_fp8ext.bench.attention",

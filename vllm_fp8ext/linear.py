@@ -5,6 +5,7 @@ A quantized layer holds `weight` (E4M3, `[N, K]` of this rank) and `weight_scale
 fused, rank-local matrix): the canonical layout, which is also what the kernels used here read.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.linear import reference_linear
 from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.kernels.selection import Route
+from vllm_fp8ext.weights.parts import Part
 
 CODES = "weight"
 SCALES = "weight_scale_inv"
@@ -116,6 +118,15 @@ class BlockFp8LinearMethod(OnlineLinearBase):
         """Give a twin's layer these codes and scales."""
         replace_parameter(layer, CODES, codes)
         replace_parameter(layer, SCALES, scales)
+
+    def adopt_from(self, layer: torch.nn.Module, served: torch.nn.Module) -> None:
+        """Give a twin's layer the codes and scales of another one."""
+        self.adopt(layer, served.weight.data, getattr(served, SCALES).data)
+
+    def parts(self, layer: torch.nn.Module) -> Iterator[Part]:
+        """The one matrix of the layer."""
+        scales = getattr(layer, SCALES, None)
+        yield Part(CODES, layer.weight.data, None if scales is None else scales.data, CODES, SCALES)
 
     def derive(self, layer: torch.nn.Module) -> None:
         """Rebuild what is computed from the codes; in place, so that addresses stay. Needed after every exchange.

@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
 
 from vllm_fp8ext.compat.kv_scales import KvCacheMethod
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.experts import BlockFp8ExpertsMethod
 from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
 
@@ -79,7 +81,7 @@ class BlockFp8Config(QuantizationConfig):
         config = get_current_vllm_config()
         settings = Settings.parse(config.additional_config)
         if isinstance(layer, RoutedExperts):
-            raise ConfigError(f"blockfp8 does not serve mixture-of-experts models yet ({prefix})")
+            return self._experts_method(settings, layer, prefix)
         if isinstance(layer, MLAAttention):
             raise ConfigError(f"blockfp8 does not serve multi-head latent attention (MLA) yet ({prefix})")
         if isinstance(layer, Attention):
@@ -87,7 +89,7 @@ class BlockFp8Config(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             return KeptEmbeddingMethod()
         if isinstance(layer, LinearBase):
-            if self._ignored(prefix, settings):
+            if isinstance(layer, GateLinear) or self._ignored(prefix, settings):
                 return KeptLinearMethod()
             return BlockFp8LinearMethod(settings, serialized=self.serialized, shadow=self.shadow)
         return None
@@ -97,6 +99,14 @@ class BlockFp8Config(QuantizationConfig):
         return should_ignore_layer(
             prefix, ignore=settings.ignore, fused_mapping=mapping, use_fnmatch=True
         ) or should_ignore_layer(prefix, ignore=self.kept, fused_mapping=mapping)
+
+    def _experts_method(self, settings: Settings, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        if self.serialized or not current_platform.is_cpu():
+            kind = (
+                "quantized mixture-of-experts checkpoints" if self.serialized else "mixture-of-experts models"
+            )
+            raise ConfigError(f"blockfp8 does not serve {kind} yet ({prefix})")
+        return BlockFp8ExpertsMethod(settings, layer.moe_config, prefix, shadow=self.shadow)
 
     def _kv_cache_method(self, settings: Settings, cache_dtype: str) -> QuantizeMethodBase | None:
         if not cache_dtype.startswith("fp8"):

@@ -84,6 +84,22 @@ def test_a_rank_that_serves_nothing_of_a_tensor_has_no_piece_in_the_whole() -> N
     assert [piece.rank for piece in merged.pieces["norm"]] == [0]
 
 
+def test_what_one_rank_ignores_another_may_take() -> None:
+    """Experts that each rank has alone."""
+    first, second = manifest(0), manifest(1)
+    alone = replace(
+        second,
+        tensors={"q": second.tensors["q"]},
+        ignored=frozenset({"lm_head", "norm"}),
+        pieces={"q": second.pieces["q"]},
+    )
+    for ranks in ([first, alone], [alone, first]):
+        merged = merge(ranks)
+        assert merged.tensors == first.tensors
+        assert merged.ignored == {"lm_head"}
+        assert [piece.rank for piece in merged.pieces["norm"]] == [0]
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -201,3 +201,63 @@ def test_all_bad_tensors_are_named_at_once() -> None:
         traced(Model(**{name: loader for name, (loader, _, _) in BAD.items()}), specs, "qkv", "down")
     lines = str(caught.value).splitlines()[1:]
     assert [line.strip().partition(":")[0] for line in lines if line.startswith("  ")] == list(BAD)
+
+
+class Experts(nn.Module):
+    """Fused experts of the second of two ranks, loaded as vLLM loads them: two of four experts, padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.zeros(2, 2 * 128, WIDTH, dtype=torch.bfloat16), requires_grad=False)
+        self.w2 = nn.Parameter(torch.zeros(2, WIDTH, 128, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, weight in weights:
+            number, kind = name.split(".")
+            expert = int(number) - 2
+            if expert < 0:
+                continue
+            if kind == "down":
+                self.w2.data[expert].narrow(1, 0, 100).copy_(weight)
+            else:
+                top = {"gate": 0, "up": 128}[kind]
+                self.w13.data[expert].narrow(0, top, 128).narrow(0, 0, 100).copy_(weight)
+
+
+def test_each_matrix_of_an_expert_is_a_target_of_its_own() -> None:
+    model = Experts()
+    parts = {
+        f"{kind}[{expert}]": view
+        for expert in range(2)
+        for kind, view in (
+            ("gate", model.w13.data[expert, :100]),
+            ("up", model.w13.data[expert, 128:228]),
+            ("down", model.w2.data[expert, :, :100]),
+        )
+    }
+    shapes = {"gate": (100, WIDTH), "up": (100, WIDTH), "down": (WIDTH, 100)}
+    specs = [TensorSpec(f"{e}.{kind}", shape, "bfloat16") for e in range(4) for kind, shape in shapes.items()]
+    pieces = trace(model.load_weights, parts, specs, quantized=frozenset(parts), rank=1)
+    for expert in range(4):
+        for kind, (rows, columns) in shapes.items():
+            found = pieces[f"{expert}.{kind}"]
+            if expert < 2:
+                assert not found
+                continue
+            (piece,) = found
+            assert (piece.target, piece.target_shape) == (f"{kind}[{expert - 2}]", (rows, columns))
+            assert (piece.source, piece.origin) == (((0, rows), (0, columns)), (0, 0))
+
+
+def test_a_copy_beside_every_part_is_refused() -> None:
+    model = Experts()
+    parts = {"gate": model.w13.data[0, :100], "up": model.w13.data[0, 128:228]}
+    specs = [TensorSpec("wide", (128, WIDTH), "bfloat16")]
+    with pytest.raises(ConfigError, match="wide: a view of shape"):
+        trace(
+            lambda weights: [model.w13.data[0, :128].copy_(weight) for _, weight in weights],
+            parts,
+            specs,
+            quantized=frozenset(parts),
+            rank=0,
+        )

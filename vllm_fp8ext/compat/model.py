@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from vllm_fp8ext.compat.routing import route_alone
 from vllm_fp8ext.linear import KeptEmbeddingMethod, KeptLinearMethod
 from vllm_fp8ext.weights.manifest import TensorSpec
 
@@ -47,6 +48,7 @@ def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:
     shadow.quant_config.shadow = True
     shadow.compilation_config = copy.copy(config.compilation_config)
     shadow.compilation_config.static_forward_context = {}
+    shadow.compilation_config.static_all_moe_layers = []
     shadow.compilation_config.mode = CompilationMode.NONE
     shadow.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     shadow.compilation_config.custom_ops = ["all"]
@@ -55,6 +57,7 @@ def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:
     for module in model.modules():
         if isinstance(getattr(module, "quant_method", None), KeptLinearMethod | KeptEmbeddingMethod):
             module.quant_method.process_weights_after_loading(module)
+    route_alone(model)
     return model
 
 

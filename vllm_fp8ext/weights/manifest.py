@@ -180,23 +180,30 @@ class Manifest:
 
 
 def merge(parts: Iterable[Manifest]) -> Manifest:
-    """One manifest of all ranks' own.
+    """One manifest of all ranks' own. What a rank ignores, another may take: an expert of its own.
 
     Raises:
-        UpdateError: ranks disagree on what they take.
+        UpdateError: ranks disagree on what they are sent.
     """
     ranks = list(parts)
     first = ranks[0]
-    for other in ranks[1:]:
-        if other.tensors != first.tensors or other.scale_format != first.scale_format:
+    tensors: dict[str, TensorSpec] = {}
+    for rank in ranks:
+        tensors |= rank.tensors
+    for rank in ranks:
+        taken = tensors.keys() & rank.tensors.keys()
+        sent = rank.tensors.keys() | rank.ignored
+        if (
+            rank.scale_format != first.scale_format
+            or tensors.keys() - sent
+            or any(rank.tensors[name] != tensors[name] for name in taken)
+        ):
             raise UpdateError(
                 "rank-mismatch", "the ranks of this engine disagree on the tensors they take", status=500
             )
-    pieces = {
-        name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in first.tensors
-    }
+    pieces = {name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in tensors}
     ignored = frozenset.intersection(*(rank.ignored for rank in ranks))
-    return Manifest(first.tensors, ignored, pieces, first.scale_format, len(ranks))
+    return Manifest(tensors, ignored, pieces, first.scale_format, len(ranks))
 
 
 def _aligned(shape: tuple[int, ...], piece: Piece) -> bool:

@@ -6,9 +6,11 @@ names, fused layers, tensor-parallel shards and padding is thus known as a list 
 model code at all: any tensor can come at any time, in any order, on any thread.
 """
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.weights.manifest import Piece, TensorSpec
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
+Copy: TypeAlias = tuple[Tensor, Tensor]
+"""Source and destination of a `copy_`."""
 
 
 def trace(
@@ -30,58 +34,99 @@ def trace(
 ) -> dict[str, tuple[Piece, ...]]:
     """Pieces of each checkpoint tensor that this rank serves; none for a name that the model's loader skips.
 
-    `parameters`: contiguous parameters by path, on any device, meta included. `quantized`: the paths of those that are
-    served as codes and scales.
+    `parameters`: contiguous parameters by path, on any device, meta included; of what is served in parts (experts), the
+    parts, each a view of rows of its own. `quantized`: the paths of those that are served as codes and scales.
 
     Raises:
         ConfigError: naming every tensor that the loader computes on, permutes or can't load.
     """
-    owners = {_storage(tensor): path for path, tensor in reversed(list(parameters.items()))}
-    pieces: dict[str, tuple[Piece, ...]] = {}
+    owners = _Owners(parameters)
+    sources = {spec.name: torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta") for spec in specs}
+
+    def pieces(name: str, copies: Iterable[Copy]) -> tuple[Piece, ...]:
+        return _merged(
+            _piece(*owners.among(destination), quantized, sources[name], rank, source, destination)
+            for source, destination in copies
+            if source.numel()
+        )
+
+    try:  # all at once: loaders take milliseconds before they begin, and there may be many thousand experts
+        copies = _copies(load_weights, owners, sources)
+        return {name: pieces(name, copies[name]) for name in sources}
+    except Exception:
+        return _one_by_one(load_weights, owners, sources, pieces)
+
+
+def _one_by_one(
+    load_weights: LoadWeights,
+    owners: "_Owners",
+    sources: Mapping[str, Tensor],
+    pieces: Callable[[str, Iterable[Copy]], tuple[Piece, ...]],
+) -> dict[str, tuple[Piece, ...]]:
+    found: dict[str, tuple[Piece, ...]] = {}
     problems: list[str] = []
-    for spec in specs:
-        source = torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta")
-        recorder = _Recorder(owners, _storage(source))
+    for name, source in sources.items():
         try:
-            with recorder:
-                load_weights([(spec.name, source)])
-            pieces[spec.name] = _merged(
-                _piece(path, parameters[path], path in quantized, source, rank, *views)
-                for path, *views in recorder.copies
-                if views[0].numel()
-            )
+            found[name] = pieces(name, _copies(load_weights, owners, {name: source})[name])
         except Exception as error:
-            problems.append(f"{spec.name}: {error}")
+            problems.append(f"{name}: {error}")
     if problems:
         raise ConfigError("this model's weights can't be updated live:\n  " + "\n  ".join(problems))
-    return pieces
+    return found
+
+
+def _copies(
+    load_weights: LoadWeights, owners: "_Owners", sources: Mapping[str, Tensor]
+) -> dict[str, list[Copy]]:
+    recorder = _Recorder(owners, {_storage(source): name for name, source in sources.items()})
+    with recorder:
+        load_weights(list(sources.items()))
+    return recorder.copies
+
+
+class _Owners:
+    """Finds the parameter, or the part of one, that a view of it belongs to."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        found: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
+        for path, tensor in parameters.items():
+            found[_storage(tensor)].setdefault(tensor.storage_offset(), (path, tensor))
+        self._parts = {storage: sorted(parts.items()) for storage, parts in found.items()}
+
+    def __contains__(self, view: Tensor) -> bool:
+        return _storage(view) in self._parts
+
+    def among(self, view: Tensor) -> tuple[str, Tensor]:
+        parts = self._parts[_storage(view)]
+        index = bisect_right(parts, view.storage_offset(), key=lambda part: part[0])
+        return parts[max(index - 1, 0)][1]
 
 
 class _Recorder(TorchDispatchMode):
-    """Records `copy_` from views of one source into known storages instead of doing it."""
+    """Records `copy_` from views of known sources into known storages instead of doing it."""
 
-    def __init__(self, owners: Mapping[int, str], source: int) -> None:
+    def __init__(self, owners: _Owners, sources: Mapping[int, str]) -> None:
         super().__init__()
         self.owners = owners
-        self.source = source
-        self.copies: list[tuple[str, Tensor, Tensor]] = []
+        self.sources = sources
+        self.copies: dict[str, list[Copy]] = {name: [] for name in sources.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         destination, source = args[0], args[1]
-        owner = self.owners.get(_storage(destination))
-        if owner is not None:
-            if _storage(source) != self.source:
+        if destination in self.owners:
+            name = self.sources.get(_storage(source))
+            if name is None:
                 raise ConfigError("the model's loader computes on it instead of copying it")
-            self.copies.append((owner, source, destination))
+            self.copies[name].append((source, destination))
         return destination
 
 
 def _piece(
     path: str,
     parameter: Tensor,
-    quantized: bool,
+    quantized: frozenset[str],
     whole: Tensor,
     rank: int,
     source: Tensor,
@@ -89,8 +134,8 @@ def _piece(
 ) -> Piece:
     if source.shape != destination.shape:
         raise ConfigError(f"shape {list(source.shape)} is broadcast to {list(destination.shape)}")
-    box, place = _box(source, whole.shape), _box(destination, parameter.shape)
-    if quantized and (len(place) != 2 or place[1] != (0, parameter.shape[1])):
+    box, place = _box(source, whole), _box(destination, parameter)
+    if path in quantized and (len(place) != 2 or place[1] != (0, parameter.shape[1])):
         raise ConfigError("a part of the columns of a quantized layer comes alone")
     return Piece(
         rank=rank,
@@ -98,7 +143,7 @@ def _piece(
         target_shape=tuple(parameter.shape),
         source=box,
         origin=tuple(start for start, _ in place),
-        quantized=quantized,
+        quantized=path in quantized,
         dtype=str(parameter.dtype).removeprefix("torch."),
     )
 
@@ -123,18 +168,17 @@ def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(merged)
 
 
-def _box(view: Tensor, shape: torch.Size) -> tuple[tuple[int, int], ...]:
-    """Start and stop per dimension of a view of a contiguous tensor of this shape."""
-    if view.dim() != len(shape):
-        raise ConfigError(f"shape {list(shape)} is reshaped to {list(view.shape)}")
-    rest = view.storage_offset()
-    step = shape.numel()
+def _box(view: Tensor, of: Tensor) -> tuple[tuple[int, int], ...]:
+    """Start and stop per dimension of a view of a tensor whose rows are contiguous."""
+    if view.dim() != of.dim():
+        raise ConfigError(f"shape {list(of.shape)} is reshaped to {list(view.shape)}")
+    rest = view.storage_offset() - of.storage_offset()
+    steps = torch.empty(of.shape, device="meta").stride() if of.is_contiguous() else of.stride()
     box = []
-    for size, stride, whole in zip(view.shape, view.stride(), shape, strict=True):
-        step //= max(whole, 1)
+    for size, stride, whole, step in zip(view.shape, view.stride(), of.shape, steps, strict=True):
         start, rest = divmod(rest, max(step, 1))
-        if (size > 1 and stride != step) or start + size > whole:
-            raise ConfigError(f"a view of shape {list(shape)} is permuted or strided")
+        if (size > 1 and stride != step) or start < 0 or start + size > whole:
+            raise ConfigError(f"a view of shape {list(of.shape)} is permuted or strided")
         box.append((start, start + size))
     return tuple(box)
 

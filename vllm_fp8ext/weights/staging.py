@@ -230,13 +230,14 @@ class Stager:
         settled(outcome)
 
     def stage(self, name: str, rows: Tensor, first: int = 0, together: "Together | None" = None) -> Outcome:
-        """Queue the staging of one tensor of the manifest's shape, or of its rows from `first` on: then all of them must
-        come, in order, and the outcomes be added up. `together`: rows on the targets' GPU may wait there, until its `run`.
+        """Queue the staging of one tensor, which this rank may have no part of, or of its rows from `first` on: then all of
+        them must come, in order, and the outcomes be added up. `together`: rows on the targets' GPU may wait there, until its
+        `run`.
 
         What is found wrong has been written all the same: the tensor counts as not staged until it comes again.
         """
         outcome = Outcome()
-        for whole in self.pieces[name]:
+        for whole in self.pieces.get(name, ()):
             piece = among(whole, first, rows)
             if piece is None:
                 continue
@@ -256,7 +257,7 @@ class Stager:
         """The same for a tensor that comes quantized: E4M3 `[N, K]`, or its rows from a multiple of 128 on, and all of its
         scales, fp32 `[ceil(N/128), ceil(K/128)]`, as they are."""
         outcome = Outcome()
-        for whole in self.pieces[name]:
+        for whole in self.pieces.get(name, ()):
             piece = among(whole, first, codes)
             if piece is None:
                 continue

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.linear import CODES, SCALES, BlockFp8LinearMethod
+from vllm_fp8ext.experts import DEQUANTIZED, BlockFp8ExpertsMethod
+from vllm_fp8ext.linear import BlockFp8LinearMethod
 from vllm_fp8ext.weights.exchange import Exchange
 from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.weights.parts import holders, served_parts
 from vllm_fp8ext.weights.plan import trace
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
 
@@ -27,7 +29,7 @@ _KV_STATE = frozenset(
 """Tensors of an attention layer that belong to its KV cache, not to the weights."""
 _KV_PARAMETERS = frozenset(f"{name}_scale" for name in ("q", "k", "v", "prob"))
 """Placeholders of an attention layer into which a checkpoint's scales are loaded; the live model has consumed them."""
-_DERIVED = frozenset({"dequantized"})
+_DERIVED = frozenset({"dequantized", *DEQUANTIZED})
 
 
 class Twin:
@@ -53,23 +55,25 @@ class Twin:
         (self.scale_format,) = formats
         device = next(live.parameters()).device
         for path, layer in layers.items():
-            dtype = layer.weight.dtype
+            dtypes = {part.name: part.values.dtype for part in layer.quant_method.parts(layer)}
             if inplace:
-                served = live.get_submodule(path)
-                layer.quant_method.adopt(layer, served.weight.data, getattr(served, SCALES).data)
+                layer.quant_method.adopt_from(layer, live.get_submodule(path))
             else:
                 layer.quant_method.allocate(layer, device)
-            quantized[f"{path}.{CODES}"] = QuantizedTarget(
-                layer.weight.data, getattr(layer, SCALES).data, dtype, self.scale_format
-            )
-        self.quantized_paths = frozenset(quantized)
+            for part in layer.quant_method.parts(layer):
+                assert part.scales is not None
+                quantized[f"{path}.{part.name}"] = QuantizedTarget(
+                    part.values, part.scales, dtypes[part.name], self.scale_format
+                )
+        self._parts = served_parts(_quantized_layers(live))
+        holding = holders(self._parts, self._parts)
+        own = {path: tensor for path, tensor in _parameters(twin).items() if path not in holding}
         if inplace:
-            for path, parameter in _parameters(twin).items():
-                if path not in quantized:
-                    parameter.data = live.get_parameter(path).data
-        plain = {path: tensor.data for path, tensor in _parameters(twin).items() if path not in quantized}
-        self.stager = Stager(pieces, quantized, plain)
-        groups, pairs = _pairs(live, twin, _targets(pieces))
+            for path, parameter in own.items():
+                parameter.data = live.get_parameter(path).data
+        self.stager = Stager(pieces, quantized, {path: tensor.data for path, tensor in own.items()})
+        self._holders = holders(_targets(pieces), self._parts)
+        groups, pairs = _pairs(live, twin, self._holders)
         self._groups = groups
         self._constants: dict[str, Tensor] = {}
         self.exchange = Exchange(pairs, inplace=inplace)
@@ -80,10 +84,15 @@ class Twin:
         if self.exchange.inplace:
             return
         targets = {piece.target for name in names for piece in self.stager.pieces.get(name, ())}
-        targets |= {f"{path.rpartition('.')[0]}.{SCALES}" for path in targets & self.quantized_paths}
+        touched = holders(targets, self._parts)
         for paths, (live, twin) in zip(self._groups, self.exchange.pairs, strict=True):
-            if not paths & targets:
+            if not paths & touched:
                 twin.copy_(live)
+        for target, part in self._parts.items():
+            if target not in targets and touched.intersection(part.paths):  # beside other experts
+                staged = self.stager.quantized[target]
+                staged.codes.copy_(part.codes)
+                staged.scales.copy_(part.scales)
 
     def commit(self) -> None:
         """Swap live and twin contents and rebuild what is derived from the live ones; all of it or nothing."""
@@ -103,7 +112,7 @@ class Twin:
     def keep_constants(self) -> None:
         """Copy to host memory what no update brings: memory is about to lose its contents."""
         tensors = dict(_reachable(self.live))
-        paths = tensors.keys() - _exchanged(tensors, _targets(self.stager.pieces))
+        paths = tensors.keys() - _exchanged(tensors, self._holders)
         constant = [path for path in paths if path.rpartition(".")[2] not in _KV_STATE | _DERIVED]
         self._constants = {path: tensors[path].cpu().clone() for path in constant}
 
@@ -123,26 +132,27 @@ class Twin:
 
     def served(self, target: str) -> tuple[Tensor, Tensor | None]:
         """Live values of a parameter, and its scales when it is quantized."""
-        path, _, name = target.rpartition(".")
-        module = self.live.get_submodule(path)
-        scales = getattr(module, SCALES) if target in self.quantized_paths else None
-        return getattr(module, name).data, scales
+        part = self._parts.get(target)
+        if part is not None:
+            return part.codes, part.scales
+        return self.live.get_parameter(target).data, None
 
     def addresses(self) -> dict[str, int]:
         """Storage address of every exchanged live tensor, by path."""
         tensors = dict(_reachable(self.live))
-        return {
-            path: tensors[path].data_ptr()
-            for path in sorted(_exchanged(tensors, _targets(self.stager.pieces)))
-        }
+        return {path: tensors[path].data_ptr() for path in sorted(_exchanged(tensors, self._holders))}
 
 
 def _trace(
     twin: nn.Module, layers: Mapping[str, nn.Module], specs: list[TensorSpec], rank: int, tied: bool
 ) -> tuple[dict[str, tuple[Piece, ...]], set[str], dict[str, TensorSpec]]:
     """Pieces by name, ignored names and required tensors."""
-    paths = frozenset(f"{path}.{CODES}" for path in layers)
-    pieces = trace(twin.load_weights, _parameters(twin), specs, quantized=paths, rank=rank)
+    parts = [(path, part) for path, layer in layers.items() for part in layer.quant_method.parts(layer)]
+    quantized = {f"{path}.{part.name}": part.values for path, part in parts}
+    held = {f"{path}.{part.parameter}" for path, part in parts}
+    plain = {path: tensor for path, tensor in _parameters(twin).items() if path not in held}
+    paths = frozenset(quantized)
+    pieces = trace(twin.load_weights, quantized | plain, specs, quantized=paths, rank=rank)
     last = {(piece.target, piece.origin): name for name, parts in pieces.items() for piece in parts}
     used = {
         name: parts
@@ -157,7 +167,7 @@ def _trace(
 
 def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
-        if isinstance(getattr(module, "quant_method", None), BlockFp8LinearMethod):
+        if isinstance(getattr(module, "quant_method", None), BlockFp8LinearMethod | BlockFp8ExpertsMethod):
             yield path, module
 
 
@@ -170,7 +180,7 @@ def _targets(pieces: Mapping[str, tuple[Piece, ...]]) -> frozenset[str]:
 
 
 def _pairs(
-    live: nn.Module, twin: nn.Module, targets: frozenset[str]
+    live: nn.Module, twin: nn.Module, held: frozenset[str]
 ) -> tuple[list[frozenset[str]], list[tuple[Tensor, Tensor]]]:
     """Classify everything; returns each exchanged storage once, as the paths of its tensors and as live and twin.
 
@@ -178,7 +188,7 @@ def _pairs(
         ConfigError: naming every tensor that could be forgotten by an exchange.
     """
     tensors, others = dict(_reachable(live)), dict(_reachable(twin))
-    exchanged = _exchanged(tensors, targets)
+    exchanged = _exchanged(tensors, held)
     problems = [
         f"{path}: only in {'live' if path in tensors else 'twin'}"
         for path in sorted(
@@ -196,7 +206,7 @@ def _pairs(
                 )
         elif path.rpartition(".")[2] not in _KV_STATE | _DERIVED and not _same(here, there):
             problems.append(f"{path}: neither loaded from the checkpoint nor equal in live and twin")
-    unknown = targets - tensors.keys()
+    unknown = held - tensors.keys()
     problems += [f"{path}: a target of the checkpoint that live does not have" for path in sorted(unknown)]
     groups, other_groups = _aliases(tensors, exchanged), _aliases(others, exchanged)
     if not problems and set(groups.values()) != set(other_groups.values()):
@@ -207,10 +217,9 @@ def _pairs(
     return paths, [(tensors[min(group)], others[min(group)]) for group in paths]
 
 
-def _exchanged(tensors: Mapping[str, Tensor], targets: frozenset[str]) -> set[str]:
-    """Paths of all tensors that share a storage with a target, and of the scales beside quantized targets."""
-    direct = targets | {f"{path.rpartition('.')[0]}.{SCALES}" for path in targets}
-    storages = {tensors[path].untyped_storage().data_ptr() for path in direct & tensors.keys()}
+def _exchanged(tensors: Mapping[str, Tensor], held: frozenset[str]) -> set[str]:
+    """Paths of all tensors that share a storage with one of these."""
+    storages = {tensors[path].untyped_storage().data_ptr() for path in held & tensors.keys()}
     return {path for path, tensor in tensors.items() if tensor.untyped_storage().data_ptr() in storages}
 
 
