@@ -8,6 +8,7 @@ canonical layout, so they do not depend on the kernel that serves it. Importing 
 """
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ QUANTIZED_SUFFIXES = tuple(
     f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")
 )
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight$")
+"""A matrix of an expert: it has blocks of its own."""
 
 
 def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
@@ -113,12 +116,13 @@ def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
 def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
     """The manifest of a one-rank server of a Llama- or Qwen-like checkpoint with default settings.
 
-    Projections are quantized, q/k/v and gate/up in one matrix each; everything else is served as it is.
+    Projections are quantized, q/k/v and gate/up in one matrix each, and those of experts, each alone; everything else is
+    served as it is.
     """
     tensors = {spec.name: spec for spec in specs}
     pieces: dict[str, tuple[Piece, ...]] = {}
     for name, spec in tensors.items():
-        if not name.endswith(QUANTIZED_SUFFIXES):
+        if not name.endswith(QUANTIZED_SUFFIXES) and not EXPERT.search(name):
             pieces[name] = (_whole(name, spec, False, spec.shape, 0),)
             continue
         parts = [tensors[part] for part in _fused(name) if part in tensors]
@@ -130,6 +134,8 @@ def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
 
 
 def _fused(name: str) -> tuple[str, ...]:
+    if EXPERT.search(name):
+        return (name,)
     for group in FUSED:
         for part in group:
             if name.endswith(f"{part}.weight"):
