@@ -111,7 +111,8 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         for name in CODES:
             experts, rows, columns = getattr(layer, name).shape
             codes.append(torch.zeros(experts, rows, columns, dtype=reference.FP8_DTYPE, device=device))
-            scales.append(torch.ones(experts, blocks(rows), blocks(columns), device=device))
+            shape = experts, blocks(rows), blocks(columns)
+            scales.append(torch.ones(shape, dtype=torch.float32, device=device))
         self.adopt(layer, codes, scales)
 
     def adopt(self, layer: RoutedExperts, codes: list[Tensor], scales: list[Tensor]) -> None:
