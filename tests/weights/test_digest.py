@@ -334,3 +334,21 @@ def test_an_unknown_dtype_in_a_file_is_a_problem_of_the_manifest(tmp_path: Path)
     [(spec, _)] = checkpoint_index(tmp_path).values()
     layout = default_manifest([replace(spec, dtype="bfloat16")])
     assert layout.problems([spec])[0]["kind"] == "wrong-dtype"
+
+
+def test_each_matrix_of_an_expert_has_blocks_of_its_own_without_a_manifest() -> None:
+    names = [f"model.layers.0.mlp.experts.1.{kind}_proj.weight" for kind in ("gate", "up", "down")]
+    names += [f"model.layers.0.block_sparse_moe.experts.1.{kind}.weight" for kind in ("w1", "w3", "w2")]
+    shapes = [(96, 64), (96, 64), (64, 96)] * 2
+    specs = [TensorSpec(name, shape, "bfloat16") for name, shape in zip(names, shapes, strict=True)]
+    router = TensorSpec("model.layers.0.mlp.gate.weight", (4, 64), "bfloat16")
+    found = default_manifest([*specs, router]).pieces
+    for name, shape in zip(names, shapes, strict=True):
+        (piece,) = found[name]
+        assert (piece.target, piece.target_shape, piece.origin, piece.quantized) == (
+            name,
+            shape,
+            (0, 0),
+            True,
+        )
+    assert not found[router.name][0].quantized

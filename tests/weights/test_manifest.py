@@ -196,3 +196,17 @@ def test_what_lies_in_one_parameter_is_completed() -> None:
     assert found.completed(["k", "o"]) == set("qkvo")
     assert found.completed(["n", "unknown"]) == {"n"}
     assert found.completed([]) == set()
+
+
+def test_targets_of_one_name_on_two_ranks_are_not_one_parameter() -> None:
+    """Each rank counts its own experts from 0."""
+    spec = TensorSpec("", (128, 64), "bfloat16")
+    pieces = {
+        f"experts.{expert}": (
+            Piece(rank, f"w[{expert - 2 * rank}]", (128, 64), ((0, 128), (0, 64)), (0, 0), True, "bfloat16"),
+        )
+        for rank, expert in ((0, 0), (0, 1), (1, 2), (1, 3))
+    }
+    tensors = {name: replace(spec, name=name) for name in pieces}
+    whole = Manifest(tensors, frozenset(), pieces, "fp32", 2)
+    assert whole.completed(["experts.2"]) == {"experts.2"}

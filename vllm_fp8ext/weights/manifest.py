@@ -144,9 +144,11 @@ class Manifest:
 
     def completed(self, names: Iterable[str]) -> set[str]:
         """These tensors and every other one that lies in a parameter with them, on any rank."""
-        targets = {piece.target for name in names for piece in self.pieces.get(name, ())}
+        targets = {(piece.rank, piece.target) for name in names for piece in self.pieces.get(name, ())}
         beside = {
-            name for name, pieces in self.pieces.items() if any(piece.target in targets for piece in pieces)
+            name
+            for name, pieces in self.pieces.items()
+            if any((piece.rank, piece.target) in targets for piece in pieces)
         }
         return beside | (set(names) & self.tensors.keys())
 
