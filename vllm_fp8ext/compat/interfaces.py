@@ -329,6 +329,44 @@ INTERFACES: tuple[Interface, ...] = (
         why="take block-FP8 checkpoints",
     ),
     Interface(
+        module="vllm.model_executor.layers.quantization.online.moe_base",
+        name="OnlineMoEMethodBase.create_weights",
+        parameters=("layer", "num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype"),
+        why="quantize the experts of a layer as soon as they are loaded",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.fused_moe",
+        name="RoutedExperts.expert_map",
+        why="know which experts this rank has",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.fused_moe.config",
+        name="FusedMoEConfig",
+        parameters=("hidden_dim_unpadded", "intermediate_size_per_partition_unpadded", "swiglu_limit"),
+        why="tell experts from their padding",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.fused_moe",
+        name="GateLinear",
+        why="keep routers as they are",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.fused_moe.runner.moe_runner",
+        name="MoERunner._forward_impl",
+        parameters=("hidden_states", "router_logits", "shared_experts_input", "input_ids"),
+        why="run the experts of a second model",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.fused_moe.runner.moe_runner",
+        name="MoERunner._sequence_parallel_context",
+        why="run the experts of a second model",
+    ),
+    Interface(
+        module="vllm.config.compilation",
+        name="CompilationConfig.static_all_moe_layers",
+        why="keep the experts of a second model out of the served one",
+    ),
+    Interface(
         module="vllm.model_executor.layers.quantization.online.fp8",
         name="OnlineLinearBase",
         why="quantize each layer as soon as its last shard is loaded",
