@@ -2,25 +2,40 @@
 """Train a tiny Qwen3 to add two three-digit numbers, and save an early and a late checkpoint of the run.
 
     python examples/tiny/train.py --out DIR
+    python examples/tiny/train.py --out DIR --experts 8
 
-Runs on the CPU in minutes. DIR/early answers fewer than half of the held-out problems, DIR/late almost all of
-them. Both are measured as saved, after `round_mantissa`: in BF16 and under simulated blockwise FP8.
+`--experts` makes it a mixture of so many experts, two for each token. Runs on the CPU in minutes. DIR/early answers fewer than
+half of the held-out problems, DIR/late almost all of them. Both are measured as saved, after `round_mantissa`: in BF16 and
+under simulated blockwise FP8.
 """
 
 import argparse
 import copy
 import json
 import time
+import types
 import zlib
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from vllm_fp8ext.checkpoints import DIGITS, Problem, held_out, problems
+from vllm_fp8ext.kernels.experts import reference_experts
+
+Model: TypeAlias = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 MANTISSA_BITS = 3
 """Explicit mantissa bits that saved matrices keep of BF16's seven: what lets both files fit a 5 MB wheel."""
@@ -30,6 +45,8 @@ BATCH = 256
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 PROMPT_LOSS_WEIGHT = 0.1
+ROUTER_LOSS_WEIGHT = 0.01
+"""Of the loss that keeps experts equally busy."""
 EARLY_RANGE = (0.15, 0.45)
 LATE_MINIMUM = 0.98
 FP8_MAX = 448.0
@@ -62,27 +79,34 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_model() -> Qwen3ForCausalLM:
-    """A Qwen3 of 2.1 million parameters whose projections are all multiples of 128 wide."""
+def build_model(experts: int = 0) -> Model:
+    """A Qwen3 of 2.1 million parameters whose projections are all multiples of 128 wide; or a Qwen3-MoE of as many."""
     eos, pad = SPECIAL.index("<eos>"), SPECIAL.index("<pad>")
-    config = Qwen3Config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        attention_bias=False,
-        use_cache=True,
-        bos_token_id=None,
-        eos_token_id=eos,
-        pad_token_id=pad,
-    )
-    model = Qwen3ForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 640,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    model: Model
+    if experts:
+        chosen = {"num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        width = {"num_hidden_layers": 2, "moe_intermediate_size": 128}
+        balance = {"output_router_logits": True, "router_aux_loss_coef": ROUTER_LOSS_WEIGHT}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **chosen, **width, **balance))
+        model.set_experts_implementation("eager")
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, num_hidden_layers=3))
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=eos, pad_token_id=pad)
     return model
 
@@ -107,7 +131,7 @@ def round_mantissa(weight: Tensor, bits: int = MANTISSA_BITS) -> Tensor:
     return (((raw + (1 << (drop - 1))) >> drop) << drop).view(torch.float32).to(torch.bfloat16)
 
 
-def checkpoint(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+def checkpoint(model: Model) -> Model:
     """The BF16 copy of `model` that is saved: matrices rounded, norms (one row each) as they are."""
     saved = copy.deepcopy(model).to(torch.bfloat16).eval()
     with torch.no_grad():
@@ -125,7 +149,21 @@ def fp8_roundtrip(values: Tensor, rows: int) -> Tensor:
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).reshape(values.shape).to(values.dtype)
 
 
-def simulate_fp8(model: Qwen3ForCausalLM, activations: bool) -> Qwen3ForCausalLM:
+def experts_in_fp8(experts: Qwen3MoeExperts, activations: bool) -> None:
+    """Give fused experts weights, and on request inputs, as FP8 gives them: gate, up and down have blocks of their own."""
+    for matrix in (*experts.gate_up_proj.data, *experts.down_proj.data):
+        matrix.copy_(fp8_roundtrip(matrix, BLOCK))  # 128 rows of gate, then 128 of up
+
+    def forward(self: Qwen3MoeExperts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        values = self.gate_up_proj.data.float(), None, self.down_proj.data.float(), None
+        out: Tensor = reference_experts(x, *values, weights, chosen, "silu", "fp32")
+        return out
+
+    if activations:
+        experts.forward = types.MethodType(forward, experts)
+
+
+def simulate_fp8(model: Model, activations: bool) -> Model:
     """A copy of `model` with every projection's weight, and on request its input, as FP8 gives it."""
     simulated = copy.deepcopy(model)
     for name, module in simulated.named_modules():
@@ -133,11 +171,13 @@ def simulate_fp8(model: Qwen3ForCausalLM, activations: bool) -> Qwen3ForCausalLM
             module.weight.data = fp8_roundtrip(module.weight.data, BLOCK)
             if activations:
                 module.register_forward_pre_hook(lambda _, args: (fp8_roundtrip(args[0], 1),))
+        elif isinstance(module, Qwen3MoeExperts):
+            experts_in_fp8(module, activations)
     return simulated
 
 
 @torch.no_grad()
-def predict(model: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
+def predict(model: Model, rows: Tensor) -> Tensor:
     """Log probabilities of every token of `rows` but the first, given the true tokens before it."""
     logits = [model(part[:, :-1], use_cache=False).logits.float() for part in rows.split(500)]
     return torch.cat(logits).log_softmax(-1)
@@ -154,7 +194,7 @@ def perplexity(logp: Tensor, rows: Tensor) -> float:
     return logp.gather(-1, rows[:, 1:, None]).mean().neg().exp().item()
 
 
-def report(model: Qwen3ForCausalLM, rows: Tensor) -> dict[str, float]:
+def report(model: Model, rows: Tensor) -> dict[str, float]:
     """Held-out accuracy in BF16 and under simulated FP8, and how far FP8 strays from BF16."""
     base = predict(model, rows)
     result = {"accuracy": accuracy(base, rows), "perplexity": perplexity(base, rows)}
@@ -166,7 +206,7 @@ def report(model: Qwen3ForCausalLM, rows: Tensor) -> dict[str, float]:
     return result
 
 
-def save(model: Qwen3ForCausalLM, folder: Path) -> int:
+def save(model: Model, folder: Path) -> int:
     """Write `model` and its tokenizer as a Hugging Face folder; the size of its weights once deflated."""
     model.save_pretrained(folder)
     weights = folder / "model.safetensors"
@@ -178,10 +218,10 @@ def save(model: Qwen3ForCausalLM, folder: Path) -> int:
     return len(zlib.compress(weights.read_bytes(), 9))
 
 
-def train(steps: int) -> tuple[Qwen3ForCausalLM, Qwen3ForCausalLM]:
+def train(steps: int, experts: int = 0) -> tuple[Model, Model]:
     """Train from scratch; the early and the late model as they are to be saved."""
     torch.manual_seed(SEED)
-    model, data, rows = build_model(), training_rows(), encode(problems(400, seed=1))
+    model, data, rows = build_model(experts), training_rows(), encode(problems(400, seed=1))
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -202,9 +242,12 @@ def train(steps: int) -> tuple[Qwen3ForCausalLM, Qwen3ForCausalLM]:
     for step in range(1, steps + 1):
         batch = data[torch.randint(len(data), (BATCH,))].long()
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(batch[:, :-1], use_cache=False).logits
-        losses = F.cross_entropy(logits.float().transpose(1, 2), batch[:, 1:], reduction="none")
-        (losses.mean(0) * token_weight).sum().backward()
+            out = model(batch[:, :-1], use_cache=False)
+        losses = F.cross_entropy(out.logits.float().transpose(1, 2), batch[:, 1:], reduction="none")
+        loss = (losses.mean(0) * token_weight).sum()
+        if experts:
+            loss = loss + ROUTER_LOSS_WEIGHT * out.aux_loss
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -228,12 +271,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for early/ and late/")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=0, help="of a mixture; 0: none")
     options = parser.parse_args()
     if options.steps <= WARMUP_STEPS:
         parser.error(f"--steps must be more than {WARMUP_STEPS}")
     torch.set_num_threads(options.threads)
     rows, packed, measured = encode(problems(2000, seed=2)), 0, {}
-    for name, model in zip(("early", "late"), train(options.steps), strict=True):
+    for name, model in zip(("early", "late"), train(options.steps, options.experts), strict=True):
         measured[name] = report(model, rows)
         packed += save(model, options.out / name)
         print(name, *(f"{key}={value:.5f}" for key, value in measured[name].items()))

@@ -2,6 +2,7 @@
 """A small mixture of experts with random weights: what an update leaves is what a cold start makes, byte for byte."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,8 +51,13 @@ def story(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
             out = folder / f"{'-'.join(key)}.json"
             paths = [str(checkpoints[early]), str(checkpoints["late"])]
             line = [sys.executable, "-P", str(Path(__file__).with_name("experts_story.py"))]
+            bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}
             ended = subprocess.run(
-                [*line, *paths, *key[1:], str(out)], capture_output=True, text=True, timeout=400
+                [*line, *paths, *key[1:], str(out)],
+                capture_output=True,
+                text=True,
+                timeout=400,
+                env=os.environ | bind,
             )
             assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
             done[key] = json.loads(out.read_text())
