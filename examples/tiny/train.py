@@ -4,9 +4,9 @@
     python examples/tiny/train.py --out DIR
     python examples/tiny/train.py --out DIR --experts 8
 
-`--experts` makes it a mixture of so many experts, two for each token. Runs on the CPU in minutes. DIR/early answers fewer than
-half of the held-out problems, DIR/late almost all of them. Both are measured as saved, after `round_mantissa`: in BF16 and
-under simulated blockwise FP8.
+`--experts` makes it a mixture of so many experts, two for each token. Runs on the CPU in minutes. DIR/early answers fewer
+than half of the held-out problems, DIR/late almost all of them. Both are measured as saved, after `round_mantissa`: in BF16
+and under simulated blockwise FP8.
 """
 
 import argparse
