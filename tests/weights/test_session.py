@@ -89,12 +89,12 @@ FUSED = Manifest(
     MANIFEST.ignored,
     {
         name: (Piece(rank, target, (8, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),)
-        for name, rank, target in (("a", 0, "ab"), ("b", 1, "ab"), ("c", 0, "c"), ("d", 0, "d"))
+        for name, rank, target in (("a", 1, "ab"), ("b", 1, "ab"), ("c", 0, "c"), ("d", 0, "d"))
     },
     "fp32",
     2,
 )
-"""`a` and `b` lie in one parameter."""
+"""`a` and `b` lie in one parameter of the second rank."""
 
 
 def partly(**more: Any) -> Session:
