@@ -106,6 +106,11 @@ class BlockFp8Config(QuantizationConfig):
                 "quantized mixture-of-experts checkpoints" if self.serialized else "mixture-of-experts models"
             )
             raise ConfigError(f"blockfp8 does not serve {kind} yet ({prefix})")
+        experts = prefix.removesuffix(".routed_experts")
+        matrices = [f"{experts}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")]
+        named = [name for name in (prefix, experts, *matrices) if self._ignored(name, settings)]
+        if named:
+            raise ConfigError(f"blockfp8 serves all experts in FP8: expected ignore without {named[0]}")
         return BlockFp8ExpertsMethod(settings, layer.moe_config, prefix, shadow=self.shadow)
 
     def _kv_cache_method(self, settings: Settings, cache_dtype: str) -> QuantizeMethodBase | None:

@@ -28,7 +28,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "--speculative-config: a draft model would keep its old weights",
     ),
-    "EPLB": ({"enable_eplb": True}, "--enable-eplb: experts move between ranks"),
+    "EPLB": ({"enable_eplb": True}, "--enable-eplb: experts would move between ranks"),
+    "EPLB without updates": (
+        {"enable_eplb": True, "additional_config": {"fp8ext": {"staging": "none"}}},
+        "--enable-eplb: experts would move between ranks",
+    ),
     "CPU offload": ({"cpu_offload_gb": 1}, "CPU offload: offloaded weights have no address"),
     "KV transfer": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -75,7 +79,7 @@ for name, options in json.load(sys.stdin).items():
             from vllm_fp8ext.compat.refusals import refuse_unsupported
             from vllm_fp8ext.config import Settings
             config.parallel_config.enable_eplb = True
-            refuse_unsupported(config, Settings())
+            refuse_unsupported(config, Settings.parse(config.additional_config))
         answers[name] = ""
     except Exception as error:
         answers[name] = f"{type(error).__name__}: {error}"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a second module tree of the served model, and records what a checkpoint brought.
 
-Replaces nothing; calls `initialize_model` a second time with a configuration whose forward context is empty, and wraps
+Calls `initialize_model` a second time with a configuration whose forward context is empty, and wraps
 `DefaultModelLoader.get_all_weights` for the duration of the load. The recorder can go once vLLM tells the names, shapes and
-dtypes that a model was loaded from.
+dtypes that a model was loaded from. Replaces, on both trees, the method of projections that models make without asking any
+quantization (routers, gates of shared experts): on the CPU vLLM packs their weights away. Can go once it keeps them.
 """
 
 import copy
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -25,12 +27,14 @@ from vllm_fp8ext.weights.manifest import TensorSpec
 
 @contextmanager
 def recorded_checkpoint() -> Iterator[dict[str, TensorSpec]]:
-    """While entered, every tensor that the default loader reads is noted by name, in order."""
+    """While entered, every tensor that the default loader reads is noted by name, in order, and the model that it reads them
+    for keeps what it does not quantize readable."""
     specs: dict[str, TensorSpec] = {}
     original = DefaultModelLoader.get_all_weights
 
-    def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in original(self, *args, **kwargs):
+    def get_all_weights(self: Any, of: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        _keep_readable(model)
+        for name, tensor in original(self, of, model):
             specs[name] = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             yield name, tensor
 
@@ -54,11 +58,18 @@ def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:
     shadow.compilation_config.custom_ops = ["all"]
     with set_default_torch_dtype(config.model_config.dtype), device:
         model = initialize_model(vllm_config=shadow, model_config=shadow.model_config).eval()
+    _keep_readable(model)
     for module in model.modules():
         if isinstance(getattr(module, "quant_method", None), KeptLinearMethod | KeptEmbeddingMethod):
             module.quant_method.process_weights_after_loading(module)
     route_alone(model)
     return model
+
+
+def _keep_readable(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod:
+            module.quant_method = KeptLinearMethod()
 
 
 def checkpoint_specs(recorded: dict[str, TensorSpec], dtype: torch.dtype) -> list[TensorSpec]:

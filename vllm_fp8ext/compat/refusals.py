@@ -50,8 +50,6 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons.append("--data-parallel-size > 1: run one server per replica, each takes its own updates")
     if getattr(parallel, "_api_process_count", 1) > 1:
         reasons.append("--api-server-count > 1: the parts of one update would reach different processes")
-    if parallel.enable_eplb:
-        reasons.append("--enable-eplb: experts move between ranks under the update")
     if config.lora_config is not None:
         reasons.append("--enable-lora: adapters are not part of an update")
     if config.speculative_config is not None:
@@ -68,6 +66,11 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
         raise ConfigError(
             "blockfp8 can't be combined with VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key"
+        )
+    if parallel.enable_eplb:
+        raise ConfigError(
+            "blockfp8 can't be combined with --enable-eplb: experts would move between ranks, away from where updates and "
+            "digests look for them"
         )
     if settings.kv_scales is not None and not config.cache_config.cache_dtype.startswith("fp8"):
         raise ConfigError(
