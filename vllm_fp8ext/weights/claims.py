@@ -26,8 +26,7 @@ def opening_problems(claims: Mapping[str, Claim], manifest: Manifest) -> list[di
     """Everything wrong with claims before a byte is sent: what they name must fit the manifest."""
     specs = []
     for name, claim in claims.items():
-        known = manifest.tensors.get(name)
-        shape = claim.shape if claim.shape is not None else known.shape if known else ()
+        shape = claim.shape if claim.shape is not None else manifest.shape_of(name) or ()
         specs.append(TensorSpec(name, shape, claim.dtype or DTYPES[0]))
     return manifest.problems(specs)
 

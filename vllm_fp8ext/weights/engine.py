@@ -16,6 +16,7 @@ from vllm_fp8ext.kv.engine import KvEngine
 from vllm_fp8ext.weights.audits import Audits
 from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
 from vllm_fp8ext.weights.fingerprints import Fingerprints
+from vllm_fp8ext.weights.fused import taken_apart
 from vllm_fp8ext.weights.jobs import Jobs, Result
 from vllm_fp8ext.weights.labels import Label
 from vllm_fp8ext.weights.manifest import TensorSpec
@@ -136,14 +137,16 @@ class UpdateEngine:
         session.receive(chunk, specs, size)
         session.touch(self._clock())
         self.step.lose_previous()
-        names = session.manifest.tensors.keys() | session.manifest.scales_among(specs).keys()
+        manifest = session.manifest
+        names = manifest.tensors.keys() | manifest.fused.keys() | manifest.scales_among(specs).keys()
         used = [tensor for tensor in tensors if tensor[0] in names]
         if self._inplace and used:
             self.step.hold(session.running)
-        hashes = {name: claim.sha256 for name, claim in session.claims.items() if claim.sha256}
-        wanted = {tensor[0]: hashes[tensor[0]] for tensor in used if tensor[0] in hashes}
+        claimed = {name: claim.sha256 for name, claim in session.claims.items() if claim.sha256}
+        hashes = {name: [claimed[name], manifest.parts([name])] for name, *_ in used if name in claimed}
         finish = partial(self._staged, session, chunk, time.perf_counter())
-        return self.jobs.start("stage", session.id, source, used, wanted, finish=finish)
+        used = taken_apart(used, manifest.fused)
+        return self.jobs.start("stage", session.id, source, used, hashes, finish=finish)
 
     def update(self, id: str) -> Result:
         """Where an update stands."""

@@ -9,7 +9,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.lanes import Result
-from vllm_fp8ext.weights.manifest import CODES_DTYPE, scale_name
+from vllm_fp8ext.weights.manifest import CODES_DTYPE, SCALES, scale_name
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.source import AnySource, Sources
 from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
@@ -57,11 +57,12 @@ class Intake:
         return {}
 
     def stage(
-        self, job: int, session: str, source: AnySource, tensors: list[StoredTensor], hashes: dict[str, str]
+        self, job: int, session: str, source: AnySource, tensors: list[StoredTensor], hashes: dict[str, Any]
     ) -> Result:
         """Stage these tensors; `problems` of some, and squared error and squared norm of those that were quantized.
 
-        `hashes`: SHA-256 that the raw bytes of some of them must have; each rank checks its share.
+        `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it is;
+        each rank checks its share.
 
         Raises:
             UpdateError: `wrong-state`, when the update is wanted no more; or what stops the reading.
@@ -77,10 +78,13 @@ class Intake:
             name: torch.empty(shapes[name], dtype=torch.float32, device=self._device)
             for name in map(scale_name, codes)
         }
-        mine = {stored.spec.name for stored in tensors[self._rank :: self._world_size]}
-        checksums = Checksums({name: sha for name, sha in hashes.items() if name in mine})
+        checksums = Checksums(dict(list(hashes.items())[self._rank :: self._world_size]))
+        wanted = self._twin.stager.pieces.keys() | checksums.parts  # not other ranks' experts
+        here = [
+            stored for stored in tensors if {stored.spec.name, stored.spec.name.removesuffix(SCALES)} & wanted
+        ]
         # codes come after all scales, which are small
-        ordered = sorted(tensors, key=lambda stored: (stored.spec.name not in scales, stored.start))
+        ordered = sorted(here, key=lambda stored: (stored.spec.name not in scales, stored.start))
         stager, together, done = self._twin.stager, self._together(), 0
         with self._sources.open(source, ordered, lambda: self._require_wanted(session)) as parts:
             for rows in parts:

@@ -3,10 +3,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.layout import BLOCK, blocks
+from vllm_fp8ext.weights.fused import Fused, fused_experts
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +81,22 @@ class Manifest:
     scale_format: str
     world_size: int
 
+    @cached_property
+    def fused(self) -> dict[str, Fused]:
+        """Tensors that may come instead of all the matrices in them, by name."""
+        return fused_experts({name: spec.shape for name, spec in self.tensors.items()})
+
+    def parts(self, names: Iterable[str]) -> list[str]:
+        """These names, with those of its matrices for each fused tensor."""
+        return [
+            part for name in names for part in (self.fused[name].parts if name in self.fused else (name,))
+        ]
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape that a tensor must have, if it is taken."""
+        whole, known = self.fused.get(name), self.tensors.get(name)
+        return whole.shape if whole else known.shape if known else None
+
     def takes_codes(self, name: str) -> bool:
         """Whether a tensor may come as codes and block scales: everywhere its blocks are those that are served."""
         spec, pieces = self.tensors.get(name), self.pieces.get(name, ())
@@ -113,20 +131,16 @@ class Manifest:
         for spec in specs:
             if spec.name in self.ignored:
                 continue
-            known = scales.get(spec.name) or self.tensors.get(spec.name)
+            known = scales[spec.name].shape if spec.name in scales else self.shape_of(spec.name)
             if known is None:
                 found.append({"kind": "unknown-tensor", "tensor": spec.name})
                 continue
-            if spec.shape != known.shape:
-                found.append(
-                    {
-                        "kind": "wrong-shape",
-                        "tensor": spec.name,
-                        "expected": list(known.shape),
-                        "found": list(spec.shape),
-                    }
-                )
-            expected = [known.dtype] if spec.name in scales else self.dtypes_of(spec.name)
+            if spec.shape != known:
+                shapes = {"expected": list(known), "found": list(spec.shape)}
+                found.append({"kind": "wrong-shape", "tensor": spec.name, **shapes})
+                if spec.name in self.fused and spec.shape == (known[0], known[2], known[1]):
+                    found[-1]["detail"] = "transposed: the rows of a matrix must lie together"
+            expected = [scales[spec.name].dtype] if spec.name in scales else self.dtypes_of(spec.name)
             if spec.dtype not in expected:
                 found.append(
                     {
@@ -158,6 +172,7 @@ class Manifest:
             "world_size": self.world_size,
             "dtypes": [*DTYPES, CODES_DTYPE],
             "ignored": sorted(self.ignored),
+            "fused": {name: list(whole.shape) for name, whole in sorted(self.fused.items())},
             "tensors": {
                 name: {
                     "shape": list(spec.shape),

@@ -66,11 +66,12 @@ class Rank:
 
     @described
     def stage(
-        self, job: int, session: str, source: dict[str, Any], tensors: list[Any], hashes: dict[str, str]
+        self, job: int, session: str, source: dict[str, Any], tensors: list[Any], hashes: dict[str, Any]
     ) -> Result:
         """Start to stage these tensors (`[name, shape, dtype, start, bytes]`) of a `Source`; `poll(job)` tells the outcome.
 
-        `hashes`: SHA-256 that the raw bytes of some of them must have; each rank checks its share.
+        `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it
+        is; each rank checks its share.
         """
         stored = [
             StoredTensor(TensorSpec(name, tuple(shape), dtype), start, size)

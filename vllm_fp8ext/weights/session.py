@@ -8,6 +8,7 @@
 A chunk that arrives after `prepare` reopens the update. Ends are final and are kept for reading. Times are Unix seconds.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -117,9 +118,15 @@ class Session:
         problems = self.manifest.problems(specs)
         told = {(problem["kind"], problem["tensor"]) for problem in problems}
         problems += [p for p in claim_problems(self.claims, specs) if (p["kind"], p["tensor"]) not in told]
+        brought = self.manifest.parts(spec.name for spec in specs)
+        problems += [
+            {"kind": "duplicate-tensor", "tensor": name, "chunk": key}
+            for name, count in sorted(Counter(brought).items())
+            if count > 1
+        ]
         for other_key, other in self.chunks.items():
             if other_key != key:
-                repeated = {spec.name for spec in specs} & other.names - self.manifest.ignored
+                repeated = set(brought) & other.names - self.manifest.ignored
                 problems += [
                     {"kind": "duplicate-tensor", "tensor": name, "chunk": other_key}
                     for name in sorted(repeated)
@@ -128,7 +135,7 @@ class Session:
             raise refusal(problems)
         self.state = State.OPEN
         self.revision += 1
-        self.chunks[key] = Chunk(frozenset(spec.name for spec in specs), size)
+        self.chunks[key] = Chunk(frozenset(brought), size)
 
     def staged(
         self,
@@ -156,7 +163,8 @@ class Session:
         if not self.partial:
             return set(self.manifest.tensors)
         refused = {name for chunk in self.chunks.values() for name in chunk.refused}
-        return self.manifest.completed(self.staged_names() | refused | self.claims.keys())
+        claimed = self.manifest.parts(self.claims)
+        return self.manifest.completed(self.staged_names() | refused | set(claimed))
 
     def missing(self) -> list[str]:
         """Required tensors that no staged chunk has brought."""

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused experts, taken as the matrices that lie in them."""
+
+import pytest
+import torch
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.claims import Claim, opening_problems
+from vllm_fp8ext.weights.fused import fused_experts, taken_apart
+from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, TensorSpec
+from vllm_fp8ext.weights.session import Running, Session
+
+EXPERTS, WIDTH, HIDDEN = 3, 4, 6
+NAMES = {
+    "model.layers.0.mlp": ("gate_proj", "up_proj", "down_proj"),
+    "model.layers.1.block_sparse_moe": ("w1", "w3", "w2"),
+}
+
+
+def specs() -> dict[str, TensorSpec]:
+    found = {"norm.weight": TensorSpec("norm.weight", (HIDDEN,), "bfloat16")}
+    for layer, (gate, up, down) in NAMES.items():
+        for expert in range(EXPERTS):
+            for matrix in (gate, up, down):
+                name = f"{layer}.experts.{expert}.{matrix}.weight"
+                shape = (HIDDEN, WIDTH) if matrix == down else (WIDTH, HIDDEN)
+                found[name] = TensorSpec(name, shape, "bfloat16")
+    return found
+
+
+MANIFEST = Manifest(specs(), frozenset(), {}, "fp32", 1)
+
+
+def session(**options: object) -> Session:
+    return Session("u", "v", Running.KEEP, MANIFEST, 0.0, 60.0, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layer", NAMES)
+def test_the_bytes_of_each_matrix_are_found(layer: str) -> None:
+    single = {name: torch.randn(spec.shape).bfloat16() for name, spec in specs().items()}
+    matrices = [
+        [single[f"{layer}.experts.{n}.{name}.weight"] for name in NAMES[layer]] for n in range(EXPERTS)
+    ]
+    sent = {
+        f"{layer}.experts.gate_up_proj": torch.stack([torch.cat(of[:2]) for of in matrices]),
+        f"{layer}.experts.down_proj": torch.stack([of[2] for of in matrices]),
+    }
+    first = 100
+    for name, tensor in sent.items():
+        assert MANIFEST.fused[name].shape == tuple(tensor.shape)
+        raw = tensor.view(torch.uint8).flatten()
+        told = [name, list(tensor.shape), "bfloat16", first, raw.numel()]
+        for part, shape, dtype, start, size in taken_apart([told], MANIFEST.fused):
+            assert dtype == "bfloat16"
+            found = raw[start - first : start - first + size].view(torch.bfloat16).view(shape)
+            assert torch.equal(found, single[part]), part
+    parts = [part for name in sent for part in MANIFEST.fused[name].parts]
+    assert sorted(parts) == sorted(name for name in single if name.startswith(layer))
+
+
+def test_other_tensors_are_left_as_they_are() -> None:
+    tensor = ["norm.weight", [HIDDEN], "bfloat16", 8, 2 * HIDDEN]
+    assert taken_apart([tensor], MANIFEST.fused) == [tensor]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"a.experts.0.up_proj.weight": (4, 6), "a.experts.2.up_proj.weight": (4, 6)},
+        {"a.experts.0.up_proj.weight": (4, 6), "a.experts.1.up_proj.weight": (8, 6)},
+        {"a.experts.0.up_proj.weight": (4,)},
+        {"a.experts.0.bias": (4,), "a.expert.0.up_proj.weight": (4, 6), "a.up_proj.weight": (4, 6)},
+    ],
+    ids=["gap", "shapes differ", "vector", "no experts"],
+)
+def test_what_can_not_be_fused(shapes: dict[str, tuple[int, ...]]) -> None:
+    assert fused_experts(shapes) == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "problem"),
+    [
+        ((EXPERTS, 2 * WIDTH, HIDDEN), "float32", None),
+        ((EXPERTS, HIDDEN, 2 * WIDTH), "bfloat16", "transposed: the rows of a matrix must lie together"),
+        ((EXPERTS + 1, 2 * WIDTH, HIDDEN), "bfloat16", "wrong-shape"),
+        ((EXPERTS, 2 * WIDTH, HIDDEN), CODES_DTYPE, "wrong-dtype"),
+    ],
+)
+def test_what_is_wrong_with_a_fused_tensor(shape: tuple[int, ...], dtype: str, problem: str | None) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    found = MANIFEST.problems([TensorSpec(name, shape, dtype)])
+    assert found == opening_problems({name: Claim(shape, dtype)}, MANIFEST)
+    assert [one.get("detail", one["kind"]) for one in found] == ([problem] if problem else [])
+
+
+def test_a_fused_tensor_brings_its_matrices_once() -> None:
+    fused = "model.layers.0.mlp.experts.down_proj"
+    spec = TensorSpec(fused, MANIFEST.fused[fused].shape, "bfloat16")
+    one = MANIFEST.fused[fused].parts[1]
+    update = session(partial=True, base_epoch=0)
+    with pytest.raises(UpdateError) as caught:
+        update.receive("0", [spec, MANIFEST.tensors[one]], 10)
+    assert caught.value.details["problems"] == [{"kind": "duplicate-tensor", "tensor": one, "chunk": "0"}]
+    update.receive("0", [spec], 10)
+    update.staged("0", [])
+    assert update.staged_names() == set(MANIFEST.fused[fused].parts)
+    with pytest.raises(UpdateError) as caught:
+        update.receive("1", [MANIFEST.tensors[one]], 10)
+    assert caught.value.details["problems"] == [{"kind": "duplicate-tensor", "tensor": one, "chunk": "0"}]
+
+
+def test_an_announced_fused_tensor_is_required() -> None:
+    fused = "model.layers.1.block_sparse_moe.experts.gate_up_proj"
+    update = session(partial=True, base_epoch=0, claims={fused: Claim()})
+    assert update.required() == set(MANIFEST.fused[fused].parts)

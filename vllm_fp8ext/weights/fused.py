@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that come fused, as trainers hold them: gate and up of all experts of a layer in one tensor, their down in another.
+
+Each matrix of an expert lies in one run of bytes of such a tensor, so that it is taken as the matrices that it is made of.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MATRIX = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<matrix>\w+)\.weight")
+_ORDER = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
+_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_FUSED |= {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One tensor of all experts of a layer: `[experts, 2I, K]`, each gate above its up, or `[experts, K, I]`. `parts`: the
+    names of its matrices, all of one shape, in the order in which they lie in it."""
+
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+
+
+def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused]:
+    """By the name under which it may come (`….experts.gate_up_proj`, `….experts.down_proj`), of tensors with these shapes."""
+    members: dict[str, dict[int, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
+    for name in shapes:
+        found = _MATRIX.fullmatch(name)
+        if found and found["matrix"] in _FUSED:
+            whole = f"{found['experts']}.{_FUSED[found['matrix']]}"
+            members[whole][int(found["expert"])].append((_ORDER[found["matrix"]], name))
+    fused = {}
+    for whole, experts in members.items():
+        parts = tuple(name for expert in sorted(experts) for _, name in sorted(experts[expert]))
+        each, shape = len(parts) // len(experts), shapes[parts[0]]
+        alike = len(shape) == 2 and all(shapes[part] == shape for part in parts)
+        if alike and set(experts) == set(range(len(experts))):
+            fused[whole] = Fused((len(experts), each * shape[0], shape[1]), parts)
+    return fused
+
+
+def taken_apart(tensors: Iterable[list[Any]], fused: Mapping[str, Fused]) -> list[list[Any]]:
+    """Tensors, `[name, shape, dtype, start, bytes]` each, with every fused one as the matrices that it is made of."""
+    found = []
+    for tensor in tensors:
+        name, shape, dtype, start, size = tensor
+        parts = fused[name].parts if name in fused else ()
+        if not parts:
+            found.append(tensor)
+            continue
+        experts, rows, columns = shape
+        each, matrix = size // len(parts), [experts * rows // len(parts), columns]
+        found += [[part, matrix, dtype, start + number * each, each] for number, part in enumerate(parts)]
+    return found
