@@ -108,10 +108,10 @@ def test_notes(tmp_path: Path) -> None:
     small = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     for config, note in (
         (MistralConfig(**small, sliding_window=64), "2 of 2 layers keep a sliding window only"),
-        (Qwen3MoeConfig(**small, num_experts=4), "does not serve mixture-of-experts models yet"),
+        (Qwen3MoeConfig(**small, num_experts=4), "Experts divided among the ranks by their width"),
     ):
         config.save_pretrained(tmp_path)
-        assert note in plan(str(tmp_path), "--gpu", "H100", "--context", "256")
+        assert note in plan(str(tmp_path), "--gpu", "H100", "--context", "256", "--tp", "2")
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,20 @@ def test_experts_are_quantized_and_routers_are_not() -> None:
     assert weight_memory(model, 1, fp8=True) == quantized + 4 * blocks + 2 * kept
 
 
+@pytest.mark.parametrize(("tp", "padded"), [(1, 256), (2, 128), (4, 128)])
+def test_experts_are_padded_to_whole_blocks(tp: int, padded: int) -> None:
+    attention = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "hidden_size": 256}
+    experts = {"num_experts": 4, "moe_intermediate_size": 192}
+    model = shapes(Qwen3MoeConfig(**attention, **experts, num_hidden_layers=1, vocab_size=128), "moe")
+    dense = sum(
+        weight_memory(replace(model, parameters=(parameter,)), tp, fp8=True)
+        for parameter in model.parameters
+        if len(parameter.shape) < 3
+    )
+    values = 4 * 3 * padded * 256
+    assert weight_memory(model, tp, fp8=True) == dense + values + 4 * values // 128**2
+
+
 def test_sliding_windows_hold_their_window_only() -> None:
     config = GptOssConfig(num_hidden_layers=4, sliding_window=128, num_local_experts=4)
     model = shapes(config, "half of it slides")

@@ -144,9 +144,9 @@ def _notes(model: Model, serving: Serving, found: list[Row]) -> list[str]:
         notes.append(
             f"{sliding} of {len(model.windows)} layers keep a sliding window only; KV bytes per token count all."
         )
-    if model.experts_per_token:
+    if model.experts_per_token and serving.tp > 1:
         notes.append(
-            "blockfp8 does not serve mixture-of-experts models yet: FP8 rows show what it would take."
+            "Experts divided among the ranks by their width; with --enable-expert-parallel they take as much, less padding."
         )
     notes += [
         f"{_weights(row)} with {row.kv.upper()} KV does not fit: {row.short_bytes / GIB:.2f} GiB short of one request."

@@ -4,7 +4,6 @@
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 from typing import get_args
 
 from vllm_fp8ext.config import Settings
@@ -143,9 +142,22 @@ def _parameter_memory(parameter: Parameter, model: Model, tp: int, *, fp8: bool)
     size = -(-parameter.size // parts)
     if not fp8 or parameter.role not in (Role.PROJECTION, Role.KV_PROJECTION):
         return size * SIXTEEN_BITS
-    *experts, rows, columns = parameter.shape
-    blocks = prod(experts) * -(-rows // BLOCK) * -(-columns // BLOCK)
+    if len(parameter.shape) == 3:
+        return _experts_memory(parameter, tp)
+    rows, columns = parameter.shape
+    blocks = -(-rows // BLOCK) * -(-columns // BLOCK)
     return size + -(-blocks // parts) * SCALE_BYTES
+
+
+def _experts_memory(parameter: Parameter, tp: int) -> int:
+    """Codes and scales of all experts of a layer: each rank's part of gate, of up and of down is padded to whole blocks."""
+    experts, rows, columns = parameter.shape
+    if parameter.name.endswith("gate_up_proj"):
+        rows = 2 * -(-rows // 2 // tp // BLOCK) * BLOCK
+    else:
+        columns = -(-columns // tp // BLOCK) * BLOCK
+    blocks = -(-rows // BLOCK) * -(-columns // BLOCK)
+    return experts * (rows * columns + blocks * SCALE_BYTES)
 
 
 def page_bytes(model: Model, serving: Serving, *, fp8: bool) -> int:
