@@ -22,6 +22,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
+from . import mixture
 from .ask import Stream
 from .plugins import variables
 
@@ -36,15 +37,18 @@ UNTOUCHED, POISONED, DEAD = "untouched", "poisoned, healed by a full update", "e
 
 @dataclass(frozen=True)
 class Cell:
-    """One fault. `ranks`: tensor-parallel size; the fault strikes the last of them. `lasting`: its undoing fails as well."""
+    """One fault. `ranks`: tensor-parallel size; the fault strikes the last of them. `lasting`: its undoing fails as well.
+    `experts`: in a mixture of experts, which the ranks share out."""
 
     kind: str
     point: str
     ranks: int
     lasting: bool = False
+    experts: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind}{', twice' if self.lasting else ''}, {self.point}, TP {self.ranks}"
+        on = f"TP {self.ranks}{', experts' if self.experts else ''}"
+        return f"{self.kind}{', twice' if self.lasting else ''}, {self.point}, {on}"
 
     @property
     def expected(self) -> str:
@@ -57,7 +61,8 @@ class Cell:
 
 
 CELLS = tuple(
-    Cell(kind, point, ranks, lasting)
+    Cell(kind, point, ranks, lasting, experts)
+    for experts in (False, True)
     for ranks in (1, 2)
     for point in POINTS
     for kind in KINDS
@@ -75,17 +80,19 @@ class Ending:
 
 
 class FaultyServer(Server):
-    """A server with the fault plugin."""
+    """A server with the fault plugin: of the dense model, or of the mixture of experts."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, experts: bool = False) -> None:
         name = f"tp{ranks}-{time.monotonic_ns()}"
         self.fault = folder / f"{name}.json"
-        self.ranks = ranks
+        self.ranks, self.experts = ranks, experts
+        self.early, self.late = (mixture.EARLY, mixture.LATE) if experts else (EARLY, LATE)
         arguments = SMALL
         if ranks > 1:
             arguments += ("--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp")
+            arguments += ("--enable-expert-parallel",) if experts else ()
         super().__init__(
-            EARLY,
+            self.early,
             folder / f"{name}.log",
             arguments=arguments,
             settings={"deadline_seconds": DEADLINE_SECONDS},
@@ -100,9 +107,9 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
         AssertionError: it ended in another way than it must, or not in time.
     """
     with server.client() as client:
-        client.push(EARLY, version="early")
+        client.push(server.early, version="early")
         if cell.point == "rollback":
-            client.push(LATE, version="late")
+            client.push(server.late, version="late")
     before = _state(server)
     stream = Stream(server, tokens=500)
     method, path, body = _ready(server, cell)
@@ -134,13 +141,13 @@ def _fault(cell: Cell) -> dict[str, Any]:
     return {"point": point, "kind": cell.kind, "rank": rank, "lasting": cell.lasting}
 
 
-def _ready(server: Server, cell: Cell) -> tuple[str, str, bytes | None]:
+def _ready(server: FaultyServer, cell: Cell) -> tuple[str, str, bytes | None]:
     """Bring an update to the broken point; the call that is to break."""
     if cell.point == "open":
         return "POST", "/updates", b"{}"
     if cell.point == "rollback":
         return "POST", "/rollback", b"{}"
-    body = (LATE / "model.safetensors").read_bytes()
+    body = (server.late / "model.safetensors").read_bytes()
     with server.client() as client:
         id = client.open(version="late").id
         if cell.point in ("chunk", "staging"):
@@ -205,16 +212,16 @@ def _require_poisoned(server: Server) -> None:
         assert (refused.value.kind, refused.value.status) == ("poisoned", 503)
 
 
-def _heal(server: Server) -> None:
+def _heal(server: FaultyServer) -> None:
     """A full update goes through (an open one is given up first), and every rank answers for itself and has what was sent."""
     with server.client() as client:
         weights = client.weights()
         if weights.update:
             client.abandon(weights.update)
-        client.push(LATE, version="late")
+        client.push(server.late, version="late")
         served = client.digests().digests
         manifest = Manifest.from_dict(client.manifest())
-        assert served == checkpoint_digests(LATE, manifest)
+        assert served == checkpoint_digests(server.late, manifest)
     httpx.get(f"{server.url}/health", timeout=120).raise_for_status()
     assert _state(server)["tokens"]
 
