@@ -1,30 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small mixture of experts, served and updated in one process. Takes two checkpoints, a staging, a number of ranks and
-whether they share out experts; writes what it saw, as JSON, to a file."""
+"""Small mixtures of experts, served and updated one after the other in one process. Takes a file of settings, each the
+arguments of `story`, and writes what it saw of each, as JSON, to another file."""
 
 import asyncio
 import json
+import os
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
+from torch import Tensor
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import AsyncClient
 from vllm_fp8ext.serve.embedded import embedded
+from vllm_fp8ext.weights.digest import EXPERT
+from vllm_fp8ext.weights.manifest import Manifest
 from vllm_fp8ext.weights.wire import stored
 
-PROMPTS = [[3 + (7 * i + 11 * row) % 120 for i in range(24)] for row in range(4)]
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from routing import FOLLOWED, followed, taken
+
+PROMPTS = [[3 + (7 * i + 11 * row) % 120 for i in range(24)] for row in range(3)]
 
 
-def engine_on(model: str, staging: str, ranks: int, shared_out: bool) -> AsyncLLM:
-    options: dict[str, Any] = {"tensor_parallel_size": ranks, "enable_expert_parallel": shared_out}
-    if ranks > 1:
-        options["distributed_executor_backend"] = "mp"
+def engine_on(model: str, staging: str, ranks: int, share_out: bool) -> AsyncLLM:
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "auto" if ranks == 1 else "0|1"
+    options: dict[str, Any] = {"tensor_parallel_size": ranks, "enable_expert_parallel": share_out}
+    options["distributed_executor_backend"] = "uni" if ranks == 1 else "mp"
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=model,
@@ -33,16 +42,18 @@ def engine_on(model: str, staging: str, ranks: int, shared_out: bool) -> AsyncLL
             enforce_eager=True,
             kv_cache_memory_bytes=32 << 20,
             skip_tokenizer_init=True,
+            worker_extension_cls=FOLLOWED,
             additional_config={"fp8ext": {"staging": staging}},
             **options,
         )
     )
 
 
-async def sampled(engine: AsyncLLM, name: str) -> list[list[Any]]:
-    """Token ids and log-probabilities that the engine goes on with, greedily, one request at a time."""
+async def sampled(engine: AsyncLLM, name: str) -> list[Any]:
+    """Token ids and log-probabilities that the engine goes on with, greedily, one request at a time; and the experts that its
+    routers chose since it was last asked, the same on all ranks."""
     wanted = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
-    found: list[list[Any]] = []
+    found: list[Any] = []
     for number, prompt in enumerate(PROMPTS):
         async for output in engine.generate({"prompt_token_ids": prompt}, wanted, f"{name} {number}"):
             one = output.outputs[0]
@@ -50,11 +61,35 @@ async def sampled(engine: AsyncLLM, name: str) -> list[list[Any]]:
         found.append(
             [ids, [step[token].logprob for step, token in zip(one.logprobs or [], ids, strict=True)]]
         )
-    return found
+    return [found, await taken(engine)]
+
+
+def fused(tensors: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+    """The same weights, with the experts of each layer in two tensors."""
+    left = dict(tensors)
+    for name, whole in manifest.fused.items():
+        left[name] = torch.cat([left.pop(part) for part in whole.parts]).view(whole.shape)
+    assert not any(EXPERT.search(name) for name in left)
+    return left
+
+
+async def refused(weights: AsyncClient, tensors: dict[str, Tensor], damage: str) -> dict[str, Any]:
+    """What an update is answered in which one matrix of the last expert is not finite, or missing."""
+    name = max(name for name in tensors if EXPERT.search(name))
+    sent = dict(tensors)
+    if damage == "missing":
+        del sent[name]
+    else:
+        sent[name] = torch.full_like(sent[name], torch.nan)
+    try:
+        await weights.push(sent)
+    except UpdateError as error:
+        return {"tensor": name, "kind": error.kind, **error.details}
+    return {}
 
 
 async def updated(weights: AsyncClient, engine: AsyncLLM, late: dict[str, Any], early: dict[str, Any]) -> Any:
-    """The whole of `late`, in chunks of two tensors in any order, then back, then parts of it."""
+    """The whole of `late`, in chunks of two tensors in any order, then back with fused experts, then parts of it."""
     facts: dict[str, Any] = {}
     names = sorted(late)
     random.Random(0).shuffle(names)
@@ -65,10 +100,14 @@ async def updated(weights: AsyncClient, engine: AsyncLLM, late: dict[str, Any], 
     await weights.commit(opened.id)
     facts["late"] = await sampled(engine, "late")
     facts["late digests"] = (await weights.digests()).model_dump()
-    await weights.push(early, version="early")
+    facts["refused"] = [await refused(weights, early, damage) for damage in ("missing", "non-finite")]
+    facts["after refusals"] = (await weights.weights()).state
+    facts["digests after refusals"] = (await weights.digests()).model_dump()
+    await weights.push(fused(early, Manifest.from_dict(await weights.manifest())), version="early")
     facts["early again"] = await sampled(engine, "early again")
     facts["early digests"] = (await weights.digests()).model_dump()
-    some = [name for name in names if ".experts.3." in name or name.endswith("experts.1.up_proj.weight")]
+    alone = "experts.1.up_proj.weight", "experts.1.w3.weight"
+    some = [name for name in names if ".experts.3." in name or name.endswith(alone)]
     epoch = (await weights.weights()).epoch
     part = {name: late[name] for name in some}
     await weights.push(part, version="some experts", partial=True, base_epoch=epoch)
@@ -78,17 +117,20 @@ async def updated(weights: AsyncClient, engine: AsyncLLM, late: dict[str, Any], 
     return facts
 
 
-async def main(early: str, late: str, staging: str, ranks: str, shared_out: str, out: str) -> None:
-    engine = engine_on(early, staging, int(ranks), shared_out == "yes")
+async def story(early: str, late: str, staging: str, ranks: int, share_out: bool) -> dict[str, Any]:
+    """`share_out`: expert parallelism."""
+    engine = engine_on(early, staging, ranks, share_out)
+    await followed(engine)
     facts: dict[str, Any] = {"early": await sampled(engine, "early")}
     async with embedded(engine) as weights:
         facts["cold digests"] = (await weights.digests()).model_dump()
         facts["manifest"] = await weights.manifest()
-        if early != late:
-            facts |= await updated(weights, engine, dict(stored(Path(late))), dict(stored(Path(early))))
-    engine.shutdown()
-    Path(out).write_text(json.dumps(facts))
+        facts["twin bytes"] = (await weights.weights()).twin_bytes
+        facts |= await updated(weights, engine, dict(stored(Path(late))), dict(stored(Path(early))))
+    engine.shutdown(timeout=0.1)
+    return facts
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps([asyncio.run(story(**setting)) for setting in settings]))

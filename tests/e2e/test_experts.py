@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small mixture of experts with random weights: what an update leaves is what a cold start makes, byte for byte."""
+"""Small mixtures of experts with random weights, routed in several ways: what an update leaves is what a cold start makes,
+byte for byte, and tokens go to the same experts."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from vllm_fp8ext.weights.digest import Digests, checkpoint_digests
+from vllm_fp8ext.plan.memory import weight_memory
+from vllm_fp8ext.plan.model import read_model
+from vllm_fp8ext.weights.digest import EXPERT, Digests, checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
 WIDTH = 192
@@ -21,104 +32,163 @@ WIDTH = 192
 EXPERTS = 7
 """Not as many on one rank as on the other."""
 
-Story = Callable[..., dict[str, Any]]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+HEADS = {"head_dim": 64, "moe_intermediate_size": WIDTH}
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "in place": ("qwen3", {"staging": "inplace"}),
+    "a shared expert with a gate": ("qwen2", {}),
+    "Mixtral": ("mixtral", {}),
+    "as DeepSeek routes": ("glm4", {}),
+    "two ranks": ("mixtral", {"ranks": 2}),
+    "two ranks that share out experts": ("qwen3", {"ranks": 2, "share_out": True}),
+}
+DEFAULTS = {"staging": "shadow", "ranks": 1, "share_out": False}
+
+
+def model(kind: str) -> PreTrainedModel:
+    """With random weights, from torch's global generator."""
+    if kind == "qwen3":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **HEADS, num_experts=EXPERTS))
+    if kind == "qwen2":
+        shared = {"shared_expert_intermediate_size": WIDTH, "moe_intermediate_size": WIDTH}
+        return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **shared, num_experts=4))
+    if kind == "mixtral":
+        of = SHAPE | {"intermediate_size": WIDTH}
+        return MixtralForCausalLM(MixtralConfig(**of, num_local_experts=4))
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+    layers = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    made = Glm4MoeForCausalLM(Glm4MoeConfig(**SHAPE, **HEADS, **groups, **layers))
+    for name, bias in made.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.uniform_(0, 0.2)
+    return made
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An early and a late checkpoint of one shape."""
+    """Of each kind of model a folder with an early and a late checkpoint."""
     folder = tmp_path_factory.mktemp("mixtures")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    experts = {"moe_intermediate_size": WIDTH, "num_experts": EXPERTS, "num_experts_per_tok": 2}
-    config = Qwen3MoeConfig(
-        hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=128, **heads, **experts
-    )
-    for seed, name in enumerate(("early", "late")):
-        torch.manual_seed(seed)
-        Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder / name)
-    return {name: folder / name for name in ("early", "late")}
+    for kind in {kind for kind, _ in SETTINGS.values()}:
+        for seed, name in enumerate(("early", "late")):
+            torch.manual_seed(seed)
+            model(kind).bfloat16().save_pretrained(folder / kind / name)
+    return {kind: folder / kind for kind, _ in SETTINGS.values()}
 
 
 @pytest.fixture(scope="module")
-def story(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Runs `experts_story` once for each setting."""
-    done: dict[tuple[str, ...], dict[str, Any]] = {}
+def stories(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What `experts_story` saw with each setting."""
     folder = tmp_path_factory.mktemp("stories")
-
-    def run(early: str, staging: str = "shadow", ranks: int = 1, shared_out: str = "no") -> dict[str, Any]:
-        key = (early, staging, str(ranks), shared_out)
-        if key not in done:
-            out = folder / f"{'-'.join(key)}.json"
-            paths = [str(checkpoints[early]), str(checkpoints["late"])]
-            line = [sys.executable, "-P", str(Path(__file__).with_name("experts_story.py"))]
-            bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}
-            ended = subprocess.run(
-                [*line, *paths, *key[1:], str(out)],
-                capture_output=True,
-                text=True,
-                timeout=400,
-                env=os.environ | bind,
-            )
-            assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-            done[key] = json.loads(out.read_text())
-        return done[key]
-
-    return run
-
-
-SETTINGS = {
-    "one rank": (),
-    "two ranks": ("shadow", 2),
-    "two ranks that share out experts": ("shadow", 2, "yes"),
-    "in place": ("inplace",),
-}
+    runs = [
+        {
+            "early": str(checkpoints[kind] / "early"),
+            "late": str(checkpoints[kind] / "late"),
+            **DEFAULTS,
+            **options,
+        }
+        for kind, options in SETTINGS.values()
+    ]
+    (folder / "settings.json").write_text(json.dumps(runs))
+    story = Path(__file__).with_name("experts_story.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(story), str(folder / "settings.json"), str(folder / "facts.json")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return dict(zip(SETTINGS, json.loads((folder / "facts.json").read_text()), strict=True))
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
-def facts(request: pytest.FixtureRequest, story: Story) -> dict[str, Any]:
-    return story("early", *SETTINGS[request.param])
+def setting(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def expected(facts: dict[str, Any], path: Path) -> Digests:
-    return checkpoint_digests(path, Manifest.from_dict(facts["manifest"]))
+@pytest.fixture(scope="module")
+def facts(setting: str, stories: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return stories[setting]
+
+
+@pytest.fixture(scope="module")
+def digests(setting: str, facts: dict[str, Any], checkpoints: dict[str, Path]) -> tuple[Digests, Digests]:
+    """Of the early and of the late checkpoint, computed from their files."""
+    folder, manifest = checkpoints[SETTINGS[setting][0]], Manifest.from_dict(facts["manifest"])
+    return checkpoint_digests(folder / "early", manifest), checkpoint_digests(folder / "late", manifest)
 
 
 def test_what_is_served_is_what_the_checkpoint_makes(
-    facts: dict[str, Any], checkpoints: dict[str, Path]
+    facts: dict[str, Any], digests: tuple[Digests, Digests]
 ) -> None:
-    early, late = (expected(facts, checkpoints[name]) for name in ("early", "late"))
+    early, late = digests
     assert facts["cold digests"]["digests"] == facts["early digests"]["digests"] == early
     assert facts["late digests"]["digests"] == late
-    matrices = [name for name in early if name.endswith("_proj.weight")]
+    matrices = [name for name in early if EXPERT.search(name)]
+    assert matrices
     assert all(early[name] != late[name] for name in matrices)
 
 
 def test_some_matrices_of_some_experts_are_updated(
-    facts: dict[str, Any], checkpoints: dict[str, Path]
+    facts: dict[str, Any], digests: tuple[Digests, Digests]
 ) -> None:
-    early, late = (expected(facts, checkpoints[name]) for name in ("early", "late"))
+    early, late = digests
     chosen = set(facts["some"])
-    assert len(chosen) == 8
+    assert 0 < len(chosen) < sum(1 for name in early if EXPERT.search(name))
     assert facts["some digests"]["digests"] == {
         name: (late if name in chosen else early)[name] for name in early
     }
     assert facts["verified"] == "some experts"
 
 
-def test_outputs_follow_the_weights(facts: dict[str, Any]) -> None:
+def test_one_bad_matrix_of_one_expert_refuses_an_update(setting: str, facts: dict[str, Any]) -> None:
+    """What is served stays, but in place."""
+    missing, infinite = facts["refused"]
+    assert (missing["kind"], missing["missing"]) == ("incomplete", [missing["tensor"]])
+    assert infinite["kind"] == "non-finite"
+    assert [problem["tensor"] for problem in infinite["problems"]] == [infinite["tensor"]]
+    if setting == "in place":
+        assert facts["after refusals"] == "poisoned"
+    else:
+        assert facts["after refusals"] == "serving"
+        assert facts["digests after refusals"] == facts["late digests"]
+
+
+def test_a_plan_knows_what_a_twin_takes(
+    setting: str, facts: dict[str, Any], checkpoints: dict[str, Path]
+) -> None:
+    if setting == "in place":
+        assert facts["twin bytes"] == [0]
+        return
+    kind, options = SETTINGS[setting]
+    if "share_out" in options:
+        pytest.skip("the plan divides experts by their width")
+    ranks = options.get("ranks", 1)
+    planned = weight_memory(read_model(str(checkpoints[kind] / "early")), ranks, fp8=True)
+    assert facts["twin bytes"] == pytest.approx([planned] * ranks, rel=2e-3)
+
+
+def test_an_update_serves_what_a_cold_start_serves(facts: dict[str, Any]) -> None:
+    """Tokens, their log-probabilities, and the experts of every token; not what was served in between."""
     assert facts["early again"] == facts["early"]
-    assert facts["late"] != facts["early"]
+    (tokens, routes), (later, elsewhere) = facts["early"], facts["late"]
+    assert (later != tokens, elsewhere != routes) == (True, True)
+    assert {len(experts) for layer in routes for experts in layer} == {2}
     assert facts["late digests"]["addresses"] == facts["cold digests"]["addresses"]
 
 
-def test_an_update_serves_what_a_cold_start_serves(story: Story) -> None:
-    cold, updated = story("late"), story("early")
-    assert updated["late"] == cold["early"]
-    assert updated["late digests"]["digests"] == cold["cold digests"]["digests"]
-
-
-def test_each_rank_has_experts_of_its_own(story: Story) -> None:
-    tensors = story("early", *SETTINGS["two ranks that share out experts"])["manifest"]["tensors"]
+def test_each_rank_has_experts_of_its_own(stories: dict[str, dict[str, Any]]) -> None:
+    tensors = stories["two ranks that share out experts"]["manifest"]["tensors"]
     for expert in range(EXPERTS):
         name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
         (piece,) = tensors[name]["pieces"]
@@ -129,6 +199,21 @@ def test_each_rank_has_experts_of_its_own(story: Story) -> None:
 
 
 def test_routers_stay_as_they_are(facts: dict[str, Any]) -> None:
+    kept = set()
     for name, tensor in facts["manifest"]["tensors"].items():
-        quantized = {piece["quantized"] for piece in tensor["pieces"]}
-        assert quantized == {name.endswith("_proj.weight")}, name
+        matrix = name.endswith("_proj.weight") or EXPERT.search(name) is not None
+        assert {piece["quantized"] for piece in tensor["pieces"]} == {matrix}, name
+        if "gate." in name or "bias" in name:
+            kept.add(name.rpartition("mlp.")[2].rpartition("block_sparse_moe.")[2])
+    assert "gate.weight" in kept
+
+
+def test_the_bias_of_a_router_and_the_gate_of_a_shared_expert_are_updated(
+    stories: dict[str, dict[str, Any]],
+) -> None:
+    for setting, name in (
+        ("as DeepSeek routes", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("a shared expert with a gate", "model.layers.0.mlp.shared_expert_gate.weight"),
+    ):
+        found = stories[setting]
+        assert found["late digests"]["digests"][name] != found["cold digests"]["digests"][name]
