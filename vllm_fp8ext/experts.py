@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported, RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
@@ -21,6 +21,7 @@ from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.experts import ACTIVATIONS, reference_experts
 from vllm_fp8ext.kernels.reference import BLOCK, blocks
+from vllm_fp8ext.linear import require_scales
 from vllm_fp8ext.weights.parts import Part
 
 CODES = ("w13_weight", "w2_weight")
@@ -29,17 +30,27 @@ DEQUANTIZED = ("w13_dequantized", "w2_dequantized")
 
 
 class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
-    """The routed experts of one layer. `shadow`: lay them out for a twin (`BlockFp8LinearMethod`).
+    """The routed experts of one layer. `serialized`: the checkpoint holds codes and scales; `shadow`: lay them out for a twin
+    (`BlockFp8LinearMethod`).
 
     Raises:
         ConfigError: experts of a kind that is not served.
     """
 
-    def __init__(self, settings: Settings, moe: FusedMoEConfig, prefix: str, *, shadow: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        moe: FusedMoEConfig,
+        prefix: str,
+        *,
+        serialized: bool = False,
+        shadow: bool = False,
+    ) -> None:
         super().__init__(moe)
         self.scale_format = settings.scale_format
+        self.serialized = serialized and not shadow
         self.shadow = shadow
-        self.uses_meta_device = not shadow
+        self.uses_meta_device = not (self.serialized or shadow)
         activation = moe.activation.value
         odd = [
             *([f"the activation {activation}"] if activation not in ACTIVATIONS else []),
@@ -83,6 +94,8 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
                 parameter = torch.nn.Parameter(meta, requires_grad=False)
                 set_weight_attrs(parameter, extra_weight_attrs)
                 layer.register_parameter(name, parameter)
+        elif self.serialized:
+            self._create_serialized(layer, num_experts, hidden_size, extra_weight_attrs)
         else:
             super().create_weights(
                 layer,
@@ -94,14 +107,40 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
             )
         layer.weight_block_size = [BLOCK, BLOCK]
 
+    def _create_serialized(
+        self, layer: RoutedExperts, experts: int, hidden: int, attributes: dict[str, Any]
+    ) -> None:
+        width = layer.moe_config.intermediate_size_per_partition_unpadded
+        if width % BLOCK:
+            raise ConfigError(
+                f"block-FP8 checkpoint: each rank must have whole blocks of an expert, found {width} of its columns "
+                f"({layer.layer_name}): use fewer ranks or --enable-expert-parallel, or start from BF16 weights"
+            )
+        kind = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
+        for code, scale, rows, columns in zip(
+            CODES, SCALES, (2 * width, hidden), (hidden, width), strict=True
+        ):
+            codes = torch.zeros(experts, rows, columns, dtype=reference.FP8_DTYPE)
+            scales = torch.ones(experts, blocks(rows), blocks(columns), dtype=torch.float32)
+            for name, tensor, more in ((code, codes, {}), (scale, scales, kind)):
+                parameter = torch.nn.Parameter(tensor, requires_grad=False)
+                set_weight_attrs(parameter, attributes | more)
+                layer.register_parameter(name, parameter)
+
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         if self.shadow or getattr(layer, "_already_called_process_weights_after_loading", False):
             return
-        loaded = {part.name: part.values for part in self.parts(layer)}
-        self.allocate(layer, layer.w13_weight.device)
-        for part in self.parts(layer):
-            assert part.scales is not None
-            quantize_weight.quantize_weight(loaded[part.name], part.values, part.scales, self.scale_format)
+        if self.serialized:
+            for name in SCALES:
+                require_scales(getattr(layer, name).data, self.scale_format)
+        else:
+            loaded = {part.name: part.values for part in self.parts(layer)}
+            self.allocate(layer, layer.w13_weight.device)
+            for part in self.parts(layer):
+                assert part.scales is not None
+                quantize_weight.quantize_weight(
+                    loaded[part.name], part.values, part.scales, self.scale_format
+                )
         self.derive(layer)
         layer._already_called_process_weights_after_loading = True
 

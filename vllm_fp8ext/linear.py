@@ -27,7 +27,7 @@ from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.linear import reference_linear
-from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.selection import Route
 from vllm_fp8ext.weights.parts import Part
 
@@ -101,7 +101,7 @@ class BlockFp8LinearMethod(OnlineLinearBase):
         if self.shadow or getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         if self.serialized:
-            self._check_serialized(layer)
+            require_scales(getattr(layer, SCALES).data, self.scale_format)
         else:
             codes, scales = quantize_weight.empty_like(layer.weight)
             quantize_weight.quantize_weight(layer.weight, codes, scales, self.scale_format)
@@ -158,17 +158,18 @@ class BlockFp8LinearMethod(OnlineLinearBase):
                 out = out + bias
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
-    def _check_serialized(self, layer: torch.nn.Module) -> None:
-        scales = getattr(layer, SCALES).data
-        if not bool((torch.isfinite(scales) & (scales > 0)).all()):
-            raise ConfigError(
-                "block-FP8 checkpoint: expected positive finite weight_scale_inv, found other values"
-            )
-        if self.scale_format == "pow2" and not reference.is_pow2(scales):
-            raise ConfigError(
-                "scale_format pow2 with a block-FP8 checkpoint whose scales are not powers of two would round its weights "
-                "twice: serve it with scale_format fp32, or start from its BF16 weights"
-            )
+
+def require_scales(scales: Tensor, scale_format: ScaleFormat) -> None:
+    """Raises `ConfigError` unless these are scales that a block-FP8 checkpoint may have."""
+    if not bool((torch.isfinite(scales) & (scales > 0)).all()):
+        raise ConfigError(
+            "block-FP8 checkpoint: expected positive finite weight_scale_inv, found other values"
+        )
+    if scale_format == "pow2" and not reference.is_pow2(scales):
+        raise ConfigError(
+            "scale_format pow2 with a block-FP8 checkpoint whose scales are not powers of two would round its weights "
+            "twice: serve it with scale_format fp32, or start from its BF16 weights"
+        )
 
 
 class KeptLinearMethod(UnquantizedLinearMethod):

@@ -101,17 +101,16 @@ class BlockFp8Config(QuantizationConfig):
         ) or should_ignore_layer(prefix, ignore=self.kept, fused_mapping=mapping)
 
     def _experts_method(self, settings: Settings, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
-        if self.serialized or not current_platform.is_cpu():
-            kind = (
-                "quantized mixture-of-experts checkpoints" if self.serialized else "mixture-of-experts models"
-            )
-            raise ConfigError(f"blockfp8 does not serve {kind} yet ({prefix})")
+        if not current_platform.is_cpu():
+            raise ConfigError(f"blockfp8 does not serve mixture-of-experts models on GPUs yet ({prefix})")
         experts = prefix.removesuffix(".routed_experts")
         matrices = [f"{experts}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")]
         named = [name for name in (prefix, experts, *matrices) if self._ignored(name, settings)]
         if named:
             raise ConfigError(f"blockfp8 serves all experts in FP8: expected ignore without {named[0]}")
-        return BlockFp8ExpertsMethod(settings, layer.moe_config, prefix, shadow=self.shadow)
+        return BlockFp8ExpertsMethod(
+            settings, layer.moe_config, prefix, serialized=self.serialized, shadow=self.shadow
+        )
 
     def _kv_cache_method(self, settings: Settings, cache_dtype: str) -> QuantizeMethodBase | None:
         if not cache_dtype.startswith("fp8"):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real servers on tiny models, each started once per test session, two at a time."""
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import SMALL, Server
-from vllm_fp8ext.kernels import reference
 
 from .ask import state
+from .block_fp8 import write_block_fp8
 from .plugins import variables
 
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
@@ -117,21 +116,7 @@ def spoiled(folder: Path) -> Callable[..., Path]:
 def block_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The late checkpoint in DeepSeek's format."""
     folder = tmp_path_factory.mktemp("block_fp8")
-    tensors = {}
-    for name, tensor in load_file(LATE / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
-            tensors[name], tensors[f"{name}_scale_inv"] = reference.quantize_weight(tensor)
-        else:
-            tensors[name] = tensor
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((LATE / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    write_block_fp8(LATE, folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_bytes((LATE / name).read_bytes())
     return folder

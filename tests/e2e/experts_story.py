@@ -117,9 +117,11 @@ async def updated(weights: AsyncClient, engine: AsyncLLM, late: dict[str, Any], 
     return facts
 
 
-async def story(early: str, late: str, staging: str, ranks: int, share_out: bool) -> dict[str, Any]:
-    """`share_out`: expert parallelism."""
-    engine = engine_on(early, staging, ranks, share_out)
+async def story(
+    served: str, early: str, late: str, staging: str, ranks: int, share_out: bool
+) -> dict[str, Any]:
+    """`served`: the early checkpoint, in the form in which an engine starts on it. `share_out`: expert parallelism."""
+    engine = engine_on(served, staging, ranks, share_out)
     await followed(engine)
     facts: dict[str, Any] = {"early": await sampled(engine, "early")}
     async with embedded(engine) as weights:

@@ -27,6 +27,8 @@ from vllm_fp8ext.plan.model import read_model
 from vllm_fp8ext.weights.digest import EXPERT, Digests, checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
+from .block_fp8 import write_block_fp8
+
 WIDTH = 192
 """Of an expert: no multiple of 128, and on two ranks not even one block."""
 EXPERTS = 7
@@ -45,13 +47,13 @@ HEADS = {"head_dim": 64, "moe_intermediate_size": WIDTH}
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "in place": ("qwen3", {"staging": "inplace"}),
-    "a shared expert with a gate": ("qwen2", {}),
+    "a shared expert with a gate, from FP8": ("qwen2", {"served": "early-fp8"}),
     "Mixtral": ("mixtral", {}),
     "as DeepSeek routes": ("glm4", {}),
     "two ranks": ("mixtral", {"ranks": 2}),
     "two ranks that share out experts": ("qwen3", {"ranks": 2, "share_out": True}),
 }
-DEFAULTS = {"staging": "shadow", "ranks": 1, "share_out": False}
+DEFAULTS = {"served": "early", "staging": "shadow", "ranks": 1, "share_out": False}
 
 
 def model(kind: str) -> PreTrainedModel:
@@ -59,7 +61,7 @@ def model(kind: str) -> PreTrainedModel:
     if kind == "qwen3":
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **HEADS, num_experts=EXPERTS))
     if kind == "qwen2":
-        shared = {"shared_expert_intermediate_size": WIDTH, "moe_intermediate_size": WIDTH}
+        shared = {"shared_expert_intermediate_size": 128, "moe_intermediate_size": 256}
         return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **shared, num_experts=4))
     if kind == "mixtral":
         of = SHAPE | {"intermediate_size": WIDTH}
@@ -75,12 +77,13 @@ def model(kind: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each kind of model a folder with an early and a late checkpoint."""
+    """Of each kind of model a folder with an early and a late checkpoint; of one the early one in FP8 as well."""
     folder = tmp_path_factory.mktemp("mixtures")
     for kind in {kind for kind, _ in SETTINGS.values()}:
         for seed, name in enumerate(("early", "late")):
             torch.manual_seed(seed)
             model(kind).bfloat16().save_pretrained(folder / kind / name)
+    write_block_fp8(folder / "qwen2" / "early", folder / "qwen2" / "early-fp8")
     return {kind: folder / kind for kind, _ in SETTINGS.values()}
 
 
@@ -90,15 +93,11 @@ def stories(
 ) -> dict[str, dict[str, Any]]:
     """What `experts_story` saw with each setting."""
     folder = tmp_path_factory.mktemp("stories")
-    runs = [
-        {
-            "early": str(checkpoints[kind] / "early"),
-            "late": str(checkpoints[kind] / "late"),
-            **DEFAULTS,
-            **options,
-        }
-        for kind, options in SETTINGS.values()
-    ]
+    runs = []
+    for kind, options in SETTINGS.values():
+        run = DEFAULTS | {"early": "early", "late": "late"} | options
+        paths = {name: str(checkpoints[kind] / run[name]) for name in ("served", "early", "late")}
+        runs.append(run | paths)
     (folder / "settings.json").write_text(json.dumps(runs))
     story = Path(__file__).with_name("experts_story.py")
     done = subprocess.run(
@@ -213,7 +212,7 @@ def test_the_bias_of_a_router_and_the_gate_of_a_shared_expert_are_updated(
 ) -> None:
     for setting, name in (
         ("as DeepSeek routes", "model.layers.1.mlp.gate.e_score_correction_bias"),
-        ("a shared expert with a gate", "model.layers.0.mlp.shared_expert_gate.weight"),
+        ("a shared expert with a gate, from FP8", "model.layers.0.mlp.shared_expert_gate.weight"),
     ):
         found = stories[setting]
         assert found["late digests"]["digests"][name] != found["cold digests"]["digests"][name]

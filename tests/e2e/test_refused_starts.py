@@ -32,7 +32,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mixture of experts": (
         {"load_format": "dummy"},
-        "does not serve quantized mixture-of-experts checkpoints yet",
+        "each rank must have whole blocks of an expert, found 192 of its columns",
     ),
 }
 """Engines alone, each in a process of its own that is forked from one where vLLM was imported."""
@@ -61,7 +61,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixture")
     shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    experts = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    experts = {"moe_intermediate_size": 192, "num_experts": 4, "num_experts_per_tok": 2}
     config = Qwen3MoeConfig(**shape, **heads, **experts, architectures=["Qwen3MoeForCausalLM"])
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
     config.save_pretrained(folder)
