@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused experts, taken as the matrices that lie in them."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.claims import Claim, opening_problems
@@ -113,3 +117,20 @@ def test_an_announced_fused_tensor_is_required() -> None:
     fused = "model.layers.1.block_sparse_moe.experts.gate_up_proj"
     update = session(partial=True, base_epoch=0, claims={fused: Claim()})
     assert update.required() == set(MANIFEST.fused[fused].parts)
+
+
+def test_transformers_holds_experts_so(tmp_path: Path) -> None:
+    """What a model's `state_dict` has, against what it saves."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"moe_intermediate_size": 8, "num_experts": 3, "vocab_size": 16, "head_dim": 16}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).bfloat16()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    fused = fused_experts({name: tuple(tensor.shape) for name, tensor in saved.items()})
+    held = model.state_dict()
+    assert fused.keys() == held.keys() - saved.keys()
+    for name, whole in fused.items():
+        assert tuple(held[name].shape) == whole.shape
+        matrices = held[name].reshape(len(whole.parts), -1, whole.shape[2])
+        for part, matrix in zip(whole.parts, matrices, strict=True):
+            assert torch.equal(matrix, saved[part])
