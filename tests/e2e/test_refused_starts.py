@@ -30,6 +30,10 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
         {"additional_config": {"fp8ext": {"scale_format": "pow2"}}},
         "would round its weights",
     ),
+    "ignored experts": (
+        {"load_format": "dummy", "additional_config": {"fp8ext": {"ignore": ["*.experts"]}}},
+        "blockfp8 serves all experts in FP8: expected ignore without model.layers.0.mlp.experts",
+    ),
     "mixture of experts": (
         {"load_format": "dummy"},
         "each rank must have whole blocks of an expert, found 192 of its columns",
@@ -73,7 +77,7 @@ def outcomes(
     block_fp8: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str] | str]:
     """By case: exit code and output of a server, or the error of an engine. All at the same time."""
-    models = {"pow2 on fp32 scales": block_fp8, "mixture of experts": mixture}
+    models = {"pow2 on fp32 scales": block_fp8, "mixture of experts": mixture, "ignored experts": mixture}
     out = tmp_path_factory.mktemp("engines") / "answers.json"
 
     def serve(case: str) -> tuple[int, str]:
