@@ -134,5 +134,6 @@ async def story(
 
 
 if __name__ == "__main__":
+    os.environ["VLLM_MLA_DISABLE"] = "1"  # DeepSeek's attention, expanded
     settings = json.loads(Path(sys.argv[1]).read_text())
     Path(sys.argv[2]).write_text(json.dumps([asyncio.run(story(**setting)) for setting in settings]))

@@ -3,6 +3,7 @@
 byte for byte, and tokens go to the same experts."""
 
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     MixtralConfig,
@@ -50,8 +53,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "in place": ("qwen3", {"staging": "inplace"}),
     "a shared expert with a gate, from FP8": ("qwen2", {"served": "early-fp8"}),
     "Mixtral": ("mixtral", {}),
-    "as DeepSeek routes": ("glm4", {}),
-    "two ranks": ("mixtral", {"ranks": 2}),
+    "DeepSeek-V3": ("deepseek", {}),
+    "two ranks": ("glm4", {"ranks": 2}),
     "two ranks that share out experts": ("qwen3", {"ranks": 2, "share_out": True}),
 }
 DEFAULTS = {"served": "early", "staging": "shadow", "ranks": 1, "share_out": False}
@@ -69,7 +72,15 @@ def model(kind: str) -> PreTrainedModel:
         return MixtralForCausalLM(MixtralConfig(**of, num_local_experts=4))
     groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
     layers = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    made = Glm4MoeForCausalLM(Glm4MoeConfig(**SHAPE, **HEADS, **groups, **layers))
+    made: PreTrainedModel
+    if kind == "glm4":
+        made = Glm4MoeForCausalLM(Glm4MoeConfig(**SHAPE, **HEADS, **groups, **layers))
+    else:
+        ranks = {"q_lora_rank": 128, "kv_lora_rank": 128}
+        heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        scores = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_intermediate_size": WIDTH}
+        config = DeepseekV3Config(**SHAPE | heads, **ranks, **groups, **layers, **scores)
+        made = DeepseekV3ForCausalLM(config)
     for name, bias in made.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.uniform_(0, 0.2)
@@ -171,7 +182,7 @@ def test_one_bad_matrix_of_one_expert_refuses_an_update(setting: str, facts: dic
         assert facts["digests after refusals"] == facts["late digests"]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("Mixtral", 1), ("as DeepSeek routes", 1), ("two ranks", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("Mixtral", 1), ("two ranks", 2)])
 def test_a_plan_knows_what_a_twin_takes(
     stories: dict[str, dict[str, Any]], checkpoints: dict[str, Path], name: str, ranks: int
 ) -> None:
@@ -203,8 +214,8 @@ def test_each_rank_has_experts_of_its_own(stories: dict[str, dict[str, Any]]) ->
 def test_routers_stay_as_they_are(facts: dict[str, Any]) -> None:
     kept = set()
     for name, tensor in facts["manifest"]["tensors"].items():
-        matrix = name.endswith("_proj.weight") or EXPERT.search(name) is not None
-        assert {piece["quantized"] for piece in tensor["pieces"]} == {matrix}, name
+        matrix = re.search(r"_proj(_with_mqa)?\.weight$", name) or EXPERT.search(name)
+        assert {piece["quantized"] for piece in tensor["pieces"]} == {matrix is not None}, name
         if "gate." in name or "bias" in name:
             kept.add(name.rpartition("mlp.")[2].rpartition("block_sparse_moe.")[2])
     assert "gate.weight" in kept
@@ -214,7 +225,7 @@ def test_the_bias_of_a_router_and_the_gate_of_a_shared_expert_are_updated(
     stories: dict[str, dict[str, Any]],
 ) -> None:
     for setting, name in (
-        ("as DeepSeek routes", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("DeepSeek-V3", "model.layers.1.mlp.gate.e_score_correction_bias"),
         ("a shared expert with a gate, from FP8", "model.layers.0.mlp.shared_expert_gate.weight"),
     ):
         found = stories[setting]
