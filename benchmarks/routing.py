@@ -11,7 +11,6 @@ Exit code 1 when an updated engine and a cold start differ.
 
 import argparse
 import asyncio
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.checkpoints import problems
 from vllm_fp8ext.serve.embedded import embedded
 
@@ -155,8 +154,7 @@ def main() -> int:
             f"{case['checkpoint']}, layer {case['layer']}, {case['one']} against {case['other']}: "
             f"{case['tokens_differ']:.2%} of {case['tokens']} tokens, {case['choices_differ']:.2%} of choices"
         )
-    if options.out:
-        options.out.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1) + "\n")
+    write_cases(options.out, provenance(), cases)
     return int(any(case["tokens_differ"] for case in cases if case["one"] == case["other"].split()[0]))
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.claims import Claim, opening_problems
 from vllm_fp8ext.weights.fused import fused_experts, taken_apart
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, TensorSpec
@@ -36,7 +37,8 @@ MANIFEST = Manifest(specs(), frozenset(), {}, "fp32", 1)
 
 
 def session(**options: object) -> Session:
-    return Session("u", "v", Running.KEEP, MANIFEST, 0.0, 60.0, **options)  # type: ignore[arg-type]
+    canary = Canary([[1]], built_in=True)
+    return Session("u", "v", Running.KEEP, MANIFEST, 0.0, 60.0, canary, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layer", NAMES)
