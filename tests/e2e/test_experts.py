@@ -65,7 +65,7 @@ def model(kind: str) -> PreTrainedModel:
     if kind == "qwen3":
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **HEADS, num_experts=EXPERTS))
     if kind == "qwen2":
-        shared = {"shared_expert_intermediate_size": 128, "moe_intermediate_size": 256}
+        shared = {"shared_expert_intermediate_size": 256, "moe_intermediate_size": 256}
         return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **shared, num_experts=4))
     if kind == "mixtral":
         of = SHAPE | {"intermediate_size": WIDTH}
