@@ -140,16 +140,20 @@ class KvScales:
         Raises:
             ValueError: a ratio is beyond fp32.
         """
+        places = {key: place for key, place in self._places.items() if key[1] != "q"}
+        now, before = (
+            torch.tensor([value for place in places.values() for value in mirror[place]])
+            for mirror in self._mirrors
+        )
+        left = iter(ratio_of(before, now, len(now)).tolist())
         found: dict[str, dict[str, list[float]]] = {}
-        for name in self._layers:
-            ratios = {}
-            for kind in ("k", "v"):
-                place = self._places[name, kind]
-                before, now = (torch.tensor(mirror[place]) for mirror in reversed(self._mirrors))
-                ratios[kind] = ratio_of(before, now, len(now)).tolist()
-            if any(ratio != 1.0 for values in ratios.values() for ratio in values):
-                found[name] = ratios
-        return found
+        for (name, kind), place in places.items():
+            found.setdefault(name, {})[kind] = [next(left) for _ in self._mirrors[0][place]]
+        return {
+            name: ratios
+            for name, ratios in found.items()
+            if any(ratio != 1.0 for values in ratios.values() for ratio in values)
+        }
 
     def exchange(self) -> None:
         """Swap served and staged scales, in every copy. Undone when it fails half-way; `broken` when that fails too."""
