@@ -8,7 +8,6 @@ Writes `docs/images/kv_accuracy.svg` and `docs/images/kv_long.svg`, and what sta
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot
+
+from vllm_fp8ext.bench.pages import fill
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,14 +37,7 @@ def main() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
     _picture(accuracy)
     _long_picture(long)
-    page = PAGE.read_text()
-    tables = {"accuracy": _table(accuracy), "long": _long(long), "attention": _attention(kernels)}
-    for name, table in tables.items():
-        page, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", rf"\g<1>{table}\n\g<2>", page, flags=re.DOTALL
-        )
-        assert count == 1, name
-    PAGE.write_text(page)
+    fill(PAGE, {"accuracy": _table(accuracy), "long": _long(long), "attention": _attention(kernels)})
 
 
 def _cases(name: str) -> Cases:

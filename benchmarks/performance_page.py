@@ -8,7 +8,6 @@ Writes `docs/images/kernels.svg` and `docs/images/rollout.svg`, and what stands 
 """
 
 import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot
+
+from vllm_fp8ext.bench.pages import fill
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -41,19 +42,14 @@ def main() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
     _kernels_picture(kernels)
     _rollout_picture(rollout)
-    page = PAGE.read_text()
-    for name, table in {
+    tables = {
         "decode": _decode(kernels),
         "prefill": _prefill(kernels),
         "weights": _weights(kernels),
         "fused": _fused(kernels),
         "rollout": _rollout(rollout),
-    }.items():
-        page, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", rf"\g<1>{table}\n\g<2>", page, flags=re.DOTALL
-        )
-        assert count == 1, name
-    PAGE.write_text(page)
+    }
+    fill(PAGE, tables)
 
 
 def _of(cases: Cases, kernel: str, **wanted: Any) -> Cases:
