@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.environment import ADMIN_KEY
@@ -38,10 +38,7 @@ def main() -> int:
     cases, reports = [], []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folder = Path(scratch)
-        checkpoints = options.checkpoints or [folder / "a", folder / "b"]
-        if not options.checkpoints:
-            for seed, checkpoint in enumerate(checkpoints):
-                write_checkpoint(checkpoint, options.shape, seed, options.device)
+        checkpoints = two_checkpoints(options.checkpoints, options.shape, folder, options.device)
         for name in options.variants:
             extra, stock = VARIANTS[name]
             arguments = [

@@ -23,8 +23,8 @@ import httpx
 import torch
 from rich.console import Console
 
-from vllm_fp8ext.bench.background import Background
-from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.background import Background, generated_tokens
+from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Client
@@ -42,11 +42,7 @@ def main() -> int:
     origin, cases = provenance(), []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folder = Path(scratch)
-        checkpoints = options.checkpoints or [folder / "a", folder / "b"]
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        for seed, checkpoint in enumerate(checkpoints):
-            if not (checkpoint / "config.json").exists():
-                write_checkpoint(checkpoint, options.shape, seed, device)
+        checkpoints = two_checkpoints(options.checkpoints, options.shape, folder)
         arguments = [
             *("--skip-tokenizer-init", "--max-model-len", "4096"),
             *("--max-num-seqs", str(max(16, options.running + 1)), *serve_options(options.serve)),
@@ -55,11 +51,12 @@ def main() -> int:
         with Server(checkpoints[0], folder / "server.log", arguments=arguments, settings=settings) as server:
             server.wait(1200)
             with server.client() as client, Background(server.url, options.running) as load:
-                parts = Parts(client, checkpoints, on_gpu=device == "cuda")
-                parts.commit()
+                parts = Parts(client, checkpoints, on_gpu=torch.cuda.is_available())
                 load.settle()
                 usual = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
                 for name in options.parts:
+                    parts.commit()  # there is something to go back to, whatever came before
+                    time.sleep(REST_SECONDS)
                     during, seconds, count = _rate(server.url, options.seconds, getattr(parts, name))
                     time.sleep(REST_SECONDS)
                     after = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
@@ -128,17 +125,13 @@ class Parts:
 
 def _rate(url: str, seconds: float, work: Callable[[], Any]) -> tuple[float, float, int]:
     """Tokens per second while `work` is done again and again for so long; the seconds; and how often it was."""
-    tokens, start, count = _tokens(url), time.monotonic(), 0
-    while not count or time.monotonic() < start + seconds:
-        work()
-        count += 1
-    took = time.monotonic() - start
-    return (_tokens(url) - tokens) / took, took, count
-
-
-def _tokens(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+    with httpx.Client(base_url=url) as client:
+        tokens, start, count = generated_tokens(client), time.monotonic(), 0
+        while not count or time.monotonic() < start + seconds:
+            work()
+            count += 1
+        took = time.monotonic() - start
+        return (generated_tokens(client) - tokens) / took, took, count
 
 
 def _options() -> Any:

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pieces of `benchmarks/kv_accuracy.py`; its servers are not started."""
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,19 +11,6 @@ from transformers import Qwen3ForCausalLM
 
 from vllm_fp8ext.checkpoints import LATE, problems
 from vllm_fp8ext.kv.trainer import cached_kv
-
-FILE = Path(__file__).parents[2] / "benchmarks" / "kv_accuracy.py"
-
-
-@pytest.fixture(scope="module")
-def kv_accuracy() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kv_accuracy", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kv_accuracy"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @torch.no_grad()

@@ -1,26 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of `benchmarks/routing.py`; `tests/e2e/test_experts.py` follows routes in engines with it."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def routing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("routing", BENCHMARKS / "routing.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["routing"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_experts_are_compared_as_sets(routing: ModuleType) -> None:

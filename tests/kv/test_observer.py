@@ -19,7 +19,7 @@ HEADS, GROUPS, SIZE = 6, 2, 4
 
 def qkv(tokens: int = 300) -> tuple[Tensor, Tensor, Tensor]:
     noise = torch.Generator().manual_seed(tokens)
-    return tuple(  # type: ignore[return-value]
+    return tuple(  # type: ignore[return-value]  # three of them
         (torch.randn(tokens, heads, SIZE, generator=noise) * 5).bfloat16()
         for heads in (HEADS, GROUPS, GROUPS)
     )

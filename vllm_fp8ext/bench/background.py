@@ -132,15 +132,10 @@ class _Load:
         return few + (many - few) * (when - first) / (last - first)
 
     def _count(self) -> None:
-        with httpx.Client(timeout=600) as client:
+        with httpx.Client(base_url=self._url, timeout=600) as client:
             while not self._stop.wait(0.1):
-                text = client.get(f"{self._url}/metrics").text
-                counts = [
-                    float(line.split()[-1])
-                    for line in text.splitlines()
-                    if line.startswith("vllm:generation_tokens_total")
-                ]
-                self._counts.append((time.monotonic(), sum(counts)))
+                tokens = generated_tokens(client)
+                self._counts.append((time.monotonic(), tokens))
 
     def _ask(self, slot: int, answered: Callable[[httpx.Client, dict[str, Any]], None]) -> None:
         """One request after the other; of the first a part is over already, for each slot another one."""
@@ -165,6 +160,12 @@ class _Load:
                     times.append(time.monotonic())
                 if self._stop.is_set():
                     break
+
+
+def generated_tokens(client: httpx.Client) -> float:
+    """How many tokens a server has sampled since its start, by its metrics."""
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
 
 def _body(prompt_tokens: int, answer_tokens: int, seed: tuple[int, int]) -> dict[str, Any]:

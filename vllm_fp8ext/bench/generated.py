@@ -66,6 +66,20 @@ def checkpoint(given: Path | None, shape: str) -> Iterator[Path]:
         yield folder
 
 
+def two_checkpoints(
+    given: list[Path] | None, shape: str, folder: Path, device: str | None = None
+) -> list[Path]:
+    """The given ones, or two of a shape that differ, written to a folder on `device` (by default a GPU, if there is one)."""
+    if given:
+        return given
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = [folder / "a", folder / "b"]
+    for seed, checkpoint in enumerate(found):
+        size = write_checkpoint(checkpoint, shape, seed, device)
+        print(f"{checkpoint.name}: {size / 1e9:.1f} GB generated", flush=True)
+    return found
+
+
 def write_checkpoint(folder: Path, shape: str, seed: int, device: str) -> int:
     """Write a BF16 checkpoint of a named shape; returns its bytes."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.bare import baseline
-from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Group
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folder = Path(scratch)
-        checkpoints = options.checkpoints or _generated(options.shape, folder)
+        checkpoints = two_checkpoints(options.checkpoints, options.shape, folder)
         for variant in options.variants:
             with _server(variant, options, checkpoints[0], folder) as server:
                 server.wait(1200)
@@ -80,17 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
     parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
     return parser
-
-
-def _generated(shape: str, folder: Path) -> list[Path]:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = [folder / "a", folder / "b"]
-    for seed, checkpoint in enumerate(found):
-        size = write_checkpoint(checkpoint, shape, seed, device)
-        console.print(f"{checkpoint.name}: {size / 1e9:.1f} GB generated")
-    return found
 
 
 def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path) -> Server:
