@@ -50,6 +50,9 @@ def test_a_calibrated_checkpoint_is_served(tmp_path: Path):
             for problem in problems(10)
         )
         assert right == 10
+        with server.client() as client:  # scales of a checkpoint are no news: static keeps those of the start
+            assert client.push(out, version="again").version == "again"
+            assert client.kv_scales().scales == served.scales
     # close to what the trainer's own model caches for the first 400 tokens: the server's weights are FP8
     model = Qwen3ForCausalLM.from_pretrained(LATE, dtype=torch.bfloat16)
     own = scales_of(cached_kv(model, PROMPTS[:10]), list(served.scales), margin=0.5, scale_format="fp32")

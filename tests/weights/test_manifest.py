@@ -129,6 +129,24 @@ def test_every_problem_is_found() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "name", ["layers.0.attn.k_scale", "layers.0.k_proj.v_scale", "layers.0.attn.q.scale"]
+)
+def test_scales_of_the_kv_cache_may_come_and_are_not_used(name: str) -> None:
+    assert manifest().problems([TensorSpec(name, (), "float32")]) == []
+    assert manifest().ignores(name)
+    (problem,) = manifest().problems([TensorSpec(f"{name}s", (), "float32")])
+    assert problem["kind"] == "unknown-tensor"
+
+
+def test_a_tensor_of_the_model_with_such_a_name_is_required() -> None:
+    spec = TensorSpec("gate.k_scale", (4,), "float32")
+    known = Manifest({spec.name: spec}, frozenset(), {spec.name: ()}, "fp32", 1)
+    assert not known.ignores(spec.name)
+    (problem,) = known.problems([TensorSpec(spec.name, (5,), "float32")])
+    assert problem["kind"] == "wrong-shape"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_that_may_be_sent_is_torchs(dtype: str) -> None:
     spec = TensorSpec("q", (256, 64), dtype)

@@ -3,19 +3,17 @@
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from vllm_fp8ext.kv.names import is_kv_scale
 from vllm_fp8ext.kv.scales import Scales
 from vllm_fp8ext.serve.safetensors_file import Range, ranges_of
 
 INDEX = "model.safetensors.index.json"
 SCALES_FILE = "kv_scales.safetensors"
-_SCALE = re.compile(r"\.(kv|[qkv])_scale$|\.q\.scale$|\.[kv]_cache\.scale$")
-"""What vLLM takes for a scale of the KV cache (`weight_utils.maybe_remap_kv_scale_name`)."""
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".safetensors")
 
 
@@ -42,7 +40,7 @@ def parts_of(model: Path) -> list[Range]:
 
 def scales_in(parts: Iterable[Range]) -> list[str]:
     """Names of the scales of the KV cache that a checkpoint has."""
-    return sorted(part.name for part in parts if _SCALE.search(part.name))
+    return sorted(part.name for part in parts if is_kv_scale(part.name))
 
 
 def checkpoint_names(layers: Iterable[str], parts: Iterable[Range]) -> dict[str, str]:
@@ -100,7 +98,7 @@ def write_calibrated(model: Path, out: Path, parts: list[Range], scales: Scales)
                 shutil.copy2(file, folder)
         where: dict[str, str] = {}
         for file in sorted({part.file for part in parts}):
-            kept = [part.name for part in parts if part.file == file and not _SCALE.search(part.name)]
+            kept = [part.name for part in parts if part.file == file and not is_kv_scale(part.name)]
             if not kept:
                 continue
             if len(kept) == sum(part.file == file for part in parts):

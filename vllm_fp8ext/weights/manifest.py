@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.layout import BLOCK, blocks
+from vllm_fp8ext.kv.names import is_kv_scale
 from vllm_fp8ext.weights.fused import Fused, fused_experts
 
 if TYPE_CHECKING:
@@ -97,6 +98,10 @@ class Manifest:
         whole, known = self.fused.get(name), self.tensors.get(name)
         return whole.shape if whole else known.shape if known else None
 
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor is accepted and not used: scales of the KV cache come from its policy, not from checkpoints."""
+        return name in self.ignored or (is_kv_scale(name) and name not in self.tensors)
+
     def takes_codes(self, name: str) -> bool:
         """Whether a tensor may come as codes and block scales: everywhere its blocks are those that are served."""
         spec, pieces = self.tensors.get(name), self.pieces.get(name, ())
@@ -129,7 +134,7 @@ class Manifest:
             for name in sorted(scales.keys() - {spec.name for spec in specs})
         ]
         for spec in specs:
-            if spec.name in self.ignored:
+            if self.ignores(spec.name):
                 continue
             known = scales[spec.name].shape if spec.name in scales else self.shape_of(spec.name)
             if known is None:

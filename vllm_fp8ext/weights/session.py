@@ -126,10 +126,11 @@ class Session:
         ]
         for other_key, other in self.chunks.items():
             if other_key != key:
-                repeated = set(brought) & other.names - self.manifest.ignored
+                repeated = set(brought) & other.names
                 problems += [
                     {"kind": "duplicate-tensor", "tensor": name, "chunk": other_key}
                     for name in sorted(repeated)
+                    if not self.manifest.ignores(name)
                 ]
         if problems:
             raise refusal(problems)
