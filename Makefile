@@ -14,7 +14,7 @@ demo: setup
 
 test:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --interpreter
-	@$(VENV)/bin/python -P -m pytest
+	@VENV=$(VENV) scripts/test
 
 check: setup
 	@VENV=$(VENV) scripts/check

@@ -20,6 +20,8 @@ def _interpret_triton() -> None:
         sys.path.append(str(BESIDE))
 
 
+# vLLM would report each engine that a test starts
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
 if torch.cuda.device_count() == 0:
     _interpret_triton()
 

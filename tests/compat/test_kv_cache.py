@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks requests hold and where K and V lie in them: in real engines on this CPU, and in the layouts of GPUs."""
+"""Where K and V lie in blocks, in the layouts of GPUs. `test_kv_engines.py` has those of real engines on this CPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,60 +12,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_fp8ext.compat.kv_cache import HeldBlocks, key_value_views
 from vllm_fp8ext.errors import ConfigError
-
-
-def test_nobody_holds_blocks_without_requests(facts: dict[str, Any]) -> None:
-    assert not any(facts["idle"])
-    assert not any(facts["after"])
-
-
-def test_blocks_of_running_requests_are_found(plain: dict[str, Any]) -> None:
-    """All blocks that were written, since nothing has finished."""
-    ((layers, size, blocks),) = plain["held"]
-    assert size == 32
-    assert len(blocks) > 8
-    assert plain["written"] == dict.fromkeys(layers, blocks)
-
-
-def test_blocks_are_told_by_group(hybrid: dict[str, Any]) -> None:
-    """Those that a window has left behind are held no more; a block belongs to one group."""
-    groups = hybrid["held"]
-    assert [len(layers) for layers, _, _ in groups] == [2, 2, 2]
-    for layers, _, blocks in groups:
-        full = layers[0].startswith("model.layers.2.")
-        for layer in layers:
-            written = set(hybrid["written"][layer])
-            assert set(blocks) == written if full else set(blocks) < written
-    every = [block for _, _, blocks in groups for block in blocks]
-    assert len(set(every)) == len(every)
-
-
-def test_views_hold_the_heads_that_were_written(facts: dict[str, Any]) -> None:
-    assert facts["views"]
-    assert facts["compared"] > 20
-
-
-def test_rewritten_blocks_stand_for_the_same_values(facts: dict[str, Any]) -> None:
-    """For all codes of all layers of the held blocks, with scales divided by four."""
-    assert facts["values stay"]
-    head_bytes = 64 if facts["kind"] == "plain" else 32
-    codes = sum(
-        2 * 2 * head_bytes * size * len(layers) * len(blocks) for layers, size, blocks in facts["held"]
-    )
-    assert facts["rescaled"] == [codes, 0, 0]
-
-
-def test_requests_go_on_over_rewritten_blocks(plain: dict[str, Any]) -> None:
-    """As if nothing had happened; not so when only the scales change."""
-    assert plain["sampled after"] == plain["sampled"]
-    assert plain["sampled without"] != plain["sampled"]
-
-
-def test_unknown_caches_are_refused(facts: dict[str, Any]) -> None:
-    dtype, sizes, shape = facts["refusals"]
-    assert "expected a KV cache of dtype fp8 (E4M3), found fp8_e5m2" in dtype
-    assert "heads of K and V of one size" in sizes
-    assert "expected a cache of bytes [blocks, 2, block_size," in shape
 
 
 def layer_of(backend: str, cache: torch.Tensor, heads: int, width: int) -> Any:

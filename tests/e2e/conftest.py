@@ -16,7 +16,7 @@ from vllm_fp8ext.demo.server import SMALL, Server
 
 from .ask import state
 from .block_fp8 import write_block_fp8
-from .plugins import variables
+from .plugins import HERE, variables
 
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
 OPTIONS = (*SMALL, "--block-size", "32", "--max-logprobs", "128", "--enable-prompt-tokens-details")
@@ -24,8 +24,19 @@ OPTIONS = (*SMALL, "--block-size", "32", "--max-logprobs", "128", "--enable-prom
 PATIENCE_SECONDS = 8.0
 """How long these servers wait for a broadcast."""
 
+SERVED = {"servers", "others", "faulty"}
+"""Fixtures that are servers."""
+
 COLD: dict[str, dict[str, Any]] = {}
 """What each server served before its first update."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that ask servers; those that start engines of their own can share the machine."""
+    for item in items:
+        asked = item.fixturenames if isinstance(item, pytest.Function) else ()
+        if item.path.is_relative_to(HERE) and SERVED.intersection(asked):
+            item.add_marker("alone")
 
 
 @contextmanager

@@ -59,7 +59,9 @@ def test_updates_take_turns_with_baselines(tmp_path: Path):
         assert "ratio_bare" not in bare
 
 
-def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path):
+def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # each engine in one process, not three: the three of them are up at the same time
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     out = tmp_path / "kv.json"
     line = ["bench", "kv", "--checkpoint", str(EARLY), "--cases", "6x16x200"]
     line += ["--variants", "bf16", "blockfp8", "blockfp8_kv"]

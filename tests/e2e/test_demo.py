@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from vllm_fp8ext.demo import run as demo
 
 
+@pytest.mark.alone
 def test_demo(tmp_path: Path):
     results = tmp_path / "demo.json"
     line = [

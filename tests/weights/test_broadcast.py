@@ -65,6 +65,15 @@ def _until(done: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nobody_joins_any_more() -> Iterator[None]:
+    """A thread that is still in Gloo's code when the interpreter ends would abort it."""
+    yield
+    for thread in threading.enumerate():
+        if "_join" in thread.name:
+            thread.join(2 * LONGEST)
+
+
 @pytest.fixture
 def trainer() -> Iterator[Trainer]:
     found = Trainer()
