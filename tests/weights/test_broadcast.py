@@ -66,12 +66,12 @@ def _until(done: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nobody_joins_any_more() -> Iterator[None]:
+def nobody_waits_any_more() -> Iterator[None]:
     """A thread that is still in Gloo's code when the interpreter ends would abort it."""
+    before = threading.enumerate()
     yield
-    for thread in threading.enumerate():
-        if "_join" in thread.name:
-            thread.join(2 * LONGEST)
+    for thread in set(threading.enumerate()).difference(before):
+        thread.join(2 * LONGEST)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ The registered class is a stand-in: the real configuration, and with it the laye
 for it, so that a server without blockfp8 pays nothing and can't be broken by it.
 """
 
+from functools import cache
 from typing import Any
 
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -71,7 +72,9 @@ class BlockFp8(QuantizationConfig):
         raise NotImplementedError  # never reached: instances are of the real class
 
 
+@cache
 def _real() -> Any:
+    """Looked for once in a process: to read that much of vLLM takes a second."""
     missing = find_missing(INTERFACES)
     if missing:
         raise UnsupportedVllmError(
