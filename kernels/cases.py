@@ -2,6 +2,7 @@
 """What tests and benchmarks run the kernels on, and how exact they must be."""
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -164,3 +165,72 @@ def _row_slices(n: int) -> Iterator[slice]:
 def _block_maxima(values: Tensor) -> Tensor:
     """Largest magnitude of each row in every 128 columns."""
     return torch.stack([part.abs().amax(1) for part in values.split(BLOCK, 1)], 1)
+
+
+class Experts(NamedTuple):
+    """A layer of experts, its tokens, and where they go."""
+
+    x_MK: Tensor
+    gate_up: Tensor
+    gate_up_scales: Tensor
+    down: Tensor
+    down_scales: Tensor
+    weights_MT: Tensor
+    experts_MT: Tensor
+    scale_format: reference.ScaleFormat
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """As the reference of experts takes them."""
+        return (*self[:7], "silu", self.scale_format)
+
+
+def experts(
+    m: int,
+    hidden: int,
+    width: int,
+    count: int,
+    chosen: int,
+    device: str,
+    seed: int = 0,
+    *,
+    scale_format: reference.ScaleFormat = "fp32",
+) -> Experts:
+    """`count` experts of `width` (a multiple of 128), and tokens of which each goes to `chosen` different ones."""
+    codes = [
+        torch.empty(count, rows, columns, dtype=reference.FP8_DTYPE, device=device)
+        for rows, columns in ((2 * width, hidden), (hidden, width))
+    ]
+    scales = [torch.empty(count, *(reference.blocks(s) for s in part.shape[1:]), device=device) for part in codes]
+    for index, (part, own) in enumerate(zip(codes, scales, strict=True)):
+        for expert in range(count):
+            values = weight(*part.shape[1:], device, seed + 2 * expert + index)
+            part[expert], own[expert] = reference.quantize_weight(values, scale_format)
+    return Experts(
+        activations(m, hidden, device, seed), codes[0], scales[0], codes[1], scales[1], *routing(m, count, chosen, device, seed), scale_format
+    )
+
+
+def routing(m: int, count: int, chosen: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Weights that add up to one, and different experts drawn evenly, of each token."""
+    noise = torch.Generator(device).manual_seed(seed)
+    scores = torch.randn(m, count, generator=noise, device=device)
+    best, of = scores.topk(chosen, dim=1)
+    return best.softmax(1), of.int()
+
+
+EXPERTS_NORM, EXPERTS_LARGEST = 2.0**-6, 2.0**-3
+"""How far two results of experts may lie apart, as a part of the tokens' results: altogether, and at most at one place.
+Tensor cores and sums in another order turn one rounding to BF16 in a few, and of these one in 32 turns a rounding to E4M3, a
+step of 2^-4 of one of hundreds of terms: about 0.8 % of the result, normally distributed."""
+
+
+def experts_error(out_MK: Tensor, expected_MK: Tensor) -> float:
+    """Difference as a part of what is allowed: right if below 1. NaN is infinite."""
+    if not out_MK.numel():
+        return 0.0
+    expected, difference = expected_MK.double(), out_MK.double() - expected_MK.double()
+    size = expected.square().mean(1, keepdim=True).sqrt() + 1e-30
+    largest = (difference.abs() / torch.maximum(size, expected.abs())).max() / EXPERTS_LARGEST
+    norm = difference.norm() / (expected.norm() + 1e-30) / EXPERTS_NORM
+    return float(torch.maximum(largest, norm).nan_to_num(nan=float("inf")))

@@ -34,7 +34,7 @@ def gated_quantize_reference(
 
 
 @triton.jit
-def _active(x, ACTIVATION: tl.constexpr):
+def active(x, ACTIVATION: tl.constexpr):
     """The activation function of fp32 `x`."""
     if ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
@@ -49,6 +49,7 @@ def _gated_quantize(
     gate_up_M2K,
     codes_MK,
     scales_MKb,
+    rows_S,
     K,
     row,
     scales_column,
@@ -56,14 +57,19 @@ def _gated_quantize(
     POW2: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
+    CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program, `GROUPS` groups of one token."""
+    """One program, `GROUPS` groups of one token: of the rows that `rows_S` names, or of all."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
+    if CHOSEN:
+        token = tl.load(rows_S + token).to(tl.int64)
+        if token < 0:
+            return
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = columns < K
@@ -71,22 +77,27 @@ def _gated_quantize(
     at = gate_up_M2K + token * row + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + K, mask=inside, other=0.0).to(tl.float32)
-    values = rounded(rounded(_active(gate, ACTIVATION), dtype, HARDWARE) * up, dtype, HARDWARE)
+    values = rounded(rounded(active(gate, ACTIVATION), dtype, HARDWARE) * up, dtype, HARDWARE)
     scale = scale_of(tl.max(magnitude_bits(values), axis=1), POW2)
     tl.store(codes_MK + token * K + columns, codes_of(values, scale[:, None], True, HARDWARE), mask=inside)
     tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 
 
-def gated_quantize(gate_up_M2K: Tensor, activation: Activation, scale_format: ScaleFormat) -> Quantized:
-    """Codes and scales of `activation(gate) * up`; `gate_up_M2K` holds gate, then up, BF16 or FP16, columns contiguous."""
+def gated_quantize(
+    gate_up_M2K: Tensor, activation: Activation, scale_format: ScaleFormat, rows_S: Tensor | None = None
+) -> Quantized:
+    """Codes and scales of `activation(gate) * up`; `gate_up_M2K` holds gate, then up, BF16 or FP16, columns contiguous.
+    `rows_S` (int32): these rows alone, the others stay uninitialized; -1 is none."""
     m, k = gate_up_M2K.shape[0], gate_up_M2K.shape[1] // 2
     codes, scales = empty(m, k, gate_up_M2K.device)
     early = gate_up_M2K.is_cuda
-    if m:
-        _gated_quantize[(m, -(-blocks(k) // GROUPS))](
+    count = m if rows_S is None else rows_S.numel()
+    if count:
+        _gated_quantize[(count, -(-blocks(k) // GROUPS))](
             gate_up_M2K,
             codes.view(torch.uint8),
             scales,
+            scales if rows_S is None else rows_S,
             k,
             gate_up_M2K.stride(0),
             scales.stride(1),
@@ -94,6 +105,7 @@ def gated_quantize(gate_up_M2K: Tensor, activation: Activation, scale_format: Sc
             POW2=scale_format == "pow2",
             HARDWARE=early,
             EARLY=early,
+            CHOSEN=rows_S is not None,
             GROUPS=GROUPS,
             SIZE=BLOCK,
             num_warps=4,

@@ -19,6 +19,7 @@ def _quantize_activation(
     x_MK,
     codes_MK,
     scales_MKb,
+    places_MT,
     K,
     x_row,
     scales_column,
@@ -26,10 +27,11 @@ def _quantize_activation(
     SHORT: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
+    PLACES: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program, `GROUPS` groups of one token."""
+    """One program, `GROUPS` groups of one token; written once, or at `PLACES` places."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -39,20 +41,39 @@ def _quantize_activation(
     inside = columns < K
     x = tl.load(x_MK + token * x_row + columns, mask=inside, other=0.0).to(tl.float32)
     scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
-    tl.store(codes_MK + token * K + columns, codes_of(x, scale[:, None], SHORT, HARDWARE), mask=inside)
-    tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
+    codes = codes_of(x, scale[:, None], SHORT, HARDWARE)
+    scaled = groups < tl.cdiv(K, SIZE)
+    if PLACES:
+        for choice in tl.static_range(PLACES):
+            row = tl.load(places_MT + token * PLACES + choice).to(tl.int64)
+            tl.store(codes_MK + row * K + columns, codes, mask=inside & (row >= 0))
+            tl.store(scales_MKb + row + groups * scales_column, scale, mask=scaled & (row >= 0))
+    else:
+        tl.store(codes_MK + token * K + columns, codes, mask=inside)
+        tl.store(scales_MKb + token + groups * scales_column, scale, mask=scaled)
 
 
 def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Codes and scales of `x_MK` (BF16, FP16 or fp32, columns contiguous)."""
+    return _launch(x_MK, scale_format, x_MK.shape[0], None)
+
+
+def quantize_to_rows(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor) -> Quantized:
+    """The same, each token written to the rows that `places_MT` (int32, contiguous) names, of so many; -1 names none. Rows
+    that nobody names stay uninitialized."""
+    return _launch(x_MK, scale_format, rows, places_MT)
+
+
+def _launch(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor | None) -> Quantized:
     m, k = x_MK.shape
-    codes, scales = empty(m, k, x_MK.device)
+    codes, scales = empty(rows, k, x_MK.device)
     early = x_MK.is_cuda
     if m:
         _quantize_activation[(m, -(-blocks(k) // GROUPS))](
             x_MK,
             codes.view(torch.uint8),
             scales,
+            scales if places_MT is None else places_MT,
             k,
             x_MK.stride(0),
             scales.stride(1),
@@ -60,6 +81,7 @@ def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
             SHORT=x_MK.dtype.itemsize == 2,
             HARDWARE=early,
             EARLY=early,
+            PLACES=0 if places_MT is None else places_MT.shape[1],
             GROUPS=GROUPS,
             SIZE=BLOCK,
             num_warps=4,

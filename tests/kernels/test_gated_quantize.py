@@ -108,3 +108,14 @@ def test_scales_show_what_is_not_finite(device: str, value: float, column: int) 
     torch.testing.assert_close(scales.cpu(), expected[1], rtol=0, atol=0, equal_nan=True)
     assert torch.isfinite(scales).tolist() == [[True, True, True], [True, False, True]]
     assert same(codes[0], expected[0][0])
+
+
+def test_rows_that_are_not_named_are_left_alone(device: str) -> None:
+    gate_up = decided(cases.awkward(4, 600, "normal", torch.bfloat16))
+    rows = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    codes, scales = gated_quantize(gate_up.to(device), "silu", "fp32", rows)
+    expected = gated_quantize_reference(gate_up, "silu", "fp32")
+    assert (codes.shape, scales.shape) == ((4, 300), (4, 3))
+    for row in (0, 2):
+        assert same(codes[row], expected[0][row])
+        assert same(scales[row], expected[1][row])

@@ -11,7 +11,7 @@ from vllm_fp8ext.kernels import cases, reference
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.quantize_activation import GROUPS, quantize_activation
+from vllm_fp8ext.kernels.quantize_activation import GROUPS, quantize_activation, quantize_to_rows
 
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
 DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
@@ -87,3 +87,14 @@ def test_only_the_groups_scale_shows_what_is_not_finite(
     assert same(scales, expected[1])
     codes.view(torch.uint8)[1, BLOCK : 2 * BLOCK] = expected[0].view(torch.uint8)[1, BLOCK : 2 * BLOCK]
     assert same(codes, expected[0])
+
+
+def test_tokens_are_written_to_the_rows_that_are_named(device: str) -> None:
+    x = cases.awkward(3, 300, "heavy", torch.bfloat16)
+    places = torch.tensor([[5, 0], [-1, 3], [-1, -1]], dtype=torch.int32, device=device)
+    codes, scales = quantize_to_rows(x.to(device), "fp32", 8, places)
+    expected = reference.quantize_activation(x, "fp32")
+    assert (codes.shape, scales.shape) == ((8, 300), (8, 3))
+    for token, row in ((0, 5), (0, 0), (1, 3)):
+        assert same(codes[row], expected[0][token])
+        assert same(scales[row], expected[1][token])
