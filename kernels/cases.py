@@ -201,13 +201,21 @@ def experts(
         torch.empty(count, rows, columns, dtype=reference.FP8_DTYPE, device=device)
         for rows, columns in ((2 * width, hidden), (hidden, width))
     ]
-    scales = [torch.empty(count, *(reference.blocks(s) for s in part.shape[1:]), device=device) for part in codes]
+    scales = [
+        torch.empty(count, *(reference.blocks(s) for s in part.shape[1:]), device=device) for part in codes
+    ]
     for index, (part, own) in enumerate(zip(codes, scales, strict=True)):
         for expert in range(count):
-            values = weight(*part.shape[1:], device, seed + 2 * expert + index)
+            values = weight(part.shape[1], part.shape[2], device, seed + 2 * expert + index)
             part[expert], own[expert] = reference.quantize_weight(values, scale_format)
     return Experts(
-        activations(m, hidden, device, seed), codes[0], scales[0], codes[1], scales[1], *routing(m, count, chosen, device, seed), scale_format
+        activations(m, hidden, device, seed),
+        codes[0],
+        scales[0],
+        codes[1],
+        scales[1],
+        *routing(m, count, chosen, device, seed),
+        scale_format,
     )
 
 

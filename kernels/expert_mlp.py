@@ -8,39 +8,19 @@ Weights are the left operand: tensor cores want 64 rows there, and take few colu
 Shape suffixes: as in `experts.py` and `expert_rows.py`; Kb and Pb count blocks of 128.
 """
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_fp8ext.kernels.expert_cuts import Cut
 from vllm_fp8ext.kernels.expert_rows import expert_rows
 from vllm_fp8ext.kernels.expert_sum import expert_sum
 from vllm_fp8ext.kernels.gated_quantize import active
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantized import empty
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How the two GEMMs are cut."""
-
-    tokens: int = 16
-    """Tokens of one expert that a program takes: 16, 32 or 64."""
-    rows: int = 64
-    """Rows of gate, and as many of up, of a program: 64, or 128, which is a whole block that the program quantizes."""
-    down_rows: int = 64
-    """Rows of down of a program: 64 or 128."""
-    stages: int = 4
-    """Blocks of 128 columns in flight."""
-    warps: int = 4
-    inside: bool = False
-    """Whether the first GEMM quantizes its activations itself, in each program anew; else one launch does before."""
-    alone: bool = False
-    """Whether each slot makes a block of its own, so that no launch has to order them: for fewer slots than experts."""
 
 
 @triton.jit
@@ -56,7 +36,7 @@ def _activations(x_at, scales_at, valid, QUANTIZED, POW2, EVEN, HARDWARE):
 
 @triton.jit
 def _slots(slots_R, block, S, ALONE: tl.constexpr, TOKENS: tl.constexpr):
-    """The slots of a block, S or more where there is none."""
+    """The slots of a block; where there is none, S or more."""
     lanes = tl.arange(0, TOKENS)
     if ALONE:
         return tl.where(lanes == 0, block, S)
@@ -115,7 +95,7 @@ def _gate_up(
     x_scales_at = x_scales_MKb + tokens
     gate = tl.zeros((ROWS, TOKENS), tl.float32)
     up = tl.zeros((ROWS, TOKENS), tl.float32)
-    for here in range(0, column_blocks):
+    for here in range(column_blocks):
         valid = (columns < K - here * SIZE)[None, :]
         if EVEN:
             gate_codes, up_codes = tl.load(gate_at), tl.load(up_at)
@@ -190,7 +170,7 @@ def _down(
     x_at = x_SP + sources[:, None] * P + columns[None, :]
     x_scales_at = x_scales_SPb + sources
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
-    for here in range(0, column_blocks):
+    for here in range(column_blocks):
         weight = tl.load(down_at).to(tl.float8e4nv, bitcast=True)
         codes, scale = _activations(x_at, x_scales_at, None, QUANTIZED, POW2, True, HARDWARE)
         sums += tl.dot(weight, tl.trans(codes)) * (scale * tl.load(down_scales + here))[None, :]

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 256
-"""Slots of a program. Fewer than these need one launch, more need two."""
+SMALL, CHUNK = 64, 256
+"""Slots of a program: few, or more. Up to `CHUNK` need one launch, more need two."""
+NOBODY = 1 << 30
+"""Instead of a slot, where a row only pads its expert's rows."""
 _COUNTED = 32
 """Chunks whose counts are added at once."""
 
@@ -25,7 +27,7 @@ class Rows(NamedTuple):
     """All int32."""
 
     slots: Tensor
-    """`[R]`: the slot of each row that is in use, S where it only pads its expert's rows."""
+    """`[R]`: the slot of each row that is in use, or `NOBODY`."""
     owners: Tensor
     """`[B]`: the expert of each block of rows, -1 beyond the last one in use."""
     places: Tensor
@@ -42,10 +44,10 @@ def capacity(slots: int, experts: int, align: int) -> int:
 
 
 def expert_rows_reference(experts_MT: Tensor, experts: int, align: int) -> Rows:
-    """What the kernel computes; what it leaves undefined, the slots of rows beyond those in use, is S here."""
+    """What the kernel computes; what it leaves undefined, the slots of rows beyond those in use, is `NOBODY` here."""
     flat = experts_MT.flatten().tolist()
     r = capacity(len(flat), experts, align)
-    slots, owners = [len(flat)] * r, [-1] * (r // align)
+    slots, owners = [NOBODY] * r, [-1] * (r // align)
     places, ends = [-1] * len(flat), []
     row = 0
     for expert in range(experts):
@@ -89,6 +91,7 @@ def _place(
     ALIGN_POW2: tl.constexpr,
     EXPERTS: tl.constexpr,
     COUNTED: tl.constexpr,
+    NOBODY: tl.constexpr,
     MANY: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -124,7 +127,7 @@ def _place(
     if chunk == 0:
         behind = tl.arange(0, ALIGN_POW2)
         padding = (start + total)[:, None] + behind[None, :]
-        tl.store(slots_R + padding, tl.zeros_like(padding) + S, mask=padding < stop[:, None])
+        tl.store(slots_R + padding, tl.full(padding.shape, NOBODY, tl.int32), mask=padding < stop[:, None])
         tl.store(ends_E + experts, start + total, mask=experts < E)
         rows = tl.sum(padded, axis=0)
         tl.store(used, rows)
@@ -140,7 +143,7 @@ def expert_rows(experts_MT: Tensor, experts: int, align: int) -> Rows:
     r = capacity(s, experts, align)
     sizes = {"slots": r, "owners": r // align, "places": s, "ends": experts, "used": 1}
     rows = Rows(**{n: torch.empty(size, dtype=torch.int32, device=device) for n, size in sizes.items()})
-    size = min(CHUNK, max(16, triton.next_power_of_2(s)))
+    size = SMALL if s <= SMALL else CHUNK
     chunks = max(1, -(-s // size))
     width = max(16, triton.next_power_of_2(experts))
     counts = rows.ends
@@ -154,6 +157,7 @@ def expert_rows(experts_MT: Tensor, experts: int, align: int) -> Rows:
         ALIGN_POW2=triton.next_power_of_2(align),
         EXPERTS=width,
         COUNTED=_COUNTED,
+        NOBODY=NOBODY,
         MANY=chunks > 1,
         SIZE=size,
         num_warps=warps,

@@ -53,9 +53,10 @@ def _quantize_activation(
         tl.store(scales_MKb + token + groups * scales_column, scale, mask=scaled)
 
 
-def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-    """Codes and scales of `x_MK` (BF16, FP16 or fp32, columns contiguous)."""
-    return _launch(x_MK, scale_format, x_MK.shape[0], None)
+def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat, rows: int | None = None) -> Quantized:
+    """Codes and scales of `x_MK` (BF16, FP16 or fp32, columns contiguous). `rows`: with room for so many tokens, those behind
+    uninitialized."""
+    return _launch(x_MK, scale_format, x_MK.shape[0] if rows is None else rows, None)
 
 
 def quantize_to_rows(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor) -> Quantized:

@@ -46,6 +46,21 @@ class ShapeSettings(BaseModel):
     """The kernel for more tokens."""
 
 
+class ExpertSettings(BaseModel):
+    """Which kernels multiply by fused experts; what is not said is chosen by default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    fused_tokens: int | None = Field(default=None, ge=0)
+    """Most tokens that go to the kernel for few tokens; 0: none."""
+
+    triton_tokens: int | None = Field(default=None, ge=0)
+    """Most tokens that go to vLLM's Triton kernel, beyond these; 0: none."""
+
+    gemm: Literal["deep_gemm", "triton", "fused"] | None = None
+    """The kernel for more tokens."""
+
+
 class KernelSettings(BaseModel):
     """How linear layers are computed on a GPU."""
 
@@ -56,6 +71,9 @@ class KernelSettings(BaseModel):
     )
     """By shape of a weight on one rank, `"NxK"` (output by input features), or `"*"` for every other."""
 
+    experts: ExpertSettings = ExpertSettings()
+    """Of mixtures of experts."""
+
     batch_invariant: bool = False
     """One kernel path whatever the number of tokens: a token's result does not depend on what it is computed beside."""
 
@@ -64,6 +82,10 @@ class KernelSettings(BaseModel):
         for shape, chosen in self.shapes.items():
             if self.batch_invariant and (chosen.decode_tokens or chosen.gemm == "decode_gemm"):
                 raise ValueError(f"batch_invariant leaves decode_gemm out, which shapes.{shape} asks for")
+        if self.batch_invariant and (self.experts.fused_tokens or self.experts.gemm == "fused"):
+            raise ValueError("batch_invariant leaves the kernel for few tokens out, which experts asks for")
+        if self.batch_invariant and self.experts.triton_tokens:
+            raise ValueError("batch_invariant takes one kernel, where experts.triton_tokens asks for two")
         return self
 
     def route(self, n: int, k: int) -> ShapeSettings:

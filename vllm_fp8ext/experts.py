@@ -16,9 +16,12 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
+from vllm_fp8ext.compat import expert_gemm
+from vllm_fp8ext.compat.expert_gemm import ExpertWeights
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import quantize_weight, reference
+from vllm_fp8ext.kernels.expert_cuts import ExpertRoute
 from vllm_fp8ext.kernels.experts import ACTIVATIONS, reference_experts
 from vllm_fp8ext.kernels.reference import BLOCK, blocks
 from vllm_fp8ext.linear import require_scales
@@ -47,8 +50,10 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         shadow: bool = False,
     ) -> None:
         super().__init__(moe)
+        self.settings = settings
         self.scale_format = settings.scale_format
         self.serialized = serialized and not shadow
+        self.route: ExpertRoute | None = None
         self.shadow = shadow
         self.uses_meta_device = not (self.serialized or shadow)
         activation = moe.activation.value
@@ -106,6 +111,7 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
                 **extra_weight_attrs,
             )
         layer.weight_block_size = [BLOCK, BLOCK]
+        self.route = expert_gemm.select(self.moe, hidden_size, params_dtype, self.settings.kernels)
 
     def _create_serialized(
         self, layer: RoutedExperts, experts: int, hidden: int, attributes: dict[str, Any]
@@ -133,6 +139,8 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         if self.serialized:
             for name in SCALES:
                 require_scales(getattr(layer, name).data, self.scale_format)
+        elif layer.w13_weight.is_cuda:
+            self._quantize_together(layer)
         else:
             loaded = {part.name: part.values for part in self.parts(layer)}
             self.allocate(layer, layer.w13_weight.device)
@@ -143,6 +151,18 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
                 )
         self.derive(layer)
         layer._already_called_process_weights_after_loading = True
+
+    def _quantize_together(self, layer: RoutedExperts) -> None:
+        """All experts in one launch: blocks of one matrix, where each expert's rows are whole blocks."""
+        self._zero_padding(layer)
+        loaded = [getattr(layer, name).data for name in CODES]
+        self.allocate(layer, loaded[0].device)
+        for values, codes_name, scales_name in zip(loaded, CODES, SCALES, strict=True):
+            codes, scales = getattr(layer, codes_name).data, getattr(layer, scales_name).data
+            if values.shape[1] % BLOCK == 0:
+                values, codes, scales = (tensor.flatten(0, 1)[None] for tensor in (values, codes, scales))
+            for value, code, scale in zip(values, codes, scales, strict=True):
+                quantize_weight.quantize_weight(value, code, scale, self.scale_format)
 
     def allocate(self, layer: RoutedExperts, device: torch.device) -> None:
         """Give a layer codes and scales on `device`; what is padding stays zero for good."""
@@ -180,8 +200,15 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
             of = None if scales[1] is None else scales[1].data[expert]
             yield Part(f"{CODES[1]}[{expert}]", down[expert, :hidden, :width], of, CODES[1], SCALES[1])
 
+    def weights(self, layer: RoutedExperts) -> ExpertWeights:
+        """What the kernels of a GPU read: the parameters themselves."""
+        pairs = zip(CODES, SCALES, strict=True)
+        return ExpertWeights(*(getattr(layer, name).data for pair in pairs for name in pair))
+
     def derive(self, layer: RoutedExperts) -> None:
         """Rebuild the dequantized copies by which the CPU backend multiplies, in place (`BlockFp8LinearMethod.derive`)."""
+        if layer.w13_weight.is_cuda:
+            return
         for name, codes, scales in zip(DEQUANTIZED, CODES, SCALES, strict=True):
             held = getattr(layer, codes).data
             if getattr(layer, name, None) is None:
@@ -198,10 +225,18 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
+        experts = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+        if self.route is not None:
+            parameters = (
+                getattr(layer, name).data for pair in zip(CODES, SCALES, strict=True) for name in pair
+            )
+            return expert_gemm.run(
+                *(self.route, x, ExpertWeights(*parameters), topk_weights, experts),
+                *(layer.activation.value, self.scale_format),
+            )
         here = getattr(layer, DEQUANTIZED[0], None) is not None  # a twin has none
         weights = [getattr(layer, name) for name in (DEQUANTIZED if here else CODES)]
         scales = [None, None] if here else [getattr(layer, name) for name in SCALES]
-        experts = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         out = reference_experts(
             x,
             *(weights[0], scales[0], weights[1], scales[1]),

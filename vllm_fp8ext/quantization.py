@@ -12,7 +12,6 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.platforms import current_platform
 
 from vllm_fp8ext.compat.kv_scales import KvCacheMethod
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
@@ -101,8 +100,6 @@ class BlockFp8Config(QuantizationConfig):
         ) or should_ignore_layer(prefix, ignore=self.kept, fused_mapping=mapping)
 
     def _experts_method(self, settings: Settings, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
-        if not current_platform.is_cpu():
-            raise ConfigError(f"blockfp8 does not serve mixture-of-experts models on GPUs yet ({prefix})")
         experts = prefix.removesuffix(".routed_experts")
         matrices = [f"{experts}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")]
         named = [name for name in (prefix, experts, *matrices) if self._ignored(name, settings)]

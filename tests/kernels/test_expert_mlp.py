@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels import cases
-from vllm_fp8ext.kernels.expert_mlp import Cut, expert_mlp
+from vllm_fp8ext.kernels.expert_cuts import Cut
+from vllm_fp8ext.kernels.expert_mlp import expert_mlp
 from vllm_fp8ext.kernels.experts import reference_experts
 from vllm_fp8ext.kernels.reference import ScaleFormat
 

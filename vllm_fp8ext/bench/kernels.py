@@ -18,7 +18,7 @@ from vllm_fp8ext.bench.rivals import NAMES
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import cases
 
-PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention")
+PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention", "experts")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from vllm_fp8ext.bench import attention
 
         attention.attention(report)
+    if "experts" in options.only:
+        from vllm_fp8ext.bench import experts
+
+        with torch.inference_mode():
+            experts.experts(report)
     for kernel in ("decode_gemm", "prefill_gemm"):
         for variant in ("blockfp8", "blockfp8_codes"):
             report.summarize(kernel, variant)

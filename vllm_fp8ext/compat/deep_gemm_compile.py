@@ -23,6 +23,7 @@ import torch
 import vllm
 from vllm.utils.deep_gemm import _lazy_init, fp8_gemm_nt, is_deep_gemm_supported
 
+from vllm_fp8ext.compat.expert_gemm import grouped
 from vllm_fp8ext.kernels.quantized import empty
 from vllm_fp8ext.kernels.reference import blocks
 
@@ -36,8 +37,10 @@ _SECONDS = 900
 _CACHE = "DG_JIT_CACHE_DIR"
 """vLLM's `_lazy_init` sets it."""
 
-Sizes = Mapping[tuple[int, int], Sequence[int]]
-"""Token counts by shape of weight."""
+Sizes = Mapping[tuple[int, ...], Sequence[int]]
+"""Token counts by shape of weight `(N, K)`; numbers of rows by shape of experts `(N, K, E)`."""
+Part = tuple[Sequence[int], Sequence[int]]
+"""A shape, and some of its counts."""
 
 
 def compile_ahead(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,7 +58,7 @@ def _compile_once(folder: Path, sizes: Sizes, dtype: torch.dtype, device: torch.
     """Unless that was done before, with this vLLM on such a GPU; the ranks of one machine wait for the first."""
     folder.mkdir(parents=True, exist_ok=True)
     origin = [vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device), str(dtype)]
-    told = json.dumps([origin, [[*shape, *sizes[shape]] for shape in sorted(sizes)]])
+    told = json.dumps([origin, [[shape, sizes[shape]] for shape in sorted(sizes)]])
     done = folder / f"fp8ext-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     with (folder / "fp8ext-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -66,19 +69,18 @@ def _compile_once(folder: Path, sizes: Sizes, dtype: torch.dtype, device: torch.
                 done.touch()
 
 
-def shares(sizes: Sizes, count: int) -> list[list[list[int]]]:
-    """The sizes in about `count` parts of `[n, k, tokens, …]`: token counts that lie side by side mostly need one kernel,
-    and stay together."""
+def shares(sizes: Sizes, count: int) -> list[list[Part]]:
+    """The sizes in about `count` parts: token counts that lie side by side mostly need one kernel, and stay together."""
     each = max(1, count // len(sizes))
-    parts = []
-    for (n, k), tokens in sizes.items():
+    parts: list[list[Part]] = []
+    for shape, tokens in sizes.items():
         ordered = sorted(tokens)
         step = -(-len(ordered) // each)
-        parts += [[[n, k, *ordered[start : start + step]]] for start in range(0, len(ordered), step)]
+        parts += [[(shape, ordered[start : start + step])] for start in range(0, len(ordered), step)]
     return parts
 
 
-def _run(parts: list[list[list[int]]], dtype: torch.dtype, device: torch.device) -> bool:
+def _run(parts: Sequence[Sequence[Part]], dtype: torch.dtype, device: torch.device) -> bool:
     logger.info(
         "blockfp8: DeepGEMM's kernels are compiled by %d processes, once for this machine", len(parts)
     )
@@ -104,17 +106,21 @@ def _run(parts: list[list[list[int]]], dtype: torch.dtype, device: torch.device)
 
 
 @torch.inference_mode()
-def main(dtype: str, device: int, sizes: list[list[int]]) -> None:
+def main(dtype: str, device: int, sizes: Sequence[Part]) -> None:
     """Multiply once at each size."""
     torch.cuda.set_device(device)
-    for n, k, *tokens in sizes:
-        most = max(tokens)
-        weight = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device="cuda")
-        scales = torch.ones(blocks(n), blocks(k), device="cuda")
-        out = torch.empty(most, n, dtype=getattr(torch, dtype), device="cuda")
-        for count in tokens:  # of any values: a kernel depends on sizes alone
+    for shape, counts in sizes:
+        n, k, *experts = shape
+        weight = torch.zeros(*experts, n, k, dtype=torch.float8_e4m3fn, device="cuda")
+        scales = torch.ones(*experts, blocks(n), blocks(k), device="cuda")
+        out = torch.empty(max(counts), n, dtype=getattr(torch, dtype), device="cuda")
+        ends = torch.zeros(*experts or (1,), dtype=torch.int32, device="cuda")
+        for count in counts:  # of any values: a kernel depends on sizes alone
             x = empty(count, k, out.device)
-            fp8_gemm_nt(x, (weight, scales), out[:count], is_deep_gemm_e8m0_used=False)
+            if experts:
+                grouped(x, weight, scales, ends)
+            else:
+                fp8_gemm_nt(x, (weight, scales), out[:count], is_deep_gemm_e8m0_used=False)
     torch.cuda.synchronize()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles every kernel that linear layers can need, before the server says that it is ready.
+"""Compiles every kernel that the model can need, before the server says that it is ready.
 
 Replaces nothing; calls `_generate_optimal_warmup_m_values`, vLLM's list of token counts at which DeepGEMM takes another
 kernel. vLLM warms DeepGEMM up for its own linear methods only.
@@ -16,6 +16,7 @@ from torch import nn
 from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
 from vllm_fp8ext.compat.deep_gemm_compile import compile_ahead
+from vllm_fp8ext.compat.expert_warmup import warm_up_experts
 from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
 from vllm_fp8ext.kernels.linear import GEMMS
@@ -46,11 +47,12 @@ def warm_up(model: nn.Module, max_tokens: int) -> None:
     _compile_deep_gemm(layers, max_tokens)
     for layer, method in layers.values():
         _run(layer, method, max_tokens)
+    experts = warm_up_experts(model, max_tokens)
     torch.cuda.synchronize()
-    if layers:
+    if layers or experts:
         logger.info(
             "blockfp8: kernels for %d shapes are ready after %.1f s (compiled: %s)",
-            *(len(layers), time.perf_counter() - start),
+            *(len(layers) + experts, time.perf_counter() - start),
             ", ".join(f"{count} by {name}" for name, count in compiled.counts.items()) or "none",
         )
 
@@ -87,7 +89,7 @@ def _tokens(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> 
 
 
 def _compile_deep_gemm(layers: Layers, max_tokens: int) -> None:
-    sizes = {
+    sizes: dict[tuple[int, ...], list[int]] = {
         shape: _tokens(layer, method, max_tokens)
         for shape, (layer, method) in layers.items()
         if method.route is not None and method.route.gemm == "deep_gemm"

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels multiply by the experts of a layer, and how the one for few tokens is cut."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast
+
+Kernel = Literal["fused", "triton", "deep_gemm"]
+"""`fused`: ours (`expert_mlp`). `triton` and `deep_gemm`: vLLM's grouped GEMMs between kernels of ours."""
+MANY: tuple[Kernel, ...] = ("deep_gemm", "triton", "fused")
+"""For many tokens, the fastest first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the two GEMMs of `expert_mlp` are cut."""
+
+    tokens: int = 16
+    """Tokens of one expert that a program takes: 16, 32 or 64."""
+    rows: int = 64
+    """Rows of gate, and as many of up, of a program: 64, or 128, which is a whole block that the program quantizes."""
+    down_rows: int = 64
+    """Rows of down of a program: 64 or 128."""
+    stages: int = 4
+    """Blocks of 128 columns in flight."""
+    warps: int = 4
+    inside: bool = False
+    """Whether the first GEMM quantizes its activations itself, in each program anew; else one launch does before."""
+    alone: bool = False
+    """Whether each slot makes a block of its own, so that no launch has to order them: for fewer slots than experts."""
+
+
+CUTS: tuple[tuple[float, Cut], ...] = (
+    (0.25, Cut(alone=True, inside=True)),
+    (1.0, Cut(down_rows=128)),
+    (6.0, Cut(rows=128, down_rows=128, stages=3)),
+    (12.0, Cut(tokens=32, rows=128, down_rows=128, stages=3)),
+    (float("inf"), Cut(tokens=64, rows=64, down_rows=128, stages=3)),
+)
+"""By the most slots for each expert of the model. To be measured with `fp8ext bench kernels --only experts`."""
+FUSED, TRITON = 16.0, 32.0
+"""Most slots for each expert that go to `fused`, and then to `triton` where `deep_gemm` takes the others."""
+
+
+class Choice(NamedTuple):
+    """A kernel, and its cut if it is `fused`."""
+
+    kernel: Kernel
+    cut: Cut | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertRoute:
+    """The kernels of one layer, by number of tokens."""
+
+    experts: int
+    """Of the whole model: tokens are shared out among these."""
+    chosen: int
+    """Experts of a token."""
+    many: Kernel
+    """For more tokens than the others take."""
+    fused_tokens: int
+    """Most tokens that go to `fused`."""
+    triton_tokens: int
+    """Most tokens that go to `triton`, beyond these."""
+
+    def choose(self, tokens: int) -> Choice:
+        """The kernel for so many tokens."""
+        if tokens <= self.fused_tokens or self.many == "fused":
+            load = tokens * self.chosen / self.experts
+            return Choice("fused", next(cut for most, cut in CUTS if load <= most))
+        return Choice("triton" if tokens <= self.triton_tokens else self.many, None)
+
+    def boundaries(self, most: int) -> list[int]:
+        """Up to `most` tokens, the largest number of each kernel and cut."""
+        ends = {self.fused_tokens, self.triton_tokens, most}
+        if self.many == "fused" or self.fused_tokens:
+            ends |= {int(load * self.experts / self.chosen) for load, _ in CUTS[:-1]}
+        return sorted(end for end in ends if 0 < end <= most)
+
+
+def expert_route(
+    experts: int,
+    chosen: int,
+    usable: Sequence[str],
+    *,
+    one_path: bool = False,
+    fused_tokens: int | None = None,
+    triton_tokens: int | None = None,
+    many: str | None = None,
+) -> ExpertRoute:
+    """The kernels of a layer with so many experts in all, of which each token goes to `chosen`.
+
+    `usable`: kernels that take it here. `one_path`: the same kernel whatever the number of tokens. Of what a user chose,
+    `fused_tokens`, `triton_tokens` or `many`, nothing is left out.
+
+    Raises:
+        ValueError: a kernel that the user chose does not take the layer here, or nothing does.
+    """
+    asked = [("fused", fused_tokens), ("triton", triton_tokens), (many, many)]
+    for kernel, wanted in asked:
+        if wanted and kernel not in usable:
+            able = ", ".join(usable) or "none"
+            raise ValueError(f"{kernel}: does not take these experts here; those that do: {able}")
+    order = [name for name in MANY if name in usable and not (one_path and name == "fused")]
+    if not order:
+        raise ValueError("no FP8 kernel takes these experts here")
+    last = cast("Kernel", many or order[0])
+
+    def most(load: float, kernel: str, wanted: int | None) -> int:
+        if wanted is not None:
+            return wanted
+        if one_path or kernel not in usable or last == kernel:
+            return 0
+        return int(load * experts / chosen)
+
+    return ExpertRoute(
+        experts=experts,
+        chosen=chosen,
+        many=last,
+        fused_tokens=most(FUSED, "fused", fused_tokens),
+        triton_tokens=most(TRITON, "triton", triton_tokens),
+    )
