@@ -64,8 +64,11 @@ def expert_rows_reference(experts_MT: Tensor, experts: int, align: int) -> Rows:
 
 
 @triton.jit(do_not_specialize=["S"])
-def _count(experts_S, counts_CE, S, E, EXPERTS: tl.constexpr, SIZE: tl.constexpr):
+def _count(experts_S, counts_CE, S, E, EXPERTS: tl.constexpr, EARLY: tl.constexpr, SIZE: tl.constexpr):
     """One program, one chunk: how many of its slots each expert has."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
     at = chunk * SIZE + tl.arange(0, SIZE)
     chosen = tl.load(experts_S + at, mask=at < S, other=-1).to(tl.int32)
@@ -93,9 +96,13 @@ def _place(
     COUNTED: tl.constexpr,
     NOBODY: tl.constexpr,
     MANY: tl.constexpr,
+    EARLY: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """One program, one chunk; the first also says what holds for all of them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
     local = tl.arange(0, SIZE)
     slot = chunk * SIZE + local
@@ -147,19 +154,19 @@ def expert_rows(experts_MT: Tensor, experts: int, align: int) -> Rows:
     chunks = max(1, -(-s // size))
     width = max(16, triton.next_power_of_2(experts))
     counts = rows.ends
-    warps = 8 if size == CHUNK else 4
+    early = experts_MT.is_cuda
+    common = {"EXPERTS": width, "EARLY": early, "SIZE": size, "num_warps": 8 if size == CHUNK else 4}
+    common |= {"launch_pdl": True} if early else {}
     if chunks > 1:
         counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
-        _count[(chunks,)](experts_MT, counts, s, experts, EXPERTS=width, SIZE=size, num_warps=warps)
+        _count[(chunks,)](experts_MT, counts, s, experts, **common)
     _place[(chunks,)](
         *(experts_MT, counts, *rows, s, r // align, chunks, experts),
         ALIGN=align,
         ALIGN_POW2=triton.next_power_of_2(align),
-        EXPERTS=width,
         COUNTED=_COUNTED,
         NOBODY=NOBODY,
         MANY=chunks > 1,
-        SIZE=size,
-        num_warps=warps,
+        **common,
     )
     return rows

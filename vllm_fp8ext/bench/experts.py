@@ -2,8 +2,8 @@
 """Experts of Qwen3-30B-A3B against each other: our kernels, vLLM's with their block scales (`stock`) and in BF16, and the
 quantization of their weights against a copy.
 
-One layer is larger than the L2 cache several times, and tokens go to other experts in each call. Processes of their own compile
-what is timed, since compilers need minutes in one.
+One layer is larger than the L2 cache several times, and tokens go to other experts in each call. Several processes compile
+what is timed, which takes one of them minutes.
 """
 
 import json

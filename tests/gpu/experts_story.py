@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tests/e2e/experts_story.py` on a GPU: CUDA graphs, batches of every size, and what is compiled meanwhile. Takes two
+checkpoints and a file for what it saw, as JSON."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from experts_story import sampled, updated
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_fp8ext.serve.embedded import embedded
+from vllm_fp8ext.weights.wire import stored
+
+BATCHES = (1, 2, 3, 5, 8, 13, 40, 64)
+LENGTHS = (1, 5, 17, 70, 150, 300, 480)
+
+
+async def compiled(engine: AsyncLLM) -> dict[str, int]:
+    (answer,) = await engine.collective_rpc("fp8ext", args=(0, "describe"))
+    found: dict[str, int] = answer["compiled"]
+    return found
+
+
+async def answers(engine: AsyncLLM, name: str, requests: int, length: int) -> list[list[int]]:
+    """Of a batch of prompts, token ids."""
+    wanted = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+
+    async def one(number: int) -> list[int]:
+        prompt = [3 + (5 * i + 13 * number) % 500 for i in range(length)]
+        last: list[int] = []
+        async for output in engine.generate({"prompt_token_ids": prompt}, wanted, f"{name} {number}"):
+            last = list(output.outputs[0].token_ids)
+        return last
+
+    return list(await asyncio.gather(*(one(number) for number in range(requests))))
+
+
+async def main(early: str, late: str, out: str) -> None:
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=early,
+            quantization="blockfp8",
+            max_model_len=512,
+            max_num_seqs=64,
+            kv_cache_memory_bytes=256 << 20,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+        )
+    )
+    facts: dict[str, Any] = {"compiled before": await compiled(engine)}
+    facts["early"] = await sampled(engine, "early")
+    for requests in BATCHES:
+        await answers(engine, f"batch of {requests}", requests, 9)
+    for length in LENGTHS:
+        await answers(engine, f"length {length}", 3, length)
+    facts["beside"] = await answers(engine, "beside", 8, 1)
+    facts["beside again"] = await answers(engine, "beside again", 8, 1)
+    async with embedded(engine) as weights:
+        facts["cold digests"] = (await weights.digests()).model_dump()
+        facts["manifest"] = await weights.manifest()
+        if early != late:
+            facts |= await updated(weights, engine, dict(stored(Path(late))), dict(stored(Path(early))))
+    facts["compiled after"] = await compiled(engine)
+    engine.shutdown()
+    Path(out).write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

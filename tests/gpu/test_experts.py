@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts on a Hopper GPU: every kernel in the shape of Qwen3-30B-A3B against the reference, and a real engine.
+`tests/kernels` has the kernels' edge cases, on the GPU where there is one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels import cases
+from vllm_fp8ext.kernels.experts import reference_experts
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, CHOSEN, HIDDEN, WIDTH = 128, 8, 2048, 768
+TOKENS = (1, 3, 8, 64, 256, 2048)
+KERNELS = ("triton", "deep_gemm", *range(5))
+"""vLLM's by name, ours by the number of its cut."""
+
+
+@pytest.fixture(scope="module")
+def layer() -> cases.Experts:
+    return cases.experts(max(TOKENS), HIDDEN, WIDTH, EXPERTS, CHOSEN, "cuda")
+
+
+def routed(tokens: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Weights and experts of each token. `ragged`: most go to a few experts; `remote`: half of the experts are elsewhere."""
+    weights, of = cases.routing(tokens, EXPERTS, CHOSEN, "cuda", seed=tokens)
+    if kind == "ragged":
+        noise = torch.Generator("cuda").manual_seed(tokens)
+        lean = torch.linspace(0, 6, EXPERTS, device="cuda")
+        of = (torch.randn(tokens, EXPERTS, generator=noise, device="cuda") + lean).topk(CHOSEN, 1)[1].int()
+    if kind == "remote":
+        of = torch.where(of < EXPERTS // 2, of, -1)
+    return weights, of
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["uniform", "ragged", "remote"])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_each_kernel_is_the_reference(
+    layer: cases.Experts, kernel: str | int, tokens: int, kind: str
+) -> None:
+    from vllm_fp8ext.compat.expert_gemm import ExpertWeights, compute
+    from vllm_fp8ext.kernels.expert_cuts import CUTS, Choice
+
+    choice = Choice("fused", CUTS[kernel][1]) if isinstance(kernel, int) else Choice(kernel, None)
+    if choice.cut and tokens > 256:
+        pytest.skip("too many for the kernel for few")
+    x, routing, weights = layer.x_MK[:tokens], routed(tokens, kind), ExpertWeights(*layer[1:5])
+    expected = reference_experts(x, *weights, *routing, "silu", "fp32")
+    outs = [compute(choice, x, weights, *routing, "silu", "fp32") for _ in range(2)]
+    assert cases.experts_error(outs[0], expected) < 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs.append(compute(choice, x, weights, *routing, "silu", "fp32"))
+    for _ in range(3):
+        graph.replay()
+    assert all(torch.equal(outs[0], out) for out in outs)
+
+
+@torch.inference_mode()
+def test_a_wrong_scale_of_one_block_shows(layer: cases.Experts) -> None:
+    """What the other test compares with can fail."""
+    x, routing = layer.x_MK[:8], routed(8, "ragged")
+    expected = reference_experts(x, *layer[1:5], *routing, "silu", "fp32")
+    wrong = layer.down_scales.clone()
+    wrong[int(routing[1][0, 0]), 0] *= 2
+    out = reference_experts(x, layer[1], layer[2], layer[3], wrong, *routing, "silu", "fp32")
+    assert cases.experts_error(out, expected) > 1
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two checkpoints of a small Qwen3-MoE with experts as wide as in Qwen3-30B-A3B, and two that pad theirs."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("mixtures")
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    for width in (768, 192):
+        experts = {"moe_intermediate_size": width, "num_experts": 16, "num_experts_per_tok": 4}
+        config = Qwen3MoeConfig(
+            hidden_size=512, intermediate_size=256, num_hidden_layers=2, vocab_size=512, **heads, **experts
+        )
+        for seed, name in enumerate(("early", "late")):
+            torch.manual_seed(seed)
+            Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder / f"{name}{width}")
+    return {path.name: path for path in folder.iterdir()}
+
+
+def story(early: Path, late: Path, out: Path) -> dict[str, Any]:
+    line = [sys.executable, "-P", str(Path(__file__).with_name("experts_story.py"))]
+    done = subprocess.run(
+        [*line, str(early), str(late), str(out)], capture_output=True, text=True, timeout=590
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("width", [768, 192])
+def test_an_update_in_an_engine_serves_what_a_cold_start_serves(
+    width: int, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    from vllm_fp8ext.weights.digest import checkpoint_digests
+    from vllm_fp8ext.weights.manifest import Manifest
+
+    early, late = checkpoints[f"early{width}"], checkpoints[f"late{width}"]
+    facts, cold = story(early, late, tmp_path / "facts"), story(late, late, tmp_path / "cold")
+    manifest = Manifest.from_dict(facts["manifest"])
+    for name, path in (("cold digests", early), ("late digests", late), ("early digests", early)):
+        assert facts[name]["digests"] == checkpoint_digests(path, manifest), name
+    assert facts["late digests"]["digests"] == cold["cold digests"]["digests"]
+    assert facts["late"] == cold["early"]
+    assert facts["early again"] == facts["early"]
+    assert facts["late"] != facts["early"]
+    assert facts["verified"] == "some experts"
+    assert facts["beside"] == facts["beside again"], "the same batch, the same answers"
+    assert facts["compiled before"] == facts["compiled after"], "nothing is compiled under traffic"
