@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of real shapes with generated weights: Gaussian, with outlier channels, and norms around one."""
 
+import json
 import tempfile
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import transformers
 from torch import Tensor
-from transformers import Qwen3Config
 
 from vllm_fp8ext.errors import ConfigError
 
@@ -44,8 +47,26 @@ SHAPES = {
         "num_attention_heads": 64,
     }
     | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
+    "tiny-experts": {
+        "hidden_size": 256,
+        "intermediate_size": 640,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    | {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "moe_intermediate_size": 256}
+    | {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": False},
+    "Qwen3-30B-A3B": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+    }
+    | {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "moe_intermediate_size": 768}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False},
 }
-_SHARD_BYTES = 4 << 30
+_SHARD_BYTES = 2 << 30
+_WRITERS = 8
+"""Shards that are written at a time."""
 _OUTLIERS = 0.01
 _OUTLIER_FACTOR = 8.0
 
@@ -81,34 +102,77 @@ def two_checkpoints(
 
 
 def write_checkpoint(folder: Path, shape: str, seed: int, device: str) -> int:
-    """Write a BF16 checkpoint of a named shape; returns its bytes."""
+    """Write a BF16 checkpoint of a named shape; returns its bytes. Some shards are written beside the next one's making."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=40960, architectures=["Qwen3ForCausalLM"])
-    config.dtype = "bfloat16"
+    config = _config(shape)
     config.save_pretrained(folder)
     generator = torch.Generator(device).manual_seed(seed)
-    shard: dict[str, Tensor] = {}
-    total = size = index = 0
-    for name, tensor in _tensors(config, generator, device):
-        shard[name] = tensor.cpu()
-        size += tensor.nbytes
-        total += tensor.nbytes
-        if size >= _SHARD_BYTES:
-            save_file(shard, folder / f"model-{index:05d}.safetensors")
-            shard, size, index = {}, 0, index + 1
-    if shard:
-        save_file(shard, folder / f"model-{index:05d}.safetensors")
+    total = 0
+    with ThreadPoolExecutor(_WRITERS) as writers:
+        waiting: deque[Future[None]] = deque()
+        for index, shard in enumerate(_shards(config, generator, device)):
+            total += sum(tensor.nbytes for tensor in shard.values())
+            if device != "cpu":
+                torch.cuda.synchronize()
+            waiting.append(writers.submit(_write, shard, folder / f"model-{index:05d}.safetensors"))
+            if len(waiting) > _WRITERS:
+                waiting.popleft().result()
+        for shard_written in waiting:
+            shard_written.result()
     return total
 
 
-def _tensors(config: Qwen3Config, generator: torch.Generator, device: str) -> Iterator[tuple[str, Tensor]]:
+def _config(shape: str) -> Any:
+    kind = "Qwen3Moe" if "num_experts" in SHAPES[shape] else "Qwen3"
+    config = getattr(transformers, f"{kind}Config")(
+        **SHAPES[shape], max_position_embeddings=40960, architectures=[f"{kind}ForCausalLM"]
+    )
+    config.dtype = "bfloat16"
+    return config
+
+
+def _shards(config: Any, generator: torch.Generator, device: str) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in _tensors(config, generator, device):
+        shard[name] = tensor
+        size += tensor.nbytes
+        if size >= _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+    if shard:
+        yield shard
+
+
+def _write(shard: dict[str, Tensor], file: Path) -> None:
+    """As safetensors' `save_file` would, but straight into the file's pages."""
+    entries: dict[str, Any] = {}
+    size = 0
+    for name, tensor in shard.items():
+        entries[name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [size, size + tensor.nbytes],
+        }
+        size += tensor.nbytes
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    start = 8 + len(header)
+    pages = torch.from_file(str(file), shared=True, size=start + size, dtype=torch.uint8)
+    pages[:start] = torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8)
+    for name, tensor in shard.items():
+        first, last = entries[name]["data_offsets"]
+        pages[start + first : start + last].view(torch.bfloat16).view(tensor.shape).copy_(tensor)
+
+
+def _tensors(config: Any, generator: torch.Generator, device: str) -> Iterator[tuple[str, Tensor]]:
     hidden, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
 
     def norm(size: int) -> Tensor:
         return (1 + 0.1 * torch.randn(size, generator=generator, device=device)).bfloat16()
 
-    def matrix(rows: int, columns: int) -> Tensor:
-        values = torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5
+    def matrix(rows: int, columns: int, *experts: int) -> Tensor:
+        values = torch.randn(*experts, rows, columns, generator=generator, device=device) * columns**-0.5
         outliers = torch.rand(columns, generator=generator, device=device) < _OUTLIERS
         return torch.where(outliers, values * _OUTLIER_FACTOR, values).bfloat16()
 
@@ -123,9 +187,16 @@ def _tensors(config: Qwen3Config, generator: torch.Generator, device: str) -> It
         yield prefix + "self_attn.k_proj.weight", matrix(kv * config.head_dim, hidden)
         yield prefix + "self_attn.v_proj.weight", matrix(kv * config.head_dim, hidden)
         yield prefix + "self_attn.o_proj.weight", matrix(hidden, heads * config.head_dim)
-        yield prefix + "mlp.gate_proj.weight", matrix(config.intermediate_size, hidden)
-        yield prefix + "mlp.up_proj.weight", matrix(config.intermediate_size, hidden)
-        yield prefix + "mlp.down_proj.weight", matrix(hidden, config.intermediate_size)
+        count = getattr(config, "num_experts", None)
+        width = config.moe_intermediate_size if count else config.intermediate_size
+        if count:
+            yield prefix + "mlp.gate.weight", matrix(count, hidden)
+        for name, sizes in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+            if not count:
+                yield f"{prefix}mlp.{name}_proj.weight", matrix(*sizes)
+                continue
+            for expert, weight in enumerate(matrix(*sizes, count)):
+                yield f"{prefix}mlp.experts.{expert}.{name}_proj.weight", weight
     yield "model.norm.weight", norm(hidden)
     if not config.tie_word_embeddings:
         yield "lm_head.weight", matrix(config.vocab_size, hidden)

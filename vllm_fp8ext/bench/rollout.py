@@ -3,7 +3,8 @@
 
     fp8ext bench rollout --shape Qwen3-8B --kv auto fp8 --out rollout.json
 
-All engines are alive at once and take turns, so that they see the same GPU. Weights are generated (or given, --checkpoint);
+All engines are alive at once and take turns, so that they see the same GPU; or (--apart) one after the other, where they do
+not fit beside each other. Weights are generated (or given, --checkpoint);
 token ids go in and come out. Every engine first runs the start of a case unmeasured. The time to the first tokens, measured
 in a run of its own, is taken off for the time of a decode step.
 """
@@ -42,26 +43,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = time.monotonic() + options.seconds
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
     origin = provenance()
-    with checkpoint(options.checkpoint, options.shape) as folder, contextlib.ExitStack() as stack:
-        engines = {}
-        for kv in options.kv:
-            for name in options.variants:
-                engine = Engine(
-                    *(folder, f"{name}, KV {kv}", _arguments(name, kv, options)),
-                    profile=options.profile is not None,
-                )
-                engines[name, kv] = stack.enter_context(contextlib.closing(engine))
-        for engine in engines.values():
-            console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
-        if options.profile:
-            for case in cases:
-                _profile(options.profile, case, engines)
-            return 0
-        found: list[dict[str, Any]] = []
-        for case in cases:
-            found += _measure(options, case, engines, stop)
-            if found:  # as far as it came, whatever happens to the next
-                _write(options.out, before, origin, found)
+    keys = [(name, kv) for kv in options.kv for name in options.variants]
+    found: list[dict[str, Any]] = []
+    with checkpoint(options.checkpoint, options.shape) as folder:
+        for group in [[key] for key in keys] if options.apart else [keys]:
+            with contextlib.ExitStack() as alive:
+                engines = {}
+                for name, kv in group:
+                    engine = Engine(
+                        *(folder, f"{name}, KV {kv}", _arguments(name, kv, options)),
+                        profile=options.profile is not None,
+                    )
+                    engines[name, kv] = alive.enter_context(contextlib.closing(engine))
+                for engine in engines.values():
+                    console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
+                for case in cases:
+                    if options.profile:
+                        _profile(options.profile, case, engines)
+                        continue
+                    found += _measure(options, case, engines, stop, found)
+                    if found:  # as far as it came, whatever happens to the next
+                        _write(options.out, before, origin, found)
     return 0
 
 
@@ -73,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--kv", nargs="+", choices=("auto", "fp8"), default=["auto"])
     parser.add_argument("--cases", nargs="+", metavar="REQUESTSxINPUTxOUTPUT", default=CASES)
+    parser.add_argument("--apart", action="store_true", help="one engine after the other")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kv-gib", type=float, default=24.0, help="KV cache of each engine")
     parser.add_argument("--settings", type=json.loads, default={}, help="more settings of blockfp8, as JSON")
@@ -129,7 +132,9 @@ def _measure(
     case: tuple[int, int, int],
     engines: dict[tuple[str, str], Engine],
     stop: float,
+    earlier: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
+    """`earlier`: what other engines did in these cases."""
     requests, tokens, output = case
     samples: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in engines}
     before: dict[tuple[str, str], dict[str, int]] = {}
@@ -169,7 +174,10 @@ def _measure(
             },
             "beside": sorted({other for other, _ in engines}),
         }
-        base = next((other["tokens_per_s"] for other in found if other["variant"] == "bf16"), None)
+        alike = {"requests": requests, "input": tokens, "output": output, "variant": "bf16"}
+        base = next(
+            (other["tokens_per_s"] for other in (*found, *earlier) if alike.items() <= other.items()), None
+        )
         if name == "bf16" or base:
             result["ratio_bf16"] = result["tokens_per_s"] / (base or result["tokens_per_s"])
         found.append(result)

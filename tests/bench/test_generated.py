@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated checkpoints have the tensors that the model of their shape takes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_fp8ext.bench import generated
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_a_checkpoint_is_what_its_model_takes(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generated, "_SHARD_BYTES", 1 << 20)
+    size = generated.write_checkpoint(tmp_path, shape, 0, "cpu")
+    found = {}
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}
+    assert sum(tensor.nbytes for tensor in found.values()) == size
+    for tensor in found.values():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.isfinite(tensor).all()
+        assert tensor.float().std() > 0
+    config = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(tensor.numel() for tensor in found.values()) == sum(p.numel() for p in model.parameters())
+    for name, parameter in model.state_dict().items():
+        if ".experts." not in name:
+            assert found[name].shape == parameter.shape, name
+    if hasattr(config, "num_experts"):
+        last = found["model.layers.1.mlp.experts.7.down_proj.weight"]
+        assert last.shape == (config.hidden_size, config.moe_intermediate_size)
+
+
+def test_a_seed_makes_the_same_weights_again(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        generated.write_checkpoint(tmp_path / name, "tiny", seed, "cpu")
+    a, b, c = ((tmp_path / name / "model-00000.safetensors").read_bytes() for name in "abc")
+    assert a == b
+    assert a != c
