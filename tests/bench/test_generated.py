@@ -22,7 +22,8 @@ def test_a_checkpoint_is_what_its_model_takes(
     assert len(files) > 1
     for file in files:
         with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}
+            names = tensors.keys()
+            found |= {name: tensors.get_tensor(name) for name in names}
     assert sum(tensor.nbytes for tensor in found.values()) == size
     for tensor in found.values():
         assert tensor.dtype == torch.bfloat16
