@@ -102,12 +102,13 @@ def _gate_up(
         else:
             gate_codes = tl.load(gate_at, mask=valid, other=0.0)
             up_codes = tl.load(up_at, mask=valid, other=0.0)
+        gate_scale, up_scale = tl.load(gate_scales + here), tl.load(up_scales + here)
         codes, scale = _activations(x_at, x_scales_at, valid, QUANTIZED, POW2, EVEN, HARDWARE)
         codes = tl.trans(codes)
-        product = tl.dot(gate_codes.to(tl.float8e4nv, bitcast=True), codes)
-        gate += product * (scale * tl.load(gate_scales + here))[None, :]
-        product = tl.dot(up_codes.to(tl.float8e4nv, bitcast=True), codes)
-        up += product * (scale * tl.load(up_scales + here))[None, :]
+        gate_part = tl.dot(gate_codes.to(tl.float8e4nv, bitcast=True), codes)
+        up_part = tl.dot(up_codes.to(tl.float8e4nv, bitcast=True), codes)
+        gate += gate_part * (scale * gate_scale)[None, :]
+        up += up_part * (scale * up_scale)[None, :]
         gate_at += SIZE
         up_at += SIZE
         x_at += SIZE
@@ -172,8 +173,9 @@ def _down(
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
     for here in range(column_blocks):
         weight = tl.load(down_at).to(tl.float8e4nv, bitcast=True)
+        down_scale = tl.load(down_scales + here)
         codes, scale = _activations(x_at, x_scales_at, None, QUANTIZED, POW2, True, HARDWARE)
-        sums += tl.dot(weight, tl.trans(codes)) * (scale * tl.load(down_scales + here))[None, :]
+        sums += tl.dot(weight, tl.trans(codes)) * (scale * down_scale)[None, :]
         down_at += SIZE
         x_at += SIZE
         x_scales_at += x_scales_column
