@@ -36,11 +36,12 @@ def _activations(x_at, scales_at, valid, QUANTIZED, POW2, EVEN, HARDWARE):
 
 @triton.jit
 def _slots(slots_R, block, S, ALONE: tl.constexpr, TOKENS: tl.constexpr):
-    """The slots of a block; where there is none, S or more."""
+    """The slots of a block, S or more where there is none; and whose activations are read, which is then the first's."""
     lanes = tl.arange(0, TOKENS)
     if ALONE:
-        return tl.where(lanes == 0, block, S)
-    return tl.load(slots_R + block * TOKENS + lanes)
+        return tl.where(lanes == 0, block, S), tl.zeros((TOKENS,), tl.int32) + block
+    slots = tl.load(slots_R + block * TOKENS + lanes)
+    return slots, tl.where(slots < S, slots, tl.load(slots_R + block * TOKENS))
 
 
 @triton.jit(do_not_specialize=["S", "x_scales_column", "out_scales_column"])
@@ -81,9 +82,8 @@ def _gate_up(
     owner = tl.load(owners_B + block).to(tl.int64)
     if owner < 0:
         return
-    slots = _slots(slots_R, block, S, ALONE, TOKENS)
-    # rows without a slot read the first token, and are not written
-    tokens = tl.where(slots < S, slots // CHOSEN, 0).to(tl.int64)
+    slots, sources = _slots(slots_R, block, S, ALONE, TOKENS)
+    tokens = (sources // CHOSEN).to(tl.int64)
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, SIZE)
     column_blocks = tl.cdiv(K, SIZE)
@@ -160,8 +160,8 @@ def _down(
     owner = tl.load(owners_B + block).to(tl.int64)
     if owner < 0:
         return
-    slots = _slots(slots_R, block, S, ALONE, TOKENS)
-    sources = tl.where(slots < S, slots, 0).to(tl.int64)
+    slots, sources = _slots(slots_R, block, S, ALONE, TOKENS)
+    sources = sources.to(tl.int64)
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, SIZE)
     column_blocks = P // SIZE

@@ -34,6 +34,7 @@ def test_what_json_can_say_is_taken() -> None:
                 "4096x12288": {"decode_tokens": 32, "gemm": "cutlass"},
                 "*": {"decode_tokens": None, "gemm": None},
             },
+            "experts": {"fused_tokens": 64, "triton_tokens": 0, "gemm": "deep_gemm"},
             "batch_invariant": False,
         },
         "allowed_dirs": ["/data"],
@@ -73,6 +74,19 @@ def test_batch_invariance_does_not_go_with_kernels_for_few_tokens(shape) -> None
     section = {"kernels": {"shapes": {"8x16": shape}, "batch_invariant": True}}
     assert "batch_invariant leaves decode_gemm out, which shapes.8x16 asks for" in refused(section)
     Settings.parse({"fp8ext": {"kernels": {"shapes": {"8x16": {"gemm": "triton"}}, "batch_invariant": True}}})
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        ({"fused_tokens": 8}, "batch_invariant leaves the kernel for few tokens out"),
+        ({"gemm": "fused"}, "batch_invariant leaves the kernel for few tokens out"),
+        ({"triton_tokens": 8}, "batch_invariant takes one kernel, where experts.triton_tokens asks for two"),
+    ],
+)
+def test_batch_invariance_takes_one_kernel_of_experts(experts, message) -> None:
+    assert message in refused({"kernels": {"experts": experts, "batch_invariant": True}})
+    Settings.parse({"fp8ext": {"kernels": {"experts": {"gemm": "triton"}, "batch_invariant": True}}})
 
 
 def test_an_unknown_key_is_named_with_the_known_ones() -> None:

@@ -123,9 +123,9 @@ def write_checkpoint(folder: Path, shape: str, seed: int, device: str) -> int:
 
 
 def _config(shape: str) -> Any:
-    kind = "Qwen3Moe" if "num_experts" in SHAPES[shape] else "Qwen3"
-    config = getattr(transformers, f"{kind}Config")(
-        **SHAPES[shape], max_position_embeddings=40960, architectures=[f"{kind}ForCausalLM"]
+    name = "Qwen3Moe" if "num_experts" in SHAPES[shape] else "Qwen3"
+    config = getattr(transformers, f"{name}Config")(
+        **SHAPES[shape], max_position_embeddings=40960, architectures=[f"{name}ForCausalLM"]
     )
     config.dtype = "bfloat16"
     return config

@@ -451,6 +451,34 @@ INTERFACES: tuple[Interface, ...] = (
         why="multiply by FP8 weights on Hopper",
     ),
     Interface(
+        module="vllm.utils.deep_gemm",
+        name="m_grouped_fp8_gemm_nt_contiguous",
+        why="multiply by the experts of many tokens on Hopper",
+    ),
+    Interface(
+        module="vllm.utils.deep_gemm",
+        name="get_mk_alignment_for_contiguous_layout",
+        why="lay the tokens of experts out as DeepGEMM wants them",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.fused_moe.fused_moe",
+        name="try_get_optimal_moe_config",
+        parameters=("w1_shape", "w2_shape", "top_k", "dtype", "M", "block_shape"),
+        why="cut vLLM's Triton kernel of experts as it was tuned",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.fused_moe.fused_moe",
+        name="get_moe_configs",
+        parameters=("E", "N", "dtype", "block_n", "block_k"),
+        why="compile that kernel before the server is ready",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.fused_moe.fused_moe",
+        name="invoke_fused_moe_triton_kernel",
+        parameters=("mul_routed_weight", "top_k", "config", "compute_type", "use_fp8_w8a8", "block_shape"),
+        why="multiply by the experts of tokens that are neither few nor many",
+    ),
+    Interface(
         module="vllm._custom_ops",
         name="cutlass_scaled_mm",
         parameters=("scale_a", "scale_b", "out_dtype"),
