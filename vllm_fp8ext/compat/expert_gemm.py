@@ -121,7 +121,7 @@ def compute(
     if not x_MK.shape[0]:
         return torch.zeros_like(x_MK)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
-    routing = weights_MT.contiguous(), experts_MT.contiguous()
+    routing = weights_MT.float().contiguous(), experts_MT.int().contiguous()
     if choice.kernel == "fused":
         from vllm_fp8ext.kernels.expert_mlp import expert_mlp
 
