@@ -10,16 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fp8ext.kernels.quantize_weight_triton import DTYPES, WARPS, write_block
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 
 TOGETHER = 64
 """Weights in a launch: the GPU quantizes these while the host lists the next ones."""
 _UNIT = 16
 """What addresses must be a multiple of, in bytes, and distances of rows, in elements."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_COLUMNS = 9
-"""Of the table: addresses of weight, codes, scales and sums, distances of rows of weight, codes and scales, blocks in a row
-of blocks, and blocks in all weights before."""
+_COLUMNS = 10
+"""Of the table: addresses of weight, codes, scales and sums, distances of rows of weight, codes and scales, rows and columns,
+and blocks in all weights before."""
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def _quantize_weights(
     POW2: tl.constexpr,
     SHORT: tl.constexpr,
     HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -41,15 +42,21 @@ def _quantize_weights(
     sums = tl.load(at + 3).to(tl.pointer_type(tl.float32))
     weight_row = tl.multiple_of(tl.load(at + 4), 16)
     codes_row = tl.multiple_of(tl.load(at + 5), 16)
-    column_blocks = tl.load(at + 7)
-    block = tl.program_id(0) - tl.load(at + 8)
+    height, width = tl.load(at + 7), tl.load(at + 8)
+    column_blocks = tl.cdiv(width, SIZE)
+    block = tl.program_id(0) - tl.load(at + 9)
     row_block, column_block = block // column_blocks, block % column_blocks
     rows = row_block * SIZE + tl.arange(0, SIZE)[:, None]
     columns = column_block * SIZE + tl.arange(0, SIZE)[None, :]
-    x = tl.load(weight + rows * weight_row + columns).to(tl.float32)
+    if EVEN:
+        inside = None
+        x = tl.load(weight + rows * weight_row + columns).to(tl.float32)
+    else:
+        inside = (rows < height) & (columns < width)
+        x = tl.load(weight + rows * weight_row + columns, mask=inside, other=0.0).to(tl.float32)
     codes_at = codes + rows * codes_row + columns
     scale_at = scales + row_block * tl.load(at + 6) + column_block
-    write_block(x, codes_at, scale_at, sums + block * 3, None, POW2, SHORT, HARDWARE, True)
+    write_block(x, codes_at, scale_at, sums + block * 3, inside, POW2, SHORT, HARDWARE, True)
 
 
 class Together:
@@ -57,7 +64,7 @@ class Together:
     stream has come so far, they must stay as they are."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[torch.dtype, ScaleFormat], list[tuple[Tensor, ...]]] = defaultdict(list)
+        self._waiting: dict[tuple[torch.dtype, ScaleFormat, bool], list[tuple[Tensor, ...]]] = defaultdict(list)
 
     def add(
         self,
@@ -68,14 +75,15 @@ class Together:
         sums_NbKb3: Tensor,
     ) -> bool:
         """What `quantize_weight_triton.launch` does with these, soon: at once when many wait. False: it can't be done
-        together with others, for a block that is not whole, or rows that are not aligned or not contiguous."""
+        together with others, for rows that are not aligned or not contiguous."""
         rows, columns = weight_NK.shape
-        if weight_NK.dtype not in DTYPES or rows % BLOCK or columns % BLOCK or not weight_NK.numel():
+        if weight_NK.dtype not in DTYPES or not weight_NK.numel():
             return False
         for part in (weight_NK, codes_NK):
             if part.data_ptr() % _UNIT or part.stride(0) % _UNIT or part.stride(1) != 1:
                 return False
-        waiting = self._waiting[weight_NK.dtype, scale_format]
+        even = rows % BLOCK == 0 and columns % BLOCK == 0
+        waiting = self._waiting[weight_NK.dtype, scale_format, even]
         waiting.append((weight_NK, codes_NK, scales_NbKb, sums_NbKb3))
         if len(waiting) == TOGETHER:
             self.run()
@@ -83,19 +91,19 @@ class Together:
 
     def run(self) -> None:
         """Queue on the current stream what waits."""
-        for (dtype, scale_format), parts in self._waiting.items():
-            _launch(dtype, scale_format, parts)
+        for (dtype, scale_format, even), parts in self._waiting.items():
+            _launch(dtype, scale_format, even, parts)
         self._waiting.clear()
 
 
-def _launch(dtype: torch.dtype, scale_format: ScaleFormat, parts: list[tuple[Tensor, ...]]) -> None:
+def _launch(dtype: torch.dtype, scale_format: ScaleFormat, even: bool, parts: list[tuple[Tensor, ...]]) -> None:
     table: list[tuple[int, ...]] = []
     counts, before = [], 0
     for weight, codes, scales, sums in parts:
-        column_blocks = weight.shape[1] // BLOCK
         addresses = weight.data_ptr(), codes.data_ptr(), scales.data_ptr(), sums.data_ptr()
-        table.append((*addresses, weight.stride(0), codes.stride(0), scales.stride(0), column_blocks, before))
-        counts.append(weight.shape[0] // BLOCK * column_blocks)
+        distances = weight.stride(0), codes.stride(0), scales.stride(0)
+        table.append((*addresses, *distances, *weight.shape, before))
+        counts.append(blocks(weight.shape[0]) * blocks(weight.shape[1]))
         before += counts[-1]
     device = parts[0][0].device
     owners = torch.repeat_interleave(torch.tensor(counts).to(device), output_size=before)
@@ -106,6 +114,7 @@ def _launch(dtype: torch.dtype, scale_format: ScaleFormat, parts: list[tuple[Ten
         POW2=scale_format == "pow2",
         SHORT=dtype != torch.float32,
         HARDWARE=device.type == "cuda",
+        EVEN=even,
         COLUMNS=_COLUMNS,
         SIZE=BLOCK,
         num_warps=WARPS,

@@ -14,7 +14,8 @@ from vllm_fp8ext.kernels import quantize_together, quantize_weight_triton
 from vllm_fp8ext.kernels.quantize_together import Together
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SHAPES = ((128, 128), (256, 384), (384, 128))
+SHAPES = (((128, 128), (256, 384), (384, 128)), ((130, 192), (1, 96), (300, 16)))
+"""Of whole blocks, and of others."""
 
 
 def destination(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,13 +33,18 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shapes", SHAPES, ids=["whole", "others"])
 def test_each_is_what_it_is_by_itself(
-    device: str, dtype: torch.dtype, scale_format: ScaleFormat, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    shapes: tuple[tuple[int, int], ...],
+    dtype: torch.dtype,
+    scale_format: ScaleFormat,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quantize_together, "TOGETHER", 2)
     weights = [
         cases.awkward(*shape, kind, dtype, seed).to(device)
-        for seed, (shape, kind) in enumerate(zip(SHAPES, ("normal", "heavy", "zeros"), strict=True))
+        for seed, (shape, kind) in enumerate(zip(shapes, ("normal", "heavy", "zeros"), strict=True))
     ]
     together, found = Together(), [destination(weight) for weight in weights]
     for weight, (codes, scales, sums) in zip(weights, found, strict=True):
@@ -67,6 +73,32 @@ def test_weights_of_several_dtypes_and_formats_wait_together(device: str) -> Non
         expected = reference.quantize_weight(weight.cpu(), scale_format)
         assert same(codes, expected[0])
         assert same(scales, expected[1])
+
+
+def test_whole_blocks_and_others_wait_beside_each_other(device: str) -> None:
+    weights = [cases.awkward(*shape, "heavy", torch.bfloat16).to(device) for shapes in SHAPES for shape in shapes]
+    together, found = Together(), [destination(weight) for weight in weights]
+    for weight, (codes, scales, sums) in zip(weights, found, strict=True):
+        assert together.add(weight, codes, scales, "fp32", sums)
+    together.run()
+    for weight, (codes, scales, _) in zip(weights, found, strict=True):
+        expected = reference.quantize_weight(weight.cpu(), "fp32")
+        assert same(codes, expected[0])
+        assert same(scales, expected[1])
+
+
+def test_what_lies_beside_a_part_stays_as_it_is(device: str) -> None:
+    weight = cases.awkward(192, 96, "heavy", torch.bfloat16).to(device)
+    codes = torch.full((256, 128), 0x55, dtype=torch.uint8, device=device)
+    scales, sums = torch.zeros(2, 1, device=device), torch.zeros(2, 1, 3, device=device)
+    together = Together()
+    assert together.add(weight, codes[:192, :96].view(torch.float8_e4m3fn), scales, "fp32", sums)
+    together.run()
+    expected = reference.quantize_weight(weight.cpu(), "fp32")
+    assert same(codes[:192, :96], expected[0])
+    assert same(scales, expected[1])
+    assert (codes[192:] == 0x55).all()
+    assert (codes[:, 96:] == 0x55).all()
 
 
 def test_parts_of_larger_matrices_are_read_and_written_in_place(device: str) -> None:
@@ -100,7 +132,6 @@ def test_what_is_not_finite_shows_in_its_own_block(device: str) -> None:
 @pytest.mark.parametrize(
     "weight",
     [
-        torch.zeros(130, 128),
         torch.zeros(128, 100),
         torch.zeros(0, 128),
         torch.zeros(128, 256).T[:128],
@@ -108,7 +139,7 @@ def test_what_is_not_finite_shows_in_its_own_block(device: str) -> None:
         torch.zeros(128 * 128 + 1)[1:].view(128, 128),
         torch.zeros(128, 128, dtype=torch.float64),
     ],
-    ids=["rows", "columns", "empty", "transposed", "distance", "address", "dtype"],
+    ids=["columns", "empty", "transposed", "distance", "address", "dtype"],
 )
 def test_what_can_not_go_with_others(device: str, weight: Tensor) -> None:
     moved = weight if device == "cpu" else torch.zeros_like(weight, device=device)
