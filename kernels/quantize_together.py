@@ -64,7 +64,9 @@ class Together:
     stream has come so far, they must stay as they are."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[torch.dtype, ScaleFormat, bool], list[tuple[Tensor, ...]]] = defaultdict(list)
+        self._waiting: dict[tuple[torch.dtype, ScaleFormat, bool], list[tuple[Tensor, ...]]] = defaultdict(
+            list
+        )
 
     def add(
         self,
@@ -96,7 +98,9 @@ class Together:
         self._waiting.clear()
 
 
-def _launch(dtype: torch.dtype, scale_format: ScaleFormat, even: bool, parts: list[tuple[Tensor, ...]]) -> None:
+def _launch(
+    dtype: torch.dtype, scale_format: ScaleFormat, even: bool, parts: list[tuple[Tensor, ...]]
+) -> None:
     table: list[tuple[int, ...]] = []
     counts, before = [], 0
     for weight, codes, scales, sums in parts:

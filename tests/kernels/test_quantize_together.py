@@ -76,7 +76,9 @@ def test_weights_of_several_dtypes_and_formats_wait_together(device: str) -> Non
 
 
 def test_whole_blocks_and_others_wait_beside_each_other(device: str) -> None:
-    weights = [cases.awkward(*shape, "heavy", torch.bfloat16).to(device) for shapes in SHAPES for shape in shapes]
+    weights = [
+        cases.awkward(*shape, "heavy", torch.bfloat16).to(device) for shapes in SHAPES for shape in shapes
+    ]
     together, found = Together(), [destination(weight) for weight in weights]
     for weight, (codes, scales, sums) in zip(weights, found, strict=True):
         assert together.add(weight, codes, scales, "fp32", sums)

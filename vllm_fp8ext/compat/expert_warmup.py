@@ -16,14 +16,11 @@ from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup
 
 from vllm_fp8ext.compat.deep_gemm_compile import compile_ahead
 from vllm_fp8ext.compat.expert_gemm import alignment, run
+from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers
 from vllm_fp8ext.experts import BlockFp8ExpertsMethod
 from vllm_fp8ext.kernels import expert_rows
 from vllm_fp8ext.kernels.expert_cuts import ExpertRoute
-from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK
-
-SOURCES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of tensors that are quantized."""
 
 
 def warm_up_experts(model: nn.Module, max_tokens: int) -> int:
@@ -37,10 +34,13 @@ def warm_up_experts(model: nn.Module, max_tokens: int) -> int:
             layers.setdefault(key, (module, method, method.route))
     sizes: dict[tuple[int, ...], set[int]] = {}
     for layer, _, route in layers.values():
-        for weight in (layer.w13_weight, layer.w2_weight):
-            counts = _rows(weight, route, max_tokens)
-            if counts:
-                sizes.setdefault((*weight.shape[1:], weight.shape[0]), set()).update(counts)
+        experts = layer.w13_weight.shape[0]
+        rows = {
+            expert_rows.capacity(count * route.chosen, experts, alignment())
+            for count in _many(layer, route, max_tokens)
+        }
+        for weight in (layer.w13_weight, layer.w2_weight) if rows else ():
+            sizes.setdefault((*weight.shape[1:], experts), set()).update(rows)
     if sizes:
         device = next(iter(layers.values()))[0].w13_weight.device
         compile_ahead({shape: sorted(counts) for shape, counts in sizes.items()}, torch.bfloat16, device)
@@ -49,19 +49,14 @@ def warm_up_experts(model: nn.Module, max_tokens: int) -> int:
     return len(layers)
 
 
-def _many(weight: torch.Tensor, route: ExpertRoute, max_tokens: int) -> list[int]:
-    """Numbers of tokens at which DeepGEMM takes another kernel, and which it gets."""
+def _many(layer: RoutedExperts, route: ExpertRoute, max_tokens: int) -> set[int]:
+    """Numbers of tokens at which DeepGEMM may take another kernel, and which it gets."""
     if route.many != "deep_gemm" or envs.VLLM_DEEP_GEMM_WARMUP == "skip":
-        return []
-    found = _generate_optimal_warmup_m_values(max_tokens, weight.shape[1], weight.device)
-    return sorted({count for count in (*found, max_tokens) if route.choose(count).kernel == "deep_gemm"})
-
-
-def _rows(weight: torch.Tensor, route: ExpertRoute, max_tokens: int) -> set[int]:
-    return {
-        expert_rows.capacity(count * route.chosen, weight.shape[0], alignment())
-        for count in _many(weight, route, max_tokens)
-    }
+        return set()
+    found = {max_tokens}
+    for weight in (layer.w13_weight, layer.w2_weight):
+        found |= set(_generate_optimal_warmup_m_values(max_tokens, weight.shape[1], weight.device))
+    return {count for count in found if route.choose(count).kernel == "deep_gemm"}
 
 
 def token_counts(route: ExpertRoute, tuned: list[int], most: int) -> list[int]:
@@ -76,14 +71,10 @@ def token_counts(route: ExpertRoute, tuned: list[int], most: int) -> list[int]:
 def _run(layer: RoutedExperts, method: BlockFp8ExpertsMethod, route: ExpertRoute, max_tokens: int) -> None:
     hidden, device = layer.w13_weight.shape[2], layer.w13_weight.device
     experts, _, width = layer.w2_weight.shape
-    for part in (layer.w13_weight[0], layer.w2_weight[0]):
-        for source in SOURCES:  # as load and update quantize it
-            few = part[:BLOCK]
-            quantize_weight(torch.zeros_like(few, dtype=source), *empty_like(few), method.scale_format)
-    found = get_moe_configs(experts, width, "fp8_w8a8", BLOCK, BLOCK) or {}
-    counts = set(token_counts(route, sorted(found), max_tokens))
     for weight in (layer.w13_weight, layer.w2_weight):
-        counts |= set(_many(weight, route, max_tokens))
+        warm_up_quantizers(weight[0], method.scale_format)
+    found = get_moe_configs(experts, width, "fp8_w8a8", BLOCK, BLOCK) or {}
+    counts = {*token_counts(route, sorted(found), max_tokens), *_many(layer, route, max_tokens)}
     x = torch.zeros(max_tokens, hidden, dtype=method.moe.in_dtype, device=device)
     for count in sorted(counts):
         chosen = torch.arange(count * route.chosen, dtype=torch.int32, device=device) % experts

@@ -17,12 +17,11 @@ from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup
 
 from vllm_fp8ext.compat.deep_gemm_compile import compile_ahead
 from vllm_fp8ext.compat.expert_warmup import warm_up_experts
+from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers
 from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
 from vllm_fp8ext.kernels.linear import GEMMS
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
-from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
 from vllm_fp8ext.linear import SCALES, BlockFp8LinearMethod
 
@@ -30,8 +29,6 @@ logger = logging.getLogger("vllm.fp8ext")
 
 Layers: TypeAlias = dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]]
 """One layer of each shape."""
-SOURCES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of tensors that are quantized."""
 
 
 @torch.inference_mode()
@@ -102,10 +99,8 @@ def _compile_deep_gemm(layers: Layers, max_tokens: int) -> None:
 def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
     assert method.route is not None
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
-    n, k = weight.shape
-    for source in SOURCES:  # as load and update quantize it
-        part = weight[: min(n, BLOCK) + n % BLOCK]
-        quantize_weight(torch.zeros_like(part, dtype=source), *empty_like(part), form)
+    k = weight.shape[1]
+    warm_up_quantizers(weight, form)
     _few, name = method.route
     dtype = method.out_dtype
     x = torch.zeros(max_tokens, k, dtype=dtype, device=weight.device)
