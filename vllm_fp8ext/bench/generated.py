@@ -119,6 +119,9 @@ def write_checkpoint(folder: Path, shape: str, seed: int, device: str) -> int:
                 waiting.popleft().result()
         for shard_written in waiting:
             shard_written.result()
+    if device != "cpu":
+        waiting.clear()
+        torch.cuda.empty_cache()  # for who serves it
     return total
 
 

@@ -22,6 +22,9 @@ from vllm_fp8ext.kernels import expert_rows
 from vllm_fp8ext.kernels.expert_cuts import ExpertRoute
 from vllm_fp8ext.kernels.reference import BLOCK
 
+_UNTUNED = [4, 8, 16, 64]
+"""Most tokens of each of the sizes that vLLM takes where it has tuned none."""
+
 
 def warm_up_experts(model: nn.Module, max_tokens: int) -> int:
     """Run each kernel once for every shape of experts in `model`, after DeepGEMM's were compiled on all cores. How many
@@ -74,7 +77,7 @@ def _run(layer: RoutedExperts, method: BlockFp8ExpertsMethod, route: ExpertRoute
     for weight in (layer.w13_weight, layer.w2_weight):
         warm_up_quantizers(weight[0], method.scale_format)
     found = get_moe_configs(experts, width, "fp8_w8a8", BLOCK, BLOCK) or {}
-    counts = {*token_counts(route, sorted(found), max_tokens), *_many(layer, route, max_tokens)}
+    counts = {*token_counts(route, sorted(found) or _UNTUNED, max_tokens), *_many(layer, route, max_tokens)}
     x = torch.zeros(max_tokens, hidden, dtype=method.moe.in_dtype, device=device)
     for count in sorted(counts):
         chosen = torch.arange(count * route.chosen, dtype=torch.int32, device=device) % experts
