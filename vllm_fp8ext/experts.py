@@ -111,7 +111,7 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
                 **extra_weight_attrs,
             )
         layer.weight_block_size = [BLOCK, BLOCK]
-        self.route = expert_gemm.select(self.moe, hidden_size, params_dtype, self.settings.kernels)
+        self.route = expert_gemm.select(self.moe, hidden_size, self.settings.kernels)
 
     def _create_serialized(
         self, layer: RoutedExperts, experts: int, hidden: int, attributes: dict[str, Any]

@@ -45,9 +45,7 @@ class ExpertWeights(NamedTuple):
     """fp32 `[E, Kb, P/128]`."""
 
 
-def select(
-    moe: FusedMoEConfig, hidden: int, dtype: torch.dtype, settings: KernelSettings
-) -> ExpertRoute | None:
+def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> ExpertRoute | None:
     """What multiplies by the experts of a layer, or None where the reference runs (CPUs).
 
     Raises:
@@ -56,7 +54,7 @@ def select(
     if not current_platform.is_cuda():
         return None
     usable = ["triton", "fused"]
-    if dtype == torch.bfloat16 and hidden % BLOCK == 0 and is_deep_gemm_supported():
+    if moe.in_dtype == torch.bfloat16 and hidden % BLOCK == 0 and is_deep_gemm_supported():
         usable.append("deep_gemm")
     chosen = settings.experts
     try:
