@@ -5,7 +5,11 @@ A token and the number of one of its experts make a slot; slot `m * T + t` is th
 expert, and within an expert by slot; each expert's rows begin at a multiple of `align`. Where a slot's expert is negative,
 another rank has it, and it has no row.
 
-Shape suffixes: M tokens, T experts of a token, S = M * T slots, E experts here, R rows, B = R / align blocks of rows.
+Each launch has a program for every expert and chunk of slots, which reads the chunk once: what counts beside the GEMMs is the
+latency of few dependent loads, and little code, which the GPU fetches anew each time.
+
+Shape suffixes: M tokens, T experts of a token, S = M * T slots, C chunks of them, E experts here, R rows, B = R / align blocks
+of rows.
 """
 
 from typing import NamedTuple
@@ -15,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SMALL, CHUNK = 64, 256
-"""Slots of a program: few, or more. Up to `CHUNK` need one launch, more need two."""
+SMALL, CHUNK = 512, 4096
+"""Slots of a program: where there are few, or more."""
 NOBODY = 1 << 30
 """Instead of a slot, where a row only pads its expert's rows."""
-_COUNTED = 32
+_COUNTED = 16
 """Chunks whose counts are added at once."""
 
 
@@ -64,17 +68,23 @@ def expert_rows_reference(experts_MT: Tensor, experts: int, align: int) -> Rows:
 
 
 @triton.jit(do_not_specialize=["S"])
-def _count(experts_S, counts_CE, S, E, EXPERTS: tl.constexpr, EARLY: tl.constexpr, SIZE: tl.constexpr):
-    """One program, one chunk: how many of its slots each expert has."""
+def _count(experts_S, counts_CE, S, E, EARLY: tl.constexpr, SIZE: tl.constexpr):
+    """One program: how many of a chunk's slots go to one expert."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    chunk = tl.program_id(0)
+    expert, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * SIZE + tl.arange(0, SIZE)
-    chosen = tl.load(experts_S + at, mask=at < S, other=-1).to(tl.int32)
-    experts = tl.arange(0, EXPERTS)
-    counts = tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), axis=0)
-    tl.store(counts_CE + chunk * E + experts, counts, mask=experts < E)
+    chosen = tl.load(experts_S + at, mask=at < S, other=-1)
+    tl.store(counts_CE + chunk * E + expert, tl.sum((chosen == expert).to(tl.int32), axis=0))
+
+
+@triton.jit
+def _fill(at, start, stop, value, SIZE: tl.constexpr):
+    """Write `value` to `at[start:stop]`."""
+    for first in range(start, stop, SIZE):
+        here = first + tl.arange(0, SIZE)
+        tl.store(at + here, tl.zeros((SIZE,), tl.int32) + value, mask=here < stop)
 
 
 @triton.jit(do_not_specialize=["S", "B", "C"])
@@ -91,82 +101,69 @@ def _place(
     C,
     E,
     ALIGN: tl.constexpr,
-    ALIGN_POW2: tl.constexpr,
     EXPERTS: tl.constexpr,
     COUNTED: tl.constexpr,
     NOBODY: tl.constexpr,
-    MANY: tl.constexpr,
     EARLY: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program, one chunk; the first also says what holds for all of them."""
+    """One program: the rows of a chunk's slots that go to one expert. The program of an expert's first chunk also says what
+    holds for all of its rows."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    chunk = tl.program_id(0)
-    local = tl.arange(0, SIZE)
-    slot = chunk * SIZE + local
-    chosen = tl.load(experts_S + slot, mask=slot < S, other=-1).to(tl.int32)
+    expert, chunk = tl.program_id(0), tl.program_id(1)
+    slots = chunk * SIZE + tl.arange(0, SIZE)
+    chosen = tl.load(experts_S + slots, mask=slots < S, other=E)
     experts = tl.arange(0, EXPERTS)
-    owned = chosen[:, None] == experts[None, :]
-    if MANY:
-        total = tl.zeros((EXPERTS,), tl.int32)
-        before = tl.zeros((EXPERTS,), tl.int32)
-        for first in range(0, C, COUNTED):
-            chunks = first + tl.arange(0, COUNTED)
-            inside = (chunks < C)[:, None] & (experts < E)[None, :]
-            counts = tl.load(counts_CE + chunks[:, None] * E + experts[None, :], mask=inside, other=0)
-            total += tl.sum(counts, axis=0)
-            before += tl.sum(tl.where((chunks < chunk)[:, None], counts, 0), axis=0)
-    else:
-        total = tl.sum(owned.to(tl.int32), axis=0)
-        before = tl.zeros((EXPERTS,), tl.int32)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, C, COUNTED):
+        chunks = first + tl.arange(0, COUNTED)
+        inside = (chunks < C)[:, None] & (experts < E)[None, :]
+        counts = tl.load(counts_CE + chunks[:, None] * E + experts[None, :], mask=inside, other=0)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((chunks < chunk)[:, None], counts, 0), axis=0)
     padded = (total + ALIGN - 1) // ALIGN * ALIGN
-    stop = tl.cumsum(padded, axis=0)
-    start = stop - padded
-    earlier = (chosen[:, None] == chosen[None, :]) & (local[:, None] > local[None, :])
-    place = tl.sum(tl.where(owned, (start + before)[None, :], 0), axis=1) + tl.sum(
-        earlier.to(tl.int32), axis=1
-    )
-    here = (chosen >= 0) & (chosen < E)
-    tl.store(places_S + slot, tl.where(here, place, -1), mask=slot < S)
-    tl.store(slots_R + place, slot, mask=here)
+    start = tl.sum(tl.where(experts < expert, padded, 0), axis=0)
+    mine = chosen == expert
+    first_row = start + tl.sum(tl.where(experts == expert, before, 0), axis=0)
+    rows = first_row + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+    tl.store(places_S + slots, rows, mask=mine)
+    tl.store(slots_R + rows, slots, mask=mine)
+    if expert == 0:
+        nowhere = (chosen < 0) | (chosen >= E)
+        tl.store(places_S + slots, tl.full((SIZE,), -1, tl.int32), mask=nowhere & (slots < S))
     if chunk == 0:
-        behind = tl.arange(0, ALIGN_POW2)
-        padding = (start + total)[:, None] + behind[None, :]
-        tl.store(slots_R + padding, tl.full(padding.shape, NOBODY, tl.int32), mask=padding < stop[:, None])
-        tl.store(ends_E + experts, start + total, mask=experts < E)
-        rows = tl.sum(padded, axis=0)
-        tl.store(used, rows)
-        for first in range(0, B, SIZE):
-            block = first + local
-            owner = tl.sum((stop[None, :] <= (block * ALIGN)[:, None]).to(tl.int32), axis=1)
-            tl.store(owners_B + block, tl.where(block * ALIGN < rows, owner, -1), mask=block < B)
+        end = start + tl.sum(tl.where(experts == expert, total, 0), axis=0)
+        stop = (end + ALIGN - 1) // ALIGN * ALIGN
+        tl.store(ends_E + expert, end)
+        _fill(slots_R, end, stop, NOBODY, 128)
+        _fill(owners_B, start // ALIGN, stop // ALIGN, expert, 128)
+        if expert == E - 1:
+            tl.store(used, stop)
+            _fill(owners_B, stop // ALIGN, B, -1, 128)
 
 
 def expert_rows(experts_MT: Tensor, experts: int, align: int) -> Rows:
-    """Rows for the experts (integers, contiguous) that each token goes to, in one launch or two."""
+    """Rows for the experts (integers, contiguous) that each token goes to, in two launches."""
     s, device = experts_MT.numel(), experts_MT.device
     r = capacity(s, experts, align)
     sizes = {"slots": r, "owners": r // align, "places": s, "ends": experts, "used": 1}
     rows = Rows(**{n: torch.empty(size, dtype=torch.int32, device=device) for n, size in sizes.items()})
     size = SMALL if s <= SMALL else CHUNK
     chunks = max(1, -(-s // size))
-    width = max(16, triton.next_power_of_2(experts))
-    counts = rows.ends
     early = experts_MT.is_cuda
-    common = {"EXPERTS": width, "EARLY": early, "SIZE": size, "num_warps": 8 if size == CHUNK else 4}
+    common = {"EARLY": early, "SIZE": size, "num_warps": 8 if size == CHUNK else 4}
     common |= {"launch_pdl": True} if early else {}
-    if chunks > 1:
-        counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
-        _count[(chunks,)](experts_MT, counts, s, experts, **common)
-    _place[(chunks,)](
+    counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
+    _count[(experts, chunks)](experts_MT, counts, s, experts, **common)
+    _place[(experts, chunks)](
         *(experts_MT, counts, *rows, s, r // align, chunks, experts),
         ALIGN=align,
-        ALIGN_POW2=triton.next_power_of_2(align),
+        EXPERTS=triton.next_power_of_2(experts),
         COUNTED=_COUNTED,
         NOBODY=NOBODY,
-        MANY=chunks > 1,
         **common,
     )
     return rows

@@ -14,6 +14,27 @@ GROUPS = 8
 """Groups of 128 columns that a program takes."""
 
 
+@triton.jit
+def quantized_groups(
+    x_MK,
+    token,
+    part,
+    K,
+    x_row,
+    POW2: tl.constexpr,
+    SHORT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Part `part` of a token, `GROUPS` groups: codes, scales, and the columns that these belong to."""
+    groups = part * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(x_MK + token * x_row + columns, mask=columns < K, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
+    return codes_of(x, scale[:, None], SHORT, HARDWARE), scale, groups, columns
+
+
 @triton.jit(do_not_specialize=["scales_column"])
 def _quantize_activation(
     x_MK,
@@ -36,12 +57,10 @@ def _quantize_activation(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    codes, scale, groups, columns = quantized_groups(
+        x_MK, token, tl.program_id(1), K, x_row, POW2, SHORT, HARDWARE, GROUPS, SIZE
+    )
     inside = columns < K
-    x = tl.load(x_MK + token * x_row + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
-    codes = codes_of(x, scale[:, None], SHORT, HARDWARE)
     scaled = groups < tl.cdiv(K, SIZE)
     if PLACES:
         for choice in tl.static_range(PLACES):
