@@ -24,21 +24,22 @@ class Cut:
     stages: int = 4
     """Blocks of 128 columns in flight."""
     warps: int = 4
-    inside: bool = False
-    """Whether the first GEMM quantizes its activations itself, in each program anew; else one launch does before."""
     alone: bool = False
-    """Whether each slot makes a block of its own, so that no launch has to order them: for fewer slots than experts."""
+    """Whether each slot makes a block of its own, so that nobody lists each expert's: for fewer slots than experts."""
+    ahead: int = 0
+    """Blocks of 128 columns of its weights that a program asks the L2 cache for before it waits for activations. All programs
+    that run at once should together ask for less than the cache holds."""
 
 
 CUTS: tuple[tuple[float, Cut], ...] = (
-    (0.25, Cut(alone=True, inside=True)),
-    (1.0, Cut(down_rows=128)),
-    (6.0, Cut(rows=128, down_rows=128, stages=3)),
-    (12.0, Cut(tokens=32, rows=128, down_rows=128, stages=3)),
-    (float("inf"), Cut(tokens=64, rows=64, down_rows=128, stages=3)),
+    (0.125, Cut(down_rows=128, stages=3, alone=True, ahead=8)),
+    (0.5, Cut(down_rows=128, stages=3, alone=True, ahead=2)),
+    (8.0, Cut(down_rows=128, stages=3, ahead=2)),
+    (16.0, Cut(tokens=32, rows=128, down_rows=128, stages=3)),
+    (float("inf"), Cut(tokens=64, rows=128, down_rows=128, stages=3, warps=8)),
 )
-"""By the most slots for each expert of the model. To be measured with `fp8ext bench kernels --only experts`."""
-FUSED, TRITON = 16.0, 32.0
+"""By the most slots for each expert of the model: what `fp8ext bench kernels --only experts` finds to be fastest."""
+FUSED, TRITON = 16.0, 24.0
 """Most slots for each expert that go to `fused`, and then to `triton` where `deep_gemm` takes the others."""
 
 

@@ -2,10 +2,13 @@
 """`reference_experts` on a Hopper GPU for few tokens, where the time goes into reading the weights of many experts: two
 grouped GEMMs, of which the first also applies the gate, and a sum.
 
-Weights are the left operand: tensor cores want 64 rows there, and take few columns. Each expert's tokens come in blocks
-(`expert_rows`); activations are quantized where they are read. Every sum has a fixed order.
+Weights are the left operand: tensor cores want 64 rows there, and take few columns. Each expert's tokens come in blocks, from
+its list (`expert_slots`). Every sum has a fixed order.
 
-Shape suffixes: as in `experts.py` and `expert_rows.py`; Kb and Pb count blocks of 128.
+Each of the launches begins while the one before still runs, and may then fetch weights, which no launch before it writes. It
+lets the next one begin once it has itself waited: what the next one reads before it waits is then older than this launch.
+
+Shape suffixes: as in `experts.py` and `expert_slots.py`; Kb and Pb count blocks of 128.
 """
 
 import torch
@@ -14,136 +17,170 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fp8ext.kernels.expert_cuts import Cut
-from vllm_fp8ext.kernels.expert_rows import expert_rows
+from vllm_fp8ext.kernels.expert_slots import SCANNED, expert_slots
 from vllm_fp8ext.kernels.expert_sum import expert_sum
 from vllm_fp8ext.kernels.gated_quantize import active
-from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.prefetch import prefetch_rows
 from vllm_fp8ext.kernels.quantized import empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
 
 
 @triton.jit
-def _activations(x_at, scales_at, valid, QUANTIZED, POW2, EVEN, HARDWARE):
+def _activations(x_at, scales_at, QUANTIZED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr):
     """Codes and scales of a block of activations: as they lie there, or quantized here."""
     if QUANTIZED:
-        codes = tl.load(x_at) if EVEN else tl.load(x_at, mask=valid, other=0.0)
-        return codes.to(tl.float8e4nv, bitcast=True), tl.load(scales_at)
-    x = (tl.load(x_at) if EVEN else tl.load(x_at, mask=valid, other=0.0)).to(tl.float32)
+        return tl.load(x_at).to(tl.float8e4nv, bitcast=True), tl.load(scales_at)
+    x = tl.load(x_at).to(tl.float32)
     scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
     return codes_of(x, scale[:, None], True, HARDWARE).to(tl.float8e4nv, bitcast=True), scale
 
 
 @triton.jit
-def _slots(slots_R, block, S, ALONE: tl.constexpr, TOKENS: tl.constexpr):
-    """The slots of a block, S or more where there is none; and whose activations are read, which is then the first's."""
+def _taken(slots_E, count, expert, first, S, room, ALONE: tl.constexpr, TOKENS: tl.constexpr):
+    """The slots of a block of one expert, from its slot `first` on: S where there is none; and whose activations are read,
+    which is then the first's. `ALONE`: `expert` is the one slot instead."""
     lanes = tl.arange(0, TOKENS)
     if ALONE:
-        return tl.where(lanes == 0, block, S), tl.zeros((TOKENS,), tl.int32) + block
-    slots = tl.load(slots_R + block * TOKENS + lanes)
-    return slots, tl.where(slots < S, slots, tl.load(slots_R + block * TOKENS))
+        return tl.where(lanes == 0, expert, S), tl.zeros((TOKENS,), tl.int32) + expert
+    at = slots_E + expert * room + first
+    slots = tl.load(at + lanes)
+    here = first + lanes < count
+    return tl.where(here, slots, S), tl.where(here, slots, tl.load(at))
 
 
-@triton.jit(do_not_specialize=["S", "x_scales_column", "out_scales_column"])
+@triton.jit
+def _chosen(experts_S, expert, S, SCANNED: tl.constexpr):
+    """Whether a slot goes to the expert."""
+    found = tl.zeros((SCANNED,), tl.int32)
+    for first in range(0, S, SCANNED):
+        slots = first + tl.arange(0, SCANNED)
+        # past the L1 cache, which may hold what lay there before
+        chosen = tl.load(experts_S + slots, mask=slots < S, other=-1, cache_modifier=".cg")
+        found |= (chosen == expert).to(tl.int32)
+    return tl.max(found, axis=0) > 0
+
+
+@triton.jit(do_not_specialize=["S", "room", "x_scales_column", "out_scales_column"])
 def _gate_up(
     x_MK,
     x_scales_MKb,
     gate_up_E2PK,
     scales,
-    slots_R,
-    owners_B,
+    experts_S,
+    slots_E,
+    counts_E,
     out_SP,
     out_scales_SPb,
     S,
+    room,
     K,
     P,
-    x_row,
     x_scales_column,
     out_scales_column,
     CHOSEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     ALONE: tl.constexpr,
+    AHEAD: tl.constexpr,
     POW2: tl.constexpr,
     EVEN: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
+    SCANNED: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program: `ROWS` rows of gate and of up of one expert, one block of its tokens. Writes `activation(gate) * up`,
-    quantized where it has a whole block of columns."""
+    """One program: `ROWS` rows of gate and of up of one expert, all blocks of its tokens; or of one slot. Writes
+    `activation(gate) * up`, quantized where it has a whole block of columns."""
+    expert, tile = tl.program_id(0), tl.program_id(1)
+    owner = expert.to(tl.int64)
+    if ALONE:
+        owner = tl.load(experts_S + expert, cache_modifier=".cg").to(tl.int64)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    gate_rows = gate_up_E2PK + (owner * 2 * P + rows) * K
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD:
+            wanted = owner >= 0
+            if not ALONE:
+                wanted = _chosen(experts_S, expert, S, SCANNED)
+            if wanted:
+                prefetch_rows(gate_rows, min(K, AHEAD * SIZE), K - 1, ROWS, SIZE)
+                prefetch_rows(gate_rows + P * K, min(K, AHEAD * SIZE), K - 1, ROWS, SIZE)
         tl.extra.cuda.gdc_wait()
-    block, tile = tl.program_id(0), tl.program_id(1)
-    owner = tl.load(owners_B + block).to(tl.int64)
+        tl.extra.cuda.gdc_launch_dependents()
     if owner < 0:
         return
-    slots, sources = _slots(slots_R, block, S, ALONE, TOKENS)
-    tokens = (sources // CHOSEN).to(tl.int64)
-    rows = tile * ROWS + tl.arange(0, ROWS)
+    count = 1
+    if not ALONE:
+        count = tl.load(counts_E + expert)
     columns = tl.arange(0, SIZE)
     column_blocks = tl.cdiv(K, SIZE)
-    gate_at = gate_up_E2PK + (owner * 2 * P + rows[:, None]) * K + columns[None, :]
-    up_at = gate_at + P * K
     gate_scales = scales + (owner * 2 * (P // SIZE) + tile * ROWS // SIZE) * column_blocks
     up_scales = gate_scales + P // SIZE * column_blocks
-    x_at = x_MK + tokens[:, None] * x_row + columns[None, :]
-    x_scales_at = x_scales_MKb + tokens
-    gate = tl.zeros((ROWS, TOKENS), tl.float32)
-    up = tl.zeros((ROWS, TOKENS), tl.float32)
-    for here in range(column_blocks):
-        valid = (columns < K - here * SIZE)[None, :]
-        if EVEN:
-            gate_codes, up_codes = tl.load(gate_at), tl.load(up_at)
+    for first in range(0, count, TOKENS):
+        slots, sources = _taken(slots_E, count, expert, first, S, room, ALONE, TOKENS)
+        tokens = (sources // CHOSEN).to(tl.int64)
+        gate_at = gate_rows[:, None] + columns[None, :]
+        up_at = gate_at + P * K
+        x_at = x_MK + tokens[:, None] * K + columns[None, :]
+        x_scales_at = x_scales_MKb + tokens
+        gate = tl.zeros((ROWS, TOKENS), tl.float32)
+        up = tl.zeros((ROWS, TOKENS), tl.float32)
+        for here in range(column_blocks):
+            valid = (columns < K - here * SIZE)[None, :]
+            if EVEN:
+                gate_codes, up_codes, codes = tl.load(gate_at), tl.load(up_at), tl.load(x_at)
+            else:
+                gate_codes = tl.load(gate_at, mask=valid, other=0.0)
+                up_codes = tl.load(up_at, mask=valid, other=0.0)
+                codes = tl.load(x_at, mask=valid, other=0.0)
+            gate_scale, up_scale = tl.load(gate_scales + here), tl.load(up_scales + here)
+            scale = tl.load(x_scales_at)
+            codes = tl.trans(codes.to(tl.float8e4nv, bitcast=True))
+            gate_part = tl.dot(gate_codes.to(tl.float8e4nv, bitcast=True), codes)
+            up_part = tl.dot(up_codes.to(tl.float8e4nv, bitcast=True), codes)
+            gate += gate_part * (scale * gate_scale)[None, :]
+            up += up_part * (scale * up_scale)[None, :]
+            gate_at += SIZE
+            up_at += SIZE
+            x_at += SIZE
+            x_scales_at += x_scales_column
+        gate = active(rounded(gate, DTYPE, HARDWARE), ACTIVATION)
+        values = rounded(rounded(gate, DTYPE, HARDWARE) * rounded(up, DTYPE, HARDWARE), DTYPE, HARDWARE)
+        written = (slots < S)[None, :]
+        out_at = out_SP + slots.to(tl.int64)[None, :] * P + rows[:, None]
+        if ROWS == SIZE:
+            scale = scale_of(tl.max(magnitude_bits(values), axis=0), POW2)
+            codes = codes_of(values, scale[None, :], True, HARDWARE)
+            if out_SP.dtype.element_ty == tl.float8e4nv:
+                tl.store(out_at, codes.to(tl.float8e4nv, bitcast=True), mask=written)
+            else:
+                tl.store(out_at, codes, mask=written)
+            tl.store(out_scales_SPb + slots + tile * out_scales_column, scale, mask=slots < S)
         else:
-            gate_codes = tl.load(gate_at, mask=valid, other=0.0)
-            up_codes = tl.load(up_at, mask=valid, other=0.0)
-        gate_scale, up_scale = tl.load(gate_scales + here), tl.load(up_scales + here)
-        codes, scale = _activations(x_at, x_scales_at, valid, QUANTIZED, POW2, EVEN, HARDWARE)
-        codes = tl.trans(codes)
-        gate_part = tl.dot(gate_codes.to(tl.float8e4nv, bitcast=True), codes)
-        up_part = tl.dot(up_codes.to(tl.float8e4nv, bitcast=True), codes)
-        gate += gate_part * (scale * gate_scale)[None, :]
-        up += up_part * (scale * up_scale)[None, :]
-        gate_at += SIZE
-        up_at += SIZE
-        x_at += SIZE
-        x_scales_at += x_scales_column
-    gate = active(rounded(gate, DTYPE, HARDWARE), ACTIVATION)
-    values = rounded(rounded(gate, DTYPE, HARDWARE) * rounded(up, DTYPE, HARDWARE), DTYPE, HARDWARE)
-    written = (slots < S)[None, :]
-    out_at = out_SP + slots.to(tl.int64)[None, :] * P + rows[:, None]
-    if ROWS == SIZE:
-        scale = scale_of(tl.max(magnitude_bits(values), axis=0), POW2)
-        codes = codes_of(values, scale[None, :], True, HARDWARE)
-        if out_SP.dtype.element_ty == tl.float8e4nv:
-            tl.store(out_at, codes.to(tl.float8e4nv, bitcast=True), mask=written)
-        else:
-            tl.store(out_at, codes, mask=written)
-        tl.store(out_scales_SPb + slots + tile * out_scales_column, scale, mask=slots < S)
-    else:
-        tl.store(out_at, values.to(DTYPE), mask=written)
+            tl.store(out_at, values.to(DTYPE), mask=written)
 
 
-@triton.jit(do_not_specialize=["S", "x_scales_column"])
+@triton.jit(do_not_specialize=["S", "room", "x_scales_column"])
 def _down(
     x_SP,
     x_scales_SPb,
     down_EKP,
     scales,
-    slots_R,
-    owners_B,
+    experts_S,
+    slots_E,
+    counts_E,
     parts_SK,
     S,
+    room,
     K,
     P,
     x_scales_column,
     QUANTIZED: tl.constexpr,
     ALONE: tl.constexpr,
+    AHEAD: tl.constexpr,
     POW2: tl.constexpr,
     EVEN: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -152,35 +189,45 @@ def _down(
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program: `ROWS` rows of down of one expert, one block of its tokens. Writes fp32."""
+    """One program: `ROWS` rows of down of one expert, all blocks of its tokens; or of one slot. Writes fp32."""
+    expert, tile = tl.program_id(0), tl.program_id(1)
+    owner, count = expert.to(tl.int64), 1
+    # was there before the previous launch, which is still writing activations
+    if ALONE:
+        owner = tl.load(experts_S + expert, cache_modifier=".cg").to(tl.int64)
+    else:
+        count = tl.load(counts_E + expert, cache_modifier=".cg")
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    # rows beyond the last read the last, and are not written
+    down_rows = down_EKP + (owner * K + tl.minimum(rows, K - 1)) * P
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD:
+            if (owner >= 0) & (count > 0):
+                prefetch_rows(down_rows, min(P, AHEAD * SIZE), P - 1, ROWS, SIZE)
         tl.extra.cuda.gdc_wait()
-    block, tile = tl.program_id(0), tl.program_id(1)
-    owner = tl.load(owners_B + block).to(tl.int64)
+        tl.extra.cuda.gdc_launch_dependents()
     if owner < 0:
         return
-    slots, sources = _slots(slots_R, block, S, ALONE, TOKENS)
-    sources = sources.to(tl.int64)
-    rows = tile * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, SIZE)
     column_blocks = P // SIZE
-    # rows beyond the last read the last, and are not written
-    down_at = down_EKP + (owner * K + tl.minimum(rows, K - 1)[:, None]) * P + columns[None, :]
     down_scales = scales + (owner * tl.cdiv(K, SIZE) + tile * ROWS // SIZE) * column_blocks
-    x_at = x_SP + sources[:, None] * P + columns[None, :]
-    x_scales_at = x_scales_SPb + sources
-    sums = tl.zeros((ROWS, TOKENS), tl.float32)
-    for here in range(column_blocks):
-        weight = tl.load(down_at).to(tl.float8e4nv, bitcast=True)
-        down_scale = tl.load(down_scales + here)
-        codes, scale = _activations(x_at, x_scales_at, None, QUANTIZED, POW2, True, HARDWARE)
-        sums += tl.dot(weight, tl.trans(codes)) * (scale * down_scale)[None, :]
-        down_at += SIZE
-        x_at += SIZE
-        x_scales_at += x_scales_column
-    written = (slots < S)[None, :] if EVEN else (slots < S)[None, :] & (rows < K)[:, None]
-    tl.store(parts_SK + slots.to(tl.int64)[None, :] * K + rows[:, None], sums, mask=written)
+    for first in range(0, count, TOKENS):
+        slots, sources = _taken(slots_E, count, expert, first, S, room, ALONE, TOKENS)
+        sources = sources.to(tl.int64)
+        down_at = down_rows[:, None] + columns[None, :]
+        x_at = x_SP + sources[:, None] * P + columns[None, :]
+        x_scales_at = x_scales_SPb + sources
+        sums = tl.zeros((ROWS, TOKENS), tl.float32)
+        for here in range(column_blocks):
+            weight = tl.load(down_at).to(tl.float8e4nv, bitcast=True)
+            down_scale = tl.load(down_scales + here)
+            codes, scale = _activations(x_at, x_scales_at, QUANTIZED, POW2, HARDWARE)
+            sums += tl.dot(weight, tl.trans(codes)) * (scale * down_scale)[None, :]
+            down_at += SIZE
+            x_at += SIZE
+            x_scales_at += x_scales_column
+        written = (slots < S)[None, :] if EVEN else (slots < S)[None, :] & (rows < K)[:, None]
+        tl.store(parts_SK + slots.to(tl.int64)[None, :] * K + rows[:, None], sums, mask=written)
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -214,18 +261,16 @@ def expert_mlp(
         return torch.zeros_like(x_MK)
     device, early = x_MK.device, x_MK.is_cuda
     whole = cut.rows == BLOCK
-    activations, x_scales = (x_MK, x_MK) if cut.inside else quantize_activation(x_MK, scale_format)
-    if cut.alone:
-        slots = owners = experts_MT
-    else:
-        slots, owners, *_ = expert_rows(experts_MT, e, cut.tokens)
-    count = s if cut.alone else owners.shape[0]
+    quantized, listed = expert_slots(x_MK, experts_MT, e, scale_format, listed=not cut.alone)
+    lists = experts_MT, listed.slots, listed.counts
+    count = s if cut.alone else e
     middle, middle_scales = empty(s, p, device)
     if not whole:
         middle = torch.empty(s, p, dtype=x_MK.dtype, device=device)
     parts = torch.empty(s, k, dtype=torch.float32, device=device)
     common = {
         "ALONE": cut.alone,
+        "AHEAD": cut.ahead,
         "POW2": scale_format == "pow2",
         "EVEN": k % BLOCK == 0,
         "TOKENS": cut.tokens,
@@ -236,20 +281,20 @@ def expert_mlp(
         "num_stages": cut.stages,
         **({"launch_pdl": True} if early else {}),
     }
+    room = listed.slots.shape[1]
     _gate_up[(count, p // cut.rows)](
-        *(_codes(activations), x_scales, _codes(gate_up_E2PK), gate_up_scales, slots, owners),
-        *(_codes(middle), middle_scales, s, k, p, activations.stride(0)),
-        *(0 if cut.inside else x_scales.stride(1), middle_scales.stride(1)),
+        *(_codes(quantized.codes), quantized.scales, _codes(gate_up_E2PK), gate_up_scales, *lists),
+        *(_codes(middle), middle_scales, s, room, k, p, quantized.scales.stride(1), middle_scales.stride(1)),
         CHOSEN=t,
         ACTIVATION=activation,
         DTYPE=_TYPES[x_MK.dtype],
-        QUANTIZED=not cut.inside,
         ROWS=cut.rows,
+        SCANNED=SCANNED,
         **common,
     )
     _down[(count, -(-k // cut.down_rows))](
-        *(_codes(middle), middle_scales, _codes(down_EKP), down_scales, slots, owners, parts),
-        *(s, k, p, middle_scales.stride(1)),
+        *(_codes(middle), middle_scales, _codes(down_EKP), down_scales, *lists, parts),
+        *(s, room, k, p, middle_scales.stride(1)),
         QUANTIZED=whole,
         ROWS=cut.down_rows,
         **common,

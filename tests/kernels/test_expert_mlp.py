@@ -37,8 +37,8 @@ SMALL = (256, 128, 4, 2)
 CUTS = [
     Cut(),
     Cut(rows=128, down_rows=128),
-    Cut(inside=True),
-    Cut(rows=128, inside=True, alone=True),
+    Cut(ahead=1),
+    Cut(rows=128, alone=True, ahead=2),
     Cut(tokens=32, down_rows=128, alone=True),
 ]
 

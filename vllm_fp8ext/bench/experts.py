@@ -41,17 +41,19 @@ _FUSED = 512
 TRIED = (
     *(cut for _, cut in CUTS),
     Cut(alone=True),
+    Cut(alone=True, ahead=4),
     Cut(alone=True, down_rows=128, stages=3),
-    Cut(),
-    Cut(stages=6),
+    Cut(alone=True, down_rows=128, stages=3, ahead=4),
+    Cut(alone=True, down_rows=128, stages=3, ahead=16),
     Cut(down_rows=128, stages=3),
-    Cut(rows=128, down_rows=64, stages=3),
-    Cut(rows=128, down_rows=128, stages=4),
+    Cut(down_rows=128, stages=3, ahead=4),
+    Cut(rows=128, down_rows=64, stages=3, ahead=2),
+    Cut(rows=128, down_rows=128, stages=3),
+    Cut(rows=128, down_rows=128, stages=3, ahead=2),
     Cut(rows=128, down_rows=128, stages=3, warps=8),
-    Cut(rows=128, down_rows=128, stages=3, inside=True),
     Cut(tokens=32, down_rows=128, stages=3),
-    Cut(tokens=32, down_rows=128, stages=4, warps=8),
-    Cut(tokens=64, rows=128, down_rows=128, stages=3, warps=8),
+    Cut(tokens=32, down_rows=128, stages=3, ahead=2),
+    Cut(tokens=32, rows=128, down_rows=128, stages=3, ahead=2),
 )
 """Cuts that are timed."""
 
@@ -85,7 +87,7 @@ def _weights(seed: int, rows: int, columns: int) -> Tensor:
 
 def label(cut: Cut) -> str:
     """A cut, as a variant's name."""
-    marks = f"{'i' if cut.inside else ''}{'a' if cut.alone else ''}"
+    marks = f"{'a' if cut.alone else ''}{f'p{cut.ahead}' if cut.ahead else ''}"
     return f"blockfp8_{cut.tokens}x{cut.rows}/{cut.down_rows}s{cut.stages}w{cut.warps}{marks}"
 
 
