@@ -16,16 +16,23 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def write_block(x, codes_at, scale_at, sums_at, inside, POW2, SHORT, HARDWARE, SUMS):
     """Quantize a block `x` (fp32) and store it; at `inside` where that is not None."""
-    scale = scale_of(tl.max(tl.max(magnitude_bits(x), axis=1), axis=0), POW2)
+    scale = scale_of(tl.max(magnitude_bits(x)), POW2)
     codes = codes_of(x, scale, SHORT, HARDWARE)
     tl.store(codes_at, codes, mask=inside)
     tl.store(scale_at, scale)
     if SUMS:
         lost = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale - x
-        tl.store(sums_at, tl.sum(tl.sum(lost * lost, axis=1), axis=0))
-        tl.store(sums_at + 1, tl.sum(tl.sum(x * x, axis=1), axis=0))
+        squares = tl.ravel(lost * lost, can_reorder=True), tl.ravel(x * x, can_reorder=True)
+        error, norm = tl.reduce(squares, 0, _add_both)
+        tl.store(sums_at, error)
+        tl.store(sums_at + 1, norm)
         tl.store(sums_at + 2, tl.where(scale - scale == 0.0, 0.0, 1.0))
 
 
