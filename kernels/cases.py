@@ -225,20 +225,3 @@ def routing(m: int, count: int, chosen: int, device: str, seed: int = 0) -> tupl
     scores = torch.randn(m, count, generator=noise, device=device)
     best, of = scores.topk(chosen, dim=1)
     return best.softmax(1), of.int()
-
-
-EXPERTS_NORM, EXPERTS_LARGEST = 2.0**-6, 2.0**-3
-"""How far two results of experts may lie apart, as a part of the tokens' results: altogether, and at most at one place.
-Tensor cores and sums in another order turn one rounding to BF16 in a few, and of these one in 32 turns a rounding to E4M3, a
-step of 2^-4 of one of hundreds of terms: about 0.8 % of the result, normally distributed."""
-
-
-def experts_error(out_MK: Tensor, expected_MK: Tensor) -> float:
-    """Difference as a part of what is allowed: right if below 1. NaN is infinite."""
-    if not out_MK.numel():
-        return 0.0
-    expected, difference = expected_MK.double(), out_MK.double() - expected_MK.double()
-    size = expected.square().mean(1, keepdim=True).sqrt() + 1e-30
-    largest = (difference.abs() / torch.maximum(size, expected.abs())).max() / EXPERTS_LARGEST
-    norm = difference.norm() / (expected.norm() + 1e-30) / EXPERTS_NORM
-    return float(torch.maximum(largest, norm).nan_to_num(nan=float("inf")))

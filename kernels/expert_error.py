@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a kernel's result of experts may lie from `reference_experts`, place by place and altogether.
 
-Both round the same numbers at the same places, to BF16 and then to E4M3, but a kernel adds up products in another order and on
-tensor cores. That moves a number before it is rounded by a little, P, and turns its rounding with probability P / step, by a
-whole step, 2^-3 to 2^-4 of the number for E4M3: P * step on average of the square, however small P is. What follows from one
-step is larger than any bound that P alone gives, and what follows if all of them turned is larger than what a wrong scale does;
-so the bound is on variances, which add up over the hundreds of numbers and the experts that a result is made of:
+Both round the same numbers at the same places, to BF16 and then to E4M3, but a kernel adds products up in another order and
+on tensor cores. That moves a number by a little, P, before it is rounded, and so turns its rounding with probability
+P / step, by a whole step: 2^-4 to 2^-3 of the number for E4M3. On average the square of what follows is P * step, however
+small P is. One turned rounding alone exceeds any bound made of P, and all of them turned one way would exceed what a wrong
+scale does; so variances are bounded, which add up over the hundreds of numbers and the experts that make a result:
 
-1. gate and up: each of 128 products of a block is cut about 13 bits below the largest one, by an independent part of that;
-   P of `activation(gate) * up` follows from both;
-2. the largest number of a block makes its scale; one step of BF16 of it, 2^-8, moves all others against theirs. It is always
-   counted, for it turns many at once. P is then at least 2^-5 of a step: one turned rounding is 6 standard deviations at most;
-3. `down` multiplies P * step by the squares of its weights, the router by its weight's; its own products are cut like the
-   others, and its result may be rounded to BF16;
-4. the sum is rounded to BF16 on both sides.
+1. Gate and up: each of 128 products of a block is cut about 13 bits below the largest one. P of `activation(gate) * up`
+   follows from both; a rounding to BF16 in between leaves its average as it is.
+2. The largest number of a block makes its scale. A step of BF16 of that one, 2^-8, moves all others against theirs; because
+   it moves many at once it is always counted. So P is at least 2^-5 of a step: one turned rounding is at most six standard
+   deviations.
+3. `down` multiplies P * step by the squares of its weights, and the router by its weight's. The products of `down` are cut
+   like the others, and what an expert makes of a token may be rounded to BF16.
+4. The sum is rounded to BF16 on both sides.
 """
 
 import torch
@@ -24,12 +25,12 @@ from vllm_fp8ext.kernels.experts import ACTIVATIONS, reference_experts
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 
 DEVIATIONS, NORM = 7.0, 1.0
-"""Standard deviations that a place may be off by, and the norm of all of a result's places: one turned rounding and more, as
-unlikely as 10^-15 if normally distributed; and the square root of the expected square, which varies little."""
+"""Standard deviations that one place may be off by, and the norm of all places: one turned rounding and more; and the
+expected one, of which kernels measure a half or less, for 2. is counted always."""
 TENSOR_CORE = (BLOCK / 3) ** 0.5 * 2.0**-13
 """Standard deviation of 128 products that are cut, relative to the largest."""
 STEP = 2.0**-8
-"""Of BF16, relative, where it is coarsest: 2^-7 between neighbours, half of it a rounding."""
+"""Twice the largest relative rounding of BF16."""
 
 
 def experts_error(
@@ -44,8 +45,8 @@ def experts_error(
     activation: str,
     scale_format: ScaleFormat,
 ) -> float:
-    """Largest difference from `reference_experts` of the same operands, as a part of what is allowed: right if below 1. NaN is
-    infinite."""
+    """Largest difference from `reference_experts` of the same operands, as a part of what is allowed: right if below 1.
+    NaN is infinite."""
     if not out_MK.numel():
         return 0.0
     weights = gate_up_E2PK, gate_up_scales, down_EKP, down_scales
@@ -96,7 +97,8 @@ def _variance(
 def _cut(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """Standard deviation of their product `[M, N]` on tensor cores."""
     largest = [
-        torch.stack([part.abs().amax(1) for part in values.split(BLOCK, 1)], 1) for values in (x_MK, weight_NK)
+        torch.stack([part.abs().amax(1) for part in values.split(BLOCK, 1)], 1)
+        for values in (x_MK, weight_NK)
     ]
     return TENSOR_CORE * (largest[0].square() @ largest[1].square().T).sqrt()
 

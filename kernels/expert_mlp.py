@@ -202,7 +202,8 @@ def _down(
     down_rows = down_EKP + (owner * K + tl.minimum(rows, K - 1)) * P
     if EARLY:
         if AHEAD:
-            if (owner >= 0) & (count > 0):
+            wanted = (owner >= 0) & (count > 0)
+            if wanted:
                 prefetch_rows(down_rows, min(P, AHEAD * SIZE), P - 1, ROWS, SIZE)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

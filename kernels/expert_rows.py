@@ -8,8 +8,7 @@ another rank has it, and it has no row.
 Each launch has a program for every expert and chunk of slots, which reads the chunk once: what counts beside the GEMMs is the
 latency of few dependent loads, and little code, which the GPU fetches anew each time.
 
-Shape suffixes: M tokens, T experts of a token, S = M * T slots, C chunks of them, E experts here, R rows, B = R / align blocks
-of rows.
+Shape suffixes: M tokens, T experts of a token, S = M * T slots, C chunks, E experts here, R rows, B = R / align blocks.
 """
 
 from typing import NamedTuple

@@ -13,7 +13,7 @@ from vllm_fp8ext.compat import expert_gemm
 from vllm_fp8ext.compat.expert_gemm import ExpertWeights, compute
 from vllm_fp8ext.kernels import cases, reference
 from vllm_fp8ext.kernels.expert_cuts import Choice, Kernel
-from vllm_fp8ext.kernels.experts import reference_experts
+from vllm_fp8ext.kernels.expert_error import experts_error
 from vllm_fp8ext.kernels.quantized import Quantized
 
 ALIGN = 128
@@ -75,8 +75,7 @@ def test_tokens_find_their_experts_and_back(
     weights = ExpertWeights(*case[1:5])
     operands = case.x_MK, weights, case.weights_MT, of, "silu", "fp32"
     out = compute(Choice(kernel, None), *operands)
-    expected = reference_experts(case.x_MK, *weights, case.weights_MT, of, "silu", "fp32")
-    assert cases.experts_error(out, expected) < 0.5
+    assert experts_error(out, case.x_MK, *weights, case.weights_MT, of, "silu", "fp32") < 1
     assert torch.equal(out[(of < 0).all(1)], torch.zeros_like(out[(of < 0).all(1)]))
 
 
