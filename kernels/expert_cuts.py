@@ -33,7 +33,7 @@ class Cut:
 
 CUTS: tuple[tuple[float, Cut], ...] = (
     (0.125, Cut(down_rows=128, stages=3, alone=True, ahead=8)),
-    (0.5, Cut(down_rows=128, stages=3, alone=True, ahead=2)),
+    (0.25, Cut(down_rows=128, stages=3, alone=True, ahead=4)),
     (8.0, Cut(down_rows=128, stages=3, ahead=2)),
     (16.0, Cut(tokens=32, rows=128, down_rows=128, stages=3)),
     (float("inf"), Cut(tokens=64, rows=128, down_rows=128, stages=3, warps=8)),

@@ -43,7 +43,7 @@ TRIED = (
     Cut(alone=True),
     Cut(alone=True, ahead=4),
     Cut(alone=True, down_rows=128, stages=3),
-    Cut(alone=True, down_rows=128, stages=3, ahead=4),
+    Cut(alone=True, down_rows=128, stages=3, ahead=2),
     Cut(alone=True, down_rows=128, stages=3, ahead=16),
     Cut(down_rows=128, stages=3),
     Cut(down_rows=128, stages=3, ahead=4),
