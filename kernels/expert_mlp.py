@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fp8ext.kernels.expert_cuts import Cut
-from vllm_fp8ext.kernels.expert_slots import SCANNED, expert_slots
+from vllm_fp8ext.kernels.expert_slots import SCANNED, expert_slots, has_slot, taken
 from vllm_fp8ext.kernels.expert_sum import expert_sum
 from vllm_fp8ext.kernels.gated_quantize import active
 from vllm_fp8ext.kernels.prefetch import prefetch_rows
@@ -34,31 +34,6 @@ def _activations(x_at, scales_at, QUANTIZED: tl.constexpr, POW2: tl.constexpr, H
     x = tl.load(x_at).to(tl.float32)
     scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
     return codes_of(x, scale[:, None], True, HARDWARE).to(tl.float8e4nv, bitcast=True), scale
-
-
-@triton.jit
-def _taken(slots_E, count, expert, first, S, room, ALONE: tl.constexpr, TOKENS: tl.constexpr):
-    """The slots of a block of one expert, from its slot `first` on: S where there is none; and whose activations are read,
-    which is then the first's. `ALONE`: `expert` is the one slot instead."""
-    lanes = tl.arange(0, TOKENS)
-    if ALONE:
-        return tl.where(lanes == 0, expert, S), tl.zeros((TOKENS,), tl.int32) + expert
-    at = slots_E + expert * room + first
-    slots = tl.load(at + lanes)
-    here = first + lanes < count
-    return tl.where(here, slots, S), tl.where(here, slots, tl.load(at))
-
-
-@triton.jit
-def _chosen(experts_S, expert, S, SCANNED: tl.constexpr):
-    """Whether a slot goes to the expert."""
-    found = tl.zeros((SCANNED,), tl.int32)
-    for first in range(0, S, SCANNED):
-        slots = first + tl.arange(0, SCANNED)
-        # past the L1 cache, which may hold what lay there before
-        chosen = tl.load(experts_S + slots, mask=slots < S, other=-1, cache_modifier=".cg")
-        found |= (chosen == expert).to(tl.int32)
-    return tl.max(found, axis=0) > 0
 
 
 @triton.jit(do_not_specialize=["S", "room", "x_scales_column", "out_scales_column"])
@@ -104,7 +79,7 @@ def _gate_up(
         if AHEAD:
             wanted = owner >= 0
             if not ALONE:
-                wanted = _chosen(experts_S, expert, S, SCANNED)
+                wanted = has_slot(experts_S, expert, S, SCANNED)
             if wanted:
                 prefetch_rows(gate_rows, min(K, AHEAD * SIZE), K - 1, ROWS, SIZE)
                 prefetch_rows(gate_rows + P * K, min(K, AHEAD * SIZE), K - 1, ROWS, SIZE)
@@ -120,7 +95,7 @@ def _gate_up(
     gate_scales = scales + (owner * 2 * (P // SIZE) + tile * ROWS // SIZE) * column_blocks
     up_scales = gate_scales + P // SIZE * column_blocks
     for first in range(0, count, TOKENS):
-        slots, sources = _taken(slots_E, count, expert, first, S, room, ALONE, TOKENS)
+        slots, sources = taken(slots_E, count, expert, first, S, room, ALONE, TOKENS)
         tokens = (sources // CHOSEN).to(tl.int64)
         gate_at = gate_rows[:, None] + columns[None, :]
         up_at = gate_at + P * K
@@ -213,7 +188,7 @@ def _down(
     column_blocks = P // SIZE
     down_scales = scales + (owner * tl.cdiv(K, SIZE) + tile * ROWS // SIZE) * column_blocks
     for first in range(0, count, TOKENS):
-        slots, sources = _taken(slots_E, count, expert, first, S, room, ALONE, TOKENS)
+        slots, sources = taken(slots_E, count, expert, first, S, room, ALONE, TOKENS)
         sources = sources.to(tl.int64)
         down_at = down_rows[:, None] + columns[None, :]
         x_at = x_SP + sources[:, None] * P + columns[None, :]

@@ -85,6 +85,31 @@ def _expert_slots(
         tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 
 
+@triton.jit
+def taken(slots_E, count, expert, first, S, room, ALONE: tl.constexpr, TOKENS: tl.constexpr):
+    """The slots of a block of one expert, from its slot `first` on: S where there is none; and whose activations are read,
+    which is then the first's. `ALONE`: `expert` is the one slot instead."""
+    lanes = tl.arange(0, TOKENS)
+    if ALONE:
+        return tl.where(lanes == 0, expert, S), tl.zeros((TOKENS,), tl.int32) + expert
+    at = slots_E + expert * room + first
+    slots = tl.load(at + lanes)
+    here = first + lanes < count
+    return tl.where(here, slots, S), tl.where(here, slots, tl.load(at))
+
+
+@triton.jit
+def has_slot(experts_S, expert, S, SCANNED: tl.constexpr):
+    """Whether a slot goes to the expert."""
+    found = tl.zeros((SCANNED,), tl.int32)
+    for first in range(0, S, SCANNED):
+        slots = first + tl.arange(0, SCANNED)
+        # past the L1 cache, which may hold what lay there before
+        chosen = tl.load(experts_S + slots, mask=slots < S, other=-1, cache_modifier=".cg")
+        found |= (chosen == expert).to(tl.int32)
+    return tl.max(found, axis=0) > 0
+
+
 def expert_slots(
     x_MK: Tensor, experts_MT: Tensor, experts: int, scale_format: ScaleFormat, *, listed: bool = True
 ) -> tuple[Quantized, Slots]:
