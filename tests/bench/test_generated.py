@@ -47,3 +47,12 @@ def test_a_seed_makes_the_same_weights_again(tmp_path: Path) -> None:
     a, b, c = ((tmp_path / name / "model-00000.safetensors").read_bytes() for name in "abc")
     assert a == b
     assert a != c
+
+
+def test_a_checkpoint_that_was_not_finished_is_none(tmp_path: Path) -> None:
+    """`checkpoint` would serve it."""
+    blocked = tmp_path / "model-00000.safetensors"
+    blocked.mkdir()
+    with pytest.raises(IsADirectoryError):
+        generated.write_checkpoint(tmp_path, "tiny", 0, "cpu")
+    assert list(tmp_path.iterdir()) == [blocked]

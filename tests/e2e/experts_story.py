@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,8 @@ def engine_on(model: str, staging: str, ranks: int, share_out: bool) -> AsyncLLM
     )
 
 
-async def sampled(engine: AsyncLLM, name: str) -> list[Any]:
-    """Token ids and log-probabilities that the engine goes on with, greedily, one request at a time; and the experts that its
-    routers chose since it was last asked, the same on all ranks."""
+async def answers(engine: AsyncLLM, name: str) -> list[Any]:
+    """Token ids and log-probabilities that the engine goes on with, greedily, one request at a time."""
     wanted = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
     found: list[Any] = []
     for number, prompt in enumerate(PROMPTS):
@@ -61,7 +61,12 @@ async def sampled(engine: AsyncLLM, name: str) -> list[Any]:
         found.append(
             [ids, [step[token].logprob for step, token in zip(one.logprobs or [], ids, strict=True)]]
         )
-    return [found, await taken(engine)]
+    return found
+
+
+async def sampled(engine: AsyncLLM, name: str) -> list[Any]:
+    """The same, and the experts that its routers chose since it was last asked, the same on all ranks."""
+    return [await answers(engine, name), await taken(engine)]
 
 
 def fused(tensors: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
@@ -88,8 +93,15 @@ async def refused(weights: AsyncClient, tensors: dict[str, Tensor], damage: str)
     return {}
 
 
-async def updated(weights: AsyncClient, engine: AsyncLLM, late: dict[str, Any], early: dict[str, Any]) -> Any:
-    """The whole of `late`, in chunks of two tensors in any order, then back with fused experts, then parts of it."""
+async def updated(
+    weights: AsyncClient,
+    engine: AsyncLLM,
+    late: dict[str, Any],
+    early: dict[str, Any],
+    seen: Callable[[AsyncLLM, str], Awaitable[Any]] = sampled,
+) -> dict[str, Any]:
+    """The whole of `late`, in chunks of two tensors in any order, then back with fused experts, then parts of it.
+    What `seen` finds is noted after each of the first two."""
     facts: dict[str, Any] = {}
     names = sorted(late)
     random.Random(0).shuffle(names)
@@ -98,13 +110,13 @@ async def updated(weights: AsyncClient, engine: AsyncLLM, late: dict[str, Any], 
         body = save({name: late[name] for name in names[start : start + 2]})
         await weights.put_chunk(opened.id, number, body)
     await weights.commit(opened.id)
-    facts["late"] = await sampled(engine, "late")
+    facts["late"] = await seen(engine, "late")
     facts["late digests"] = (await weights.digests()).model_dump()
     facts["refused"] = [await refused(weights, early, damage) for damage in ("missing", "non-finite")]
     facts["after refusals"] = (await weights.weights()).state
     facts["digests after refusals"] = (await weights.digests()).model_dump()
     await weights.push(fused(early, Manifest.from_dict(await weights.manifest())), version="early")
-    facts["early again"] = await sampled(engine, "early again")
+    facts["early again"] = await seen(engine, "early again")
     facts["early digests"] = (await weights.digests()).model_dump()
     alone = "experts.1.up_proj.weight", "experts.1.w3.weight"
     some = [name for name in names if ".experts.3." in name or name.endswith(alone)]

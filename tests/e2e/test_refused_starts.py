@@ -4,6 +4,7 @@ what the configuration tells."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.demo.server import SMALL
+
+from .mixture import EARLY as MIXTURE
 
 SERVERS = {
     "routes": (
@@ -37,6 +42,12 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "mixture of experts": (
         {"load_format": "dummy"},
         "each rank must have whole blocks of an expert, found 192 of its columns",
+    ),
+    "fused experts": (
+        {},
+        "this model's weights can't be updated live:\n"
+        "  model.layers.0.mlp.experts.down_proj: shape [8, 256, 128] is reshaped to [256, 128]\n"
+        "  model.layers.0.mlp.experts.gate_up_proj: shape [8, 256, 256] is reshaped to [128, 256]",
     ),
 }
 """Engines alone, each in a process of its own that is forked from one where vLLM was imported."""
@@ -73,11 +84,34 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny mixture with the experts of each layer in two tensors."""
+    folder = tmp_path_factory.mktemp("fused")
+    shutil.copytree(MIXTURE, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            torch.stack([tensors.pop(f"{experts}.{number}.{name}_proj.weight") for number in range(8)])
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{experts}.gate_up_proj"] = torch.cat([gates, ups], 1)
+        tensors[f"{experts}.down_proj"] = downs
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
 def outcomes(
-    block_fp8: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory
+    block_fp8: Path, mixture: Path, fused: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str] | str]:
     """By case: exit code and output of a server, or the error of an engine. All at the same time."""
-    models = {"pow2 on fp32 scales": block_fp8, "mixture of experts": mixture, "ignored experts": mixture}
+    models = {
+        "pow2 on fp32 scales": block_fp8,
+        "mixture of experts": mixture,
+        "ignored experts": mixture,
+        "fused experts": fused,
+    }
     out = tmp_path_factory.mktemp("engines") / "answers.json"
 
     def serve(case: str) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from experts_story import sampled, updated
+from experts_story import answers, updated
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -28,8 +28,8 @@ async def compiled(engine: AsyncLLM) -> dict[str, int]:
     return found
 
 
-async def answer(engine: AsyncLLM, name: str, requests: int, length: int) -> None:
-    """A batch of prompts."""
+async def batch(engine: AsyncLLM, name: str, requests: int, length: int) -> None:
+    """Prompts at once."""
     wanted = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
 
     async def one(number: int) -> None:
@@ -52,18 +52,20 @@ async def main(early: str, late: str, out: str) -> None:
             enable_prefix_caching=False,
         )
     )
-    facts: dict[str, Any] = {"early": await sampled(engine, "early")}
-    await answer(engine, "two", 2, 24)  # vLLM's sampler compiles kernels of its own
+    facts: dict[str, Any] = {"early": await answers(engine, "early")}
+    await batch(engine, "two", 2, 24)  # vLLM's sampler compiles kernels of its own
     facts["compiled before"] = await compiled(engine)
     for requests in BATCHES:
-        await answer(engine, f"batch of {requests}", requests, 9)
+        await batch(engine, f"batch of {requests}", requests, 9)
     for length in LENGTHS:
-        await answer(engine, f"length {length}", 3, length)
+        await batch(engine, f"length {length}", 3, length)
     async with embedded(engine) as weights:
         facts["cold digests"] = (await weights.digests()).model_dump()
         facts["manifest"] = await weights.manifest()
         if early != late:
-            facts |= await updated(weights, engine, dict(stored(Path(late))), dict(stored(Path(early))))
+            facts |= await updated(
+                weights, engine, dict(stored(Path(late))), dict(stored(Path(early))), answers
+            )
     facts["compiled after"] = await compiled(engine)
     engine.shutdown()
     Path(out).write_text(json.dumps(facts))

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.gpu
 EARLY, LATE = (Path(__file__).parents[1] / "e2e" / "mixture" / name for name in ("early", "late"))
 PROMPTS = [problem.prompt + problem.answer for problem in problems(20, seed=5)]
 LAYERS, CHOSEN = 2, 2
+CACHED = 128
+"""Tokens of all prompts together, of 240, that are certainly cached."""
 
 
 @pytest.fixture(scope="module", params=[(), ("--enforce-eager",)], ids=["graphs", "eager"])
@@ -42,13 +44,14 @@ def servers(
 
 def routes(server: Server) -> list[np.ndarray]:
     """Of each prompt: `[tokens, layers, experts]`, sorted within a token."""
-    found = []
-    for prompt in PROMPTS:
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
-        array = np.load(io.BytesIO(base64.b64decode(reply["choices"][0]["routed_experts"])))
-        found.append(np.sort(array, axis=-1))
-    return found
+    return [routed(server, prompt) for prompt in PROMPTS]
+
+
+def routed(server: Server, prompt: str) -> np.ndarray:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    array = np.load(io.BytesIO(base64.b64decode(reply["choices"][0]["routed_experts"])))
+    return np.sort(array, axis=-1)
 
 
 def equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
@@ -67,17 +70,15 @@ def test_routes_follow_the_weights(servers: dict[str, Server]) -> None:
 
 
 def test_what_is_cached_of_other_weights_is_not_returned(servers: dict[str, Server]) -> None:
-    """A prompt long enough to be cached: its routes are those of the weights that are served."""
-    body = {"model": MODEL, "prompt": PROMPTS[0] * 12, "max_tokens": 1, "temperature": 0}
-
-    def asked(server: Server) -> str:
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
-        return str(reply["choices"][0]["routed_experts"])
-
-    server = servers["early"]
-    before = [asked(server) for _ in range(2)]
-    assert before[0] == before[1]
+    """A prompt long enough to be cached: its routes are those of the weights that are served. Its end is not cached, but
+    computed again in a smaller batch, by which a near tie may turn: it is not compared."""
+    server, prompt = servers["early"], "".join(PROMPTS)
+    before, cached = (routed(server, prompt)[:CACHED] for _ in range(2))
+    assert len(before) == CACHED
+    assert np.array_equal(before, cached)
     with server.client() as client:
         client.push(LATE, version="late")
-        assert asked(server) == asked(servers["late"]) != before[0]
+        after = routed(server, prompt)[:CACHED]
+        assert np.array_equal(after, routed(servers["late"], prompt)[:CACHED])
+        assert not np.array_equal(after, before)
         client.rollback()

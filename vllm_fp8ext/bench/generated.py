@@ -2,6 +2,7 @@
 """Checkpoints of real shapes with generated weights: Gaussian, with outlier channels, and norms around one."""
 
 import json
+import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator
@@ -102,11 +103,19 @@ def two_checkpoints(
 
 
 def write_checkpoint(folder: Path, shape: str, seed: int, device: str) -> int:
-    """Write a BF16 checkpoint of a named shape; returns its bytes. Some shards are written beside the next one's making."""
+    """Write a BF16 checkpoint of a named shape; returns its bytes. Its configuration comes last: where there is one, the
+    weights are whole."""
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(shape)
+    total = _write_weights(folder, config, torch.Generator(device).manual_seed(seed), device)
     config.save_pretrained(folder)
-    generator = torch.Generator(device).manual_seed(seed)
+    if device != "cpu":
+        torch.cuda.empty_cache()  # for who serves it
+    return total
+
+
+def _write_weights(folder: Path, config: Any, generator: torch.Generator, device: str) -> int:
+    """Some shards are written beside the next one's making."""
     total = 0
     with ThreadPoolExecutor(_WRITERS) as writers:
         waiting: deque[Future[None]] = deque()
@@ -119,9 +128,6 @@ def write_checkpoint(folder: Path, shape: str, seed: int, device: str) -> int:
                 waiting.popleft().result()
         for shard_written in waiting:
             shard_written.result()
-    if device != "cpu":
-        waiting.clear()
-        torch.cuda.empty_cache()  # for who serves it
     return total
 
 
@@ -161,6 +167,10 @@ def _write(shard: dict[str, Tensor], file: Path) -> None:
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     start = 8 + len(header)
+    with file.open("wb") as empty:
+        os.posix_fallocate(
+            empty.fileno(), 0, start + size
+        )  # raises where pages that find no room would kill the process
     pages = torch.from_file(str(file), shared=True, size=start + size, dtype=torch.uint8)
     pages[:start] = torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8)
     for name, tensor in shard.items():
