@@ -47,6 +47,7 @@ async def main(early: str, late: str, out: str) -> None:
             quantization="blockfp8",
             max_model_len=512,
             max_num_seqs=64,
+            gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=256 << 20,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,

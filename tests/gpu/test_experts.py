@@ -5,6 +5,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.gpu
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 128, 8, 2048, 768
 TOKENS = (1, 3, 8, 64, 256, 2048)
+WIDTHS = 768, 192
+"""Of experts in an engine."""
 KERNELS = ("triton", "deep_gemm", *range(len(CUTS)))
 """vLLM's by name, ours by the number of its cut."""
 CASES = [
@@ -71,7 +74,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     folder = tmp_path_factory.mktemp("mixtures")
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-    for width in (768, 192):
+    for width in WIDTHS:
         experts = {"moe_intermediate_size": width, "num_experts": 16, "num_experts_per_tok": 4}
         config = Qwen3MoeConfig(
             hidden_size=512, intermediate_size=256, num_hidden_layers=2, vocab_size=512, **heads, **experts
@@ -92,15 +95,32 @@ def story(early: Path, late: Path, out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("width", [768, 192])
+@pytest.fixture(scope="module")
+def stories(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """What engines saw that began on the early or on the late checkpoint of a width; all at the same time."""
+    folder = tmp_path_factory.mktemp("stories")
+    keys = [(name, width) for width in WIDTHS for name in ("early", "late")]
+
+    def told(key: tuple[str, int]) -> dict[str, Any]:
+        name, width = key
+        served, late = checkpoints[f"{name}{width}"], checkpoints[f"late{width}"]
+        return story(served, late, folder / f"{name}{width}.json")
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(keys, pool.map(told, keys), strict=True))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_an_update_in_an_engine_serves_what_a_cold_start_serves(
-    width: int, checkpoints: dict[str, Path], tmp_path: Path
+    width: int, checkpoints: dict[str, Path], stories: dict[tuple[str, int], dict[str, Any]]
 ) -> None:
     from vllm_fp8ext.weights.digest import checkpoint_digests
     from vllm_fp8ext.weights.manifest import Manifest
 
     early, late = checkpoints[f"early{width}"], checkpoints[f"late{width}"]
-    facts, cold = story(early, late, tmp_path / "facts"), story(late, late, tmp_path / "cold")
+    facts, cold = stories["early", width], stories["late", width]
     manifest = Manifest.from_dict(facts["manifest"])
     for name, path in (("cold digests", early), ("late digests", late), ("early digests", early)):
         assert facts[name]["digests"] == checkpoint_digests(path, manifest), name

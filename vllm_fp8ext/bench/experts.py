@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -34,7 +35,9 @@ ROUTINGS = 4
 CHECKED = 128
 """Tokens of a case whose result is compared with the reference."""
 _PROCESSES = 14
+"""That compile at the same time."""
 _SECONDS = 240
+"""For all of them."""
 _FUSED = 512
 """Most tokens of our kernel for few."""
 
@@ -226,9 +229,10 @@ def _compile(report: Report, tokens: Sequence[int]) -> None:
         )
         for start in range(count)
     ]
+    stop = time.monotonic() + _SECONDS
     for process in started:
         try:
-            _, errors = process.communicate(timeout=_SECONDS)
+            _, errors = process.communicate(timeout=max(stop - time.monotonic(), 1))
             if process.returncode:
                 report.say(f"compiling ahead: {errors.decode(errors='replace')[-300:]}")
         except subprocess.TimeoutExpired:
