@@ -167,10 +167,8 @@ def _write(shard: dict[str, Tensor], file: Path) -> None:
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     start = 8 + len(header)
-    with file.open("wb") as empty:
-        os.posix_fallocate(
-            empty.fileno(), 0, start + size
-        )  # raises where pages that find no room would kill the process
+    with file.open("wb") as empty:  # pages that find no room would kill the process
+        os.posix_fallocate(empty.fileno(), 0, start + size)
     pages = torch.from_file(str(file), shared=True, size=start + size, dtype=torch.uint8)
     pages[:start] = torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8)
     for name, tensor in shard.items():
