@@ -32,15 +32,16 @@ class Cut:
 
 
 CUTS: tuple[tuple[float, Cut], ...] = (
-    (0.125, Cut(down_rows=128, stages=3, alone=True, ahead=8)),
-    (0.25, Cut(down_rows=128, stages=3, alone=True, ahead=4)),
-    (8.0, Cut(down_rows=128, stages=3, ahead=2)),
-    (16.0, Cut(tokens=32, rows=128, down_rows=128, stages=3)),
+    (0.5, Cut(down_rows=128, stages=3, alone=True)),
+    (8.0, Cut(down_rows=128, stages=3)),
+    (32.0, Cut(tokens=32, rows=128, down_rows=128, stages=3, ahead=2)),
     (float("inf"), Cut(tokens=64, rows=128, down_rows=128, stages=3, warps=8)),
 )
-"""By the most slots for each expert of the model: what `fp8ext bench kernels --only experts` finds to be fastest."""
-FUSED, TRITON = 16.0, 24.0
-"""Most slots for each expert that go to `fused`, and then to `triton` where `deep_gemm` takes the others."""
+"""By the most slots for each expert of the model: up to 32 within 4 % of the fastest that `fp8ext bench kernels --only experts`
+finds for each number of tokens. The last one is for users who want `fused` beyond."""
+FUSED, TRITON = 16.0, 16.0
+"""Most slots for each expert that go to `fused`, and to `triton` where a user keeps `fused` from them; `deep_gemm` takes the
+others."""
 
 
 class Choice(NamedTuple):

@@ -3,6 +3,7 @@
 `tests/kernels` has the kernels' edge cases, on the GPU where there is one."""
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -85,10 +86,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def story(early: Path, late: Path, out: Path) -> dict[str, Any]:
+def story(early: Path, late: Path, out: Path, cache: Path) -> dict[str, Any]:
+    """`cache`: where DeepGEMM keeps kernels, and those that are there are counted."""
+    env = {**os.environ, "DG_JIT_CACHE_DIR": str(cache)}
     line = [sys.executable, "-P", str(Path(__file__).with_name("experts_story.py"))]
     done = subprocess.run(
-        [*line, str(early), str(late), str(out)], capture_output=True, text=True, timeout=590
+        [*line, str(early), str(late), str(out)], capture_output=True, text=True, timeout=590, env=env
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(out.read_text())
@@ -106,7 +109,7 @@ def stories(
     def told(key: tuple[str, int]) -> dict[str, Any]:
         name, width = key
         served, late = checkpoints[f"{name}{width}"], checkpoints[f"late{width}"]
-        return story(served, late, folder / f"{name}{width}.json")
+        return story(served, late, folder / f"{name}{width}.json", folder / f"kernels{width}")
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(keys, pool.map(told, keys), strict=True))

@@ -45,10 +45,9 @@ TRIED = (
     *(cut for _, cut in CUTS),
     Cut(alone=True),
     Cut(alone=True, ahead=4),
-    Cut(alone=True, down_rows=128, stages=3),
     Cut(alone=True, down_rows=128, stages=3, ahead=2),
-    Cut(alone=True, down_rows=128, stages=3, ahead=16),
-    Cut(down_rows=128, stages=3),
+    Cut(alone=True, down_rows=128, stages=3, ahead=8),
+    Cut(down_rows=128, stages=3, ahead=2),
     Cut(down_rows=128, stages=3, ahead=4),
     Cut(rows=128, down_rows=64, stages=3, ahead=2),
     Cut(rows=128, down_rows=128, stages=3),
@@ -56,7 +55,7 @@ TRIED = (
     Cut(rows=128, down_rows=128, stages=3, warps=8),
     Cut(tokens=32, down_rows=128, stages=3),
     Cut(tokens=32, down_rows=128, stages=3, ahead=2),
-    Cut(tokens=32, rows=128, down_rows=128, stages=3, ahead=2),
+    Cut(tokens=32, rows=128, down_rows=128, stages=3),
 )
 """Cuts that are timed."""
 
@@ -217,7 +216,7 @@ def _compile(report: Report, tokens: Sequence[int]) -> None:
     layered: dict[str, list[int]] = {"bf16": list(tokens), "stock": list(tokens)}
     layered |= {"blockfp8_triton": list(tokens), "blockfp8_deep_gemm": list(tokens)}
     tasks = [(name, m) for name, counts in layered.items() for m in counts]
-    for cut in dict.fromkeys(TRIED):
+    for cut in TRIED:
         m = 4 if cut.alone else 256
         tasks.append((label(cut), m))
     count = min(_PROCESSES, os.cpu_count() or 1)

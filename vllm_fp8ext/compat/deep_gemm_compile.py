@@ -4,11 +4,15 @@
 Replaces nothing; DeepGEMM compiles a kernel when it first multiplies at a size, in the process that multiplies and one after
 the other: minutes for a model that was never served here. Processes of their own fill its cache on disk, where the worker
 finds the kernels. Can go once vLLM's warm-up, or DeepGEMM, compiles in parallel.
+
+Which sizes share a kernel DeepGEMM alone knows. So processes take one size after the other from one list, in which those that
+follow each other lie far apart: at first each finds a kernel that nobody has, and at last almost all are on disk.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -16,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import torch
 import vllm
@@ -29,68 +34,80 @@ from vllm_fp8ext.kernels.reference import blocks
 
 logger = logging.getLogger("vllm.fp8ext")
 
-MOST_PROCESSES = 16
-PROCESS_BYTES = 2 << 30
-"""GPU memory for one of them: its context, one weight, the tokens and their product."""
+MOST_PROCESSES = 32
+CONTEXT_BYTES = 1 << 30
+"""GPU memory of a process before it multiplies."""
 _SECONDS = 900
 """For all of them together."""
 _CACHE = "DG_JIT_CACHE_DIR"
 """vLLM's `_lazy_init` sets it."""
+_RECORD = 64
+"""Bytes of a size in the list."""
 
 Sizes = Mapping[tuple[int, ...], Sequence[int]]
 """Token counts by shape of weight `(N, K)`; numbers of rows by shape of experts `(N, K, E)`."""
-Part = tuple[Sequence[int], Sequence[int]]
-"""A shape, and some of its counts."""
+Size = tuple[int, ...]
+"""A count, and its shape."""
+T = TypeVar("T")
 
 
-def compile_ahead(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+def compile_ahead(sizes: Sizes, device: torch.device) -> None:
     """Have the kernels for these sizes on disk. What fails here is compiled by who needs it."""
     if not sizes or not is_deep_gemm_supported():
         return
     _lazy_init()
     try:
-        _compile_once(Path(os.environ[_CACHE]), sizes, dtype, device)
+        _compile_once(Path(os.environ[_CACHE]), sizes, device)
     except OSError as error:
         logger.warning("blockfp8: DeepGEMM's kernels are not compiled ahead: %s", error)
 
 
-def _compile_once(folder: Path, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+def _compile_once(folder: Path, sizes: Sizes, device: torch.device) -> None:
     """Unless that was done before, with this vLLM on such a GPU; the ranks of one machine wait for the first."""
     folder.mkdir(parents=True, exist_ok=True)
-    origin = [vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device), str(dtype)]
+    origin = [vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device)]
     told = json.dumps([origin, [[shape, sizes[shape]] for shape in sorted(sizes)]])
     done = folder / f"fp8ext-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     with (folder / "fp8ext-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
             free, _ = torch.cuda.mem_get_info(device)
-            count = max(1, min(MOST_PROCESSES, os.cpu_count() or 1, free // PROCESS_BYTES))
-            if _run(shares(sizes, count), dtype, device):
+            listed = ordered(sizes)
+            count = min(MOST_PROCESSES, os.cpu_count() or 1, free // process_bytes(listed), len(listed))
+            if _run(listed, max(1, count), device):
                 done.touch()
 
 
-def shares(sizes: Sizes, count: int) -> list[list[Part]]:
-    """The sizes in about `count` parts: token counts that lie side by side mostly need one kernel, and stay together."""
-    each = max(1, count // len(sizes))
-    parts: list[list[Part]] = []
-    for shape, tokens in sizes.items():
-        ordered = sorted(tokens)
-        step = -(-len(ordered) // each)
-        parts += [[(shape, ordered[start : start + step])] for start in range(0, len(ordered), step)]
-    return parts
+def process_bytes(sizes: Sequence[Size]) -> int:
+    """GPU memory that a process can need: weight, tokens and product, and as much again that torch keeps."""
+    needed = (n * k * (experts[0] if experts else 1) + m * (k + 2 * n) for m, n, k, *experts in sizes)
+    return CONTEXT_BYTES + 2 * max(needed)
 
 
-def _run(parts: Sequence[Sequence[Part]], dtype: torch.dtype, device: torch.device) -> bool:
-    logger.info(
-        "blockfp8: DeepGEMM's kernels are compiled by %d processes, once for this machine", len(parts)
-    )
-    line = [sys.executable, "-P", "-m", __name__, str(dtype).removeprefix("torch."), str(device.index or 0)]
+def ordered(sizes: Sizes) -> list[Size]:
+    """All sizes, by turns of each shape, and of a shape those first that divide its counts into halves, then quarters."""
+    turns = [spread([(count, *shape) for count in sorted(counts)]) for shape, counts in sizes.items()]
+    return [size for turn in itertools.zip_longest(*turns) for size in turn if size is not None]
+
+
+def spread(items: Sequence[T]) -> list[T]:
+    """The same ones, each far from those before it: by the reversed bits of their places."""
+    bits = max(1, (len(items) - 1).bit_length())
+    places = (int(f"{place:0{bits}b}"[::-1], 2) for place in range(1 << bits))
+    return [items[place] for place in places if place < len(items)]
+
+
+def _run(sizes: Sequence[Size], count: int, device: torch.device) -> bool:
+    logger.info("blockfp8: DeepGEMM's kernels are compiled by %d processes, once for this machine", count)
+    line = [sys.executable, "-P", "-m", __name__, str(device.index or 0)]
     until, failed = time.monotonic() + _SECONDS, 0
     with contextlib.ExitStack() as stack:
+        listed = stack.enter_context(tempfile.TemporaryFile(buffering=0))
+        write(listed, sizes)
         started = []
-        for part in parts:
+        for _ in range(count):
             errors = stack.enter_context(tempfile.TemporaryFile())
-            process = subprocess.Popen([*line, json.dumps(part)], stdout=subprocess.DEVNULL, stderr=errors)
+            process = subprocess.Popen(line, stdin=listed, stdout=subprocess.DEVNULL, stderr=errors)
             stack.callback(process.wait)
             stack.callback(process.kill)
             started.append((process, errors))
@@ -105,24 +122,34 @@ def _run(parts: Sequence[Sequence[Part]], dtype: torch.dtype, device: torch.devi
     return not failed
 
 
+def write(listed: BinaryIO, sizes: Sequence[Size]) -> None:
+    """Write what processes that share this file `take`."""
+    listed.write(b"".join(json.dumps(size).encode().ljust(_RECORD) for size in sizes))
+    listed.seek(0)
+
+
+def take(listed: int) -> Iterator[Size]:
+    """Sizes that no other process took: a file that is inherited has one position for all, and each read moves it."""
+    while record := os.read(listed, _RECORD):
+        yield tuple(json.loads(record))
+
+
 @torch.inference_mode()
-def main(dtype: str, device: int, sizes: Sequence[Part]) -> None:
-    """Multiply once at each size."""
+def main(device: int) -> None:
+    """Multiply once at each size that is left in the list on standard input. A kernel depends on sizes alone: values are any,
+    and no row belongs to an expert."""
     torch.cuda.set_device(device)
-    for shape, counts in sizes:
-        n, k, *experts = shape
-        weight = torch.zeros(*experts, n, k, dtype=torch.float8_e4m3fn, device="cuda")
-        scales = torch.ones(*experts, blocks(n), blocks(k), device="cuda")
-        out = torch.empty(max(counts), n, dtype=getattr(torch, dtype), device="cuda")
-        ends = torch.zeros(*experts or (1,), dtype=torch.int32, device="cuda")
-        for count in counts:  # of any values: a kernel depends on sizes alone
-            x = empty(count, k, out.device)
-            if experts:
-                grouped(x, weight, scales, ends)
-            else:
-                fp8_gemm_nt(x, (weight, scales), out[:count], is_deep_gemm_e8m0_used=False)
+    for m, n, k, *experts in take(sys.stdin.fileno()):
+        weight = torch.empty(*experts, n, k, dtype=torch.float8_e4m3fn, device="cuda")
+        scales = torch.empty(*experts, blocks(n), blocks(k), device="cuda")
+        x = empty(m, k, weight.device)
+        if experts:
+            grouped(x, weight, scales, torch.zeros(*experts, dtype=torch.int32, device="cuda"))
+        else:
+            out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+            fp8_gemm_nt(x, (weight, scales), out, is_deep_gemm_e8m0_used=False)
     torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
+    main(int(sys.argv[1]))

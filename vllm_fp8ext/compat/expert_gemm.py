@@ -79,11 +79,9 @@ _logged: set[ExpertRoute] = set()
 def _log(route: ExpertRoute) -> None:
     if route not in _logged:
         _logged.add(route)
-        few = [
-            f"{name} up to {most} tokens"
-            for name, most in (("fused", route.fused_tokens), ("triton", route.triton_tokens))
-            if most
-        ]
+        few = [f"fused up to {route.fused_tokens} tokens"] if route.fused_tokens else []
+        if route.triton_tokens > route.fused_tokens:
+            few.append(f"triton up to {route.triton_tokens} tokens")
         logger.info(
             "blockfp8 multiplies by %d experts with %s",
             route.experts,

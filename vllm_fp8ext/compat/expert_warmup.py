@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every kernel that fused experts can need, before the server says that it is ready.
 
-Replaces nothing; calls `_generate_optimal_warmup_m_values` as `warmup.py` does, and reads the token counts for which vLLM has
-tuned its Triton kernel.
+Replaces nothing; reads the token counts for which vLLM has tuned its Triton kernel.
 """
 
 import itertools
@@ -12,54 +11,56 @@ import vllm.envs as envs
 from torch import nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
-from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
-from vllm_fp8ext.compat.deep_gemm_compile import compile_ahead
-from vllm_fp8ext.compat.expert_gemm import alignment, run
+from vllm_fp8ext.compat.deep_gemm_compile import Sizes
+from vllm_fp8ext.compat.expert_gemm import alignment, grouped, run
 from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers
 from vllm_fp8ext.experts import BlockFp8ExpertsMethod
 from vllm_fp8ext.kernels import expert_rows
 from vllm_fp8ext.kernels.expert_cuts import ExpertRoute
+from vllm_fp8ext.kernels.quantized import empty
 from vllm_fp8ext.kernels.reference import BLOCK
 
 _UNTUNED = [4, 8, 16, 64]
 """Most tokens of each of the sizes that vLLM takes where it has tuned none."""
 
+Layers = list[tuple[RoutedExperts, BlockFp8ExpertsMethod, ExpertRoute]]
+"""One layer of each shape, activation and route."""
 
-def warm_up_experts(model: nn.Module, max_tokens: int) -> int:
-    """Run each kernel once for every shape of experts in `model`, after DeepGEMM's were compiled on all cores. How many
-    shapes there are."""
+
+def expert_layers(model: nn.Module) -> Layers:
+    """What is to be warmed up."""
     layers: dict[object, tuple[RoutedExperts, BlockFp8ExpertsMethod, ExpertRoute]] = {}
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, BlockFp8ExpertsMethod) and method.route is not None:
             key = module.w13_weight.shape, module.activation, method.route
             layers.setdefault(key, (module, method, method.route))
+    return list(layers.values())
+
+
+def expert_sizes(layers: Layers, max_tokens: int) -> Sizes:
+    """All sizes at which DeepGEMM can multiply, by shape of weights `(N, K, E)`."""
     sizes: dict[tuple[int, ...], set[int]] = {}
-    for layer, _, route in layers.values():
-        experts = layer.w13_weight.shape[0]
-        rows = {
-            expert_rows.capacity(count * route.chosen, experts, alignment())
-            for count in _many(layer, route, max_tokens)
-        }
-        for weight in (layer.w13_weight, layer.w2_weight) if rows else ():
-            sizes.setdefault((*weight.shape[1:], experts), set()).update(rows)
-    if sizes:
-        device = next(iter(layers.values()))[0].w13_weight.device
-        compile_ahead({shape: sorted(counts) for shape, counts in sizes.items()}, torch.bfloat16, device)
-    for layer, method, route in layers.values():
-        _run(layer, method, route, max_tokens)
-    return len(layers)
+    for layer, _, route in layers:
+        for weight in (layer.w13_weight, layer.w2_weight):
+            rows = _deep_gemm_rows(route, weight.shape[0], max_tokens)
+            if rows:
+                sizes.setdefault((*weight.shape[1:], weight.shape[0]), set()).update(rows)
+    return {shape: sorted(rows) for shape, rows in sizes.items()}
 
 
-def _many(layer: RoutedExperts, route: ExpertRoute, max_tokens: int) -> set[int]:
-    """Numbers of tokens at which DeepGEMM may take another kernel, and which it gets."""
-    if route.many != "deep_gemm" or envs.VLLM_DEEP_GEMM_WARMUP == "skip":
-        return set()
-    found = {max_tokens}
-    for weight in (layer.w13_weight, layer.w2_weight):
-        found |= set(_generate_optimal_warmup_m_values(max_tokens, weight.shape[1], weight.device))
-    return {count for count in found if route.choose(count).kernel == "deep_gemm"}
+def _deep_gemm_rows(route: ExpertRoute, experts: int, max_tokens: int) -> list[int]:
+    """Every number of rows that DeepGEMM is given for up to `max_tokens` tokens: by it and the shape it picks a kernel."""
+    if envs.VLLM_DEEP_GEMM_WARMUP == "skip":
+        return []
+    counts = [count for count in range(1, max_tokens + 1) if route.choose(count).kernel == "deep_gemm"]
+    return grouped_rows(counts, route.chosen, experts, alignment()) if counts else []
+
+
+def grouped_rows(counts: list[int], chosen: int, experts: int, align: int) -> list[int]:
+    """Rows of the grouped GEMM for these numbers of tokens, as `deep_gemm` asks for them."""
+    return sorted({expert_rows.capacity(count * chosen, experts, align) for count in counts})
 
 
 def token_counts(route: ExpertRoute, tuned: list[int], most: int) -> list[int]:
@@ -71,15 +72,40 @@ def token_counts(route: ExpertRoute, tuned: list[int], most: int) -> list[int]:
     return sorted({most, *(count for step in steps for count in (step, step + 1) if 0 < count <= most)})
 
 
-def _run(layer: RoutedExperts, method: BlockFp8ExpertsMethod, route: ExpertRoute, max_tokens: int) -> None:
+def run_experts(layers: Layers, max_tokens: int, *, deep_gemm: bool) -> None:
+    """Run each kernel once for every layer: those with DeepGEMM between them, or all others."""
+    for layer, method, route in layers:
+        if deep_gemm:
+            _multiply(layer, route, max_tokens)
+        else:
+            for weight in (layer.w13_weight, layer.w2_weight):
+                warm_up_quantizers(weight[0], method.scale_format)
+        _run(layer, method, route, max_tokens, deep_gemm)
+
+
+def _multiply(layer: RoutedExperts, route: ExpertRoute, max_tokens: int) -> None:
+    """DeepGEMM's kernels at every size, the largest first, whose memory then does for all; no row belongs to an expert."""
+    for codes, scales in (
+        (layer.w13_weight, layer.w13_weight_scale_inv),
+        (layer.w2_weight, layer.w2_weight_scale_inv),
+    ):
+        ends = torch.zeros(codes.shape[0], dtype=torch.int32, device=codes.device)
+        for rows in reversed(_deep_gemm_rows(route, codes.shape[0], max_tokens)):
+            grouped(empty(rows, codes.shape[2], codes.device), codes, scales, ends)
+
+
+def _run(
+    layer: RoutedExperts, method: BlockFp8ExpertsMethod, route: ExpertRoute, max_tokens: int, deep_gemm: bool
+) -> None:
     hidden, device = layer.w13_weight.shape[2], layer.w13_weight.device
     experts, _, width = layer.w2_weight.shape
-    for weight in (layer.w13_weight, layer.w2_weight):
-        warm_up_quantizers(weight[0], method.scale_format)
-    found = get_moe_configs(experts, width, "fp8_w8a8", BLOCK, BLOCK) or {}
-    counts = {*token_counts(route, sorted(found) or _UNTUNED, max_tokens), *_many(layer, route, max_tokens)}
+    tuned: list[int] = []
+    if "triton" in {route.choose(count).kernel for count in range(1, max_tokens + 1)}:
+        tuned = sorted(get_moe_configs(experts, width, "fp8_w8a8", BLOCK, BLOCK) or {}) or _UNTUNED
     x = torch.zeros(max_tokens, hidden, dtype=method.moe.in_dtype, device=device)
-    for count in sorted(counts):
+    for count in token_counts(route, tuned, max_tokens):
+        if (route.choose(count).kernel == "deep_gemm") != deep_gemm:
+            continue
         chosen = torch.arange(count * route.chosen, dtype=torch.int32, device=device) % experts
         weights = torch.ones(count, route.chosen, device=device)
         run(

@@ -15,8 +15,8 @@ import vllm.envs as envs
 from torch import nn
 from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
-from vllm_fp8ext.compat.deep_gemm_compile import compile_ahead
-from vllm_fp8ext.compat.expert_warmup import warm_up_experts
+from vllm_fp8ext.compat.deep_gemm_compile import Sizes, compile_ahead
+from vllm_fp8ext.compat.expert_warmup import expert_layers, expert_sizes, run_experts
 from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers
 from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
@@ -33,23 +33,32 @@ Layers: TypeAlias = dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]
 
 @torch.inference_mode()
 def warm_up(model: nn.Module, max_tokens: int) -> None:
-    """Run each kernel once for every shape of weight in `model`; machine code is compiled on all cores first."""
+    """Run each kernel once for every shape of weight in `model`; machine code is compiled on all cores first, DeepGEMM's in
+    processes beside this one while it makes all others."""
     start = time.perf_counter()
     layers: Layers = {}
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, BlockFp8LinearMethod) and method.route is not None:
             layers.setdefault((module.weight.shape[0], module.weight.shape[1]), (module, method))
-    _compile(layers)
-    _compile_deep_gemm(layers, max_tokens)
+    experts = expert_layers(model)
+    sizes = {**_deep_gemm_sizes(layers, max_tokens), **expert_sizes(experts, max_tokens)}
+    with ThreadPoolExecutor(1) as beside:
+        device = next(model.parameters()).device
+        ahead = beside.submit(compile_ahead, sizes, device)
+        _compile(layers)
+        for layer, method in layers.values():
+            _run(layer, method, max_tokens)
+        run_experts(experts, max_tokens, deep_gemm=False)
+        ahead.result()
     for layer, method in layers.values():
-        _run(layer, method, max_tokens)
-    experts = warm_up_experts(model, max_tokens)
+        _multiply(layer, method, max_tokens)
+    run_experts(experts, max_tokens, deep_gemm=True)
     torch.cuda.synchronize()
     if layers or experts:
         logger.info(
             "blockfp8: kernels for %d shapes are ready after %.1f s (compiled: %s)",
-            *(len(layers) + experts, time.perf_counter() - start),
+            *(len(layers) + len(experts), time.perf_counter() - start),
             ", ".join(f"{count} by {name}" for name, count in compiled.counts.items()) or "none",
         )
 
@@ -85,15 +94,14 @@ def _tokens(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> 
     return sorted(counts)
 
 
-def _compile_deep_gemm(layers: Layers, max_tokens: int) -> None:
-    sizes: dict[tuple[int, ...], list[int]] = {
+def _deep_gemm_sizes(layers: Layers, max_tokens: int) -> Sizes:
+    if envs.VLLM_DEEP_GEMM_WARMUP == "skip":
+        return {}
+    return {
         shape: _tokens(layer, method, max_tokens)
         for shape, (layer, method) in layers.items()
         if method.route is not None and method.route.gemm == "deep_gemm"
     }
-    for layer, method in list(layers.values())[:1]:
-        if envs.VLLM_DEEP_GEMM_WARMUP != "skip":
-            compile_ahead(sizes, method.out_dtype, layer.weight.device)
 
 
 def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
@@ -101,7 +109,6 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
     k = weight.shape[1]
     warm_up_quantizers(weight, form)
-    _few, name = method.route
     dtype = method.out_dtype
     x = torch.zeros(max_tokens, k, dtype=dtype, device=weight.device)
     norm = torch.ones(k, dtype=dtype, device=weight.device)
@@ -109,10 +116,15 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     rmsnorm_quantize(x[:1], x[:1], norm, 1e-6, form)
     for activation in ACTIVATIONS:
         gated_quantize(torch.zeros(1, 2 * k, dtype=dtype, device=weight.device), activation, form)
-    quantized = quantize_activation(x, form)
+    quantize_activation(x, form)
     for tokens, before in _decode_kernels(method):
         part = quantize_activation(x[:tokens], form) if before else x[:tokens]
         decode_gemm.decode_gemm(part, weight, scales, None, form)
+
+
+def _multiply(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
+    assert method.route is not None
+    weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
+    x = torch.zeros(max_tokens, weight.shape[1], dtype=method.out_dtype, device=weight.device)
     for count in _tokens(layer, method, max_tokens):
-        part = type(quantized)(quantized.codes[:count], quantize_activation(x[:count], form).scales)
-        GEMMS[name](part, weight, scales, dtype)
+        GEMMS[method.route.gemm](quantize_activation(x[:count], form), weight, scales, method.out_dtype)
