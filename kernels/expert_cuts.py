@@ -30,6 +30,12 @@ class Cut:
     """Blocks of 128 columns of its weights that a program asks the L2 cache for before it waits for activations. All programs
     that run at once should together ask for less than the cache holds."""
 
+    @property
+    def name(self) -> str:
+        """In results."""
+        marks = f"{'a' if self.alone else ''}{f'p{self.ahead}' if self.ahead else ''}"
+        return f"{self.tokens}x{self.rows}/{self.down_rows}s{self.stages}w{self.warps}{marks}"
+
 
 CUTS: tuple[tuple[float, Cut], ...] = (
     (0.5, Cut(down_rows=128, stages=3, alone=True)),
@@ -37,8 +43,8 @@ CUTS: tuple[tuple[float, Cut], ...] = (
     (32.0, Cut(tokens=32, rows=128, down_rows=128, stages=3, ahead=2)),
     (float("inf"), Cut(tokens=64, rows=128, down_rows=128, stages=3, warps=8)),
 )
-"""By the most slots for each expert of the model: up to 32 within 4 % of the fastest that `fp8ext bench kernels --only experts`
-finds for each number of tokens. The last one is for users who want `fused` beyond."""
+"""By the most slots for each expert of the model: up to 32 within 4 % of the fastest that `fp8ext bench kernels --only
+experts` finds for each number of tokens. The last one is for users who want `fused` beyond."""
 FUSED, TRITON = 16.0, 16.0
 """Most slots for each expert that go to `fused`, and to `triton` where a user keeps `fused` from them; `deep_gemm` takes the
 others."""

@@ -30,3 +30,8 @@ def kv_accuracy() -> ModuleType:
 @pytest.fixture(scope="module")
 def routing() -> ModuleType:
     return script("routing")
+
+
+@pytest.fixture(scope="module")
+def experts_page() -> ModuleType:
+    return script("experts_page")

@@ -31,6 +31,17 @@ def test_engines_take_turns(tmp_path: Path):
     assert set(ours["compiled_meanwhile"].values()) == {0}
 
 
+def test_an_engine_with_an_fp8_kv_cache_tells_what_it_compiled(tmp_path: Path):
+    """Its ranks' fingerprints are larger than the integers of vLLM's messages."""
+    out = tmp_path / "rollout.json"
+    line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "blockfp8", "--kv", "fp8"]
+    line += ["--cases", "2x8x4", "--repeats", "1", "--kv-gib", "0.05", "--out", str(out)]
+    done = CliRunner().invoke(cli, [*line, "--engine", '{"enforce_eager": true}'])
+    assert done.exit_code == 0, done.output
+    (case,) = json.loads(out.read_text())["cases"]
+    assert set(case["compiled_meanwhile"].values()) == {0}
+
+
 @pytest.mark.parametrize("case", ["8x512", "axbxc", "0x8x8", "1x8x1"])
 def test_a_case_that_is_none(case: str):
     with pytest.raises(ConfigError, match=f"--cases: expected .* found '{case}'"):

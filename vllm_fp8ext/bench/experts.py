@@ -87,12 +87,6 @@ def _weights(seed: int, rows: int, columns: int) -> Tensor:
     return values
 
 
-def label(cut: Cut) -> str:
-    """A cut, as a variant's name."""
-    marks = f"{'a' if cut.alone else ''}{f'p{cut.ahead}' if cut.ahead else ''}"
-    return f"blockfp8_{cut.tokens}x{cut.rows}/{cut.down_rows}s{cut.stages}w{cut.warps}{marks}"
-
-
 def _calls(layer: Layer, m: int, names: Sequence[str] | None = None) -> tuple[Calls, list[Any], Tensor]:
     """What is timed, the routings and the tokens."""
     x = cases.activations(m, HIDDEN, "cuda")
@@ -101,7 +95,7 @@ def _calls(layer: Layer, m: int, names: Sequence[str] | None = None) -> tuple[Ca
     if m <= _FUSED:
         load = m * CHOSEN / EXPERTS
         choices |= {
-            label(cut): Choice("fused", cut)
+            f"blockfp8_{cut.name}": Choice("fused", cut)
             for cut in TRIED
             if (load <= 0.5 or not cut.alone)
             and (load > 2 or cut.tokens == 16)
@@ -218,7 +212,7 @@ def _compile(report: Report, tokens: Sequence[int]) -> None:
     tasks = [(name, m) for name, counts in layered.items() for m in counts]
     for cut in TRIED:
         m = 4 if cut.alone else 256
-        tasks.append((label(cut), m))
+        tasks.append((f"blockfp8_{cut.name}", m))
     count = min(_PROCESSES, os.cpu_count() or 1)
     started = [
         subprocess.Popen(

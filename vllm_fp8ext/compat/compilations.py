@@ -16,8 +16,8 @@ _DEEP_GEMM_CACHE = "DG_JIT_CACHE_DIR"
 
 
 def counts() -> dict[str, int]:
-    """Kernels by NVRTC and Triton, kernels that DeepGEMM has on disk, whichever process compiled them (it tells no count), and
-    graphs by `torch.compile`."""
+    """Kernels by NVRTC and Triton, those that DeepGEMM has on disk, whoever compiled them (it tells no count), and graphs by
+    `torch.compile`."""
     found = {"nvrtc": compiled.counts["nvrtc"], "triton": compiled.counts["triton"]}
     found["deep_gemm"] = _deep_gemm_kernels(os.environ.get(_DEEP_GEMM_CACHE))
     found["torch"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of kernels in `docs/moe.md` from the results.
+
+python benchmarks/experts_page.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_fp8ext.bench.pages import fill
+from vllm_fp8ext.kernels.expert_cuts import Choice, expert_route
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "moe.md"
+EXPERTS, CHOSEN = 128, 8
+"""Of Qwen3-30B-A3B."""
+Cases = list[dict[str, Any]]
+
+
+def main() -> None:
+    fill(PAGE, {"kernels": table(cases())})
+
+
+def cases() -> Cases:
+    """Of all kernels."""
+    found: Cases = json.loads((ROOT / "benchmarks" / "results" / "kernels_h200.json").read_text())["cases"]
+    return found
+
+
+def table(cases: Cases) -> str:
+    """By number of tokens; of blockfp8 the kernel, and the cut, that is chosen for so many."""
+    route = expert_route(EXPERTS, CHOSEN, ("deep_gemm", "triton", "fused"))
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for case in cases:
+        if case["kernel"] == "experts":
+            found.setdefault(case["m"], {})[case["variant"]] = case
+    lines = ["| tokens | BF16 | `fp8_per_block` | `blockfp8` | by |", "|---|---|---|---|---|"]
+    for tokens, variants in found.items():
+        choice = route.choose(tokens)
+        cells = [_cell(variants[name]) for name in ("stock", variant(choice))]
+        lines.append(f"| {tokens} | {variants['bf16']['us']:.1f} | {' | '.join(cells)} | `{choice.kernel}` |")
+    (weights,) = (case for case in cases if case["kernel"] == "quantize_experts")
+    lines += [
+        "",
+        f"Its weights are quantized, BF16 to codes and scales, in {weights['us']:.0f} us, "
+        f"at {100 * weights['ratio_copy']:.0f} % of copy bandwidth.",
+    ]
+    return "\n".join(lines)
+
+
+def variant(choice: Choice) -> str:
+    """As `fp8ext bench kernels --only experts` calls it."""
+    return f"blockfp8_{choice.cut.name if choice.cut else choice.kernel}"
+
+
+def _cell(case: dict[str, Any]) -> str:
+    return f"{case['us']:.1f} ({case['ratio_bf16']:.2f}×)"
+
+
+if __name__ == "__main__":
+    main()
