@@ -15,7 +15,7 @@ _STEP = 256
 
 
 @triton.jit
-def _totals(sums_T3, bounds, totals_P3, STEP: tl.constexpr, COLUMNS: tl.constexpr):
+def _totals(sums_TC, bounds, totals_PC, STEP: tl.constexpr, COLUMNS: tl.constexpr):
     """One program, one part: rows `bounds[p]` to `bounds[p + 1]`, always in the same order."""
     part = tl.program_id(0)
     start, stop = tl.load(bounds + part), tl.load(bounds + part + 1)
@@ -23,15 +23,19 @@ def _totals(sums_T3, bounds, totals_P3, STEP: tl.constexpr, COLUMNS: tl.constexp
         total = tl.zeros([STEP], tl.float64)
         for at in range(start, stop, STEP):
             rows = at + tl.arange(0, STEP)
-            total += tl.load(sums_T3 + rows * COLUMNS + column, mask=rows < stop, other=0.0).to(tl.float64)
-        tl.store(totals_P3 + part * COLUMNS + column, tl.sum(total, axis=0))
+            total += tl.load(sums_TC + rows * COLUMNS + column, mask=rows < stop, other=0.0).to(tl.float64)
+        tl.store(totals_PC + part * COLUMNS + column, tl.sum(total, axis=0))
+
+
+def added(sums_TC: Tensor, bounds: Tensor) -> Tensor:
+    """fp64 `[P, C]`: the sum of each part, rows `bounds[p]` to `bounds[p + 1]` (int64 `[P + 1]`) of fp32 `[T, C]`."""
+    found = torch.empty(len(bounds) - 1, sums_TC.shape[1], dtype=torch.float64, device=sums_TC.device)
+    _totals[(len(found),)](sums_TC, bounds, found, STEP=_STEP, COLUMNS=sums_TC.shape[1])
+    return found
 
 
 def totals(parts: Sequence[Tensor]) -> Tensor:
     """fp64 `[P, 3]` of `P` tensors fp32 `[…, 3]` on one device, in a few launches whatever their number."""
     flat = [part.reshape(-1, COLUMNS) for part in parts]
-    device = flat[0].device
-    found = torch.empty(len(flat), COLUMNS, dtype=torch.float64, device=device)
-    bounds = torch.tensor([0, *(len(part) for part in flat)]).cumsum(0).to(device)
-    _totals[(len(flat),)](torch.cat(flat), bounds, found, STEP=_STEP, COLUMNS=COLUMNS)
-    return found
+    bounds = torch.tensor([0, *(len(part) for part in flat)]).cumsum(0)
+    return added(torch.cat(flat), bounds.to(flat[0].device))

@@ -2,16 +2,12 @@
 """Weight quantization straight into its destination: the one path of load, update and digest."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels import reference
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
-
-if TYPE_CHECKING:
-    from vllm_fp8ext.kernels.quantize_together import Together
 
 _SLICE_ELEMENTS = 1 << 22
 """Elements quantized at once on a CPU: bounds each fp32 temporary to 16 MiB."""
@@ -51,13 +47,12 @@ def queue(
     codes_NK: Tensor,
     scales_NbKb: Tensor,
     scale_format: ScaleFormat,
-    together: "Together | None" = None,
 ) -> Tensor:
     """The same without waiting for a GPU. Returns sums to add up, `[…, 3]` beside the codes: squared error, squared norm, and
     1 where something is not finite, else 0. A weight in pinned memory must stay as it is until the current stream has come so
-    far. `together`: what is on the codes' GPU already may wait there for others, until its `run`."""
+    far."""
     if codes_NK.is_cuda:
-        return _on_gpu(weight_NK, codes_NK, scales_NbKb, scale_format, together)
+        return _on_gpu(weight_NK, codes_NK, scales_NbKb, scale_format)
     sums = torch.zeros(3, dtype=torch.float64)
     for rows, row_blocks in _slices(weight_NK, _SLICE_ELEMENTS):
         source = weight_NK[rows].to(codes_NK.device)
@@ -87,12 +82,9 @@ def _on_gpu(
     codes_NK: Tensor,
     scales_NbKb: Tensor,
     scale_format: ScaleFormat,
-    together: "Together | None",
 ) -> Tensor:
     sums_NbKb3 = torch.empty(*scales_NbKb.shape, 3, dtype=torch.float32, device=codes_NK.device)
     here = weight_NK.device == codes_NK.device
-    if here and together and together.add(weight_NK, codes_NK, scales_NbKb, scale_format, sums_NbKb3):
-        return sums_NbKb3
     from vllm_fp8ext.kernels import quantize_weight_triton
 
     ready = here and weight_NK.dtype in quantize_weight_triton.DTYPES

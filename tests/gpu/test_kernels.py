@@ -47,30 +47,33 @@ def test_a_models_weights_are_quantized_as_the_reference_does(
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_a_models_weights_are_quantized_together_as_the_reference_does(scale_format: ScaleFormat) -> None:
-    """Fused targets, and one that can't go with the others."""
-    from vllm_fp8ext.kernels.quantize_together import Together
+    from vllm_fp8ext.kernels.quantize_together import Place, QuantizeTogether
     from vllm_fp8ext.kernels.quantize_weight import empty_like
-    from vllm_fp8ext.weights.staging import Outcome, QuantizedTarget, verdicts
 
-    weights = [
-        *(cases.weight(*shape, "cuda") for shape in cases.LINEAR.values()),
-        cases.weight(300, 200, "cuda"),
-    ]
-    together, targets, outcomes = Together(), [], []
-    for weight in weights:
-        targets.append(QuantizedTarget(*empty_like(weight), weight.dtype, scale_format))
-        outcomes.append(Outcome())
-        middle = len(weight) // 2 // BLOCK * BLOCK
-        targets[-1].write(0, weight[:middle], outcomes[-1], together=together)
-        targets[-1].write(middle, weight[middle:], outcomes[-1], together=together)
-    together.run()
-    for weight, target, verdict in zip(weights, targets, verdicts(outcomes), strict=True):
-        expected = reference.quantize_weight(weight.cpu(), scale_format)
-        assert same(target.codes, expected[0])
-        assert same(target.scales, expected[1])
-        lost = reference.dequantize_weight(target.codes, target.scales).double() - weight.double()
-        found = (float(lost.square().sum()), float(weight.double().square().sum()))
-        assert verdict == pytest.approx(found, rel=1e-3)
+    weights = [cases.weight(*shape, "cuda") for shape in (*cases.LINEAR.values(), (304, 208))]
+    for part in (weights[:-1], weights):  # whole blocks, and others
+        places = [Place(*empty_like(weight), weight.stride(0)) for weight in part]
+        addresses = torch.tensor([weight.data_ptr() for weight in part])
+        sums = QuantizeTogether(places, part[0].dtype, scale_format).queue(addresses).tolist()
+        for weight, place, (error, norm, wrong) in zip(part, places, sums, strict=True):
+            expected = reference.quantize_weight(weight.cpu(), scale_format)
+            assert same(place.codes_NK, expected[0])
+            assert same(place.scales_NbKb, expected[1])
+            lost = reference.dequantize_weight(place.codes_NK, place.scales_NbKb).double() - weight.double()
+            assert error == pytest.approx(float(lost.square().sum()), rel=1e-3)
+            assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
+            assert not wrong
+
+
+def test_an_embedding_is_copied_with_norms_in_one_launch() -> None:
+    from vllm_fp8ext.kernels.copy_together import CopyTogether
+
+    values = [torch.randn(*shape, device="cuda").bfloat16() for shape in ((151936, 512), (128,), (4096,))]
+    places = [torch.zeros_like(value) for value in values]
+    values[2][7] = float("inf")
+    wrong = CopyTogether(places).queue(torch.tensor([value.data_ptr() for value in values]))
+    assert wrong.tolist() == [0.0, 0.0, 1.0]
+    assert all(torch.equal(place, value) for place, value in zip(places, values, strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "steps"), [(torch.bfloat16, 128), (torch.float16, 2048)])

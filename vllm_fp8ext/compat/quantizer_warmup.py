@@ -4,8 +4,9 @@
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.quantize_together import Together
-from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight, queue
+from vllm_fp8ext.kernels.copy_together import CopyTogether
+from vllm_fp8ext.kernels.quantize_together import Place, QuantizeTogether
+from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
@@ -16,9 +17,10 @@ def warm_up_quantizers(weight_NK: Tensor, scale_format: ScaleFormat) -> None:
     """Run them on values for weights as wide as this one: alone, and together with others, whole blocks or not."""
     few = weight_NK[: min(weight_NK.shape[0], BLOCK) + weight_NK.shape[0] % BLOCK]
     for source in SOURCES:
-        together = Together()
         quantize_weight(torch.zeros_like(few, dtype=source), *empty_like(few), scale_format)
         for columns in (BLOCK, BLOCK // 2):
             part = torch.zeros(BLOCK, columns, dtype=source, device=weight_NK.device)
-            queue(part, *empty_like(part), scale_format, together)
-        together.run()
+            where = torch.tensor([part.data_ptr()])
+            place = Place(*empty_like(part), part.stride(0))
+            QuantizeTogether([place], source, scale_format).queue(where)
+            CopyTogether([torch.empty_like(part)]).queue(where)

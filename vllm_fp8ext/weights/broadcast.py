@@ -8,7 +8,6 @@ group, for good: what comes later through it would be taken for something else.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.broadcast_source import MARK_BYTES, BroadcastSource
 from vllm_fp8ext.weights.group import Group, join
-from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.weights.memory import Bucket
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 """Seconds between two looks: a tenth of the time that has passed, within these."""
@@ -33,22 +32,16 @@ class Receiver:
         self._buffer: Tensor | None = None
 
     @contextmanager
-    def opened(self, source: BroadcastSource, wanted: Callable[[], None]) -> Iterator[Any]:
-        """A reader of a bucket's tensors, views of the buffer, valid inside the context. `wanted` raises once nobody wants
-        them any more.
+    def opened(self, source: BroadcastSource, wanted: Callable[[], None]) -> Iterator[Bucket]:
+        """A bucket, valid inside the context. `wanted` raises once nobody wants its tensors any more.
 
         Raises:
             UpdateError: `transfer-timeout`: the others, or the bytes, did not come within `source.seconds`.
                 `transfer-failed`: anything else, also when the group had failed before.
         """
         data = self._received(source, wanted)
-
-        def read(tensor: StoredTensor) -> Tensor:
-            raw = data[tensor.start : tensor.start + tensor.size]
-            return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
-
         try:
-            yield read
+            yield Bucket(data)
         finally:
             if data.is_cuda:  # the next bucket comes to the same place
                 torch.cuda.current_stream().synchronize()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes in the tensors of an update on one rank: reads them from their source, checks them, and stages them into the twin."""
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +12,12 @@ from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.lanes import Result
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, SCALES, scale_name
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
-from vllm_fp8ext.weights.source import AnySource, Sources
-from vllm_fp8ext.weights.staging import Outcome, ScaleError, verdicts
+from vllm_fp8ext.weights.source import AnySource, Placed, Sources
+from vllm_fp8ext.weights.staging import Outcome, ScaleError, Verdict, verdicts
 from vllm_fp8ext.weights.twin import Twin
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.kernels.quantize_together import Together
+    from vllm_fp8ext.weights.at_once import AtOnce
 
 
 class Intake:
@@ -72,21 +73,28 @@ class Intake:
             self._staged = session
         problems: list[dict[str, Any]] = []
         outcomes: dict[str, Outcome] = {}
-        shapes = {stored.spec.name: stored.spec.shape for stored in tensors}
         codes = {stored.spec.name for stored in tensors if stored.spec.dtype == CODES_DTYPE}
+        names = set(map(scale_name, codes))
         scales = {
-            name: torch.empty(shapes[name], dtype=torch.float32, device=self._device)
-            for name in map(scale_name, codes)
+            stored.spec.name: torch.empty(stored.spec.shape, dtype=torch.float32, device=self._device)
+            for stored in tensors
+            if stored.spec.name in names
         }
         checksums = Checksums(dict(list(hashes.items())[self._rank :: self._world_size]))
-        wanted = self._twin.stager.pieces.keys() | checksums.parts  # not other ranks' experts
-        here = [
-            stored for stored in tensors if {stored.spec.name, stored.spec.name.removesuffix(SCALES)} & wanted
+        pieces, checked = self._twin.stager.pieces, checksums.parts
+        here = [  # not other ranks' experts
+            stored
+            for stored in tensors
+            if (name := stored.spec.name) in pieces or name.removesuffix(SCALES) in pieces or name in checked
         ]
         # codes come after all scales, which are small
         ordered = sorted(here, key=lambda stored: (stored.spec.name not in scales, stored.start))
-        stager, together, done = self._twin.stager, self._together(), 0
+        stager, done, queued = self._twin.stager, 0, None
         with self._sources.open(source, ordered, lambda: self._require_wanted(session)) as parts:
+            if isinstance(parts, Placed):
+                self._require_wanted(session)
+                queued, parts = self._at_once.stage(parts, leave=checksums.parts)
+                self.progress[job] = done = len(queued.names)
             for rows in parts:
                 self._require_wanted(session)
                 name, first = rows.stored.spec.name, rows.first
@@ -101,33 +109,33 @@ class Intake:
                     outcome = stager.stage_codes(name, rows.values, scale, first)
                     outcomes.setdefault(name, Outcome()).add(outcome)
                 else:
-                    outcome = stager.stage(name, rows.values, first, together)
+                    outcome = stager.stage(name, rows.values, first)
                     outcomes.setdefault(name, Outcome()).add(outcome)
                 done += rows.last
                 self.progress[job] = done
-            if together is not None:
-                together.run()
-            wrong, errors = self._settle(outcomes)
+            found = dict(zip(outcomes, verdicts(list(outcomes.values())), strict=True))
+            if queued is not None:
+                found |= queued.verdicts()
+            wrong, errors = self._told(found)
         return {"problems": problems + wrong, "errors": errors}
 
-    def _together(self) -> "Together | None":
-        if self._device.type != "cuda":
-            return None
-        from vllm_fp8ext.kernels.quantize_together import Together
+    @cached_property
+    def _at_once(self) -> "AtOnce":
+        from vllm_fp8ext.weights.at_once import AtOnce
 
-        return Together()
+        return AtOnce(self._twin.stager)
 
     def _require_wanted(self, session: str) -> None:
         if self._wanted != session:
             raise UpdateError("wrong-state", "the update was given up, or a newer one begun")
 
-    def _settle(
-        self, outcomes: dict[str, Outcome]
+    def _told(
+        self, verdicts: dict[str, Verdict]
     ) -> tuple[list[dict[str, Any]], dict[str, tuple[float, float]]]:
-        """Wait until everything is staged: what was wrong, and squared error and squared norm by tensor."""
+        """What was wrong, and squared error and squared norm by tensor."""
         problems: list[dict[str, Any]] = []
         errors: dict[str, tuple[float, float]] = {}
-        for name, verdict in zip(outcomes, verdicts(list(outcomes.values())), strict=True):
+        for name, verdict in verdicts.items():
             if isinstance(verdict, NonFiniteError):
                 problems.append({"kind": "non-finite", "tensor": name, "rank": self._rank})
             elif isinstance(verdict, ScaleError):

@@ -3,21 +3,18 @@
 the time of one chunk. Through the driver, with ctypes: torch's own sharing wants pickled objects and counts references."""
 
 import base64
-import bisect
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import cuda
 from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES, IpcSource
-from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.weights.memory import Allocations
 
 _LAZY_PEER_ACCESS = 1
 
@@ -28,23 +25,10 @@ class Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
 
 
-class _Memory:
-    """Memory of the device, as torch takes it."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
 @contextmanager
-def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> Iterator[Any]:
-    """A reader of a source's tensors, views of the other process's memory, valid inside the context. When it is left nothing
-    reads there any more; the handles are closed by what is given to `later`.
+def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> Iterator[Allocations]:
+    """The other process's memory, valid inside the context. When it is left nothing reads there any more; the handles are
+    closed by what is given to `later`.
 
     Raises:
         UpdateError: `bad-handle`: a GPU that this process does not see, a handle that can't be opened, a smaller allocation.
@@ -52,22 +36,13 @@ def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> It
     index = device_index(source.device)
     addresses: list[int] = []
     try:
-        parts = []
         # only while handles are opened: what reads the tensors runs on the rank's own GPU
         with torch.cuda.device(index):
             for text, size in source.allocations:
                 addresses.append(_open(text))
-                parts.append(
-                    torch.as_tensor(_Memory(_checked(addresses[-1], size), size), device=f"cuda:{index}")
-                )
-
-        def read(tensor: StoredTensor) -> Tensor:
-            number = bisect.bisect_right(source.bounds, tensor.start, hi=len(parts)) - 1
-            start = tensor.start - source.bounds[number]
-            raw = parts[number][start : start + tensor.size]
-            return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
-
-        yield read
+                _require(addresses[-1], size)
+        sizes = [size for _, size in source.allocations]
+        yield Allocations(torch.device("cuda", index), list(zip(addresses, sizes, strict=True)))
     finally:
         torch.cuda.current_stream().synchronize()  # the rank's own: what it queued may still read
         with torch.cuda.device(index):
@@ -100,11 +75,10 @@ def _open(text: str) -> int:
     return address.value
 
 
-def _checked(address: int, size: int) -> int:
+def _require(address: int, size: int) -> None:
     _, found = cuda.allocation_of(address)
     if found < size:
         raise _bad(f"an allocation should have {size} bytes, found {found}")
-    return address
 
 
 def _bad(message: str) -> UpdateError:

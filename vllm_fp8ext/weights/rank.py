@@ -73,15 +73,17 @@ class Rank:
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it
         is; each rank checks its share.
         """
-        stored = [
-            StoredTensor(TensorSpec(name, tuple(shape), dtype), start, size)
-            for name, shape, dtype, start, size in tensors
-        ]
         found, intake = source_of(source), self._intake
         intake.want(session)
-        return self._lanes.start(
-            "staging", job, lambda: intake.stage(job, session, found, stored, hashes), intake.tidy
-        )
+
+        def stage() -> Result:
+            stored = [
+                StoredTensor(TensorSpec(name, tuple(shape), dtype), start, size)
+                for name, shape, dtype, start, size in tensors
+            ]
+            return intake.stage(job, session, found, stored, hashes)
+
+        return self._lanes.start("staging", job, stage, intake.tidy)
 
     @described
     def drop(self, session: str) -> Result:

@@ -7,7 +7,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,7 @@ from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:
     from vllm_fp8ext.weights.broadcast import Receiver
+    from vllm_fp8ext.weights.memory import Memory
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -71,6 +72,19 @@ async def settled_stamp(path: Path) -> Stamp:
     return stamp_of(status)
 
 
+@dataclass(frozen=True)
+class Placed:
+    """Tensors that lie on a rank's own GPU. `read`: one of them; `addresses`: where those lie whose `start` these are, int64
+    `[n]` on the host."""
+
+    tensors: Sequence[StoredTensor]
+    read: Callable[[StoredTensor], Tensor]
+    addresses: Callable[[Tensor], Tensor]
+
+    def __iter__(self) -> Iterator[Rows]:
+        return _whole(self.tensors, self.read)
+
+
 class Sources:
     """Opens sources for one rank; keeps the shared buffer mapped. For a GPU that buffer is page-locked when it is mapped,
     and files are read into page-locked memory, so that copies to the GPU run beside the reading."""
@@ -87,10 +101,10 @@ class Sources:
         source: AnySource,
         tensors: Sequence[StoredTensor],
         wanted: Callable[[], None] = lambda: None,
-    ) -> Iterator[Iterator[Rows]]:
+    ) -> Iterator[Iterable[Rows]]:
         """All rows of these tensors, in this order, each valid until the next are taken (`ReadAhead.read`) and inside the
-        context: a file's larger tensors in parts, all others whole. What has to be waited for is given up when `wanted`
-        raises.
+        context: a file's larger tensors in parts, all others whole. `Placed`, where they lie on the rank's GPU. What has to
+        be waited for is given up when `wanted` raises.
 
         Raises:
             UpdateError: `file-changed`, on entering, reading or leaving; what `ipc` and `broadcast` raise.
@@ -98,12 +112,12 @@ class Sources:
         if isinstance(source, IpcSource):
             from vllm_fp8ext.weights import ipc
 
-            with ipc.opened(source, self._later.append) as read:
-                yield _whole(tensors, read)
+            with ipc.opened(source, self._later.append) as memory:
+                yield self._rows(tensors, memory)
             return
         if isinstance(source, BroadcastSource):
-            with self._receiver.opened(source, wanted) as read:
-                yield _whole(tensors, read)
+            with self._receiver.opened(source, wanted) as memory:
+                yield self._rows(tensors, memory)
             return
         if source.stamp is None:
             mapped, offset = self._mapped(source.path), source.offset
@@ -120,6 +134,11 @@ class Sources:
             _require_unchanged(descriptor, source)
         finally:
             os.close(descriptor)
+
+    def _rows(self, tensors: Sequence[StoredTensor], memory: "Memory") -> Iterable[Rows]:
+        if self._device.type == "cuda" and memory.device == self._device:
+            return Placed(tensors, memory.read, memory.addresses)
+        return _whole(tensors, memory.read)
 
     def tidy(self) -> None:
         """Do what is left of sources that were open, and what nobody has to wait for."""

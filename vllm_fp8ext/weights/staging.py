@@ -8,7 +8,7 @@ result depends on their contents alone. Needs no vLLM, no forward context and no
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch import Tensor
 from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Piece
-
-if TYPE_CHECKING:
-    from vllm_fp8ext.kernels.quantize_together import Together
 
 
 @dataclass
@@ -76,7 +73,7 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
         table[:, 2].index_add_(0, values.owners, infinite.double().cpu())
     if wrong is not None:
         table[:, 2:].index_add_(0, flags.owners, wrong.double().cpu())
-    return [_verdict(*row) for row in table.tolist()]
+    return [verdict(*row) for row in table.tolist()]
 
 
 @dataclass
@@ -103,7 +100,8 @@ def _infinite(parts: list[Tensor]) -> Tensor:
     return ~torch.isfinite(found)
 
 
-def _verdict(error: float, norm: float, infinite: float, wrong: float) -> Verdict:
+def verdict(error: float, norm: float, infinite: float, wrong: float) -> Verdict:
+    """What became of one tensor: squared error and norm, and how often something was not finite, or scales were wrong."""
     if infinite:
         return NonFiniteError("expected finite values, found NaN or infinity")
     if wrong:
@@ -118,10 +116,10 @@ def settled(outcome: Outcome) -> tuple[float, float]:
         NonFiniteError: as in `Verdict`.
         ScaleError: likewise.
     """
-    (verdict,) = verdicts([outcome])
-    if isinstance(verdict, ValueError):
-        raise verdict
-    return verdict
+    (found,) = verdicts([outcome])
+    if isinstance(found, ValueError):
+        raise found
+    return found
 
 
 class QuantizedTarget:
@@ -145,7 +143,6 @@ class QuantizedTarget:
         source: Tensor,
         outcome: Outcome,
         whole: tuple[int, int] | None = None,
-        together: "Together | None" = None,
     ) -> None:
         """Queue the quantization of rows from `first` on, of a tensor that has all rows of `whole` (these, by default) and
         brings them in order."""
@@ -155,8 +152,7 @@ class QuantizedTarget:
         end = last if last == self.codes.shape[0] else last // BLOCK * BLOCK
         if begin < end:
             blocks = rows if (begin, end) == (first, last) else rows[begin - first : end - first]
-            waits = together if rows is source else None  # what was converted takes memory
-            outcome.sums.append(self._quantize(begin, end, blocks, waits))
+            outcome.sums.append(self._quantize(begin, end, blocks))
         for start, stop in ((first, min(begin, last)), (max(end, begin, first), last)):
             if start < stop:
                 self._fill(start, rows[start - first : stop - first], outcome, whole or (first, last))
@@ -194,9 +190,9 @@ class QuantizedTarget:
             sums[..., 2] = 0  # what other tensors brought is their fault
             outcome.sums.append(sums)
 
-    def _quantize(self, start: int, stop: int, rows: Tensor, together: "Together | None" = None) -> Tensor:
+    def _quantize(self, start: int, stop: int, rows: Tensor) -> Tensor:
         scales = self.scales[start // BLOCK : -(-stop // BLOCK)]
-        return quantize_weight.queue(rows, self.codes[start:stop], scales, self.scale_format, together)
+        return quantize_weight.queue(rows, self.codes[start:stop], scales, self.scale_format)
 
 
 class Stager:
@@ -225,14 +221,11 @@ class Stager:
             codes, scales = torch.empty_like(like.codes), torch.empty_like(like.scales)
             values = torch.zeros(codes.shape, dtype=like.dtype, device=codes.device)
             QuantizedTarget(codes, scales, like.dtype, like.scale_format).write(0, values, outcome)
-            if codes.is_cuda:
-                outcome.sums.append(_rehearsed(like))
         settled(outcome)
 
-    def stage(self, name: str, rows: Tensor, first: int = 0, together: "Together | None" = None) -> Outcome:
+    def stage(self, name: str, rows: Tensor, first: int = 0) -> Outcome:
         """Queue the staging of one tensor, which this rank may have no part of, or of its rows from `first` on: then all of
-        them must come, in order, and the outcomes be added up. `together`: rows on the targets' GPU may wait there, until its
-        `run`.
+        them must come, in order, and the outcomes be added up.
 
         What is found wrong has been written all the same: the tensor counts as not staged until it comes again.
         """
@@ -246,7 +239,7 @@ class Stager:
             target = self.quantized.get(piece.target)
             if target is not None:
                 top, (start, stop) = whole.origin[0], whole.source[0]
-                target.write(piece.origin[0], source, outcome, (top, top + stop - start), together)
+                target.write(piece.origin[0], source, outcome, (top, top + stop - start))
             else:
                 destination = place(self.plain[piece.target], piece)
                 destination.copy_(source, non_blocking=True)
@@ -265,17 +258,6 @@ class Stager:
             blocks = scales[top // BLOCK : -(-bottom // BLOCK), left // BLOCK : -(-right // BLOCK)]
             self.quantized[piece.target].copy(piece.origin[0], codes[_extents(piece, first)], blocks, outcome)
         return outcome
-
-
-def _rehearsed(like: QuantizedTarget) -> Tensor:
-    """Sums of a block that was quantized as those are that go together."""
-    from vllm_fp8ext.kernels.quantize_together import Together
-
-    together = Together()
-    values = torch.zeros(BLOCK, BLOCK, dtype=like.dtype, device=like.codes.device)
-    sums = quantize_weight.queue(values, *quantize_weight.empty_like(values), like.scale_format, together)
-    together.run()
-    return sums
 
 
 def among(piece: Piece, first: int, rows: Tensor) -> Piece | None:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many tensors copied in one launch, each to its place, and looked at on the way: norms, biases, embeddings of an update."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_fp8ext.kernels import block_sums
+from vllm_fp8ext.kernels.quantize_together import TYPES, UNIT
+
+_TILE = 1 << 13
+"""Elements that a program copies."""
+_COLUMNS = 3
+"""Of the table: address of the place, elements, and tiles in all places before."""
+
+
+@triton.jit
+def _copy_values(
+    table, owners, sources, wrong, TYPE: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
+):
+    """One program, one tile of the tensor that `owners` names by its row of `table` and of `sources`, which has its
+    address."""
+    owner = tl.load(owners + tl.program_id(0))
+    at = table + owner * COLUMNS
+    source = tl.multiple_of(tl.load(sources + owner).to(tl.pointer_type(TYPE)), 16)
+    place = tl.multiple_of(tl.load(at).to(tl.pointer_type(TYPE)), 16)
+    offsets = (tl.program_id(0) - tl.load(at + 2)) * TILE + tl.arange(0, TILE)
+    inside = offsets < tl.load(at + 1)
+    values = tl.load(source + offsets, mask=inside, other=0.0)
+    tl.store(place + offsets, values, mask=inside)
+    wide = values.to(tl.float32)
+    tl.store(wrong + tl.program_id(0), tl.max(tl.where(wide - wide == 0.0, 0.0, 1.0)))
+
+
+def takes(place: Tensor) -> bool:
+    """Whether a tensor can be copied there together with others."""
+    return (
+        place.dtype in TYPES and place.numel() > 0 and place.is_contiguous() and not place.data_ptr() % UNIT
+    )
+
+
+class CopyTogether:
+    """Tensors of one dtype that go to these places, again and again, on one device."""
+
+    def __init__(self, places: Sequence[Tensor]) -> None:
+        self._places = list(places)  # the addresses below are theirs
+        device = places[0].device
+        counts = torch.tensor([-(-place.numel() // _TILE) for place in places])
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        rows = [
+            (place.data_ptr(), place.numel(), before)
+            for place, before in zip(places, bounds.tolist(), strict=False)
+        ]
+        self._table = torch.tensor(rows).to(device)
+        self._owners = torch.repeat_interleave(counts).int().to(device)
+        self._bounds = bounds.to(device)
+        self._type = TYPES[places[0].dtype]
+
+    def queue(self, addresses: Tensor) -> Tensor:
+        """Copy from these addresses, int64 `[places]`, multiples of 16; what lies there must stay as it is until the current
+        stream has come so far. Returns fp64 `[places]` on their device: how many tiles hold NaN or infinity."""
+        device = self._table.device
+        wrong = torch.empty(len(self._owners), 1, dtype=torch.float32, device=device)
+        _copy_values[(len(self._owners),)](
+            *(self._table, self._owners, addresses.to(device), wrong),
+            TYPE=self._type,
+            COLUMNS=_COLUMNS,
+            TILE=_TILE,
+            num_warps=8,
+        )
+        return block_sums.added(wrong, self._bounds)[:, 0]

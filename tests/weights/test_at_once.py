@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that are staged by their addresses, against those that are looked at one by one."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels import quantize_weight
+from vllm_fp8ext.kernels.reference import NonFiniteError
+from vllm_fp8ext.weights.manifest import Piece, TensorSpec
+from vllm_fp8ext.weights.memory import Bucket
+from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.weights.source import Placed
+from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, settled
+
+pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+from vllm_fp8ext.weights.at_once import AtOnce
+
+BF16 = torch.bfloat16
+SHAPES = {"qkv": (384, 128), "down": (256, 128), "odd": (200, 128)}
+PLAIN = {"norm": (64,), "embed": (512, 32), "scalar": ()}
+
+
+def piece(
+    target: str, source: tuple[tuple[int, int], ...], origin: tuple[int, ...], quantized: bool
+) -> Piece:
+    return Piece(0, target, SHAPES.get(target, PLAIN.get(target, ())), source, origin, quantized, "bfloat16")
+
+
+PIECES = {
+    "q": (piece("qkv", ((0, 256), (0, 128)), (0, 0), True),),
+    "k": (piece("qkv", ((0, 128), (0, 128)), (256, 0), True),),
+    "down": (piece("down", ((0, 256), (128, 256)), (0, 0), True),),  # this rank's columns
+    "left": (piece("odd", ((0, 100), (0, 128)), (0, 0), True),),  # no whole blocks
+    "right": (piece("odd", ((0, 100), (0, 128)), (100, 0), True),),
+    "norm": (piece("norm", ((0, 64),), (0,), False),),
+    "embed": (piece("embed", ((512, 1024), (0, 32)), (0, 0), False),),  # this rank's rows
+    "scalar": (piece("scalar", (), (), False),),
+}
+SENT = {
+    "q": (256, 128),
+    "k": (128, 128),
+    "down": (256, 256),
+    "left": (100, 128),
+    "right": (100, 128),
+    "norm": (64,),
+    "embed": (1024, 32),
+    "scalar": (),
+}
+
+
+def stager() -> Stager:
+    quantized = {}
+    for name, shape in SHAPES.items():
+        codes, scales = quantize_weight.empty_like(torch.empty(shape))
+        codes.view(torch.uint8).fill_(0x7F)
+        quantized[name] = QuantizedTarget(codes, scales.fill_(float("nan")), BF16, "fp32")
+    return Stager(PIECES, quantized, {name: torch.zeros(shape, dtype=BF16) for name, shape in PLAIN.items()})
+
+
+def tensors(seed: int = 1, **dtypes: torch.dtype) -> dict[str, Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=noise).to(dtypes.get(name, BF16)) for name, shape in SENT.items()
+    }
+
+
+def bucket(sent: dict[str, Tensor], gap: int = 16) -> Placed:
+    """One behind the other, each at a multiple of `gap` bytes that is none of twice as much."""
+    stored, size = [], 0
+    for name, tensor in sent.items():
+        size = -(-size // (2 * gap)) * 2 * gap + gap
+        spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        stored.append(StoredTensor(spec, size, tensor.nbytes))
+        size += tensor.nbytes
+    room = torch.zeros(size + 64, dtype=torch.uint8)
+    data = room[(-room.data_ptr()) % 64 :][:size]
+    for tensor, where in zip(sent.values(), stored, strict=True):
+        raw = tensor.reshape(-1).view(torch.uint8)
+        data[where.start : where.start + where.size] = raw
+    memory = Bucket(data)
+    return Placed(stored, memory.read, memory.addresses)
+
+
+def contents(staged: Stager) -> list[Tensor]:
+    quantized = [part for target in staged.quantized.values() for part in (target.codes, target.scales)]
+    return [part.reshape(-1).view(torch.uint8).clone() for part in (*quantized, *staged.plain.values())]
+
+
+def one_by_one(sent: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, tuple[float, float]]]:
+    staged = stager()
+    found = {name: settled(staged.stage(name, tensor)) for name, tensor in sent.items()}
+    return contents(staged), found
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_everything_comes_to_where_it_comes_one_by_one() -> None:
+    staged = stager()
+    at_once = AtOnce(staged)
+    for seed in (1, 2):  # the same tensors elsewhere, with other values
+        staged.reset()
+        sent = tensors(seed)
+        expected, told = one_by_one(sent)
+        queued, rest = at_once.stage(bucket(sent), ())
+        assert [stored.spec.name for stored in rest.tensors] == ["left", "right"]
+        found = queued.verdicts()
+        for rows in rest:
+            found[rows.stored.spec.name] = settled(staged.stage(rows.stored.spec.name, rows.values))
+        assert same(contents(staged), expected)
+        assert found.keys() == told.keys()
+        for name, pair in told.items():
+            assert found[name] == pytest.approx(pair, rel=1e-3), name
+
+
+def test_other_dtypes_odd_addresses_and_what_is_to_be_left_are_left() -> None:
+    sent = tensors(k=torch.float32, norm=torch.float16)
+    queued, rest = AtOnce(stager()).stage(bucket(sent), {"q"})
+    assert queued.names == ["down", "embed", "scalar"]
+    assert {stored.spec.name for stored in rest.tensors} == {"q", "k", "left", "right", "norm"}
+    queued, rest = AtOnce(stager()).stage(bucket(tensors(), gap=4), ())
+    assert not queued.names
+    assert len(rest.tensors) == len(SENT)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", ["q", "down", "norm", "embed"])
+def test_what_is_not_finite_is_told_of_its_tensor(name: str) -> None:
+    sent = tensors()
+    sent[name].view(-1)[-1] = float("nan")
+    queued, _ = AtOnce(stager()).stage(bucket(sent), ())
+    wrong = [name for name, found in queued.verdicts().items() if isinstance(found, NonFiniteError)]
+    assert wrong == [name]
+
+
+def test_what_another_rank_serves_is_nothing_to_look_at() -> None:
+    staged = stager()
+    sent = tensors()
+    sent["down"][:, :128] = float("nan")
+    queued, _ = AtOnce(staged).stage(bucket(sent), ())
+    assert not any(isinstance(found, NonFiniteError) for found in queued.verdicts().values())

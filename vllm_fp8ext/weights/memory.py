@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory in which the tensors of a chunk lie: where, and each of them."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.weights.safetensors_header import StoredTensor
+
+
+class _Region:
+    """Memory of a GPU, as torch takes it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class Memory(Protocol):
+    """Tensors' starts count its bytes."""
+
+    device: torch.device
+
+    def addresses(self, starts: Tensor) -> Tensor:
+        """Where the bytes lie at these starts, int64 `[n]` on the host."""
+
+    def read(self, tensor: StoredTensor) -> Tensor:
+        """A view of one tensor."""
+
+
+class Bucket:
+    """The bytes of one tensor, uint8."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.device = data.device
+        self._data = data
+
+    def addresses(self, starts: Tensor) -> Tensor:
+        return starts + self._data.data_ptr()
+
+    def read(self, tensor: StoredTensor) -> Tensor:
+        raw = self._data[tensor.start : tensor.start + tensor.size]
+        return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
+
+
+class Allocations:
+    """Allocations on one GPU, pairs of address and bytes, counted through one after the other; somebody else's."""
+
+    def __init__(self, device: torch.device, allocations: Sequence[tuple[int, int]]) -> None:
+        self.device = device
+        self._begins = torch.tensor([address for address, _ in allocations], dtype=torch.int64)
+        self._bounds = torch.tensor([0, *accumulate(size for _, size in allocations)], dtype=torch.int64)
+
+    def addresses(self, starts: Tensor) -> Tensor:
+        last = len(self._begins) - 1  # of a tensor without elements at the end of all
+        numbers = torch.bucketize(starts, self._bounds[1:], right=True).clamp(max=last)
+        return self._begins[numbers] + starts - self._bounds[numbers]
+
+    def read(self, tensor: StoredTensor) -> Tensor:
+        if not tensor.size:
+            return torch.empty(tensor.spec.shape, dtype=tensor.spec.torch_dtype, device=self.device)
+        address = int(self.addresses(torch.tensor([tensor.start]))[0])
+        with torch.cuda.device(self.device):
+            raw = torch.as_tensor(_Region(address, tensor.size), device=self.device)
+        return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
