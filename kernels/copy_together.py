@@ -27,10 +27,15 @@ def _copy_values(
     at = table + owner * COLUMNS
     source = tl.multiple_of(tl.load(sources + owner).to(tl.pointer_type(TYPE)), 16)
     place = tl.multiple_of(tl.load(at).to(tl.pointer_type(TYPE)), 16)
-    offsets = (tl.program_id(0) - tl.load(at + 2)) * TILE + tl.arange(0, TILE)
-    inside = offsets < tl.load(at + 1)
-    values = tl.load(source + offsets, mask=inside, other=0.0)
-    tl.store(place + offsets, values, mask=inside)
+    offset = (tl.program_id(0) - tl.load(at + 2)) * TILE
+    left = tl.load(at + 1) - offset
+    here = tl.arange(0, TILE)
+    if left >= TILE:
+        values = tl.load(source + offset + here)
+        tl.store(place + offset + here, values)
+    else:
+        values = tl.load(source + offset + here, mask=here < left, other=0.0)
+        tl.store(place + offset + here, values, mask=here < left)
     wide = values.to(tl.float32)
     tl.store(wrong + tl.program_id(0), tl.max(tl.where(wide - wide == 0.0, 0.0, 1.0)))
 

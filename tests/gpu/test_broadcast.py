@@ -89,10 +89,10 @@ def received(receiver: Receiver, group: Group, n: int, tensors: dict[str, Tensor
     thread = threading.Thread(target=send)
     thread.start()
     try:
-        with torch.inference_mode(), receiver.opened(source, wanted) as read:
+        with torch.inference_mode(), receiver.opened(source, wanted) as bucket:
             for tensor in listed:
                 wanted_bytes = tensors[tensor.spec.name].contiguous().view(-1).view(torch.uint8)
-                found = read(tensor)
+                found = bucket.read(tensor)
                 assert found.device == RANK
                 assert torch.equal(found.reshape(-1).view(torch.uint8), wanted_bytes.to(RANK))
     finally:

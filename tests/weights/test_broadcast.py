@@ -93,8 +93,8 @@ def wanted() -> None:
 def received(receiver: Receiver, trainer: Trainer, **tensors: Tensor) -> int:
     """Broadcast tensors and compare what came; the address of the rank's buffer."""
     source, listed, data = trainer.announce(**tensors)
-    with trainer.sending(data), torch.inference_mode(), receiver.opened(source, wanted) as read:
-        found = {tensor.spec.name: read(tensor) for tensor in listed}
+    with trainer.sending(data), torch.inference_mode(), receiver.opened(source, wanted) as bucket:
+        found = {tensor.spec.name: bucket.read(tensor) for tensor in listed}
         assert list(found) == list(tensors)
         for name, tensor in tensors.items():
             assert found[name].dtype == tensor.dtype

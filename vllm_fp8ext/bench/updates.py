@@ -171,9 +171,8 @@ def _pusher(
         return
     way: Any = _way(transport)
     with server.client() as client, Group() as group:
-        sources: dict[str, Any] = {
-            name: _in_memory(path, way) if way in ("ipc", "nccl") else path for name, path in folders.items()
-        }
+        held = {path: _in_memory(path, way) for path in set(checkpoints)} if way in ("ipc", "nccl") else {}
+        sources: dict[str, Any] = {name: held.get(path, path) for name, path in folders.items()}
 
         def push(name: str) -> dict[str, float]:
             if way == "files":

@@ -6,7 +6,7 @@ is taken from the engine beside it.
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from vllm_fp8ext.kernels import copy_together
 from vllm_fp8ext.kernels.copy_together import CopyTogether
 from vllm_fp8ext.kernels.quantize_together import UNIT, Place, QuantizeTogether
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.weights.manifest import Piece
+from vllm_fp8ext.weights.manifest import Piece, TensorSpec
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.source import Placed
 from vllm_fp8ext.weights.staging import Stager, Verdict, place, verdict
@@ -87,7 +87,13 @@ class AtOnce:
 
     def __init__(self, stager: Stager) -> None:
         self._stager = stager
+        self._parts: dict[TensorSpec, list[_Part] | None] = {}
         self._known: OrderedDict[tuple[tuple[str, ...], tuple[str, ...]], Chores] = OrderedDict()
+
+    def learn(self, specs: Iterable[TensorSpec]) -> None:
+        """Look at these tensors before they come."""
+        for spec in specs:
+            self._parts_of(spec)
 
     def stage(self, placed: Placed, leave: Collection[str]) -> tuple[Queued, Placed]:
         """Queue the staging of these tensors. Returned are those of `leave` and those that need to be looked at one by one:
@@ -124,18 +130,25 @@ class AtOnce:
         names: list[str] = []
         alike: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
         for number, stored in enumerate(tensors):
-            parts = [self._part(stored, piece) for piece in self._stager.pieces.get(stored.spec.name, ())]
-            if None in parts:
+            parts = self._parts_of(stored.spec)
+            if parts is None:
                 continue
             for part in parts:
-                assert part is not None
                 alike[part.kind].append(replace(part, source=number, owner=len(names)))
             names.append(stored.spec.name)
         return Chores(names, [_errand(parts) for parts in alike.values()])
 
-    def _part(self, stored: StoredTensor, piece: Piece) -> _Part | None:
+    def _parts_of(self, spec: TensorSpec) -> list[_Part] | None:
+        """None where a part can't go with others."""
+        if spec not in self._parts:
+            parts = [self._part(spec, piece) for piece in self._stager.pieces.get(spec.name, ())]
+            known = [part for part in parts if part is not None]
+            self._parts[spec] = known if len(known) == len(parts) else None
+        return self._parts[spec]
+
+    def _part(self, spec: TensorSpec, piece: Piece) -> _Part | None:
         """What becomes of a piece; None where it can't go with others."""
-        shape, dtype = stored.spec.shape, stored.spec.torch_dtype
+        shape, dtype = spec.shape, spec.torch_dtype
         starts = [start for start, _ in piece.source]
         offset = dtype.itemsize * sum(
             start * math.prod(shape[axis + 1 :]) for axis, start in enumerate(starts)

@@ -36,6 +36,12 @@ class Intake:
         self._staged = ""
         """The update that the twin's contents belong to."""
 
+    def rehearse(self) -> None:
+        """Stage something that is thrown away, and look at what an update brings."""
+        self._twin.stager.rehearse()
+        if self._device.type == "cuda":
+            self._at_once.learn(self._twin.manifest.tensors.values())
+
     def want(self, session: str) -> None:
         """From now on this update's tensors are wanted, and no other's."""
         self._wanted = session

@@ -102,7 +102,7 @@ class Rank:
         while requests run, and memory is there."""
 
         def stage() -> Result:
-            self.twin.stager.rehearse()
+            self._intake.rehearse()
             return {}
 
         self._lanes.start("staging", _REHEARSAL, stage)
