@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many tensors copied in one launch, each to its place, and looked at on the way: norms, biases, embeddings of an update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -64,9 +64,10 @@ class CopyTogether:
         self._bounds = bounds.to(device)
         self._type = TYPES[places[0].dtype]
 
-    def queue(self, addresses: Tensor) -> Tensor:
+    def queue(self, addresses: Tensor, did: Callable[[int], None] | None = None) -> Tensor:
         """Copy from these addresses, int64 `[places]`, multiples of 16; what lies there must stay as it is until the current
-        stream has come so far. Returns fp64 `[places]` on their device: how many tiles hold NaN or infinity."""
+        stream has come so far. `did` is called with the bytes. Returns fp64 `[places]` on their device: how many tiles hold
+        NaN or infinity."""
         device = self._table.device
         wrong = torch.empty(len(self._owners), 1, dtype=torch.float32, device=device)
         _copy_values[(len(self._owners),)](
@@ -76,4 +77,6 @@ class CopyTogether:
             TILE=_TILE,
             num_warps=8,
         )
+        if did:
+            did(sum(place.nbytes for place in self._places))
         return block_sums.added(wrong, self._bounds)[:, 0]

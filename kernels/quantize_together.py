@@ -2,7 +2,7 @@
 """Many weights quantized in one launch: an update brings hundreds or thousands, and to look at each by itself costs the host
 more time than the GPU needs to quantize it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 UNIT = 16
 """What addresses must be a multiple of, in bytes, and distances of rows, in elements."""
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+SLICE_BLOCKS = 1 << 15
+"""Blocks of one of several launches: a GiB of BF16."""
 _COLUMNS = 8
 """Of the table: addresses of codes and scales, distances of rows of weight, codes and scales, rows and columns, and blocks in
 all weights before."""
@@ -28,6 +30,7 @@ def _quantize_weights(
     owners,
     weights,
     sums,
+    before,
     TYPE: tl.constexpr,
     POW2: tl.constexpr,
     SHORT: tl.constexpr,
@@ -36,9 +39,11 @@ def _quantize_weights(
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program, one block of 128x128, of the weight that `owners` names by its row of `table` and of `weights`, which has
-    its address."""
-    owner = tl.load(owners + tl.program_id(0))
+    """One program, one block of 128x128, `before` blocks behind the first, of the weight that `owners` names by its row of
+    `table` and of `weights`, which has its address."""
+    block = before + tl.program_id(0)
+    sums_at = sums + block.to(tl.int64) * 3
+    owner = tl.load(owners + block)
     at = table + owner * COLUMNS
     weight = tl.multiple_of(tl.load(weights + owner).to(tl.pointer_type(TYPE)), 16)
     codes = tl.multiple_of(tl.load(at).to(tl.pointer_type(tl.uint8)), 16)
@@ -47,7 +52,7 @@ def _quantize_weights(
     codes_row = tl.multiple_of(tl.load(at + 3), 16)
     height, width = tl.load(at + 5), tl.load(at + 6)
     column_blocks = tl.cdiv(width, SIZE)
-    block = tl.program_id(0) - tl.load(at + 7)
+    block -= tl.load(at + 7).to(tl.int32)
     row_block, column_block = block // column_blocks, block % column_blocks
     rows = row_block * SIZE + tl.arange(0, SIZE)[:, None]
     columns = column_block * SIZE + tl.arange(0, SIZE)[None, :]
@@ -59,7 +64,6 @@ def _quantize_weights(
         x = tl.load(weight + rows * weight_row + columns, mask=inside, other=0.0).to(tl.float32)
     codes_at = codes + rows * codes_row + columns
     scale_at = scales + row_block * tl.load(at + 4) + column_block
-    sums_at = sums + tl.program_id(0).to(tl.int64) * 3
     write_block(x, codes_at, scale_at, sums_at, inside, POW2, SHORT, HARDWARE, True)
 
 
@@ -110,6 +114,7 @@ class QuantizeTogether:
         self._table = torch.tensor(rows).to(device)
         self._owners = torch.repeat_interleave(counts).int().to(device)
         self._bounds = self._bounds.to(device)
+        self._itemsize = dtype.itemsize
         self._meta = {
             "TYPE": TYPES[dtype],
             "POW2": scale_format == "pow2",
@@ -118,17 +123,23 @@ class QuantizeTogether:
             "EVEN": all(place.even for place in places),
         }
 
-    def queue(self, addresses: Tensor) -> Tensor:
+    def queue(self, addresses: Tensor, did: Callable[[int], None] | None = None) -> Tensor:
         """Quantize the weights at these addresses, int64 `[weights]`, multiples of 16, which must stay as they are until the
-        current stream has come so far. Returns fp64 `[weights, 3]` on their device: squared error, squared norm, and how many
-        blocks hold NaN or infinity."""
-        device = self._table.device
-        sums = torch.empty(len(self._owners), 3, dtype=torch.float32, device=device)
-        _quantize_weights[(len(self._owners),)](
-            *(self._table, self._owners, addresses.to(device), sums),
-            **self._meta,
-            COLUMNS=_COLUMNS,
-            SIZE=BLOCK,
-            num_warps=WARPS,
-        )
+        current stream has come so far. `did`: make launches of about a GiB, and call this with the bytes of each. Returns
+        fp64 `[weights, 3]` on their device: squared error, squared norm, and how many blocks hold NaN or infinity."""
+        device, blocks = self._table.device, len(self._owners)
+        addresses = addresses.to(device)
+        sums = torch.empty(blocks, 3, dtype=torch.float32, device=device)
+        step = SLICE_BLOCKS if did else blocks
+        for before in range(0, blocks, step):
+            count = min(step, blocks - before)
+            _quantize_weights[(count,)](
+                *(self._table, self._owners, addresses, sums, before),
+                **self._meta,
+                COLUMNS=_COLUMNS,
+                SIZE=BLOCK,
+                num_warps=WARPS,
+            )
+            if did:
+                did(count * BLOCK * BLOCK * self._itemsize)
         return block_sums.added(sums, self._bounds)

@@ -41,6 +41,7 @@ def test_what_json_can_say_is_taken() -> None:
         "spool_dir": "/tmp",
         "spool_bytes": 1 << 20,
         "upload_idle_seconds": 7,
+        "busy_staging_rate": 1e9,
         "receive_bytes": 1 << 20,
         "deadline_seconds": 5,
         "update_lifetime_seconds": 90,

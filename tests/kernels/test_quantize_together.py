@@ -10,6 +10,7 @@ from vllm_fp8ext.kernels.quantize_weight import empty_like
 from vllm_fp8ext.kernels.reference import ScaleFormat
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+from vllm_fp8ext.kernels import quantize_together
 from vllm_fp8ext.kernels.quantize_together import Place, QuantizeTogether
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,6 +54,20 @@ def test_each_is_what_it_is_by_itself(
         assert error == pytest.approx(float(lost.square().sum()), rel=1e-3)
         assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
         assert not wrong
+
+
+def test_several_launches_are_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [cases.awkward(*shape, "normal", torch.bfloat16).to(device) for shape in SHAPES[0]]
+    places = [[destination(weight) for weight in weights] for _ in range(2)]
+    whole = QuantizeTogether(places[0], torch.bfloat16, "fp32").queue(addresses(weights))
+    monkeypatch.setattr(quantize_together, "SLICE_BLOCKS", 4)
+    sizes: list[int] = []
+    sliced = QuantizeTogether(places[1], torch.bfloat16, "fp32").queue(addresses(weights), sizes.append)
+    assert sizes == [4 * 128 * 128 * 2, 4 * 128 * 128 * 2, 2 * 128 * 128 * 2]
+    assert torch.equal(whole, sliced)
+    for one, other in zip(*places, strict=True):
+        assert same(one.codes_NK, other.codes_NK)
+        assert same(one.scales_NbKb, other.scales_NbKb)
 
 
 def test_the_same_places_take_other_weights(device: str) -> None:

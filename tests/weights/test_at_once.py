@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that are staged by their addresses, against those that are looked at one by one."""
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.manifest import Piece, TensorSpec
 from vllm_fp8ext.weights.memory import Bucket
+from vllm_fp8ext.weights.pace import Pace
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.source import Placed
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, settled
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+from vllm_fp8ext.kernels import quantize_together
 from vllm_fp8ext.weights.at_once import AtOnce
 
 BF16 = torch.bfloat16
@@ -104,7 +109,7 @@ def test_everything_comes_to_where_it_comes_one_by_one() -> None:
         staged.reset()
         sent = tensors(seed)
         expected, told = one_by_one(sent)
-        queued, rest = at_once.stage(bucket(sent), ())
+        queued, rest = at_once.stage(bucket(sent), (), Pace(0))
         assert [stored.spec.name for stored in rest.tensors] == ["left", "right"]
         found = queued.verdicts()
         for rows in rest:
@@ -117,10 +122,10 @@ def test_everything_comes_to_where_it_comes_one_by_one() -> None:
 
 def test_other_dtypes_odd_addresses_and_what_is_to_be_left_are_left() -> None:
     sent = tensors(k=torch.float32, norm=torch.float16)
-    queued, rest = AtOnce(stager()).stage(bucket(sent), {"q"})
+    queued, rest = AtOnce(stager()).stage(bucket(sent), {"q"}, Pace(0))
     assert queued.names == ["down", "embed", "scalar"]
     assert {stored.spec.name for stored in rest.tensors} == {"q", "k", "left", "right", "norm"}
-    queued, rest = AtOnce(stager()).stage(bucket(tensors(), gap=4), ())
+    queued, rest = AtOnce(stager()).stage(bucket(tensors(), gap=4), (), Pace(0))
     assert not queued.names
     assert len(rest.tensors) == len(SENT)
 
@@ -130,7 +135,7 @@ def test_other_dtypes_odd_addresses_and_what_is_to_be_left_are_left() -> None:
 def test_what_is_not_finite_is_told_of_its_tensor(name: str) -> None:
     sent = tensors()
     sent[name].view(-1)[-1] = float("nan")
-    queued, _ = AtOnce(stager()).stage(bucket(sent), ())
+    queued, _ = AtOnce(stager()).stage(bucket(sent), (), Pace(0))
     wrong = [name for name, found in queued.verdicts().items() if isinstance(found, NonFiniteError)]
     assert wrong == [name]
 
@@ -139,5 +144,28 @@ def test_what_another_rank_serves_is_nothing_to_look_at() -> None:
     staged = stager()
     sent = tensors()
     sent["down"][:, :128] = float("nan")
-    queued, _ = AtOnce(staged).stage(bucket(sent), ())
+    queued, _ = AtOnce(staged).stage(bucket(sent), (), Pace(0))
     assert not any(isinstance(found, NonFiniteError) for found in queued.verdicts().values())
+
+
+def test_a_slow_pace_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_together, "SLICE_BLOCKS", 2)
+    sent, staged, sizes = tensors(), stager(), list[int]()
+    pace = Pace(1e9, lambda: sizes.append(1))
+    begun = time.monotonic()
+    queued, rest = AtOnce(staged).stage(bucket(sent), (), pace)
+    spent = time.monotonic() - begun
+    for rows in rest:
+        staged.stage(rows.stored.spec.name, rows.values)
+    assert same(contents(staged), one_by_one(sent)[0])
+    assert len(queued.verdicts()) == len(sent) - 2
+    assert len(sizes) == 3 + 1  # five blocks, and the copies
+    assert spent >= (5 * 128 * 128 * 2 + 64 * 2 + 512 * 32 * 2 + 2) / 1e9
+
+
+def test_what_nobody_wants_any_more_is_not_gone_on_with() -> None:
+    def wanted() -> None:
+        raise UpdateError("wrong-state", "given up")
+
+    with pytest.raises(UpdateError, match="given up"):
+        AtOnce(stager()).stage(bucket(tensors()), (), Pace(1e12, wanted))

@@ -17,6 +17,7 @@ from vllm_fp8ext.kernels.copy_together import CopyTogether
 from vllm_fp8ext.kernels.quantize_together import UNIT, Place, QuantizeTogether
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.weights.manifest import Piece, TensorSpec
+from vllm_fp8ext.weights.pace import Pace
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.source import Placed
 from vllm_fp8ext.weights.staging import Stager, Verdict, place, verdict
@@ -95,9 +96,9 @@ class AtOnce:
         for spec in specs:
             self._parts_of(spec)
 
-    def stage(self, placed: Placed, leave: Collection[str]) -> tuple[Queued, Placed]:
-        """Queue the staging of these tensors. Returned are those of `leave` and those that need to be looked at one by one:
-        a part that is no whole blocks, another dtype than the served one, an odd address."""
+    def stage(self, placed: Placed, leave: Collection[str], pace: Pace) -> tuple[Queued, Placed]:
+        """Queue the staging of these tensors, at this pace. Returned are those of `leave`, and those that need to be looked
+        at one by one: a part that is no whole blocks, another dtype than the served one, an odd address."""
         starts = torch.tensor([stored.start for stored in placed.tensors], dtype=torch.int64)
         addresses, tensors = placed.addresses(starts), placed.tensors
         kept = addresses % UNIT == 0
@@ -107,8 +108,9 @@ class AtOnce:
             addresses = addresses[kept]
             tensors = [stored for stored, good in zip(tensors, kept.tolist(), strict=True) if good]
         chores = self._chores(tensors)
+        did = None if pace.unlimited else pace.did
         found = [
-            (errand.owners, errand.run.queue(addresses[errand.sources] + errand.offsets))
+            (errand.owners, errand.run.queue(addresses[errand.sources] + errand.offsets, did))
             for errand in chores.errands
         ]
         rest = placed.tensors

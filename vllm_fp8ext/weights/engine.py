@@ -146,7 +146,9 @@ class UpdateEngine:
         hashes = {name: [claimed[name], manifest.parts([name])] for name, *_ in used if name in claimed}
         finish = partial(self._staged, session, chunk, time.perf_counter())
         used = taken_apart(used, manifest.fused)
-        return self.jobs.start("stage", session.id, source, used, hashes, finish=finish)
+        beside = self.core.unfinished() > 0 and not self._inplace
+        rate = self.core.settings.busy_staging_rate if beside else 0.0
+        return self.jobs.start("stage", session.id, source, used, hashes, rate, finish=finish)
 
     def update(self, id: str) -> Result:
         """Where an update stands."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes in the tensors of an update on one rank: reads them from their source, checks them, and stages them into the twin."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.lanes import Result
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, SCALES, scale_name
+from vllm_fp8ext.weights.pace import Pace
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.source import AnySource, Placed, Sources
 from vllm_fp8ext.weights.staging import Outcome, ScaleError, Verdict, verdicts
@@ -64,12 +65,18 @@ class Intake:
         return {}
 
     def stage(
-        self, job: int, session: str, source: AnySource, tensors: list[StoredTensor], hashes: dict[str, Any]
+        self,
+        job: int,
+        session: str,
+        source: AnySource,
+        tensors: list[StoredTensor],
+        hashes: dict[str, Any],
+        rate: float = 0.0,
     ) -> Result:
         """Stage these tensors; `problems` of some, and squared error and squared norm of those that were quantized.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it is;
-        each rank checks its share.
+        each rank checks its share. `rate`: bytes a second at most of what lies on the GPU already; 0: any.
 
         Raises:
             UpdateError: `wrong-state`, when the update is wanted no more; or what stops the reading.
@@ -96,13 +103,14 @@ class Intake:
         # codes come after all scales, which are small
         ordered = sorted(here, key=lambda stored: (stored.spec.name not in scales, stored.start))
         stager, done, queued = self._twin.stager, 0, None
-        with self._sources.open(source, ordered, lambda: self._require_wanted(session)) as parts:
+        wanted = partial(self._require_wanted, session)
+        with self._sources.open(source, ordered, wanted) as parts:
             if isinstance(parts, Placed):
-                self._require_wanted(session)
-                queued, parts = self._at_once.stage(parts, leave=checksums.parts)
+                wanted()
+                queued, parts = self._at_once.stage(parts, checksums.parts, Pace(rate, wanted))
                 self.progress[job] = done = len(queued.names)
             for rows in parts:
-                self._require_wanted(session)
+                wanted()
                 name, first = rows.stored.spec.name, rows.first
                 problem = checksums.problem(rows)
                 if problem:

@@ -66,12 +66,18 @@ class Rank:
 
     @described
     def stage(
-        self, job: int, session: str, source: dict[str, Any], tensors: list[Any], hashes: dict[str, Any]
+        self,
+        job: int,
+        session: str,
+        source: dict[str, Any],
+        tensors: list[Any],
+        hashes: dict[str, Any],
+        rate: float = 0.0,
     ) -> Result:
         """Start to stage these tensors (`[name, shape, dtype, start, bytes]`) of a `Source`; `poll(job)` tells the outcome.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it
-        is; each rank checks its share.
+        is; each rank checks its share. `rate`: as in `Intake.stage`.
         """
         found, intake = source_of(source), self._intake
         intake.want(session)
@@ -81,7 +87,7 @@ class Rank:
                 StoredTensor(TensorSpec(name, tuple(shape), dtype), start, size)
                 for name, shape, dtype, start, size in tensors
             ]
-            return intake.stage(job, session, found, stored, hashes)
+            return intake.stage(job, session, found, stored, hashes, rate)
 
         return self._lanes.start("staging", job, stage, intake.tidy)
 
