@@ -120,6 +120,13 @@ def test_everything_comes_to_where_it_comes_one_by_one() -> None:
             assert found[name] == pytest.approx(pair, rel=1e-3), name
 
 
+def test_codes_and_their_scales_are_looked_at_one_by_one() -> None:
+    sent = tensors(q=torch.float8_e4m3fn) | {"q_scale_inv": torch.ones(2, 1)}
+    queued, rest = AtOnce(stager()).stage(bucket(sent), (), Pace(0))
+    assert {"q", "q_scale_inv"} <= {stored.spec.name for stored in rest.tensors}
+    assert "k" in queued.names
+
+
 def test_other_dtypes_odd_addresses_and_what_is_to_be_left_are_left() -> None:
     sent = tensors(k=torch.float32, norm=torch.float16)
     queued, rest = AtOnce(stager()).stage(bucket(sent), {"q"}, Pace(0))

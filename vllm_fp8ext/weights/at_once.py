@@ -141,11 +141,11 @@ class AtOnce:
         return Chores(names, [_errand(parts) for parts in alike.values()])
 
     def _parts_of(self, spec: TensorSpec) -> list[_Part] | None:
-        """None where a part can't go with others."""
+        """None where a part can't go with others, or where there are none: block scales, which wait for their codes."""
         if spec not in self._parts:
             parts = [self._part(spec, piece) for piece in self._stager.pieces.get(spec.name, ())]
             known = [part for part in parts if part is not None]
-            self._parts[spec] = known if len(known) == len(parts) else None
+            self._parts[spec] = known if known and len(known) == len(parts) else None
         return self._parts[spec]
 
     def _part(self, spec: TensorSpec, piece: Piece) -> _Part | None:
