@@ -2,19 +2,25 @@
 """Tensors that are staged by their addresses, against those that are looked at one by one."""
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.kernels import quantize_weight
+from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.reference import NonFiniteError
+from vllm_fp8ext.weights.intake import Intake
 from vllm_fp8ext.weights.manifest import Piece, TensorSpec
 from vllm_fp8ext.weights.memory import Bucket
 from vllm_fp8ext.weights.pace import Pace
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
-from vllm_fp8ext.weights.source import Placed
+from vllm_fp8ext.weights.source import AnySource, Placed, Source, Sources
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, settled
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
@@ -120,11 +126,40 @@ def test_everything_comes_to_where_it_comes_one_by_one() -> None:
             assert found[name] == pytest.approx(pair, rel=1e-3), name
 
 
-def test_codes_and_their_scales_are_looked_at_one_by_one() -> None:
-    sent = tensors(q=torch.float8_e4m3fn) | {"q_scale_inv": torch.ones(2, 1)}
-    queued, rest = AtOnce(stager()).stage(bucket(sent), (), Pace(0))
-    assert {"q", "q_scale_inv"} <= {stored.spec.name for stored in rest.tensors}
-    assert "k" in queued.names
+class Nearby(Sources):
+    """Everything lies in one bucket, as on a rank's GPU."""
+
+    def __init__(self, placed: Placed) -> None:
+        super().__init__()
+        self._placed = placed
+
+    @contextmanager
+    def open(
+        self, source: AnySource, tensors: Sequence[StoredTensor], wanted: Callable[[], None] = lambda: None
+    ) -> Iterator[Placed]:
+        yield replace(self._placed, tensors=tensors)
+
+
+def taken(sent: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    """What an intake stages of a bucket, and what it tells."""
+    placed, staged = bucket(sent), stager()
+    intake = Intake(SimpleNamespace(stager=staged), 0, 1, torch.device("cpu"))  # type: ignore[arg-type]
+    intake._sources = Nearby(placed)
+    intake.want("u")
+    told = intake.stage(1, "u", Source(""), list(placed.tensors), {})
+    assert intake.progress == {1: len(sent)}
+    return contents(staged), told
+
+
+def test_codes_and_their_scales_come_beside_other_tensors() -> None:
+    sent = tensors()
+    expected, told = one_by_one(sent)
+    codes, scales = reference.quantize_weight(sent["q"], "fp32")
+    for mixed in (sent, {"q_scale_inv": scales, **sent, "q": codes}):
+        found, result = taken(mixed)
+        assert same(found, expected)
+        assert not result["problems"]
+        assert result["errors"].keys() >= {name for name in mixed if name in told and told[name][1]} - {"q"}
 
 
 def test_other_dtypes_odd_addresses_and_what_is_to_be_left_are_left() -> None:
