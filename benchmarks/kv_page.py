@@ -143,7 +143,10 @@ def _table(cases: Cases) -> str:
 
 def _picture(cases: Cases) -> None:
     found = _series(cases)
-    figure, axes = pyplot.subplots(1, len(found), figsize=(11, 3.8), sharey=True, squeeze=False)
+    figure, axes = pyplot.subplots(1, len(found), figsize=(11, 4), sharey=True, squeeze=False)
+    colors = {
+        policy: f"C{index}" for index, policy in enumerate(dict.fromkeys(case["policy"] for case in cases))
+    }
     for axis, (direction, policies) in zip(axes[0], found.items(), strict=True):
         for (policy, granularity), series in policies.items():
             axis.plot(
@@ -151,6 +154,8 @@ def _picture(cases: Cases) -> None:
                 [case["mean_kl"] for case in series],
                 marker="o",
                 markersize=3,
+                color=colors[policy],
+                linestyle="--" if granularity == "head" else "-",
                 label=_label(policy, granularity),
             )
         axis.set(
@@ -163,8 +168,8 @@ def _picture(cases: Cases) -> None:
             axis.invert_xaxis()
     axes[0][0].set_ylabel("mean KL against a BF16 KV cache, nats")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncols=-(-len(labels) // 2), frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(IMAGES / "kv_accuracy.svg", metadata={"Date": None})
 
 

@@ -193,25 +193,29 @@ def _kernels_picture(cases: Cases) -> None:
 
 
 def _rollout_picture(cases: Cases) -> None:
-    groups = _groups(cases)
-    figure, axis = pyplot.subplots(figsize=(14, 4))
-    for offset, (variant, label) in enumerate(ENGINES.items()):
-        places = [
-            (at + 0.4 * offset - 0.2, group[variant]["ratio_bf16"])
-            for at, group in enumerate(groups)
-            if variant in group
+    """One panel for each model and KV cache."""
+    panels: dict[str, list[dict[str, dict[str, Any]]]] = {}
+    for group in _groups(cases):
+        base = group["bf16"]
+        panels.setdefault(f"{base['model']}, KV {_kv(base)}", []).append(group)
+    widths = [len(groups) + 0.5 for groups in panels.values()]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(14, 4), sharey=True, width_ratios=widths)
+    for axis, (title, groups) in zip(axes, panels.items(), strict=True):
+        for offset, (variant, label) in enumerate(ENGINES.items()):
+            places = [at + 0.4 * offset - 0.2 for at, group in enumerate(groups) if variant in group]
+            ratios = [group[variant]["ratio_bf16"] for group in groups if variant in group]
+            bars = axis.bar(places, ratios, width=0.38, color=f"C{offset}", label=label)
+            axis.bar_label(bars, fmt="%.2f", fontsize=7)
+        axis.axhline(1, color="gray", linewidth=0.8)
+        names = [
+            f"{base['requests']}\n{base['input']}/{base['output']}" for base in (g["bf16"] for g in groups)
         ]
-        bars = axis.bar([at for at, _ in places], [ratio for _, ratio in places], width=0.38, label=label)
-        axis.bar_label(bars, fmt="%.2f", fontsize=7)
-    axis.axhline(1, color="gray", linewidth=0.8)
-    names = [
-        f"{base['model'].removeprefix('Qwen3-')}, KV {_kv(base)}\n{base['requests']} × {base['input']}/{base['output']}"
-        for base in (group["bf16"] for group in groups)
-    ]
-    axis.set_xticks(range(len(names)), names, fontsize=7)
-    axis.set_ylabel("output tokens/s of BF16's")
-    axis.legend(frameon=False)
-    figure.tight_layout()
+        axis.set_xticks(range(len(names)), names, fontsize=6)
+        axis.set_title(title, fontsize=9)
+    axes[0].set_ylabel("output tokens/s of BF16's")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
+    figure.supxlabel("requests, tokens in/out", y=0.07, fontsize=8)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(IMAGES / "rollout.svg", metadata={"Date": None})
 
 
