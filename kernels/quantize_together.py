@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels import block_sums
 from vllm_fp8ext.kernels.quantize_weight_triton import DTYPES, WARPS, write_block
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, ScaleFormat, blocks
 
 UNIT = 16
 """What addresses must be a multiple of, in bytes, and distances of rows, in elements."""
@@ -77,11 +77,11 @@ class Place:
     row: int
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether a weight of this dtype can be quantized together with others."""
+        """Whether a weight of this dtype, or codes, can come together with others."""
         codes, scales = self.codes_NK, self.scales_NbKb
         contiguous = codes.stride(1) == 1 and scales.stride(1) == 1
         aligned = not (codes.data_ptr() % UNIT or codes.stride(0) % UNIT or self.row % UNIT)
-        return dtype in DTYPES and codes.numel() > 0 and contiguous and aligned
+        return dtype in (*DTYPES, FP8_DTYPE) and codes.numel() > 0 and contiguous and aligned
 
     @property
     def blocks(self) -> int:

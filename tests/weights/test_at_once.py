@@ -151,15 +151,53 @@ def taken(sent: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
     return contents(staged), told
 
 
+def coded(sent: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    """The same with these as codes, which come before their scales."""
+    found = {}
+    for name, tensor in sent.items():
+        codes, scales = reference.quantize_weight(tensor, "fp32") if name in names else (tensor, None)
+        found[name] = codes
+        if scales is not None:
+            found[f"{name}_scale_inv"] = scales
+    return found
+
+
 def test_codes_and_their_scales_come_beside_other_tensors() -> None:
     sent = tensors()
     expected, told = one_by_one(sent)
-    codes, scales = reference.quantize_weight(sent["q"], "fp32")
-    for mixed in (sent, {"q_scale_inv": scales, **sent, "q": codes}):
-        found, result = taken(mixed)
+    for names in ((), ("q",), ("q", "k", "down")):
+        found, result = taken(coded(sent, *names))
         assert same(found, expected)
         assert not result["problems"]
-        assert result["errors"].keys() >= {name for name in mixed if name in told and told[name][1]} - {"q"}
+        assert result["errors"].keys() == {name for name in told if told[name][1]} - set(names)
+
+
+def test_codes_come_by_their_addresses_too() -> None:
+    queued, rest = AtOnce(stager()).stage(bucket(coded(tensors(), "q", "down")), (), Pace(0))
+    assert {"q", "q_scale_inv", "down", "down_scale_inv"} <= set(queued.names)
+    alone = coded(tensors(), "q")
+    del alone["q_scale_inv"]
+    queued, rest = AtOnce(stager()).stage(bucket(alone), (), Pace(0))
+    assert "q" in {stored.spec.name for stored in rest.tensors}
+    queued, rest = AtOnce(stager()).stage(bucket(coded(tensors(), "q")), {"q"}, Pace(0))
+    assert {"q", "q_scale_inv"} <= {stored.spec.name for stored in rest.tensors}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [
+        (lambda codes, scales: codes.view(torch.uint8)[255, 127].fill_(0x7F), "non-finite"),
+        (lambda codes, scales: scales[1].fill_(float("inf")), "non-finite"),
+        (lambda codes, scales: scales[0].fill_(0.0), "wrong-scales"),
+        (lambda codes, scales: scales[0].fill_(-1.0), "wrong-scales"),
+    ],
+    ids=["code", "infinite scale", "no scale", "negative scale"],
+)
+def test_codes_or_scales_that_can_not_be_served(spoil: Callable[[Tensor, Tensor], object], kind: str) -> None:
+    sent = coded(tensors(), "q", "k")
+    spoil(sent["q"], sent["q_scale_inv"])
+    _, result = taken(sent)
+    assert [(problem["kind"], problem["tensor"]) for problem in result["problems"]] == [(kind, "q")]
 
 
 def test_other_dtypes_odd_addresses_and_what_is_to_be_left_are_left() -> None:

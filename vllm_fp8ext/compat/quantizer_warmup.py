@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.kernels.copy_blocks import CopyBlocks
 from vllm_fp8ext.kernels.copy_together import CopyTogether
 from vllm_fp8ext.kernels.quantize_together import Place, QuantizeTogether
 from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
@@ -23,4 +24,7 @@ def warm_up_quantizers(weight_NK: Tensor, scale_format: ScaleFormat) -> None:
             where = torch.tensor([part.data_ptr()])
             place = Place(*empty_like(part), part.stride(0))
             QuantizeTogether([place], source, scale_format).queue(where)
+            codes, scales = empty_like(part)
+            both = torch.tensor([[codes.data_ptr(), scales.data_ptr()]])
+            CopyBlocks([place], [scales.stride(0)], scale_format).queue(both)
             CopyTogether([torch.empty_like(part)]).queue(where)

@@ -88,11 +88,6 @@ class Intake:
         outcomes: dict[str, Outcome] = {}
         codes = {stored.spec.name for stored in tensors if stored.spec.dtype == CODES_DTYPE}
         names = set(map(scale_name, codes))
-        scales = {
-            stored.spec.name: torch.empty(stored.spec.shape, dtype=torch.float32, device=self._device)
-            for stored in tensors
-            if stored.spec.name in names
-        }
         checksums = Checksums(dict(list(hashes.items())[self._rank :: self._world_size]))
         pieces, checked = self._twin.stager.pieces, checksums.parts
         here = [  # not other ranks' experts
@@ -101,14 +96,20 @@ class Intake:
             if (name := stored.spec.name) in pieces or name.removesuffix(SCALES) in pieces or name in checked
         ]
         # codes come after all scales, which are small
-        ordered = sorted(here, key=lambda stored: (stored.spec.name not in scales, stored.start))
-        stager, done, queued = self._twin.stager, 0, None
+        ordered = sorted(here, key=lambda stored: (stored.spec.name not in names, stored.start))
+        stager, done, queued, left = self._twin.stager, 0, None, ordered
         wanted = partial(self._require_wanted, session)
         with self._sources.open(source, ordered, wanted) as parts:
             if isinstance(parts, Placed):
                 wanted()
                 queued, parts = self._at_once.stage(parts, checksums.parts, Pace(rate, wanted))
                 self.progress[job] = done = len(queued.names)
+                left = list(parts.tensors)
+            scales = {
+                stored.spec.name: torch.empty(stored.spec.shape, dtype=torch.float32, device=self._device)
+                for stored in left
+                if stored.spec.name in names
+            }
             for rows in parts:
                 wanted()
                 name, first = rows.stored.spec.name, rows.first
