@@ -22,7 +22,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
+from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import MODEL, Server, serve_options
 from vllm_fp8ext.serve.client import Transport
@@ -40,13 +40,7 @@ def main() -> int:
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folder = Path(scratch)
-        a, b = folder / "a", folder / "b"
-        for seed, checkpoint in enumerate((a, b)):
-            start = time.perf_counter()
-            size = write_checkpoint(checkpoint, options.shape, seed, options.device)
-            console.print(
-                f"{checkpoint.name}: {size / 1e9:.1f} GB generated in {time.perf_counter() - start:.0f} s"
-            )
+        a, b = two_checkpoints(None, options.shape, folder, options.device)
         found = _updated(options, a, b, folder, cases, console)
         _cold(options, b, folder, found, cases, console)
     table = Table("case", "seconds", "equal")

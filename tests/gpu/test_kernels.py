@@ -65,6 +65,28 @@ def test_a_models_weights_are_quantized_together_as_the_reference_does(scale_for
             assert not wrong
 
 
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_a_models_codes_are_copied_together(scale_format: ScaleFormat) -> None:
+    from vllm_fp8ext.kernels.copy_blocks import CopyBlocks
+    from vllm_fp8ext.kernels.quantize_together import Place
+    from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
+
+    weights = [cases.weight(*shape, "cuda") for shape in (*cases.LINEAR.values(), (304, 208))]
+    sent = [empty_like(weight) for weight in weights]
+    for weight, (codes, scales) in zip(weights, sent, strict=True):
+        quantize_weight(weight, codes, scales, scale_format)
+    sent[1][1][2, 3] = 0.0
+    places = [Place(*empty_like(weight), weight.stride(0)) for weight in weights]
+    addresses = torch.tensor([[codes.data_ptr(), scales.data_ptr()] for codes, scales in sent])
+    for count in (len(sent) - 1, len(sent)):  # whole blocks, and others
+        copied = CopyBlocks(places[:count], [scales.stride(0) for _, scales in sent[:count]], scale_format)
+        wrong = copied.queue(addresses[:count]).tolist()
+        assert wrong == [[0.0, float(index == 1)] for index in range(count)]
+    for (codes, scales), place in zip(sent, places, strict=True):
+        assert same(place.codes_NK, codes)
+        assert same(place.scales_NbKb, scales)
+
+
 def test_an_embedding_is_copied_with_norms_in_one_launch() -> None:
     from vllm_fp8ext.kernels.copy_together import CopyTogether
 

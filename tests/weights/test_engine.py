@@ -160,3 +160,36 @@ def test_scales_are_not_read_for_the_first_time_from_memory_that_was_given_back(
     core.settings, core.kv_cache_dtype, core.sleeps = Settings(kv_scales="calibrate"), "fp8", True  # type: ignore[arg-type]
     engine = UpdateEngine(core)  # type: ignore[arg-type]  # the rest is not asked for
     assert engine.handle("kv_scales", {})["error"]["kind"] == "asleep"
+
+
+@pytest.mark.parametrize(
+    ("running", "settings", "rate"),
+    [
+        (0, Settings(), 0.0),
+        (3, Settings(), 64e9),
+        (3, Settings(busy_staging_rate=1e9), 1e9),
+        (3, Settings(staging="inplace"), 0.0),
+    ],
+    ids=["idle", "busy", "setting", "in place"],
+)
+def test_staging_has_a_pace_beside_running_requests(running: int, settings: Settings, rate: float) -> None:
+    rates = []
+
+    class Core(IdleCore):
+        def unfinished(self) -> int:
+            return running
+
+        def ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+            assert method == "stage"
+            rates.append(arguments[-1])
+            return [{}]
+
+        def hold(self) -> None:
+            pass
+
+    core = Core()
+    core.settings = settings
+    engine = UpdateEngine(core)  # type: ignore[arg-type]
+    opened(engine)
+    engine.stage("u", "0", {}, [["w", [2], "bfloat16", 0, 4]], 4)
+    assert rates == [rate]
