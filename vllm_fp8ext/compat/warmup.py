@@ -55,6 +55,7 @@ def warm_up(model: nn.Module, max_tokens: int) -> None:
         _multiply(layer, method, max_tokens)
     run_experts(experts, max_tokens, deep_gemm=True)
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a trainer on the same GPU may need what was left with the allocator
     if layers or experts:
         logger.info(
             "blockfp8: kernels for %d shapes are ready after %.1f s (compiled: %s)",

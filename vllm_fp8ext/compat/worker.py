@@ -119,6 +119,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
     logger.info("blockfp8: the twin takes %.2f GiB, as much as %d KV-cache blocks", cost / (1 << 30), blocks)
     wanted = config.cache_config.kv_cache_memory_bytes
     if wanted and device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left with the allocator
         free, _ = torch.cuda.mem_get_info(device)
         if wanted > free:
             raise ConfigError(
