@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy", choices=("keep", "recompute"), default="keep", help="for running requests"
     )
+    parser.add_argument(
+        "--fused", action="store_true", help="ipc, nccl: experts fused, as transformers holds them"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--busy-seconds", type=float, default=10.0, help="of updates beside requests, at least"
@@ -132,6 +135,7 @@ def _measure(
                     "running": running,
                 }
                 case |= {"policy": options.policy, "staging": options.settings.get("staging", "shadow")}
+                case |= {"fused": True} if options.fused else {}
                 with (
                     _pusher(transport, options, server, checkpoints) as push,
                     contextlib.nullcontext() if running else baseline(transport) as bare,
@@ -171,7 +175,8 @@ def _pusher(
         return
     way: Any = _way(transport)
     with server.client() as client, Group() as group:
-        held = {path: _in_memory(path, way) for path in set(checkpoints)} if way in ("ipc", "nccl") else {}
+        in_memory = set(checkpoints) if way in ("ipc", "nccl") else set()
+        held = {path: _in_memory(path, way, fused=options.fused) for path in in_memory}
         sources: dict[str, Any] = {name: held.get(path, path) for name, path in folders.items()}
 
         def push(name: str) -> dict[str, float]:
@@ -191,14 +196,16 @@ def _pusher(
         yield push
 
 
-def _in_memory(checkpoint: Path, way: str) -> dict[str, Any]:
+def _in_memory(checkpoint: Path, way: str, *, fused: bool) -> dict[str, Any]:
     """The trainer's tensors: on the GPU that is served from, or for `nccl` on the last one."""
     import torch
 
+    from vllm_fp8ext.bench.fused import stored_fused
     from vllm_fp8ext.weights.wire import stored
 
     last = torch.cuda.device_count() - 1
-    return dict(stored(checkpoint, f"cuda:{last}" if way == "nccl" and last > 0 else None))
+    read = stored_fused if fused else stored
+    return dict(read(checkpoint, f"cuda:{last}" if way == "nccl" and last > 0 else None))
 
 
 def _updates(

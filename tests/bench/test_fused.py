@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's experts as a trainer holds them."""
+
+from pathlib import Path
+
+import torch
+
+from vllm_fp8ext.bench.fused import stored_fused
+from vllm_fp8ext.weights.fused import fused_experts
+from vllm_fp8ext.weights.wire import stored
+
+MIXTURE = Path(__file__).parents[1] / "e2e" / "mixture" / "early"
+
+
+def test_experts_lie_in_fused_tensors_in_their_order() -> None:
+    apart = dict(stored(MIXTURE, "cpu"))
+    whole = fused_experts({name: tuple(tensor.shape) for name, tensor in apart.items()})
+    found = dict(stored_fused(MIXTURE, "cpu"))
+    assert whole
+    assert whole.keys() <= found.keys()
+    for name, of in whole.items():
+        matrices = found.pop(name).flatten(0, 1).chunk(len(of.parts))
+        for part, matrix in zip(of.parts, matrices, strict=True):
+            assert torch.equal(matrix, apart.pop(part))
+    assert found.keys() == apart.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in apart.items())
