@@ -105,10 +105,8 @@ def _case(text: str) -> tuple[int, int, int]:
 
 
 def _arguments(name: str, kv: str, options: argparse.Namespace) -> dict[str, Any]:
-    settings = {
-        **options.settings,
-        **({"kv_scales": {"policy": "static", "default": 1.0}} if kv == "fp8" else {}),
-    }
+    scales = {"kv_scales": {"policy": "static", "default": 1.0}} if kv == "fp8" else {}
+    settings = {**scales, **options.settings}
     longest = max(sum(_case(text)[1:]) for text in options.cases)
     return {
         **VARIANTS[name],
