@@ -3,14 +3,13 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fp8ext.kernels import block_sums
 from vllm_fp8ext.kernels.quantize_together import Place
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
+from vllm_fp8ext.kernels.tiles import Tiles
 
 _COLUMNS = 9
 """Of the table: addresses of the place's codes and scales, distances of rows of codes (that come, and of the place) and of
@@ -75,9 +74,7 @@ class CopyBlocks:
 
     def __init__(self, places: Sequence[Place], scale_rows: Sequence[int], scale_format: ScaleFormat) -> None:
         self._places = list(places)  # the addresses below are theirs
-        device = places[0].codes_NK.device
-        counts = torch.tensor([place.blocks for place in places])
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        self._device = places[0].codes_NK.device
         rows = [
             (
                 *(
@@ -86,13 +83,11 @@ class CopyBlocks:
                     place.row,
                     place.codes_NK.stride(0),
                 ),
-                *(scale_row, place.scales_NbKb.stride(0), *place.codes_NK.shape, before),
+                *(scale_row, place.scales_NbKb.stride(0), *place.codes_NK.shape),
             )
-            for place, scale_row, before in zip(places, scale_rows, bounds.tolist(), strict=False)
+            for place, scale_row in zip(places, scale_rows, strict=True)
         ]
-        self._table = torch.tensor(rows).to(device)
-        self._owners = torch.repeat_interleave(counts).int().to(device)
-        self._bounds = bounds.to(device)
+        self._tiles = Tiles([place.blocks for place in places], rows, self._device)
         self._pow2 = scale_format == "pow2"
         self._even = all(place.even for place in places)
 
@@ -101,10 +96,10 @@ class CopyBlocks:
         as it is until the current stream has come so far. `did` is called with the bytes of the codes. Returns fp64
         `[places, 2]` on their device: how many blocks hold NaN, or a scale that is not finite; and how many a scale that is
         not positive, or no power of two where all are."""
-        device = self._table.device
-        wrong = torch.empty(len(self._owners), 2, dtype=torch.float32, device=device)
-        _copy_blocks[(len(self._owners),)](
-            *(self._table, self._owners, addresses.to(device), wrong),
+        tiles = self._tiles
+        wrong = tiles.empty(2)
+        _copy_blocks[(len(tiles),)](
+            *(tiles.table, tiles.owners, addresses.to(self._device), wrong),
             POW2=self._pow2,
             EVEN=self._even,
             COLUMNS=_COLUMNS,
@@ -113,4 +108,4 @@ class CopyBlocks:
         )
         if did:
             did(sum(place.codes_NK.numel() for place in self._places))
-        return block_sums.added(wrong, self._bounds)
+        return tiles.added(wrong)

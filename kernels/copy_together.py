@@ -3,13 +3,12 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fp8ext.kernels import block_sums
 from vllm_fp8ext.kernels.quantize_together import TYPES, UNIT
+from vllm_fp8ext.kernels.tiles import Tiles
 
 _TILE = 1 << 13
 """Elements that a program copies."""
@@ -52,26 +51,19 @@ class CopyTogether:
 
     def __init__(self, places: Sequence[Tensor]) -> None:
         self._places = list(places)  # the addresses below are theirs
-        device = places[0].device
-        counts = torch.tensor([-(-place.numel() // _TILE) for place in places])
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-        rows = [
-            (place.data_ptr(), place.numel(), before)
-            for place, before in zip(places, bounds.tolist(), strict=False)
-        ]
-        self._table = torch.tensor(rows).to(device)
-        self._owners = torch.repeat_interleave(counts).int().to(device)
-        self._bounds = bounds.to(device)
+        counts = [-(-place.numel() // _TILE) for place in places]
+        self._device = places[0].device
+        self._tiles = Tiles(counts, [(place.data_ptr(), place.numel()) for place in places], self._device)
         self._type = TYPES[places[0].dtype]
 
     def queue(self, addresses: Tensor, did: Callable[[int], None] | None = None) -> Tensor:
         """Copy from these addresses, int64 `[places]`, multiples of 16; what lies there must stay as it is until the current
         stream has come so far. `did` is called with the bytes. Returns fp64 `[places]` on their device: how many tiles hold
         NaN or infinity."""
-        device = self._table.device
-        wrong = torch.empty(len(self._owners), 1, dtype=torch.float32, device=device)
-        _copy_values[(len(self._owners),)](
-            *(self._table, self._owners, addresses.to(device), wrong),
+        tiles = self._tiles
+        wrong = tiles.empty(1)
+        _copy_values[(len(tiles),)](
+            *(tiles.table, tiles.owners, addresses.to(self._device), wrong),
             TYPE=self._type,
             COLUMNS=_COLUMNS,
             TILE=_TILE,
@@ -79,4 +71,4 @@ class CopyTogether:
         )
         if did:
             did(sum(place.nbytes for place in self._places))
-        return block_sums.added(wrong, self._bounds)[:, 0]
+        return tiles.added(wrong)[:, 0]

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fp8ext.kernels import block_sums
 from vllm_fp8ext.kernels.quantize_weight_triton import DTYPES, WARPS, write_block
 from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, ScaleFormat, blocks
+from vllm_fp8ext.kernels.tiles import Tiles
 
 UNIT = 16
 """What addresses must be a multiple of, in bytes, and distances of rows, in elements."""
@@ -101,25 +101,21 @@ class QuantizeTogether:
 
     def __init__(self, places: Sequence[Place], dtype: torch.dtype, scale_format: ScaleFormat) -> None:
         self._places = list(places)  # the addresses below are theirs
-        device = places[0].codes_NK.device
-        counts = torch.tensor([place.blocks for place in places])
-        self._bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        self._device = places[0].codes_NK.device
         rows = [
             (
                 *(place.codes_NK.data_ptr(), place.scales_NbKb.data_ptr(), place.row),
-                *(place.codes_NK.stride(0), place.scales_NbKb.stride(0), *place.codes_NK.shape, before),
+                *(place.codes_NK.stride(0), place.scales_NbKb.stride(0), *place.codes_NK.shape),
             )
-            for place, before in zip(places, self._bounds.tolist(), strict=False)
+            for place in places
         ]
-        self._table = torch.tensor(rows).to(device)
-        self._owners = torch.repeat_interleave(counts).int().to(device)
-        self._bounds = self._bounds.to(device)
+        self._tiles = Tiles([place.blocks for place in places], rows, self._device)
         self._itemsize = dtype.itemsize
         self._meta = {
             "TYPE": TYPES[dtype],
             "POW2": scale_format == "pow2",
             "SHORT": dtype != torch.float32,
-            "HARDWARE": device.type == "cuda",
+            "HARDWARE": self._device.type == "cuda",
             "EVEN": all(place.even for place in places),
         }
 
@@ -127,14 +123,13 @@ class QuantizeTogether:
         """Quantize the weights at these addresses, int64 `[weights]`, multiples of 16, which must stay as they are until the
         current stream has come so far. `did`: make launches of about a GiB, and call this with the bytes of each. Returns
         fp64 `[weights, 3]` on their device: squared error, squared norm, and how many blocks hold NaN or infinity."""
-        device, blocks = self._table.device, len(self._owners)
-        addresses = addresses.to(device)
-        sums = torch.empty(blocks, 3, dtype=torch.float32, device=device)
+        tiles, blocks = self._tiles, len(self._tiles)
+        addresses, sums = addresses.to(self._device), tiles.empty(3)
         step = SLICE_BLOCKS if did else blocks
         for before in range(0, blocks, step):
             count = min(step, blocks - before)
             _quantize_weights[(count,)](
-                *(self._table, self._owners, addresses, sums, before),
+                *(tiles.table, tiles.owners, addresses, sums, before),
                 **self._meta,
                 COLUMNS=_COLUMNS,
                 SIZE=BLOCK,
@@ -142,4 +137,4 @@ class QuantizeTogether:
             )
             if did:
                 did(count * BLOCK * BLOCK * self._itemsize)
-        return block_sums.added(sums, self._bounds)
+        return tiles.added(sums)

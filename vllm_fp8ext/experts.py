@@ -227,8 +227,8 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
     ) -> Tensor:
         experts = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         if self.route is not None:
-            return expert_gemm.run(
-                *(self.route, x, self.weights(layer), topk_weights, experts),
+            return expert_gemm.compute(
+                *(self.route.choose(x.shape[0]), x, self.weights(layer), topk_weights, experts),
                 *(layer.activation.value, self.scale_format),
             )
         here = getattr(layer, DEQUANTIZED[0], None) is not None  # a twin has none

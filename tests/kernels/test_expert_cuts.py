@@ -29,7 +29,7 @@ def test_the_choice_changes_at_the_boundaries_alone(experts: int, chosen: int, t
 def test_blocks_of_single_slots_only_where_experts_rarely_meet() -> None:
     """With a block for each slot an expert's weights are read once for each of its tokens."""
     assert all(most <= 0.5 for most, cut in CUTS if cut.alone)
-    assert all(not expert_route(8, 2, ALL).choose(tokens).cut.alone for tokens in (4, 8))  # type: ignore[union-attr]
+    assert all(not expert_route(8, 2, ALL).choose(tokens).cut.alone for tokens in (4, 8))  # type: ignore[union-attr]  # fused has one
 
 
 @pytest.mark.parametrize("usable", [("triton",), ("triton", "fused"), ALL])
@@ -51,7 +51,7 @@ def test_what_a_user_chose_is_taken() -> None:
 @pytest.mark.parametrize("asked", [{"many": "deep_gemm"}, {"fused_tokens": 8}])
 def test_a_kernel_that_does_not_take_the_experts_is_refused(asked: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"does not take these experts here; those that do: triton"):
-        expert_route(128, 8, ["triton"], **asked)  # type: ignore[arg-type]
+        expert_route(128, 8, ["triton"], **asked)  # type: ignore[arg-type]  # values of two types
 
 
 def test_experts_that_nothing_takes() -> None:

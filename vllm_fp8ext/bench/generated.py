@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of real shapes with generated weights: Gaussian, with outlier channels, and norms around one."""
 
-import json
 import os
 import tempfile
 from collections import deque
@@ -16,6 +15,8 @@ import transformers
 from torch import Tensor
 
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.serve.safetensors_body import Body
+from vllm_fp8ext.serve.tensors import tensor_parts
 
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -155,25 +156,15 @@ def _shards(config: Any, generator: torch.Generator, device: str) -> Iterator[di
 
 def _write(shard: dict[str, Tensor], file: Path) -> None:
     """As safetensors' `save_file` would, but straight into the file's pages."""
-    entries: dict[str, Any] = {}
-    size = 0
-    for name, tensor in shard.items():
-        entries[name] = {
-            "dtype": "BF16",
-            "shape": list(tensor.shape),
-            "data_offsets": [size, size + tensor.nbytes],
-        }
-        size += tensor.nbytes
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
-    start = 8 + len(header)
+    body = Body(tuple(tensor_parts(shard.items(), ["bfloat16"])))
+    header, at = body.header, len(body.header)
     with file.open("wb") as empty:  # pages that find no room would kill the process
-        os.posix_fallocate(empty.fileno(), 0, start + size)
-    pages = torch.from_file(str(file), shared=True, size=start + size, dtype=torch.uint8)
-    pages[:start] = torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8)
-    for name, tensor in shard.items():
-        first, last = entries[name]["data_offsets"]
-        pages[start + first : start + last].view(torch.bfloat16).view(tensor.shape).copy_(tensor)
+        os.posix_fallocate(empty.fileno(), 0, at + body.size)
+    pages = torch.from_file(str(file), shared=True, size=at + body.size, dtype=torch.uint8)
+    pages[:at] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for tensor in shard.values():
+        pages[at : at + tensor.nbytes].view(torch.bfloat16).view(tensor.shape).copy_(tensor)
+        at += tensor.nbytes
 
 
 def _tensors(config: Any, generator: torch.Generator, device: str) -> Iterator[tuple[str, Tensor]]:

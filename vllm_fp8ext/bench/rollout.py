@@ -15,9 +15,9 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -30,6 +30,8 @@ CAPTURED = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Batch sizes of CUDA graphs."""
 CASES = ("1x1024x1024", "8x1024x1024", "8x512x256", "32x1024x1024", "128x1024x1024", "256x1024x1024")
 console = Console(width=140, highlight=False)
+Engines: TypeAlias = dict[tuple[str, str], Engine]
+"""By variant and KV cache."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,16 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
         for group in [[key] for key in keys] if options.apart else [keys]:
-            with contextlib.ExitStack() as alive:
-                engines = {}
-                for name, kv in group:
-                    engine = Engine(
-                        *(folder, f"{name}, KV {kv}", _arguments(name, kv, options)),
-                        profile=options.profile is not None,
-                    )
-                    engines[name, kv] = alive.enter_context(contextlib.closing(engine))
-                for engine in engines.values():
-                    console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
+            with _alive(group, folder, options) as engines:
                 for case in cases:
                     if options.profile:
                         _profile(options.profile, case, engines)
@@ -65,6 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     if found:  # as far as it came, whatever happens to the next
                         _write(options.out, before, origin, found)
     return 0
+
+
+@contextlib.contextmanager
+def _alive(keys: list[tuple[str, str]], folder: Path, options: argparse.Namespace) -> Iterator[Engines]:
+    """Engines beside each other, all of them ready."""
+    with contextlib.ExitStack() as stack:
+        engines: Engines = {}
+        for name, kv in keys:
+            engine = Engine(
+                *(folder, f"{name}, KV {kv}", _arguments(name, kv, options)),
+                profile=options.profile is not None,
+            )
+            engines[name, kv] = stack.enter_context(contextlib.closing(engine))
+        for engine in engines.values():
+            console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
+        yield engines
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,7 +137,7 @@ def _arguments(name: str, kv: str, options: argparse.Namespace) -> dict[str, Any
 def _measure(
     options: argparse.Namespace,
     case: tuple[int, int, int],
-    engines: dict[tuple[str, str], Engine],
+    engines: Engines,
     stop: float,
     earlier: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
@@ -197,7 +206,7 @@ def _write(
     write_cases(file, before["provenance"], cases, runs=runs)
 
 
-def _profile(file: Path, case: tuple[int, int, int], engines: dict[tuple[str, str], Engine]) -> None:
+def _profile(file: Path, case: tuple[int, int, int], engines: Engines) -> None:
     requests, tokens, output = case
     file.parent.mkdir(parents=True, exist_ok=True)
     for engine in engines.values():

@@ -89,20 +89,6 @@ def _log(route: ExpertRoute) -> None:
         )
 
 
-def run(
-    route: ExpertRoute,
-    x_MK: Tensor,
-    weights: ExpertWeights,
-    weights_MT: Tensor,
-    experts_MT: Tensor,
-    activation: str,
-    scale_format: ScaleFormat,
-) -> Tensor:
-    """`reference_experts` by the kernel for so many tokens."""
-    choice = route.choose(x_MK.shape[0])
-    return compute(choice, x_MK, weights, weights_MT, experts_MT, activation, scale_format)
-
-
 def compute(
     choice: Choice,
     x_MK: Tensor,

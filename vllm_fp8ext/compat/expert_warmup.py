@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 
 from vllm_fp8ext.compat.deep_gemm_compile import Sizes
-from vllm_fp8ext.compat.expert_gemm import alignment, grouped, run
+from vllm_fp8ext.compat.expert_gemm import alignment, compute, grouped
 from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers
 from vllm_fp8ext.experts import BlockFp8ExpertsMethod
 from vllm_fp8ext.kernels import expert_rows
@@ -104,11 +104,12 @@ def _run(
         tuned = sorted(get_moe_configs(experts, width, "fp8_w8a8", BLOCK, BLOCK) or {}) or _UNTUNED
     x = torch.zeros(max_tokens, hidden, dtype=method.moe.in_dtype, device=device)
     for count in token_counts(route, tuned, max_tokens):
-        if (route.choose(count).kernel == "deep_gemm") != deep_gemm:
+        choice = route.choose(count)
+        if (choice.kernel == "deep_gemm") != deep_gemm:
             continue
         chosen = torch.arange(count * route.chosen, dtype=torch.int32, device=device) % experts
         weights = torch.ones(count, route.chosen, device=device)
-        run(
-            *(route, x[:count], method.weights(layer), weights, chosen.view(count, route.chosen)),
+        compute(
+            *(choice, x[:count], method.weights(layer), weights, chosen.view(count, route.chosen)),
             *(layer.activation.value, method.scale_format),
         )

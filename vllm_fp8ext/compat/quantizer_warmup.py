@@ -15,16 +15,20 @@ SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def warm_up_quantizers(weight_NK: Tensor, scale_format: ScaleFormat) -> None:
-    """Run them on values for weights as wide as this one: alone, and together with others, whole blocks or not."""
+    """Quantize values for weights as wide as this one."""
     few = weight_NK[: min(weight_NK.shape[0], BLOCK) + weight_NK.shape[0] % BLOCK]
     for source in SOURCES:
         quantize_weight(torch.zeros_like(few, dtype=source), *empty_like(few), scale_format)
-        for columns in (BLOCK, BLOCK // 2):
-            part = torch.zeros(BLOCK, columns, dtype=source, device=weight_NK.device)
+
+
+def warm_up_together(device: torch.device, scale_format: ScaleFormat) -> None:
+    """Bring values, and codes, to their places together with others, in whole blocks or not: kernels that know no shapes."""
+    for columns in (BLOCK, BLOCK // 2):
+        for source in SOURCES:
+            part = torch.zeros(BLOCK, columns, dtype=source, device=device)
             where = torch.tensor([part.data_ptr()])
-            place = Place(*empty_like(part), part.stride(0))
-            QuantizeTogether([place], source, scale_format).queue(where)
-            codes, scales = empty_like(part)
-            both = torch.tensor([[codes.data_ptr(), scales.data_ptr()]])
-            CopyBlocks([place], [scales.stride(0)], scale_format).queue(both)
+            QuantizeTogether([Place(*empty_like(part), columns)], source, scale_format).queue(where)
             CopyTogether([torch.empty_like(part)]).queue(where)
+        codes, scales = empty_like(part)
+        both = torch.tensor([[codes.data_ptr(), scales.data_ptr()]])
+        CopyBlocks([Place(*empty_like(part), columns)], [scales.stride(0)], scale_format).queue(both)

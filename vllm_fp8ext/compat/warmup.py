@@ -17,7 +17,7 @@ from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup
 
 from vllm_fp8ext.compat.deep_gemm_compile import Sizes, compile_ahead
 from vllm_fp8ext.compat.expert_warmup import expert_layers, expert_sizes, run_experts
-from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers
+from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers, warm_up_together
 from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
 from vllm_fp8ext.kernels.linear import GEMMS
@@ -50,6 +50,10 @@ def warm_up(model: nn.Module, max_tokens: int) -> None:
         for layer, method in layers.values():
             _run(layer, method, max_tokens)
         run_experts(experts, max_tokens, deep_gemm=False)
+        formats = {method.scale_format for _, method in layers.values()}
+        formats |= {method.scale_format for _, method, _ in experts}
+        for scale_format in formats or {"fp32"}:
+            warm_up_together(device, scale_format)
         ahead.result()
     for layer, method in layers.values():
         _multiply(layer, method, max_tokens)

@@ -41,8 +41,7 @@ def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> It
             for text, size in source.allocations:
                 addresses.append(_open(text))
                 _require(addresses[-1], size)
-        sizes = [size for _, size in source.allocations]
-        yield Allocations(torch.device("cuda", index), list(zip(addresses, sizes, strict=True)))
+        yield Allocations(torch.device("cuda", index), addresses, source.bounds)
     finally:
         torch.cuda.current_stream().synchronize()  # the rank's own: what it queued may still read
         with torch.cuda.device(index):

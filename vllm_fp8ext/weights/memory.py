@@ -2,7 +2,6 @@
 """Memory in which the tensors of a chunk lie: where, and each of them."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -52,12 +51,13 @@ class Bucket:
 
 
 class Allocations:
-    """Allocations on one GPU, pairs of address and bytes, counted through one after the other; somebody else's."""
+    """Allocations on one GPU at these addresses, somebody else's, counted through one after the other; `bounds`: where each
+    begins, and the end of the last."""
 
-    def __init__(self, device: torch.device, allocations: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, device: torch.device, addresses: Sequence[int], bounds: Sequence[int]) -> None:
         self.device = device
-        self._begins = torch.tensor([address for address, _ in allocations], dtype=torch.int64)
-        self._bounds = torch.tensor([0, *accumulate(size for _, size in allocations)], dtype=torch.int64)
+        self._begins = torch.tensor(addresses, dtype=torch.int64)
+        self._bounds = torch.tensor(bounds, dtype=torch.int64)
 
     def addresses(self, starts: Tensor) -> Tensor:
         last = len(self._begins) - 1  # of a tensor without elements at the end of all
