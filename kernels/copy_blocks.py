@@ -99,7 +99,7 @@ class CopyBlocks:
         tiles = self._tiles
         wrong = tiles.empty(2)
         _copy_blocks[(len(tiles),)](
-            *(tiles.table, tiles.owners, addresses.to(self._device), wrong),
+            *(tiles.table, tiles.owners, addresses.to(self._device, non_blocking=True), wrong),
             POW2=self._pow2,
             EVEN=self._even,
             COLUMNS=_COLUMNS,

@@ -63,7 +63,7 @@ class CopyTogether:
         tiles = self._tiles
         wrong = tiles.empty(1)
         _copy_values[(len(tiles),)](
-            *(tiles.table, tiles.owners, addresses.to(self._device), wrong),
+            *(tiles.table, tiles.owners, addresses.to(self._device, non_blocking=True), wrong),
             TYPE=self._type,
             COLUMNS=_COLUMNS,
             TILE=_TILE,

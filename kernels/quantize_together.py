@@ -124,7 +124,7 @@ class QuantizeTogether:
         current stream has come so far. `did`: make launches of about a GiB, and call this with the bytes of each. Returns
         fp64 `[weights, 3]` on their device: squared error, squared norm, and how many blocks hold NaN or infinity."""
         tiles, blocks = self._tiles, len(self._tiles)
-        addresses, sums = addresses.to(self._device), tiles.empty(3)
+        addresses, sums = addresses.to(self._device, non_blocking=True), tiles.empty(3)
         step = SLICE_BLOCKS if did else blocks
         for before in range(0, blocks, step):
             count = min(step, blocks - before)

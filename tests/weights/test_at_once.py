@@ -2,7 +2,7 @@
 """Tensors that are staged by their addresses, against those that are looked at one by one."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,12 +15,14 @@ from torch import Tensor
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.reference import NonFiniteError
+from vllm_fp8ext.weights.gather import Gather
 from vllm_fp8ext.weights.intake import Intake
 from vllm_fp8ext.weights.manifest import Piece, TensorSpec
-from vllm_fp8ext.weights.memory import Bucket
+from vllm_fp8ext.weights.memory import Bucket, Placed
 from vllm_fp8ext.weights.pace import Pace
+from vllm_fp8ext.weights.read_ahead import Rows
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
-from vllm_fp8ext.weights.source import AnySource, Placed, Source, Sources
+from vllm_fp8ext.weights.source import AnySource, Source, Sources
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, settled
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
@@ -89,8 +91,7 @@ def bucket(sent: dict[str, Tensor], gap: int = 16) -> Placed:
     for tensor, where in zip(sent.values(), stored, strict=True):
         raw = tensor.reshape(-1).view(torch.uint8)
         data[where.start : where.start + where.size] = raw
-    memory = Bucket(data)
-    return Placed(stored, memory.read, memory.addresses)
+    return Placed(stored, Bucket(data))
 
 
 def contents(staged: Stager) -> list[Tensor]:
@@ -117,7 +118,7 @@ def test_everything_comes_to_where_it_comes_one_by_one() -> None:
         expected, told = one_by_one(sent)
         queued, rest = at_once.stage(bucket(sent), (), Pace(0))
         assert [stored.spec.name for stored in rest.tensors] == ["left", "right"]
-        found = queued.verdicts()
+        found = AtOnce.verdicts([queued])
         for rows in rest:
             found[rows.stored.spec.name] = settled(staged.stage(rows.stored.spec.name, rows.values))
         assert same(contents(staged), expected)
@@ -135,16 +136,40 @@ class Nearby(Sources):
 
     @contextmanager
     def open(
-        self, source: AnySource, tensors: Sequence[StoredTensor], wanted: Callable[[], None] = lambda: None
-    ) -> Iterator[Placed]:
-        yield replace(self._placed, tensors=tensors)
+        self,
+        source: AnySource,
+        tensors: Sequence[StoredTensor],
+        apart: Collection[str] = (),
+        wanted: Callable[[], None] = lambda: None,
+    ) -> Iterator[Iterable[Placed | Rows]]:
+        yield [replace(self._placed, tensors=tensors)]
 
 
-def taken(sent: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+class Brought(Nearby):
+    """Everything is brought there, 64 rows at a time; "q" and "embed" are too large to go with others."""
+
+    @contextmanager
+    def open(
+        self,
+        source: AnySource,
+        tensors: Sequence[StoredTensor],
+        apart: Collection[str] = (),
+        wanted: Callable[[], None] = lambda: None,
+    ) -> Iterator[Iterable[Placed | Rows]]:
+        whole = replace(self._placed, tensors=tensors)
+        rows = (
+            Rows(of.stored, first, of.values[first : first + 64] if of.values.ndim else of.values)
+            for of in whole
+            for first in (range(0, len(of.values), 64) if of.values.ndim else (0,))
+        )
+        yield Gather(torch.device("cpu"), 48 << 10).gathered(rows, tensors, apart)
+
+
+def taken(sent: dict[str, Tensor], nearby: type[Nearby] = Nearby) -> tuple[list[Tensor], dict[str, Any]]:
     """What an intake stages of a bucket, and what it tells."""
     placed, staged = bucket(sent), stager()
     intake = Intake(SimpleNamespace(stager=staged), 0, 1, torch.device("cpu"))  # type: ignore[arg-type]
-    intake._sources = Nearby(placed)
+    intake._sources = nearby(placed)
     intake.want("u")
     told = intake.stage(1, "u", Source(""), list(placed.tensors), {})
     assert intake.progress == {1: len(sent)}
@@ -162,11 +187,12 @@ def coded(sent: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     return found
 
 
-def test_codes_and_their_scales_come_beside_other_tensors() -> None:
+@pytest.mark.parametrize("nearby", [Nearby, Brought])
+def test_codes_and_their_scales_come_beside_other_tensors(nearby: type[Nearby]) -> None:
     sent = tensors()
     expected, told = one_by_one(sent)
     for names in ((), ("q",), ("q", "k", "down")):
-        found, result = taken(coded(sent, *names))
+        found, result = taken(coded(sent, *names), nearby)
         assert same(found, expected)
         assert not result["problems"]
         assert result["errors"].keys() == {name for name in told if told[name][1]} - set(names)
@@ -216,7 +242,7 @@ def test_what_is_not_finite_is_told_of_its_tensor(name: str) -> None:
     sent = tensors()
     sent[name].view(-1)[-1] = float("nan")
     queued, _ = AtOnce(stager()).stage(bucket(sent), (), Pace(0))
-    wrong = [name for name, found in queued.verdicts().items() if isinstance(found, NonFiniteError)]
+    wrong = [name for name, found in AtOnce.verdicts([queued]).items() if isinstance(found, NonFiniteError)]
     assert wrong == [name]
 
 
@@ -225,7 +251,7 @@ def test_what_another_rank_serves_is_nothing_to_look_at() -> None:
     sent = tensors()
     sent["down"][:, :128] = float("nan")
     queued, _ = AtOnce(staged).stage(bucket(sent), (), Pace(0))
-    assert not any(isinstance(found, NonFiniteError) for found in queued.verdicts().values())
+    assert not any(isinstance(found, NonFiniteError) for found in AtOnce.verdicts([queued]).values())
 
 
 def test_a_slow_pace_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +264,7 @@ def test_a_slow_pace_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatc
     for rows in rest:
         staged.stage(rows.stored.spec.name, rows.values)
     assert same(contents(staged), one_by_one(sent)[0])
-    assert len(queued.verdicts()) == len(sent) - 2
+    assert len(AtOnce.verdicts([queued])) == len(sent) - 2
     assert len(sizes) == 3 + 1  # five blocks, and the copies
     assert spent >= (5 * 128 * 128 * 2 + 64 * 2 + 512 * 32 * 2 + 2) / 1e9
 

@@ -52,19 +52,28 @@ def test_an_error_is_a_result_and_the_lane_goes_on(lanes: Lanes) -> None:
     assert lanes.take(2, PATIENCE) == {}
 
 
-def test_what_is_left_to_do_holds_up_no_result_but_the_next_job(lanes: Lanes) -> None:
-    go, order = threading.Event(), []
+def test_what_is_left_to_do_waits_until_the_lane_is_quiet(lanes: Lanes) -> None:
+    order, over = [], threading.Event()
 
     def after() -> None:
-        assert go.wait(PATIENCE)
         order.append("after")
+        over.set()
         raise RuntimeError("could not be closed")
 
-    lanes.start("a", 1, lambda: {"value": 1}, after)
+    lanes.start("a", 1, dict, after)
     lanes.start("a", 2, lambda: order.append("next") or {})
-    assert lanes.take(1, PATIENCE) == {"value": 1}
-    assert order == []
-    go.set()
+    assert lanes.take(2, PATIENCE) == {}
+    assert over.wait(PATIENCE)
+    assert order == ["next", "after"]
+    lanes.start("a", 3, dict)
+    assert lanes.take(3, PATIENCE) == {}, "the lane goes on"
+    assert order == ["next", "after"], "once"
+
+
+def test_what_is_left_to_do_is_done_before_more_is_left(lanes: Lanes) -> None:
+    order = []
+    lanes.start("a", 1, dict, lambda: order.append("after"))
+    lanes.start("a", 2, lambda: order.append("next") or {}, lambda: None)
     assert lanes.take(2, PATIENCE) == {}
     assert order == ["after", "next"]
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from vllm_fp8ext.kernels.quantize_together import UNIT
 from vllm_fp8ext.weights.errands import Errand, Part, errand, part_of
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec, scale_name
+from vllm_fp8ext.weights.memory import Placed
 from vllm_fp8ext.weights.pace import Pace
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
-from vllm_fp8ext.weights.source import Placed
 from vllm_fp8ext.weights.staging import Stager, Verdict, verdict
 
-_KEPT = 256
-"""Lists that are kept: of so many different chunks."""
+_KEPT = 4096
+"""Lists that are kept: of so many different groups of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,11 @@ class Queued:
     names: list[str]
     found: list[tuple[Tensor, Tensor]]
     """Whose they are, int64 `[parts]`, and sums: `[parts, 3]` as of `QuantizeTogether`, `[parts, 2]` as of `CopyBlocks`, or
-    `[parts]` as of `CopyTogether`."""
+    `[parts, 1]` as of `CopyTogether`."""
 
-    def verdicts(self) -> dict[str, Verdict]:
-        """Wait until everything is staged, and tell what became of each tensor."""
-        table = torch.zeros(len(self.names), 4, dtype=torch.float64)
-        for owners, sums in self.found:
-            told = sums.cpu().nan_to_num(0.0, 0.0, 0.0)
-            if told.ndim == 1:
-                table[:, 2].index_add_(0, owners, told)
-            elif told.shape[1] == 2:
-                table[:, 2:].index_add_(0, owners, told)
-            else:
-                table[:, :3].index_add_(0, owners, told)
-        return {name: verdict(*row) for name, row in zip(self.names, table.tolist(), strict=True)}
+
+_TOLD = {1: slice(2, 3), 2: slice(2, 4), 3: slice(0, 3)}
+"""Which of error, norm, not finite and wrong scales so many columns of sums tell."""
 
 
 class AtOnce:
@@ -71,7 +62,7 @@ class AtOnce:
         """Queue the staging of these tensors, at this pace. Returned are those of `leave`, and those that need to be looked
         at one by one: a part that is no whole blocks, values of another dtype than the served one, an odd address."""
         starts = torch.tensor([stored.start for stored in placed.tensors], dtype=torch.int64)
-        addresses, tensors = placed.addresses(starts), placed.tensors
+        addresses, tensors = placed.memory.addresses(starts), placed.tensors
         kept = addresses % UNIT == 0
         if leave:
             kept &= torch.tensor([stored.spec.name not in leave for stored in tensors])
@@ -80,15 +71,31 @@ class AtOnce:
             tensors = [stored for stored, good in zip(tensors, kept.tolist(), strict=True) if good]
         chores = self._chores(tensors)
         did = None if pace.unlimited else pace.did
-        found = [
+        queued = [
             (errand.owners, errand.run.queue(addresses[errand.sources] + errand.offsets, did))
             for errand in chores.errands
         ]
+        found = [(owners, sums.view(len(owners), -1)) for owners, sums in queued]
         rest = placed.tensors
         if chores.names:
             done = set(chores.names)
             rest = [stored for stored in rest if stored.spec.name not in done]
         return Queued(chores.names, found), replace(placed, tensors=rest)
+
+    @staticmethod
+    def verdicts(queued: Sequence[Queued]) -> dict[str, Verdict]:
+        """Wait until everything is staged, once, and tell what became of each tensor."""
+        names: list[str] = []
+        alike: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for part in queued:
+            for owners, sums in part.found:
+                alike[sums.shape[1]].append((owners + len(names), sums))
+            names += part.names
+        table = torch.zeros(len(names), 4, dtype=torch.float64)
+        for columns, found in alike.items():
+            told = torch.cat([sums for _, sums in found]).cpu().nan_to_num(0.0, 0.0, 0.0)
+            table[:, _TOLD[columns]].index_add_(0, torch.cat([owners for owners, _ in found]), told)
+        return {name: verdict(*row) for name, row in zip(names, table.tolist(), strict=True)}
 
     def _chores(self, tensors: Sequence[StoredTensor]) -> Chores:
         key = tuple(stored.spec.name for stored in tensors), tuple(stored.spec.dtype for stored in tensors)

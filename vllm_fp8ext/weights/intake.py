@@ -1,24 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes in the tensors of an update on one rank: reads them from their source, checks them, and stages them into the twin."""
 
+from collections.abc import Iterable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.lanes import Result
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, SCALES, scale_name
+from vllm_fp8ext.weights.memory import Placed
 from vllm_fp8ext.weights.pace import Pace
+from vllm_fp8ext.weights.read_ahead import Rows
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
-from vllm_fp8ext.weights.source import AnySource, Placed, Sources
-from vllm_fp8ext.weights.staging import Outcome, ScaleError, Verdict, verdicts
+from vllm_fp8ext.weights.source import AnySource, Sources
+from vllm_fp8ext.weights.staging import Outcome, ScaleError, Stager, Verdict, verdicts
 from vllm_fp8ext.weights.twin import Twin
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.weights.at_once import AtOnce
+    from vllm_fp8ext.weights.at_once import AtOnce, Queued
+
+
+class _Chunk:
+    """What came of a chunk's tensors, one by one: `done` of them, and `problems`."""
+
+    def __init__(
+        self, stager: Stager, checksums: Checksums, tensors: Iterable[StoredTensor], device: torch.device
+    ) -> None:
+        self.done = 0
+        self.problems: list[dict[str, Any]] = []
+        self._stager = stager
+        self._checksums = checksums
+        self._device = device
+        self._codes = {stored.spec.name for stored in tensors if stored.spec.dtype == CODES_DTYPE}
+        self.scale_names = set(map(scale_name, self._codes))
+        self._scales: dict[str, Tensor] = {}
+        self._outcomes: dict[str, Outcome] = {}
+
+    @property
+    def apart(self) -> set[str]:
+        """Names of tensors that come by themselves: hashed on the host, codes, and what these need."""
+        return {*self._checksums.parts, *self._codes, *self.scale_names}
+
+    def take(self, rows: Rows) -> None:
+        """Queue the staging of the next rows."""
+        spec, first = rows.stored.spec, rows.first
+        name = spec.name
+        problem = self._checksums.problem(rows)
+        if problem:
+            self.problems.append(problem)
+        self.done += rows.last
+        if name in self.scale_names:
+            if name not in self._scales:
+                self._scales[name] = torch.empty(spec.shape, dtype=torch.float32, device=self._device)
+            self._scales[name][first : first + len(rows.values)].copy_(rows.values, non_blocking=True)
+            return
+        if name in self._codes:
+            outcome = self._stager.stage_codes(name, rows.values, self._scales[scale_name(name)], first)
+        else:
+            outcome = self._stager.stage(name, rows.values, first)
+        self._outcomes.setdefault(name, Outcome()).add(outcome)
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Wait until everything is staged, and tell what became of each tensor."""
+        return dict(zip(self._outcomes, verdicts(list(self._outcomes.values())), strict=True))
 
 
 class Intake:
@@ -84,11 +133,8 @@ class Intake:
         if self._staged != session:
             self._twin.stager.reset()
             self._staged = session
-        problems: list[dict[str, Any]] = []
-        outcomes: dict[str, Outcome] = {}
-        codes = {stored.spec.name for stored in tensors if stored.spec.dtype == CODES_DTYPE}
-        names = set(map(scale_name, codes))
         checksums = Checksums(dict(list(hashes.items())[self._rank :: self._world_size]))
+        chunk = _Chunk(self._twin.stager, checksums, tensors, self._device)
         pieces, checked = self._twin.stager.pieces, checksums.parts
         here = [  # not other ranks' experts
             stored
@@ -96,43 +142,24 @@ class Intake:
             if (name := stored.spec.name) in pieces or name.removesuffix(SCALES) in pieces or name in checked
         ]
         # codes come after all scales, which are small
-        ordered = sorted(here, key=lambda stored: (stored.spec.name not in names, stored.start))
-        stager, done, queued, left = self._twin.stager, 0, None, ordered
+        ordered = sorted(here, key=lambda stored: (stored.spec.name not in chunk.scale_names, stored.start))
         wanted = partial(self._require_wanted, session)
-        with self._sources.open(source, ordered, wanted) as parts:
-            if isinstance(parts, Placed):
+        pace, queued = Pace(rate, wanted), list["Queued"]()
+        with self._sources.open(source, ordered, chunk.apart, wanted) as parts:
+            for part in parts:
                 wanted()
-                queued, parts = self._at_once.stage(parts, checksums.parts, Pace(rate, wanted))
-                self.progress[job] = done = len(queued.names)
-                left = list(parts.tensors)
-            scales = {
-                stored.spec.name: torch.empty(stored.spec.shape, dtype=torch.float32, device=self._device)
-                for stored in left
-                if stored.spec.name in names
-            }
-            for rows in parts:
-                wanted()
-                name, first = rows.stored.spec.name, rows.first
-                problem = checksums.problem(rows)
-                if problem:
-                    problems.append(problem)
-                if name in scales:
-                    place = scales[name][first : first + len(rows.values)]
-                    place.copy_(rows.values, non_blocking=True)
-                elif name in codes:
-                    scale = scales[scale_name(name)]
-                    outcome = stager.stage_codes(name, rows.values, scale, first)
-                    outcomes.setdefault(name, Outcome()).add(outcome)
-                else:
-                    outcome = stager.stage(name, rows.values, first)
-                    outcomes.setdefault(name, Outcome()).add(outcome)
-                done += rows.last
-                self.progress[job] = done
-            found = dict(zip(outcomes, verdicts(list(outcomes.values())), strict=True))
-            if queued is not None:
-                found |= queued.verdicts()
-            wrong, errors = self._told(found)
-        return {"problems": problems + wrong, "errors": errors}
+                rest: Iterable[Rows] = (part,) if isinstance(part, Rows) else ()
+                if isinstance(part, Placed):
+                    together, rest = self._at_once.stage(part, checked, pace)
+                    queued.append(together)
+                    chunk.done += len(together.names)
+                    self.progress[job] = chunk.done
+                for rows in rest:
+                    wanted()
+                    chunk.take(rows)
+                    self.progress[job] = chunk.done
+            wrong, errors = self._told(chunk.verdicts() | (self._at_once.verdicts(queued) if queued else {}))
+        return {"problems": chunk.problems + wrong, "errors": errors}
 
     @cached_property
     def _at_once(self) -> "AtOnce":

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,12 +24,18 @@ engine that computes all the time waits up to 5 ms after each call of the driver
 engine waits as long for a lane."""
 
 
+QUIET_SECONDS = 0.05
+"""After so long without a job a lane does what its jobs have left to do. Closing the handles of a model takes several
+milliseconds, in which an update's next job would wait."""
+_Job: TypeAlias = tuple[int, Callable[[], Result], Callable[[], None] | None]
+
+
 class Lanes:
     """On a GPU, `device`, each lane has a stream of its own, and a job's result is there when that stream has come so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._jobs: dict[str, queue.SimpleQueue[tuple[int, Callable[[], Result], Callable[[], None]]]] = {}
+        self._jobs: dict[str, queue.SimpleQueue[_Job]] = {}
         self._results: dict[int, Result] = {}
         self._told = threading.Condition()
         self._working = 0
@@ -40,9 +46,10 @@ class Lanes:
         lane: str,
         job: int,
         work: Callable[[], Result],
-        after: Callable[[], None] = lambda: None,
+        after: Callable[[], None] | None = None,
     ) -> Result:
-        """Queue a job; `after` is what is left to do when its result is known, before the lane's next job."""
+        """Queue a job; `after` is what is left to do when its result is known: when the lane is quiet, at the latest before
+        its next job that leaves something."""
         if lane not in self._jobs:
             self._jobs[lane] = queue.SimpleQueue()
             threading.Thread(
@@ -79,7 +86,7 @@ class Lanes:
             self._working += more
             sys.setswitchinterval(min(TURN_SECONDS, self._usual) if self._working else self._usual)
 
-    def _run(self, jobs: queue.SimpleQueue[tuple[int, Callable[[], Result], Callable[[], None]]]) -> None:
+    def _run(self, jobs: queue.SimpleQueue[_Job]) -> None:
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self._device)
@@ -93,11 +100,24 @@ class Lanes:
                 torch.cuda.current_stream().synchronize()
             return result
 
+        left: list[Callable[[], None]] = []
         while True:
-            job, work, after = jobs.get()
+            try:
+                job, work, after = jobs.get(timeout=QUIET_SECONDS if left else None)
+            except queue.Empty:
+                self._finish(left)
+                continue
+            if after:
+                self._finish(left)
+                left.append(after)
             with self._turns():
                 self.tell(job, done(work))
+
+    def _finish(self, left: list[Callable[[], None]]) -> None:
+        """Do what is left, once."""
+        with self._turns():
+            while left:
                 try:
-                    after()
+                    left.pop()()
                 except Exception:
-                    logger.exception("fp8ext: what was open for job %d could not be closed", job)
+                    logger.exception("fp8ext: what a job left open could not be closed")

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory in which the tensors of a chunk lie: where, and each of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.weights.read_ahead import Rows
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 
@@ -33,6 +35,17 @@ class Memory(Protocol):
 
     def read(self, tensor: StoredTensor) -> Tensor:
         """A view of one tensor."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Tensors that lie on a rank's own GPU, or the whole rows of each."""
+
+    tensors: Sequence[StoredTensor]
+    memory: Memory
+
+    def __iter__(self) -> Iterator[Rows]:
+        return (Rows(stored, 0, self.memory.read(stored)) for stored in self.tensors)
 
 
 class Bucket:

@@ -7,7 +7,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource
+from vllm_fp8ext.weights.gather import Gather
 from vllm_fp8ext.weights.ipc_source import IpcSource
+from vllm_fp8ext.weights.memory import Memory, Placed
 from vllm_fp8ext.weights.read_ahead import BUFFERS, READ_BYTES, READERS, Fill, ReadAhead, Rows
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:
     from vllm_fp8ext.weights.broadcast import Receiver
-    from vllm_fp8ext.weights.memory import Memory
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -72,19 +73,6 @@ async def settled_stamp(path: Path) -> Stamp:
     return stamp_of(status)
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Tensors that lie on a rank's own GPU. `read`: one of them; `addresses`: where those lie whose `start` these are, int64
-    `[n]` on the host."""
-
-    tensors: Sequence[StoredTensor]
-    read: Callable[[StoredTensor], Tensor]
-    addresses: Callable[[Tensor], Tensor]
-
-    def __iter__(self) -> Iterator[Rows]:
-        return _whole(self.tensors, self.read)
-
-
 class Sources:
     """Opens sources for one rank; keeps the shared buffer mapped. For a GPU that buffer is page-locked when it is mapped,
     and files are read into page-locked memory, so that copies to the GPU run beside the reading."""
@@ -94,17 +82,19 @@ class Sources:
         self._device = device
         self._maps: dict[str, mmap.mmap] = {}
         self._later: list[Callable[[], None]] = []
+        self._gather = Gather(device)
 
     @contextmanager
     def open(
         self,
         source: AnySource,
         tensors: Sequence[StoredTensor],
+        apart: Collection[str] = (),
         wanted: Callable[[], None] = lambda: None,
-    ) -> Iterator[Iterable[Rows]]:
-        """All rows of these tensors, in this order, each valid until the next are taken (`ReadAhead.read`) and inside the
-        context: a file's larger tensors in parts, all others whole. `Placed`, where they lie on the rank's GPU. What has to
-        be waited for is given up when `wanted` raises.
+    ) -> Iterator[Iterable[Placed | Rows]]:
+        """These tensors, in this order, each valid until the next is taken (`ReadAhead.read`, `Gather.gathered`) and inside
+        the context: together where they lie on the rank's GPU, or come there and are none of `apart`; else as rows, a
+        file's larger tensors in parts, all others whole. What has to be waited for is given up when `wanted` raises.
 
         Raises:
             UpdateError: `file-changed`, on entering, reading or leaving; what `ipc` and `broadcast` raise.
@@ -113,15 +103,16 @@ class Sources:
             from vllm_fp8ext.weights import ipc
 
             with ipc.opened(source, self._later.append) as memory:
-                yield self._rows(tensors, memory)
+                yield self._placed(tensors, memory)
             return
         if isinstance(source, BroadcastSource):
             with self._receiver.opened(source, wanted) as memory:
-                yield self._rows(tensors, memory)
+                yield self._placed(tensors, memory)
             return
         if source.stamp is None:
             mapped, offset = self._mapped(source.path), source.offset
-            yield _whole(tensors, lambda tensor: _view(mapped, offset + tensor.start, tensor))
+            rows = (Rows(tensor, 0, _view(mapped, offset + tensor.start, tensor)) for tensor in tensors)
+            yield self._brought(rows, tensors, apart)
             return
         try:
             descriptor = os.open(source.path, os.O_RDONLY)
@@ -129,16 +120,20 @@ class Sources:
             raise _changed(source) from None
         try:
             _require_unchanged(descriptor, source)
-            with closing(self._files.read(tensors, _filler(descriptor, source))) as rows:
-                yield rows
+            with closing(self._files.read(tensors, _filler(descriptor, source))) as read:
+                yield self._brought(read, tensors, apart)
             _require_unchanged(descriptor, source)
         finally:
             os.close(descriptor)
 
-    def _rows(self, tensors: Sequence[StoredTensor], memory: "Memory") -> Iterable[Rows]:
-        if self._device.type == "cuda" and memory.device == self._device:
-            return Placed(tensors, memory.read, memory.addresses)
-        return _whole(tensors, memory.read)
+    def _placed(self, tensors: Sequence[StoredTensor], memory: Memory) -> Iterable[Placed | Rows]:
+        placed = Placed(tensors, memory)
+        return [placed] if self._device.type == "cuda" and memory.device == self._device else placed
+
+    def _brought(
+        self, rows: Iterable[Rows], tensors: Sequence[StoredTensor], apart: Collection[str]
+    ) -> Iterable[Placed | Rows]:
+        return self._gather.gathered(rows, tensors, apart) if self._device.type == "cuda" else rows
 
     def tidy(self) -> None:
         """Do what is left of sources that were open, and what nobody has to wait for."""
@@ -166,10 +161,6 @@ class Sources:
             if self._device.type == "cuda":
                 _page_lock(found)
         return found
-
-
-def _whole(tensors: Sequence[StoredTensor], read: Callable[[StoredTensor], Tensor]) -> Iterator[Rows]:
-    return (Rows(tensor, 0, read(tensor)) for tensor in tensors)
 
 
 def _filler(descriptor: int, source: Source) -> Fill:
