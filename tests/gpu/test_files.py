@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a file, or of the shared buffer of uploads, staged into a twin on a GPU."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_fp8ext.kernels import quantize_weight, reference
+from vllm_fp8ext.weights.gather import Gather
+from vllm_fp8ext.weights.intake import Intake
+from vllm_fp8ext.weights.manifest import Piece
+from vllm_fp8ext.weights.safetensors_header import StoredTensor, parse
+from vllm_fp8ext.weights.source import Source, stamp_of
+from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+ROOM = 4 << 20
+SHAPES = {
+    **{f"even{number}": (768, 512) for number in range(9)},  # several groups
+    "large": (6000, 1024),  # by itself, in parts
+    "odd": (200, 300),
+    "norm": (4096,),
+}
+
+
+def save(path: Path, seed: int) -> tuple[dict[str, Tensor], list[StoredTensor]]:
+    noise = torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(shape, generator=noise).bfloat16() for name, shape in SHAPES.items()}
+    save_file(weights, path)
+    content = path.read_bytes()
+    return weights, parse(lambda start, size: content[start : start + size], len(content), "file")
+
+
+def stager() -> Stager:
+    pieces, quantized, plain = {}, {}, {}
+    for name, shape in SHAPES.items():
+        whole = tuple((0, size) for size in shape)
+        pieces[name] = (Piece(0, name, shape, whole, (0,) * len(shape), len(shape) == 2, "bfloat16"),)
+        if len(shape) == 2:
+            codes, scales = quantize_weight.empty_like(torch.empty(shape, device=DEVICE))
+            quantized[name] = QuantizedTarget(codes, scales, torch.bfloat16, "fp32")
+        else:
+            plain[name] = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+    return Stager(pieces, quantized, plain)
+
+
+def intake_of(targets: Stager) -> Intake:
+    intake = Intake(SimpleNamespace(stager=targets), 0, 1, DEVICE)  # type: ignore[arg-type]
+    intake._sources._gather = Gather(DEVICE, ROOM)
+    intake.want("u")
+    return intake
+
+
+def staged(intake: Intake, source: Source, tensors: list[StoredTensor]) -> dict[str, Any]:
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        told = intake.stage(1, "u", source, tensors, {})
+        torch.cuda.current_stream().synchronize()
+    return told
+
+
+@pytest.mark.parametrize("way", ["file", "buffer"])
+def test_a_checkpoint_is_staged_as_the_reference_quantizes_it(way: str, tmp_path: Path) -> None:
+    targets = stager()
+    intake = intake_of(targets)
+    for seed in (1, 2):
+        path = tmp_path / f"{seed}.safetensors"
+        weights, tensors = save(path, seed)
+        source = Source(str(path), 0, stamp_of(path.stat()) if way == "file" else None)
+        told = staged(intake, source, tensors)
+        assert not told["problems"]
+        assert intake.progress == {1: len(SHAPES)}
+        for name, weight in weights.items():
+            if name in targets.plain:
+                assert torch.equal(targets.plain[name].cpu(), weight)
+                continue
+            codes, scales = reference.quantize_weight(weight, "fp32")
+            found = targets.quantized[name]
+            assert torch.equal(found.codes.cpu().view(torch.uint8), codes.view(torch.uint8)), name
+            assert torch.equal(found.scales.cpu(), scales), name
+            error = (weight.float() - reference.dequantize_weight(codes, scales)).square().sum()
+            assert told["errors"][name][0] == pytest.approx(float(error), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["even4", "large", "odd", "norm"])
+def test_what_is_not_finite_is_told_of_its_tensor(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    weights, _ = save(path, 1)
+    weights[name].view(-1)[-1] = float("inf")
+    save_file(weights, path)
+    content = path.read_bytes()
+    tensors = parse(lambda start, size: content[start : start + size], len(content), "file")
+    intake = intake_of(stager())
+    told = staged(intake, Source(str(path), 0, stamp_of(path.stat())), tensors)
+    assert [(problem["kind"], problem["tensor"]) for problem in told["problems"]] == [("non-finite", name)]
