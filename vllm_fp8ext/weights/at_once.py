@@ -5,7 +5,7 @@ is taken from the engine beside it.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,11 +52,18 @@ class AtOnce:
         self._stager = stager
         self._parts: dict[TensorSpec, list[Part] | None] = {}
         self._known: OrderedDict[tuple[tuple[str, ...], tuple[str, ...]], Chores] = OrderedDict()
+        self._learnt: tuple[list[TensorSpec], Chores] = [], Chores([], [])
 
-    def learn(self, specs: Iterable[TensorSpec]) -> None:
-        """Look at these tensors before they come."""
-        for spec in specs:
-            self._parts_of(spec)
+    def learn(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
+        """List what becomes of these tensors, which may come together in any order, and do for the first time what needs time
+        then."""
+        listed = self._listed([StoredTensor(spec, 0, 0) for spec in specs])
+        self._learnt = list(specs), listed
+        told = [
+            (torch.zeros(1, dtype=torch.int64), torch.zeros(1, columns, dtype=torch.float64, device=device))
+            for columns in _TOLD
+        ]
+        self.verdicts([Queued([""], told)])
 
     def stage(self, placed: Placed, leave: Collection[str], pace: Pace) -> tuple[Queued, Placed]:
         """Queue the staging of these tensors, at this pace. Returned are those of `leave`, and those that need to be looked
@@ -93,18 +100,32 @@ class AtOnce:
             names += part.names
         table = torch.zeros(len(names), 4, dtype=torch.float64)
         for columns, found in alike.items():
-            told = torch.cat([sums for _, sums in found]).cpu().nan_to_num(0.0, 0.0, 0.0)
-            table[:, _TOLD[columns]].index_add_(0, torch.cat([owners for owners, _ in found]), told)
-        return {name: verdict(*row) for name, row in zip(names, table.tolist(), strict=True)}
+            sums = torch.cat([sums for _, sums in found]).cpu().nan_to_num(0.0, 0.0, 0.0)
+            table[:, _TOLD[columns]].index_add_(0, torch.cat([owners for owners, _ in found]), sums)
+        told: dict[str, Verdict] = dict(zip(names, zip(*table[:, :2].T.tolist(), strict=True), strict=True))
+        for number in table[:, 2:].any(1).nonzero()[:, 0].tolist():
+            told[names[number]] = verdict(*table[number].tolist())
+        return told
 
     def _chores(self, tensors: Sequence[StoredTensor]) -> Chores:
         key = tuple(stored.spec.name for stored in tensors), tuple(stored.spec.dtype for stored in tensors)
         if key not in self._known:
-            self._known[key] = self._listed(tensors)
+            self._known[key] = self._reordered(tensors) or self._listed(tensors)
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]
+
+    def _reordered(self, tensors: Sequence[StoredTensor]) -> Chores | None:
+        """What was learnt, if it was these."""
+        specs, learnt = self._learnt
+        numbers = {stored.spec: number for number, stored in enumerate(tensors)}
+        if len(specs) != len(numbers) or not numbers.keys() >= set(specs):
+            return None
+        order = torch.tensor([numbers[spec] for spec in specs], dtype=torch.int64)
+        return Chores(
+            learnt.names, [replace(errand, sources=order[errand.sources]) for errand in learnt.errands]
+        )
 
     def _listed(self, tensors: Sequence[StoredTensor]) -> Chores:
         names: list[str] = []

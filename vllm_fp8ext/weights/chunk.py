@@ -7,6 +7,35 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizationError:
+    """Of some tensors: sums of squared errors, of squared norms, and of relative errors, ‖w - dequantized‖ / ‖w‖; and the
+    largest of these, with the tensor's name."""
+
+    squared: float = 0.0
+    norm: float = 0.0
+    relative: float = 0.0
+    tensors: int = 0
+    worst: tuple[float, str] = (0.0, "")
+
+    @classmethod
+    def of(cls, errors: Mapping[str, tuple[float, float]]) -> "QuantizationError":
+        """Of squared error and squared norm by tensor; those without values don't count."""
+        by_tensor = [((error / norm) ** 0.5, name) for name, (error, norm) in errors.items() if norm]
+        squared, norm = (sum(pair[part] for pair in errors.values()) for part in (0, 1))
+        relative = sum(error for error, _ in by_tensor)
+        return cls(squared, norm, relative, len(by_tensor), max(by_tensor, default=(0.0, "")))
+
+    def __add__(self, other: "QuantizationError") -> "QuantizationError":
+        return QuantizationError(
+            self.squared + other.squared,
+            self.norm + other.norm,
+            self.relative + other.relative,
+            self.tensors + other.tensors,
+            max(self.worst, other.worst),
+        )
+
+
 @dataclass
 class Chunk:
     """A set of tensors that came together and is replaced together."""
@@ -16,8 +45,7 @@ class Chunk:
     bytes: int
     staged: bool = False
     problems: list[dict[str, Any]] = field(default_factory=list)
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Squared quantization error and squared norm by tensor."""
+    error: QuantizationError = QuantizationError()
     refused: frozenset[str] = frozenset()
     """Names of a chunk that was refused."""
 
@@ -28,13 +56,14 @@ class Chunk:
     def done(
         self, problems: list[dict[str, Any]], errors: Mapping[str, tuple[float, float]] | None = None
     ) -> None:
-        """Every rank has staged it. One with problems counts as not sent: its tensors are missing again."""
+        """Every rank has staged it; `errors`: squared quantization error and squared norm by tensor. One with problems counts
+        as not sent: its tensors are missing again."""
         if problems:
             self.problems = problems
             self.refused, self.names = self.names, frozenset()
         else:
             self.staged = True
-            self.errors = dict(errors or {})
+            self.error = QuantizationError.of(errors or {})
 
     def as_dict(self) -> dict[str, Any]:
         return {"staged": self.staged, "busy": self.busy, "bytes": self.bytes, "tensors": len(self.names)}
@@ -42,15 +71,12 @@ class Chunk:
 
 def quantization_error(chunks: Iterable[Chunk]) -> dict[str, Any] | None:
     """Relative error of the quantized weights, ‖w - dequantized‖ / ‖w‖: over all of them, and by tensor."""
-    sums = {name: pair for chunk in chunks for name, pair in chunk.errors.items() if pair[1]}
-    if not sums:
+    found = sum((chunk.error for chunk in chunks), QuantizationError())
+    if not found.tensors:
         return None
-    total_error, total_norm = (sum(pair[part] for pair in sums.values()) for part in (0, 1))
-    by_tensor = {name: (error / norm) ** 0.5 for name, (error, norm) in sums.items()}
-    worst = max(by_tensor, key=lambda name: (by_tensor[name], name))
     return {
-        "relative": (total_error / total_norm) ** 0.5,
-        "mean": sum(by_tensor.values()) / len(by_tensor),
-        "max": by_tensor[worst],
-        "worst": worst,
+        "relative": (found.squared / found.norm) ** 0.5,
+        "mean": found.relative / found.tensors,
+        "max": found.worst[0],
+        "worst": found.worst[1],
     }

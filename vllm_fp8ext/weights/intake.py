@@ -3,13 +3,13 @@
 
 from collections.abc import Iterable
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.checksums import Checksums
 from vllm_fp8ext.weights.lanes import Result
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, SCALES, scale_name
@@ -88,9 +88,11 @@ class Intake:
 
     def rehearse(self) -> None:
         """Stage something that is thrown away, and look at what an update brings."""
-        self._twin.stager.rehearse()
+        stager, known = self._twin.stager, self._twin.manifest.tensors
+        stager.rehearse()
+        self._sources.rehearse()
         if self._device.type == "cuda":
-            self._at_once.learn(self._twin.manifest.tensors.values())
+            self._at_once.learn([known[name] for name in known if name in stager.pieces], self._device)
 
     def want(self, session: str) -> None:
         """From now on this update's tensors are wanted, and no other's."""
@@ -141,8 +143,9 @@ class Intake:
             for stored in tensors
             if (name := stored.spec.name) in pieces or name.removesuffix(SCALES) in pieces or name in checked
         ]
-        # codes come after all scales, which are small
-        ordered = sorted(here, key=lambda stored: (stored.spec.name not in chunk.scale_names, stored.start))
+        ordered = sorted(here, key=attrgetter("start"))
+        if chunk.scale_names:  # codes come after all scales, which are small
+            ordered.sort(key=lambda stored: stored.spec.name not in chunk.scale_names)
         wanted = partial(self._require_wanted, session)
         pace, queued = Pace(rate, wanted), list["Queued"]()
         with self._sources.open(source, ordered, chunk.apart, wanted) as parts:
@@ -176,14 +179,12 @@ class Intake:
     ) -> tuple[list[dict[str, Any]], dict[str, tuple[float, float]]]:
         """What was wrong, and squared error and squared norm by tensor."""
         problems: list[dict[str, Any]] = []
-        errors: dict[str, tuple[float, float]] = {}
         for name, verdict in verdicts.items():
-            if isinstance(verdict, NonFiniteError):
-                problems.append({"kind": "non-finite", "tensor": name, "rank": self._rank})
-            elif isinstance(verdict, ScaleError):
-                problems.append(
-                    {"kind": "wrong-scales", "tensor": name, "rank": self._rank, "detail": str(verdict)}
-                )
-            elif verdict[1]:
-                errors[name] = verdict
+            if isinstance(verdict, tuple):
+                continue
+            problem = {"kind": "non-finite", "tensor": name, "rank": self._rank}
+            if isinstance(verdict, ScaleError):
+                problem |= {"kind": "wrong-scales", "detail": str(verdict)}
+            problems.append(problem)
+        errors = {name: pair for name, pair in verdicts.items() if isinstance(pair, tuple) and pair[1]}
         return problems, errors

@@ -29,6 +29,23 @@ _REHEARSAL = 0
 """A job that no update has: theirs count from 1."""
 
 
+class _Told:
+    """Tensors as they are told: the same ones come with every update, thousands of experts."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, list[TensorSpec]] = None, []
+
+    def stored(self, tensors: list[Any]) -> list[StoredTensor]:
+        """Of `[name, shape, dtype, start, bytes]` each."""
+        if not tensors:
+            return []
+        names, shapes, dtypes, starts, sizes = zip(*tensors, strict=True)
+        if self._last[0] != (names, shapes, dtypes):
+            specs = [TensorSpec(*spec) for spec in zip(names, map(tuple, shapes), dtypes, strict=True)]
+            self._last = (names, shapes, dtypes), specs
+        return list(map(StoredTensor, self._last[1], starts, sizes))
+
+
 class Rank:
     """One rank's twin and its threads. `kv_blocks`: what the twin costs; `attend`: see `recital.recite`; `kv`: its FP8 KV
     cache."""
@@ -49,6 +66,7 @@ class Rank:
         self.kv_blocks = kv_blocks
         self._attend = attend
         self._device = twin.exchange.pairs[0][0].device
+        self._told = _Told()
         self._intake = Intake(twin, rank, world_size, self._device)
         self._lanes = Lanes(self._device)
         self._recitals: dict[int, Slices] = {}
@@ -83,11 +101,7 @@ class Rank:
         intake.want(session)
 
         def stage() -> Result:
-            stored = [
-                StoredTensor(TensorSpec(name, tuple(shape), dtype), start, size)
-                for name, shape, dtype, start, size in tensors
-            ]
-            return intake.stage(job, session, found, stored, hashes, rate)
+            return intake.stage(job, session, found, self._told.stored(tensors), hashes, rate)
 
         return self._lanes.start("staging", job, stage, intake.tidy)
 

@@ -155,8 +155,8 @@ class Session:
 
     def staged_names(self) -> set[str]:
         """Tensors that staged chunks have brought."""
-        names = {name for chunk in self.chunks.values() if chunk.staged for name in chunk.names}
-        return names & self.manifest.tensors.keys()
+        names = set[str]().union(*(chunk.names for chunk in self.chunks.values() if chunk.staged))
+        return names.intersection(self.manifest.tensors)
 
     def required(self) -> set[str]:
         """Tensors that the update must bring: all; of a partial one those that were announced or refused, and the whole of

@@ -84,6 +84,13 @@ class Sources:
         self._later: list[Callable[[], None]] = []
         self._gather = Gather(device)
 
+    def rehearse(self) -> None:
+        """Load what is loaded when it is needed first."""
+        if self._device.type == "cuda":
+            from vllm_fp8ext.weights import ipc
+
+            ipc.device_index(str(torch.cuda.get_device_properties(self._device).uuid))
+
     @contextmanager
     def open(
         self,

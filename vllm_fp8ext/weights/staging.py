@@ -134,6 +134,10 @@ class QuantizedTarget:
         self.scale_format = scale_format
         self._strips: dict[int, Strip] = {}
 
+    @property
+    def partly_filled(self) -> bool:
+        return bool(self._strips)
+
     def reset(self) -> None:
         self._strips.clear()
 
@@ -211,7 +215,8 @@ class Stager:
     def reset(self) -> None:
         """Forget all partly filled blocks: a new update begins."""
         for target in self.quantized.values():
-            target.reset()
+            if target.partly_filled:
+                target.reset()
 
     def rehearse(self) -> None:
         """Run what staging runs, on a place of its own as large as the smallest target."""
