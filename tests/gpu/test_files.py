@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of a file, or of the shared buffer of uploads, staged into a twin on a GPU."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ from vllm_fp8ext.weights.source import Source, stamp_of
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
 
 pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 ROOM = 4 << 20
 SHAPES = {
     **{f"even{number}": (768, 512) for number in range(9)},  # several groups
@@ -64,12 +66,19 @@ def staged(intake: Intake, source: Source, tensors: list[StoredTensor]) -> dict[
     return told
 
 
-@pytest.mark.parametrize("way", ["file", "buffer"])
-def test_a_checkpoint_is_staged_as_the_reference_quantizes_it(way: str, tmp_path: Path) -> None:
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("way", ["file", "buffer", "buffer on a disk"])
+def test_a_checkpoint_is_staged_as_the_reference_quantizes_it(way: str, tmp_path: Path, memory: Path) -> None:
+    """What lies on a disk can't be page-locked."""
     targets = stager()
     intake = intake_of(targets)
     for seed in (1, 2):
-        path = tmp_path / f"{seed}.safetensors"
+        path = (memory if way == "buffer" else tmp_path) / f"{seed}.safetensors"
         weights, tensors = save(path, seed)
         source = Source(str(path), 0, stamp_of(path.stat()) if way == "file" else None)
         told = staged(intake, source, tensors)

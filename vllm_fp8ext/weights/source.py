@@ -3,6 +3,7 @@
 a file that somebody truncates would kill the process that maps it)."""
 
 import asyncio
+import ctypes
 import logging
 import mmap
 import os
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.fp8ext")
 
 CPU = torch.device("cpu")
+_PORTABLE = 1
+"""Page-locked for all of a process's GPUs."""
 Stamp = tuple[int, int, int, int]
 
 TICK_SECONDS = 0.05
@@ -183,13 +186,16 @@ def _filler(descriptor: int, source: Source) -> Fill:
 
 
 def _page_lock(mapped: mmap.mmap) -> None:
-    """Without it copies to the GPU go through a buffer of the driver's: slower, not wrong."""
+    """Without it copies to the GPU go through a buffer of the driver's: slower, not wrong. By the driver, which refuses a
+    file on a disk: the runtime would report that once more at whatever comes next."""
+    from vllm_fp8ext.kernels import cuda
+
     raw = torch.frombuffer(mapped, dtype=torch.uint8)
-    failed = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
-    if int(failed):
-        logger.warning(
-            "fp8ext: the shared buffer of %d bytes could not be page-locked: %s", raw.numel(), failed
-        )
+    try:
+        address, size = ctypes.c_void_p(raw.data_ptr()), ctypes.c_size_t(raw.numel())
+        cuda.call("cuMemHostRegister_v2", address, size, _PORTABLE)
+    except cuda.CudaError as error:
+        logger.warning("fp8ext: the shared buffer of %d bytes is not page-locked: %s", raw.numel(), error)
 
 
 def _view(mapped: mmap.mmap, start: int, tensor: StoredTensor) -> Tensor:
