@@ -163,12 +163,12 @@ def _kv(case: dict[str, Any]) -> str:
 
 
 def _groups(cases: Cases) -> list[dict[str, dict[str, Any]]]:
-    """Cases of one run that differ in the variant alone, by variant."""
+    """Cases that differ in the variant alone, by variant: where there are several, the last."""
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for case in cases:
-        key = tuple(case[part] for part in ("run", "model", "kv_cache", "requests", "input", "output"))
+        key = tuple(case[part] for part in ("model", "kv_cache", "requests", "input", "output"))
         found.setdefault(key, {})[case["variant"]] = case
-    order = sorted(found, key=lambda key: (key[1] != "Qwen3-8B", key[1], key[2], *key[3:]))
+    order = sorted(found, key=lambda key: (key[0] != "Qwen3-8B", key))
     return [found[key] for key in order if "bf16" in found[key]]
 
 
