@@ -16,11 +16,12 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.gather import Gather
+from vllm_fp8ext.weights.gather import wanted as wanted_of
 from vllm_fp8ext.weights.intake import Intake
 from vllm_fp8ext.weights.manifest import Piece, TensorSpec
 from vllm_fp8ext.weights.memory import Bucket, Placed
 from vllm_fp8ext.weights.pace import Pace
-from vllm_fp8ext.weights.read_ahead import Rows
+from vllm_fp8ext.weights.read_ahead import ReadAhead, Rows
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.source import AnySource, Source, Sources
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, settled
@@ -171,7 +172,7 @@ class Nearby(Sources):
 
 
 class Brought(Nearby):
-    """Everything is brought there, 64 rows at a time; "q" and "embed" are too large to go with others."""
+    """Everything is brought there, 16 KiB at a time; "q" and "embed" are too large to go with others."""
 
     @contextmanager
     def open(
@@ -181,13 +182,14 @@ class Brought(Nearby):
         apart: Collection[str] = (),
         wanted: Callable[[], None] = lambda: None,
     ) -> Iterator[Iterable[Placed | Rows]]:
-        whole = replace(self._placed, tensors=tensors)
-        rows = (
-            Rows(of.stored, first, of.values[first : first + 64] if of.values.ndim else of.values)
-            for of in whole
-            for first in (range(0, len(of.values), 64) if of.values.ndim else (0,))
-        )
-        yield Gather(torch.device("cpu"), 48 << 10).gathered(rows, tensors, apart)
+        cpu, data = torch.device("cpu"), bytes(self._placed.memory._data.numpy())
+
+        def fill(buffer: memoryview, start: int) -> None:
+            buffer[:] = data[start : start + len(buffer)]
+
+        gather = Gather(cpu, 48 << 10)
+        plan = gather.plan(tensors, apart)
+        yield gather.gathered(ReadAhead(cpu, 2, 3, 16 << 10).read(wanted_of(plan), fill), plan)
 
 
 def taken(sent: dict[str, Tensor], nearby: type[Nearby] = Nearby) -> tuple[list[Tensor], dict[str, Any]]:

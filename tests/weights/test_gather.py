@@ -1,61 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are brought to the rank's device in groups, against those that were sent."""
+"""Tensors that are brought to the rank's device in groups, from a file or a body, against those that were sent."""
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Iterable
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_fp8ext.weights.gather import Gather, groups
+from vllm_fp8ext.weights.gather import Gather, groups, wanted
 from vllm_fp8ext.weights.manifest import TensorSpec
 from vllm_fp8ext.weights.memory import Placed
-from vllm_fp8ext.weights.read_ahead import Rows
+from vllm_fp8ext.weights.read_ahead import Raw, ReadAhead, Rows, Wanted
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.weights.source import mapped_parts
 
-ROOM = 4096
+CPU = torch.device("cpu")
+ROOM, OFFSET = 4096, 7
 shapes = st.lists(
-    st.one_of(st.just(()), st.tuples(st.integers(0, 40)), st.tuples(st.integers(1, 40), st.integers(1, 90))),
+    st.tuples(
+        st.one_of(
+            st.just(()), st.tuples(st.integers(0, 40)), st.tuples(st.integers(1, 40), st.integers(1, 90))
+        ),
+        st.sampled_from((0, 0, 0, 4, 600)),  # a hole behind it
+    ),
     max_size=12,
 )
+Shapes = list[tuple[tuple[int, ...], int]]
+numbers = st.sets(st.sampled_from([str(index) for index in range(12)]))
 
 
-def sent(of: list[tuple[int, ...]]) -> dict[str, Tensor]:
+def body(of: Shapes) -> tuple[bytes, dict[str, Tensor], list[StoredTensor]]:
+    """Bytes, from some way into them tensors, what these are, and where."""
     noise = torch.Generator().manual_seed(len(of))
-    return {str(index): torch.randn(shape, generator=noise) for index, shape in enumerate(of)}
+    data, tensors, stored = bytearray(bytes(OFFSET)), {}, []
+    for index, (shape, hole) in enumerate(of):
+        values = torch.randn(shape, generator=noise)
+        spec = TensorSpec(str(index), shape, "float32")
+        stored.append(StoredTensor(spec, len(data) - OFFSET, values.nbytes))
+        tensors[spec.name] = values
+        data += values.reshape(-1).view(torch.uint8).numpy().tobytes() + bytes(hole)
+    return bytes(data), tensors, stored
 
 
-def stored(tensors: dict[str, Tensor]) -> list[StoredTensor]:
-    """One behind the other."""
-    found, start = [], 8
-    for name, tensor in tensors.items():
-        spec = TensorSpec(name, tuple(tensor.shape), "float32")
-        found.append(StoredTensor(spec, start, tensor.nbytes))
-        start += tensor.nbytes
-    return found
+def read(data: bytes, of: Iterable[Wanted], way: str) -> Iterable[Rows | Raw]:
+    if way == "mapped":
+        mapped = mmap.mmap(-1, max(1, len(data)))
+        mapped[: len(data)] = data
+        return mapped_parts(mapped, OFFSET, of)
+
+    def fill(buffer: memoryview, start: int) -> None:
+        buffer[:] = data[OFFSET + start : OFFSET + start + len(buffer)]
+
+    return ReadAhead(CPU, 2, 3, 1000).read(of, fill)
 
 
-def in_parts(tensors: dict[str, Tensor], step: int) -> Iterator[Rows]:
-    """So many rows at a time, in a place that is used again."""
-    place = torch.empty(40 * 90)
-    for where in stored(tensors):
-        values = tensors[where.spec.name]
-        for first in range(0, max(1, len(values)) if values.ndim else 1, step):
-            rows = values[first : first + step] if values.ndim else values
-            read = place[: rows.numel()].view(rows.shape).copy_(rows)
-            yield Rows(where, first, read)
-            place.fill_(float("nan"))
-
-
-@given(shapes, st.sets(st.sampled_from([str(index) for index in range(12)])), st.integers(1, 50))
-def test_everything_comes_whole_and_in_order(of: list[tuple[int, ...]], apart: set[str], step: int) -> None:
-    tensors = sent(of)
+@pytest.mark.parametrize("way", ["mapped", "read"])
+@given(shapes, numbers)
+def test_everything_comes_whole_and_in_order(way: str, of: Shapes, apart: set[str]) -> None:
+    data, tensors, stored = body(of)
+    gather = Gather(CPU, ROOM)
+    plan = gather.plan(stored, apart)
     found: dict[str, Tensor] = {}
-    gather = Gather(torch.device("cpu"), ROOM)
     together = set()
-    for part in gather.gathered(in_parts(tensors, step), stored(tensors), apart):
+    for part in gather.gathered(read(data, wanted(plan), way), plan):
         for rows in (part,) if isinstance(part, Rows) else part:
             name = rows.stored.spec.name
             found[name] = torch.cat([found[name], rows.values]) if name in found else rows.values.clone()
@@ -63,20 +74,21 @@ def test_everything_comes_whole_and_in_order(of: list[tuple[int, ...]], apart: s
             together |= {where.spec.name for where in part.tensors}
     assert list(found) == list(tensors)
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-    assert together == {
-        name for name, tensor in tensors.items() if name not in apart and tensor.nbytes <= ROOM
-    }
+    assert together == {name for name in tensors if name not in apart and tensors[name].nbytes <= ROOM}
 
 
-@given(shapes, st.sets(st.sampled_from([str(index) for index in range(12)])))
-def test_groups_fit_and_are_as_large_as_they_can_be(of: list[tuple[int, ...]], apart: set[str]) -> None:
-    listed = list(groups(stored(sent(of)), ROOM, apart))
+@given(shapes, numbers)
+def test_groups_fit_and_are_as_large_as_they_can_be(of: Shapes, apart: set[str]) -> None:
+    _, _, stored = body(of)
+    listed = list(groups(stored, ROOM, apart))
     for group in listed:
         assert group.tensors
-        if group.fits:
-            assert group.tensors[-1].start + group.tensors[-1].size <= ROOM
-            assert all(where.start % 256 == 0 for where in group.tensors)
+        for stretch, following in pairwise(group.stretches):
+            assert stretch.stop < following.start, "neighbours are one"
+        for stretch in group.stretches:
+            assert stretch.at % 256 == 0
+            assert stretch.at + stretch.stop - stretch.start <= ROOM
     for group, following in pairwise(listed):
-        if group.fits and following.fits:
+        if group.stretches and following.stretches:
             end = group.tensors[-1].start + group.tensors[-1].size
             assert -(-end // 256) * 256 + following.tensors[0].size > ROOM

@@ -63,6 +63,7 @@ def test_all_rows_come_once_in_order(
     found: dict[str, list[bytes]] = {}
     rows_of: dict[str, int] = {}
     for rows in ReadAhead(CPU, readers, buffers, size).read(ordered, fill):
+        assert isinstance(rows, Rows)
         spec = rows.stored.spec
         assert rows.values.dtype == spec.torch_dtype
         assert rows.values.shape[1:] == spec.shape[1:]
@@ -95,7 +96,7 @@ def test_a_span_fits_a_buffer_and_has_no_holes(tensors: list[StoredTensor], room
         assert span[-1].stop - span[0].start <= room or len(span) == 1
         for before, after in pairwise(span):
             assert before.stop == after.start
-            assert (after.start - span[0].start) % after.stored.spec.torch_dtype.itemsize == 0
+            assert (after.start - span[0].start) % after.of.spec.torch_dtype.itemsize == 0
 
 
 def test_neighbours_are_read_together_and_large_tensors_in_parts() -> None:

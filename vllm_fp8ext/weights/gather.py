@@ -10,39 +10,53 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.weights.memory import Bucket, Placed
-from vllm_fp8ext.weights.read_ahead import Rows
+from vllm_fp8ext.weights.read_ahead import Raw, Rows, Stretch, Wanted
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 ROOM_BYTES = 256 << 20
-"""On the GPU, for tensors that wait for others. A larger tensor goes by itself, in the parts in which it comes."""
+"""On the GPU, for tensors that wait for others. A larger tensor goes by itself, as rows."""
 _ALIGNED = 256
-"""What places there are multiples of, in bytes."""
+"""What the places of stretches are multiples of, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbours. If they fit, their starts are places in the room."""
+    """Tensors that are brought together: their starts are places in the room, where the `stretches` go that hold them. Or,
+    without stretches, one tensor that comes as rows."""
 
     tensors: list[StoredTensor]
-    fits: bool
+    stretches: list[Stretch]
 
 
 def groups(tensors: Iterable[StoredTensor], room: int, apart: Collection[str]) -> Iterator[Group]:
-    """The tensors, in their order; those of `apart` fit nowhere."""
-    group: list[StoredTensor] = []
+    """The tensors, in their order; those of `apart`, by name, and larger ones as rows."""
+    group = Group([], [])
     size = 0
     for stored in tensors:
-        fits = stored.size <= room and stored.spec.name not in apart
-        if group and (not fits or size + stored.size > room):
-            yield Group(group, fits=True)
-            group, size = [], 0
-        if not fits:
-            yield Group([stored], fits=False)
+        whole = stored.size <= room and stored.spec.name not in apart
+        last = group.stretches[-1] if group.stretches else None
+        adjoins = last is not None and last.stop == stored.start
+        at = size if adjoins else -(-size // _ALIGNED) * _ALIGNED
+        if group.tensors and (not whole or at + stored.size > room):
+            yield group
+            group, last, adjoins, at, size = Group([], []), None, False, 0, 0
+        if not whole:
+            yield Group([stored], [])
             continue
-        group.append(replace(stored, start=size))
-        size += -(-stored.size // _ALIGNED) * _ALIGNED
-    if group:
-        yield Group(group, fits=True)
+        stop, size = stored.start + stored.size, at + stored.size
+        group.tensors.append(replace(stored, start=at))
+        if last is not None and adjoins:
+            group.stretches[-1] = replace(last, stop=stop)
+        else:
+            group.stretches.append(Stretch(stored.start, stop, at))
+    if group.tensors:
+        yield group
+
+
+def wanted(plan: Iterable[Group]) -> Iterator[Wanted]:
+    """What is to be read of groups."""
+    for group in plan:
+        yield from group.stretches or group.tensors
 
 
 class Gather:
@@ -52,36 +66,39 @@ class Gather:
         self._device = device
         self._size = size
 
-    def gathered(
-        self, rows: Iterable[Rows], tensors: Sequence[StoredTensor], apart: Collection[str]
-    ) -> Iterator[Placed | Rows]:
-        """The rows of these tensors, in their order, as groups of tensors on the GPU, each valid until the next is taken:
-        what reads it must be queued on the current stream by then. Tensors of `apart`, by name, and larger ones come as
-        they are."""
-        coming = iter(rows)
-        for group in groups(tensors, self._size, apart):
-            if not group.fits:
-                yield from _next(coming)
+    def plan(self, tensors: Iterable[StoredTensor], apart: Collection[str]) -> list[Group]:
+        """How these tensors, in their order, are brought. Those of `apart`, by name, come as rows."""
+        return list(groups(tensors, self._size, apart))
+
+    def gathered(self, parts: Iterable[Rows | Raw], plan: Sequence[Group]) -> Iterator[Placed | Rows]:
+        """What is `wanted` of a plan, as it was planned: groups of tensors on the GPU, each valid until the next is taken
+        (what reads it must be queued on the current stream by then), and rows as they come."""
+        coming = iter(parts)
+        for group in plan:
+            if not group.stretches:
+                yield from _rows(coming)
                 continue
-            for stored in group.tensors:
-                self._bring(stored.start, _next(coming))
+            missing = sum(stretch.stop - stretch.start for stretch in group.stretches)
+            while missing:
+                missing -= self._bring(next(coming))
             yield Placed(group.tensors, Bucket(self._room))
 
-    def _bring(self, start: int, rows: Iterator[Rows]) -> None:
-        """Queue the copy of a tensor to its place."""
-        for part in rows:
-            raw = part.values.reshape(-1).view(torch.uint8)
-            self._room[start : start + raw.numel()].copy_(raw, non_blocking=True)
-            start += raw.numel()
+    def _bring(self, part: Rows | Raw) -> int:
+        """Queue the copy of some bytes to their place; how many."""
+        assert isinstance(part, Raw)
+        size = len(part.values)
+        self._room[part.at : part.at + size].copy_(part.values, non_blocking=True)
+        return size
 
     @cached_property
     def _room(self) -> Tensor:
         return torch.empty(self._size, dtype=torch.uint8, device=self._device)
 
 
-def _next(rows: Iterator[Rows]) -> Iterator[Rows]:
+def _rows(parts: Iterator[Rows | Raw]) -> Iterator[Rows]:
     """Those of the next tensor."""
-    for part in rows:
+    for part in parts:
+        assert isinstance(part, Rows)
         yield part
         if part.last:
             return

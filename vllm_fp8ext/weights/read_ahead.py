@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of a file, read ahead of whoever takes them, through a few buffers that are used again and again.
 
-The file is cut into spans, each of which fits a buffer: neighbouring tensors together, a larger tensor as ranges of rows. A
-thread fills one buffer at a time. So reading never waits for the end of a tensor, page faults and page-locking happen once,
-and memory is bounded whatever the size of a tensor.
+The file is cut into spans, each of which fits a buffer: neighbouring tensors together, a larger tensor as ranges of rows; or
+stretches of bytes, as they are. A thread fills one buffer at a time. So reading never waits for the end of a tensor, page
+faults and page-locking happen once, and memory is bounded whatever the size of a tensor.
 """
 
 from collections import deque
@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,19 +47,50 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """`count` rows of a tensor from `first` on: bytes `start` to `stop` of the file."""
+class Stretch:
+    """Bytes `start` to `stop` of a file or body that go as they are to places from `at` on."""
 
-    stored: StoredTensor
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Bytes of a stretch that go to places from `at` on, uint8."""
+
+    at: int
+    values: Tensor
+
+
+Wanted: TypeAlias = StoredTensor | Stretch
+"""What is read, as `Rows` or `Raw`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`count` rows of a tensor, or bytes of a stretch, from `first` on: bytes `start` to `stop` of the file."""
+
+    of: Wanted
     first: int
     count: int
     start: int
     stop: int
 
 
-def extents(stored: StoredTensor, room: int) -> list[Extent]:
-    """A tensor as ranges of rows of at most `room` bytes; those of a matrix begin at multiples of 128, as its blocks do. What
-    can't be cut so far (128 rows of a matrix, one of anything else) may be larger."""
+def extents(of: Wanted, room: int) -> list[Extent]:
+    """Ranges of at most `room` bytes. A tensor's are of rows; those of a matrix begin at multiples of 128, as its blocks
+    do. What can't be cut so far (128 rows of a matrix, one of anything else) may be larger."""
+    if isinstance(of, Stretch):
+        starts = range(of.start, of.stop, room)
+        return [
+            Extent(of, first - of.start, last - first, first, last)
+            for first, last in pairwise([*starts, of.stop])
+        ]
+    return _row_extents(of, room)
+
+
+def _row_extents(stored: StoredTensor, room: int) -> list[Extent]:
     shape = stored.spec.shape
     rows = shape[0] if shape else 1
     if stored.size <= room:
@@ -73,13 +105,14 @@ def extents(stored: StoredTensor, room: int) -> list[Extent]:
     ]
 
 
-def spans(tensors: Iterable[StoredTensor], room: int) -> Iterator[list[Extent]]:
-    """The tensors, in this order, as bytes to read together: at most `room` without a hole, unless one extent has more; with
-    each extent aligned to its elements, counted from the first."""
+def spans(wanted: Iterable[Wanted], room: int) -> Iterator[list[Extent]]:
+    """What is wanted, in this order, as bytes to read together: at most `room` without a hole, unless one extent has more;
+    with each extent of a tensor aligned to its elements, counted from the first."""
     span: list[Extent] = []
-    for extent in (extent for stored in tensors for extent in extents(stored, room)):
+    for extent in (extent for of in wanted for extent in extents(of, room)):
         if span:
-            begin, item = span[0].start, extent.stored.spec.torch_dtype.itemsize
+            begin = span[0].start
+            item = extent.of.spec.torch_dtype.itemsize if isinstance(extent.of, StoredTensor) else 1
             adjoins = span[-1].stop == extent.start
             if not adjoins or extent.stop - begin > room or (extent.start - begin) % item:
                 yield span
@@ -95,17 +128,20 @@ class _Buffer:
     def __init__(self, size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._raw = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self._bytes = memoryview(self._raw.numpy())
         self._copied = torch.cuda.Event(blocking=True) if on_gpu else None
 
     def filled(self, span: Sequence[Extent], fill: Fill) -> Tensor:
         """A span's bytes, read once the copies of what was here before are done."""
         if self._copied is not None:
             self._copied.synchronize()
-        start, stop = span[0].start, span[-1].stop
-        fits = stop - start <= self._raw.numel()
-        raw = self._raw[: stop - start] if fits else torch.empty(stop - start, dtype=torch.uint8)
-        fill(memoryview(raw.numpy()), start)
-        return raw
+        start, size = span[0].start, span[-1].stop - span[0].start
+        if size > len(self._bytes):
+            raw = torch.empty(size, dtype=torch.uint8)
+            fill(memoryview(raw.numpy()), start)
+            return raw
+        fill(self._bytes[:size], start)
+        return self._raw[:size] if size < len(self._bytes) else self._raw
 
     def release(self) -> None:
         """What was to be copied from here is queued on the current stream."""
@@ -128,14 +164,14 @@ class ReadAhead:
 
         self._readers = ThreadPoolExecutor(readers, "fp8ext-read", initializer=on_device)
 
-    def read(self, tensors: Iterable[StoredTensor], fill: Fill) -> Generator[Rows, None, None]:
-        """All rows of these tensors, in this order; one reading at a time. Rows are valid until the next are taken: what is
-        to be copied from them to a GPU must be queued on the current stream by then.
+    def read(self, wanted: Iterable[Wanted], fill: Fill) -> Generator[Rows | Raw, None, None]:
+        """All of this, in this order; one reading at a time. Parts are valid until the next are taken: what is to be copied
+        from them to a GPU must be queued on the current stream by then.
 
-        What `fill` raises is raised in the place of the rows that it was called for. When the iterator is closed or has
+        What `fill` raises is raised in the place of the parts that it was called for. When the iterator is closed or has
         raised, no thread reads any more.
         """
-        coming = spans(tensors, self._size)
+        coming = spans(wanted, self._size)
         ahead: deque[tuple[_Buffer, list[Extent], Future[Tensor]]] = deque()
 
         def begin(buffer: _Buffer) -> None:
@@ -147,10 +183,11 @@ class ReadAhead:
                 begin(buffer)
             while ahead:
                 buffer, span, reading = ahead[0]
-                raw = reading.result()
+                raw, start = reading.result(), span[0].start
                 try:
                     for extent in span:
-                        yield _rows(extent, raw[extent.start - span[0].start : extent.stop - span[0].start])
+                        alone = len(span) == 1
+                        yield _part(extent, raw if alone else raw[extent.start - start : extent.stop - start])
                 finally:
                     buffer.release()
                 ahead.popleft()
@@ -161,7 +198,9 @@ class ReadAhead:
             wait([reading for _, _, reading in ahead])
 
 
-def _rows(extent: Extent, raw: Tensor) -> Rows:
-    spec = extent.stored.spec
+def _part(extent: Extent, raw: Tensor) -> Rows | Raw:
+    if isinstance(extent.of, Stretch):
+        return Raw(extent.of.at + extent.first, raw)
+    spec = extent.of.spec
     shape = (extent.count, *spec.shape[1:]) if spec.shape else ()
-    return Rows(extent.stored, extent.first, raw.view(spec.torch_dtype).view(shape))
+    return Rows(extent.of, extent.first, raw.view(spec.torch_dtype).view(shape))

@@ -20,10 +20,21 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource
-from vllm_fp8ext.weights.gather import Gather
+from vllm_fp8ext.weights.gather import Gather, Group
+from vllm_fp8ext.weights.gather import wanted as wanted_of
 from vllm_fp8ext.weights.ipc_source import IpcSource
 from vllm_fp8ext.weights.memory import Memory, Placed
-from vllm_fp8ext.weights.read_ahead import BUFFERS, READ_BYTES, READERS, Fill, ReadAhead, Rows
+from vllm_fp8ext.weights.read_ahead import (
+    BUFFERS,
+    READ_BYTES,
+    READERS,
+    Fill,
+    Raw,
+    ReadAhead,
+    Rows,
+    Stretch,
+    Wanted,
+)
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:
@@ -120,9 +131,9 @@ class Sources:
                 yield self._placed(tensors, memory)
             return
         if source.stamp is None:
-            mapped, offset = self._mapped(source.path), source.offset
-            rows = (Rows(tensor, 0, _view(mapped, offset + tensor.start, tensor)) for tensor in tensors)
-            yield self._brought(rows, tensors, apart)
+            plan = self._plan(tensors, apart)
+            parts = mapped_parts(self._mapped(source.path), source.offset, wanted_of(plan))
+            yield self._gather.gathered(parts, plan)
             return
         try:
             descriptor = os.open(source.path, os.O_RDONLY)
@@ -130,8 +141,9 @@ class Sources:
             raise _changed(source) from None
         try:
             _require_unchanged(descriptor, source)
-            with closing(self._files.read(tensors, _filler(descriptor, source))) as read:
-                yield self._brought(read, tensors, apart)
+            plan = self._plan(tensors, apart)
+            with closing(self._files.read(wanted_of(plan), _filler(descriptor, source))) as parts:
+                yield self._gather.gathered(parts, plan)
             _require_unchanged(descriptor, source)
         finally:
             os.close(descriptor)
@@ -140,10 +152,10 @@ class Sources:
         placed = Placed(tensors, memory)
         return [placed] if self._device.type == "cuda" and memory.device == self._device else placed
 
-    def _brought(
-        self, rows: Iterable[Rows], tensors: Sequence[StoredTensor], apart: Collection[str]
-    ) -> Iterable[Placed | Rows]:
-        return self._gather.gathered(rows, tensors, apart) if self._device.type == "cuda" else rows
+    def _plan(self, tensors: Sequence[StoredTensor], apart: Collection[str]) -> list[Group]:
+        """On a CPU everything comes as rows."""
+        names = apart if self._device.type == "cuda" else {stored.spec.name for stored in tensors}
+        return self._gather.plan(tensors, names)
 
     def tidy(self) -> None:
         """Do what is left of sources that were open, and what nobody has to wait for."""
@@ -171,6 +183,20 @@ class Sources:
             if self._device.type == "cuda":
                 _page_lock(found)
         return found
+
+
+def mapped_parts(mapped: mmap.mmap, offset: int, wanted: Iterable[Wanted]) -> Iterator[Rows | Raw]:
+    """All of this, in this order, of a body that begins there."""
+    for of in wanted:
+        if isinstance(of, Stretch):
+            if of.start == of.stop:
+                continue
+            raw = torch.frombuffer(
+                mapped, dtype=torch.uint8, count=of.stop - of.start, offset=offset + of.start
+            )
+            yield Raw(of.at, raw)
+        else:
+            yield Rows(of, 0, _view(mapped, offset + of.start, of))
 
 
 def _filler(descriptor: int, source: Source) -> Fill:
