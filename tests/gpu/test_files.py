@@ -52,8 +52,14 @@ def stager() -> Stager:
     return Stager(pieces, quantized, plain)
 
 
+KEPT: list[Intake] = []
+"""Their shared buffers are page-locked: they stay mapped."""
+
+
 def intake_of(targets: Stager) -> Intake:
     intake = Intake(SimpleNamespace(stager=targets), 0, 1, DEVICE)  # type: ignore[arg-type]
+    KEPT.append(intake)
+    torch.cuda.synchronize()  # what is staged comes after what made its place
     intake._sources._gather = Gather(DEVICE, ROOM)
     intake.want("u")
     return intake

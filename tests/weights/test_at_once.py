@@ -15,8 +15,7 @@ from torch import Tensor
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.kernels.reference import NonFiniteError
-from vllm_fp8ext.weights.gather import Gather
-from vllm_fp8ext.weights.gather import wanted as wanted_of
+from vllm_fp8ext.weights.gather import Gather, reads
 from vllm_fp8ext.weights.intake import Intake
 from vllm_fp8ext.weights.manifest import Piece, TensorSpec
 from vllm_fp8ext.weights.memory import Bucket, Placed
@@ -189,7 +188,7 @@ class Brought(Nearby):
 
         gather = Gather(cpu, 48 << 10)
         plan = gather.plan(tensors, apart)
-        yield gather.gathered(ReadAhead(cpu, 2, 3, 16 << 10).read(wanted_of(plan), fill), plan)
+        yield gather.gathered(ReadAhead(cpu, 2, 3, 16 << 10).read(reads(plan), fill), plan)
 
 
 def taken(sent: dict[str, Tensor], nearby: type[Nearby] = Nearby) -> tuple[list[Tensor], dict[str, Any]]:

@@ -78,6 +78,18 @@ def test_what_is_left_to_do_is_done_before_more_is_left(lanes: Lanes) -> None:
     assert order == ["after", "next"]
 
 
+def test_what_is_left_to_do_can_be_done_at_once(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_fp8ext.weights.lanes.QUIET_SECONDS", PATIENCE)
+    order = []
+    lanes.start("a", 1, dict, lambda: order.append("after"))
+    assert lanes.take(1, PATIENCE) == {}
+    give_up = time.monotonic() + PATIENCE / 2
+    while not order and time.monotonic() < give_up:
+        lanes.finish()
+    lanes.finish()
+    assert order == ["after"]
+
+
 def test_work_gets_inference_mode(lanes: Lanes) -> None:
     lanes.start("a", 1, lambda: {"value": torch.is_inference_mode_enabled()})
     assert lanes.take(1, None) == {"value": True}

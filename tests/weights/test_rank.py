@@ -117,6 +117,22 @@ def test_everything_wrong_is_told_by_tensor(rank: Rank, tensors: dict[str, Tenso
     assert found == {("sha256-mismatch", "c"), ("non-finite", "w"), ("wrong-scales", "c")}
 
 
+def test_another_ranks_codes_are_hashed_here_and_staged_nowhere(
+    rank: Rank, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Of two ranks, each of which hashes every second tensor."""
+    file = tmp_path / "a.safetensors"
+    written(tensors, file)
+    del rank.twin.stager.pieces["c"]  # type: ignore[attr-defined]
+    one = Rank(rank.twin, 0, 2, 0, lambda model, after: None)
+    claims = {"c": sha(tensors["c"]), scale_name("c"): sha(tensors[scale_name("c")])}
+    assert staged(one, file, 1, claims)["problems"] == []
+    result = staged(one, file, 2, {**claims, "c": "0" * 64})
+    assert [(problem["kind"], problem["tensor"]) for problem in result["problems"]] == [
+        ("sha256-mismatch", "c")
+    ]
+
+
 def test_a_newer_update_ends_the_reading(rank: Rank, tensors: dict[str, Tensor], tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     written(tensors, file)

@@ -73,6 +73,7 @@ def _follow_asleep(core: Any) -> None:
         sleeping.begun(level)
 
     def wake_up(tags: list[str] | None = None) -> None:
+        sleeping.waking()
         take(tags)
         sleeping.ended()
 

@@ -19,8 +19,9 @@ from vllm_fp8ext.weights.pace import Pace
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.staging import Stager, Verdict, verdict
 
-_KEPT = 4096
-"""Lists that are kept: of so many different groups of tensors."""
+_KEPT = 4
+"""Lists that are kept: of so many times as many tensors as a whole update brings; and of at least `_FEW` tensors."""
+_FEW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class AtOnce:
         self._learnt: tuple[list[TensorSpec], Chores] = [], Chores([], [])
 
     def learn(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
-        """List what becomes of these tensors, which may come together in any order, and do for the first time what needs time
-        then."""
+        """List what becomes of these tensors, which may come together in any order; and tell of nothing, which takes longer
+        the first time."""
         listed = self._listed([StoredTensor(spec, 0, 0) for spec in specs])
         self._learnt = list(specs), listed
         told = [
@@ -111,7 +112,8 @@ class AtOnce:
         key = tuple(stored.spec.name for stored in tensors), tuple(stored.spec.dtype for stored in tensors)
         if key not in self._known:
             self._known[key] = self._reordered(tensors) or self._listed(tensors)
-            if len(self._known) > _KEPT:
+            most = max(_FEW, _KEPT * len(self._learnt[0]))
+            while len(self._known) > 1 and sum(len(names) for names, _ in self._known) > most:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]

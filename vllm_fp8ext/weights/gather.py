@@ -2,7 +2,7 @@
 """Brings tensors that are read on the host to the rank's GPU, some at a time, so that they are staged there all at once.
 Little is left to do for each part of a tensor, and little of Python's interpreter is taken from the engine beside it."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,8 +15,8 @@ from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 ROOM_BYTES = 256 << 20
 """On the GPU, for tensors that wait for others. A larger tensor goes by itself, as rows."""
-_ALIGNED = 256
-"""What the places of stretches are multiples of, in bytes."""
+_ALIGNED, UNIT = 256, 16
+"""What the places of stretches, and of tensors, are multiples of, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def groups(tensors: Iterable[StoredTensor], room: int, apart: Collection[str]) -
     for stored in tensors:
         whole = stored.size <= room and stored.spec.name not in apart
         last = group.stretches[-1] if group.stretches else None
-        adjoins = last is not None and last.stop == stored.start
+        adjoins = last is not None and last.stop == stored.start and size % UNIT == 0
         at = size if adjoins else -(-size // _ALIGNED) * _ALIGNED
         if group.tensors and (not whole or at + stored.size > room):
             yield group
@@ -53,7 +53,7 @@ def groups(tensors: Iterable[StoredTensor], room: int, apart: Collection[str]) -
         yield group
 
 
-def wanted(plan: Iterable[Group]) -> Iterator[Wanted]:
+def reads(plan: Iterable[Group]) -> Iterator[Wanted]:
     """What is to be read of groups."""
     for group in plan:
         yield from group.stretches or group.tensors
@@ -70,9 +70,11 @@ class Gather:
         """How these tensors, in their order, are brought. Those of `apart`, by name, come as rows."""
         return list(groups(tensors, self._size, apart))
 
-    def gathered(self, parts: Iterable[Rows | Raw], plan: Sequence[Group]) -> Iterator[Placed | Rows]:
-        """What is `wanted` of a plan, as it was planned: groups of tensors on the GPU, each valid until the next is taken
-        (what reads it must be queued on the current stream by then), and rows as they come."""
+    def gathered(
+        self, parts: Iterable[Rows | Raw], plan: Sequence[Group], wanted: Callable[[], None] = lambda: None
+    ) -> Iterator[Placed | Rows]:
+        """What a plan `reads`, as it was planned: groups of tensors on the GPU, each valid until the next is taken (what
+        reads it must be queued on the current stream by then), and rows as they come. Given up when `wanted` raises."""
         coming = iter(parts)
         for group in plan:
             if not group.stretches:
@@ -80,6 +82,7 @@ class Gather:
                 continue
             missing = sum(stretch.stop - stretch.start for stretch in group.stretches)
             while missing:
+                wanted()
                 missing -= self._bring(next(coming))
             yield Placed(group.tensors, Bucket(self._room))
 

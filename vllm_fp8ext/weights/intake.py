@@ -46,6 +46,21 @@ class _Chunk:
         """Names of tensors that come by themselves: hashed on the host, codes, and what these need."""
         return {*self._checksums.parts, *self._codes, *self.scale_names}
 
+    def ordered(self, tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+        """Those that this rank has to do with, not other ranks' experts, as they lie: codes after all scales, which are
+        small, and nothing that comes by itself between what goes together."""
+        here = self._stager.pieces.keys() | self._checksums.parts
+        found = [
+            stored
+            for stored in tensors
+            if stored.spec.name in here or stored.spec.name.removesuffix(SCALES) in here
+        ]
+        found.sort(key=attrgetter("start"))
+        apart, first = self.apart, self.scale_names
+        if apart:
+            found.sort(key=lambda stored: (stored.spec.name not in first, stored.spec.name in apart))
+        return found
+
     def take(self, rows: Rows) -> None:
         """Queue the staging of the next rows."""
         spec, first = rows.stored.spec, rows.first
@@ -127,7 +142,7 @@ class Intake:
         """Stage these tensors; `problems` of some, and squared error and squared norm of those that were quantized.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it is;
-        each rank checks its share. `rate`: bytes a second at most of what lies on the GPU already; 0: any.
+        each rank checks its share. `rate`: bytes a second at most of what is staged together on the GPU; 0: any.
 
         Raises:
             UpdateError: `wrong-state`, when the update is wanted no more; or what stops the reading.
@@ -137,30 +152,24 @@ class Intake:
             self._staged = session
         checksums = Checksums(dict(list(hashes.items())[self._rank :: self._world_size]))
         chunk = _Chunk(self._twin.stager, checksums, tensors, self._device)
-        pieces, checked = self._twin.stager.pieces, checksums.parts
-        here = [  # not other ranks' experts
-            stored
-            for stored in tensors
-            if (name := stored.spec.name) in pieces or name.removesuffix(SCALES) in pieces or name in checked
-        ]
-        ordered = sorted(here, key=attrgetter("start"))
-        if chunk.scale_names:  # codes come after all scales, which are small
-            ordered.sort(key=lambda stored: stored.spec.name not in chunk.scale_names)
+        checked = checksums.parts
         wanted = partial(self._require_wanted, session)
         pace, queued = Pace(rate, wanted), list["Queued"]()
-        with self._sources.open(source, ordered, chunk.apart, wanted) as parts:
+        with self._sources.open(source, chunk.ordered(tensors), chunk.apart, wanted) as parts:
             for part in parts:
                 wanted()
-                rest: Iterable[Rows] = (part,) if isinstance(part, Rows) else ()
+                rest: Iterable[Rows]
                 if isinstance(part, Placed):
                     together, rest = self._at_once.stage(part, checked, pace)
                     queued.append(together)
                     chunk.done += len(together.names)
-                    self.progress[job] = chunk.done
+                else:
+                    rest = (part,)
                 for rows in rest:
                     wanted()
                     chunk.take(rows)
                     self.progress[job] = chunk.done
+                self.progress[job] = chunk.done
             wrong, errors = self._told(chunk.verdicts() | (self._at_once.verdicts(queued) if queued else {}))
         return {"problems": chunk.problems + wrong, "errors": errors}
 

@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -22,11 +22,10 @@ TURN_SECONDS = 0.0005
 """How long a thread of this process computes, while lanes work, before another one may. With Python's 5 ms a lane beside an
 engine that computes all the time waits up to 5 ms after each call of the driver, of which an update makes hundreds; and the
 engine waits as long for a lane."""
-
-
 QUIET_SECONDS = 0.05
 """After so long without a job a lane does what its jobs have left to do. Closing the handles of a model takes several
 milliseconds, in which an update's next job would wait."""
+
 _Job: TypeAlias = tuple[int, Callable[[], Result], Callable[[], None] | None]
 
 
@@ -37,6 +36,7 @@ class Lanes:
         self._device = device
         self._jobs: dict[str, queue.SimpleQueue[_Job]] = {}
         self._results: dict[int, Result] = {}
+        self._left: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._told = threading.Condition()
         self._working = 0
         self._usual = sys.getswitchinterval()
@@ -94,30 +94,32 @@ class Lanes:
 
         @described
         def done(work: Callable[[], Result]) -> Result:
-            with torch.inference_mode():
-                result = work()
-            if on_gpu:
-                torch.cuda.current_stream().synchronize()
-            return result
+            try:
+                with torch.inference_mode():
+                    return work()
+            finally:
+                if on_gpu:
+                    torch.cuda.current_stream().synchronize()
 
-        left: list[Callable[[], None]] = []
         while True:
             try:
-                job, work, after = jobs.get(timeout=QUIET_SECONDS if left else None)
+                job, work, after = jobs.get(timeout=None if self._left.empty() else QUIET_SECONDS)
             except queue.Empty:
-                self._finish(left)
+                self.finish()
                 continue
             if after:
-                self._finish(left)
-                left.append(after)
+                self.finish()
             with self._turns():
                 self.tell(job, done(work))
+            if after:
+                self._left.put(after)
 
-    def _finish(self, left: list[Callable[[], None]]) -> None:
-        """Do what is left, once."""
-        with self._turns():
-            while left:
+    def finish(self) -> None:
+        """Do what jobs that have ended left to do, once."""
+        with self._turns(), suppress(queue.Empty):
+            while True:
+                left = self._left.get_nowait()
                 try:
-                    left.pop()()
+                    left()
                 except Exception:
                     logger.exception("fp8ext: what a job left open could not be closed")

@@ -49,7 +49,7 @@ class Placed:
 
 
 class Bucket:
-    """The bytes of one tensor, uint8."""
+    """Memory that one uint8 tensor holds."""
 
     def __init__(self, data: Tensor) -> None:
         self.device = data.device

@@ -119,7 +119,7 @@ class Rank:
     @described
     def rehearse(self, prompts: list[list[int]], built_in: bool) -> Result:
         """Stage something that is thrown away, and run prompts through the twin, whatever it holds: nothing compiles later,
-        while requests run, and memory is there."""
+        while requests run."""
 
         def stage() -> Result:
             self._intake.rehearse()
@@ -225,6 +225,12 @@ class Rank:
             self.twin.commit()
             exchange.broken = exchange.broken or exchange.inplace or kv.scales.broken
             raise
+
+    @described
+    def finish(self) -> Result:
+        """Close what chunks have left open: a trainer's memory becomes free with that."""
+        self._lanes.finish()
+        return {}
 
     @described
     def keep_constants(self) -> Result:

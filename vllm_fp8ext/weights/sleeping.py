@@ -48,6 +48,11 @@ class Sleeping:
             self._step.condemn(f"its weights were discarded by sleep level {level}")
             self._discarded = True
 
+    def waking(self) -> None:
+        """Memory is about to be taken again, which a trainer may just have given back."""
+        if self._core.settings.staging != "none":
+            raise_first(self._core.ranks("finish"))
+
     def ended(self) -> None:
         """Memory is back, or a part of it."""
         if self._discarded and not self._core.asleep():

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource
-from vllm_fp8ext.weights.gather import Gather, Group
-from vllm_fp8ext.weights.gather import wanted as wanted_of
+from vllm_fp8ext.weights.gather import Gather, Group, reads
 from vllm_fp8ext.weights.ipc_source import IpcSource
 from vllm_fp8ext.weights.memory import Memory, Placed
 from vllm_fp8ext.weights.read_ahead import (
@@ -114,8 +113,9 @@ class Sources:
         wanted: Callable[[], None] = lambda: None,
     ) -> Iterator[Iterable[Placed | Rows]]:
         """These tensors, in this order, each valid until the next is taken (`ReadAhead.read`, `Gather.gathered`) and inside
-        the context: together where they lie on the rank's GPU, or come there and are none of `apart`; else as rows, a
-        file's larger tensors in parts, all others whole. What has to be waited for is given up when `wanted` raises.
+        the context. They come together where they lie on the rank's GPU, or are brought there, if they are none of `apart`
+        (by name) nor larger than the room; else as rows, a file's larger tensors in parts, all others whole. What has to be
+        waited for is given up when `wanted` raises.
 
         Raises:
             UpdateError: `file-changed`, on entering, reading or leaving; what `ipc` and `broadcast` raise.
@@ -132,8 +132,8 @@ class Sources:
             return
         if source.stamp is None:
             plan = self._plan(tensors, apart)
-            parts = mapped_parts(self._mapped(source.path), source.offset, wanted_of(plan))
-            yield self._gather.gathered(parts, plan)
+            parts = mapped_parts(self._mapped(source.path), source.offset, reads(plan))
+            yield self._gather.gathered(parts, plan, wanted)
             return
         try:
             descriptor = os.open(source.path, os.O_RDONLY)
@@ -142,8 +142,8 @@ class Sources:
         try:
             _require_unchanged(descriptor, source)
             plan = self._plan(tensors, apart)
-            with closing(self._files.read(wanted_of(plan), _filler(descriptor, source))) as parts:
-                yield self._gather.gathered(parts, plan)
+            with closing(self._files.read(reads(plan), _filler(descriptor, source))) as parts:
+                yield self._gather.gathered(parts, plan, wanted)
             _require_unchanged(descriptor, source)
         finally:
             os.close(descriptor)
