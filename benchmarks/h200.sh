@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Every measurement on a GPU, one after the other, into a folder: benchmarks/h200.sh FOLDER [SCRATCH]
-# SCRATCH (default /dev/shm) has room for the weights, 33 GB for Qwen3-8B twice and 66 GB for Qwen3-32B. A part that fails does
+# SCRATCH (default /dev/shm) has room for the weights, 33 GB for Qwen3-8B twice, 66 GB for Qwen3-32B, 61 GB for Qwen3-30B-A3B. A part that fails does
 # not stop the others. VLLM_DEEP_GEMM_WARMUP=skip saves minutes where nothing is measured beside traffic, and is set there.
 set -u
 out=$(realpath "${1:?a folder for the results}")
@@ -47,8 +47,24 @@ part kv 2400 bash -c "fp8ext bench kv --checkpoint $scratch/8b/a --out $out/kv.j
 for granularity in layer head; do
   part "kv_accuracy_$granularity" 1800 python3 -P "$here/kv_accuracy.py" --granularity $granularity --out "$out/kv_accuracy_$granularity.json"
 done
-part rollout_32b 3600 bash -c "fp8ext bench rollout --shape Qwen3-32B --checkpoint $scratch/32b --variants bf16 blockfp8 --kv fp8 \
-  --kv-gib 10 --settings '{\"staging\": \"none\"}' --cases 8x512x256 8x1024x1024 32x1024x1024 --out $out/rollout_32b.json"
+# large models: one engine after the other
+weights Qwen3-32B 0 "$scratch/Qwen3-32B"
+weights Qwen3-30B-A3B 0 "$scratch/Qwen3-30B-A3B"
+large="--serve kv-cache-memory-bytes=4000000000 gpu-memory-utilization=0.4"
+part rollout_32b 3600 bash -c "fp8ext bench rollout --checkpoint $scratch/Qwen3-32B --kv fp8 --apart --kv-gib 36 \
+  --cases 8x1024x1024 8x512x256 32x1024x1024 128x1024x1024 --out $out/rollout_32b.json"
+part rollout_8b_256_auto 1800 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/a --apart --kv-gib 74 \
+  --cases 256x1024x1024 --out $out/rollout_8b_256_auto.json"
+part rollout_30b 3600 bash -c "fp8ext bench rollout --checkpoint $scratch/Qwen3-30B-A3B --apart --kv-gib 49 \
+  --cases 1x1024x1024 8x1024x1024 32x1024x1024 128x1024x1024 256x1024x1024 --out $out/rollout_30b.json"
+part kv_30b 1800 bash -c "fp8ext bench kv --checkpoint $scratch/Qwen3-30B-A3B --variants bf16 blockfp8_kv --cases 256x512x8192 \
+  --out $out/kv_30b.json"
+part update_32b 1800 bash -c "fp8ext bench update --shape Qwen3-32B --checkpoints $scratch/Qwen3-32B $scratch/Qwen3-32B $large \
+  --transports files --out $out/update_32b.json"
+part update_30b 1800 bash -c "fp8ext bench update --shape Qwen3-30B-A3B --checkpoints $scratch/Qwen3-30B-A3B \
+  $scratch/Qwen3-30B-A3B $large --transports ipc --fused --out $out/update_30b.json"
+part kv_inplace 1800 bash -c "fp8ext bench kv --checkpoint $scratch/8b/a --variants bf16 blockfp8_kv --cases 64x512x1024 \
+  --settings '{\"staging\": \"inplace\"}' --out $out/kv_inplace.json"
 part batch_invariant 1800 bash -c "fp8ext bench rollout --checkpoint $scratch/8b/a --variants bf16 blockfp8 --kv fp8 \
   --settings '{\"kernels\": {\"batch_invariant\": true}}' --cases 8x1024x1024 --out $out/batch_invariant.json"
 part correct 3600 python3 -P "$here/update_correct.py" --shape Qwen3-8B --device cuda --out "$out/update_correct.json"
