@@ -43,6 +43,7 @@ class Engine:
         self._process.start()
         there.close()
         self._started = time.monotonic()
+        self._answered = True
 
     def wait(self) -> float:
         """Until it is ready; seconds since its start."""
@@ -76,20 +77,24 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """End it and the processes that it started."""
-        with contextlib.suppress(OSError):
-            self._end.send(None)
-        self._process.join(60)
+        """End it and the processes that it started: at once where an answer is no longer waited for."""
+        if self._answered:
+            with contextlib.suppress(OSError):
+                self._end.send(None)
+            self._process.join(60)
         self._process.kill()
         assert self._process.pid
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ask(self, what: Any = None) -> Any:
+        self._answered = False
         try:
             if what is not None:
                 self._end.send(what)
-            return self._end.recv()
+            found = self._end.recv()
+            self._answered = True
+            return found
         except (EOFError, OSError):
             self._process.join(10)
             raise EngineError(f"the engine {self.name} ended: exit code {self._process.exitcode}") from None
