@@ -7,7 +7,7 @@ The tiny model of this package, on problems that it gets all right. Each update 
 all layers and divides `q_norm` and `o_proj` by the same, so that the function stays; one pair of channels of one layer's K is
 30 times as large as the others. The fixed prompts are read teacher-forced, K and V through the cache, and log-probabilities
 of the whole vocabulary are compared with those of a server that has the same weights and a BF16 KV cache. Weights are served
-in BF16: every difference comes from the cache. With `--problems` above 1 so many follow each other in one context.
+in BF16: every difference comes from the cache.
 
 Scales: `1.0` for everything; `stale`, calibrated before the first update and kept; and the policies that follow the weights.
 """
@@ -55,8 +55,8 @@ def main() -> int:
     options = _parser().parse_args()
     origin = provenance()
     torch.set_num_threads(options.threads)
-    rows = encoded(problems(options.prompts * options.problems, seed=5), options.problems)
-    calibration = encoded(problems(CALIBRATION, seed=6), options.problems).tolist()
+    rows = encoded(problems(options.prompts, seed=5))
+    calibration = encoded(problems(CALIBRATION, seed=6)).tolist()
     settings = {
         "policy": "history" if "history" in options.policies else "calibrate",
         "granularity": options.granularity,
@@ -93,10 +93,9 @@ def main() -> int:
                 for policy in options.policies:
                     for update, found in enumerate(run.policy(ours, policy)):
                         case = {"policy": policy, "granularity": options.granularity, "direction": direction}
-                        case |= {"context": rows.shape[1]}
                         cases.append({**case, "update": update, "factor": factors[update], **found})
                         print(json.dumps(cases[-1]), flush=True)
-    write_cases(options.out, origin, cases, prompts={"count": options.prompts, "tokens": rows.shape[1]})
+    write_cases(options.out, origin, cases, prompts={"count": options.prompts, "tokens": TOKENS})
     return 0
 
 
@@ -109,9 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--granularity", choices=("layer", "head"), default="layer")
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument(
-        "--problems", type=int, default=1, choices=(1, 2, 4, 8, 16, 32, 64), help="in each prompt"
-    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", nargs="*", default=[], help="options of `vllm serve` without dashes")
     parser.add_argument("--out", type=Path)
@@ -168,11 +164,11 @@ class Run:
         return KvScales(policy="history" if policy == "history" else "static")
 
 
-def encoded(items: list[Problem], each: int = 1) -> Tensor:
-    """Token ids of problems with their answers, so many in a row."""
+def encoded(items: list[Problem]) -> Tensor:
+    """Token ids of problems with their answers, a row each."""
     return torch.tensor(
         [[FIRST + ALPHABET.index(letter) for letter in item.prompt + item.answer] + [END] for item in items]
-    ).reshape(-1, each * TOKENS)
+    )
 
 
 def grown(weights: Weights, factor: float) -> Weights:
@@ -221,8 +217,7 @@ def compared(expected: Tensor, found: Tensor, rows: Tensor) -> dict[str, float]:
 def accuracy(found: Tensor, rows: Tensor) -> float:
     """Share of the answers' tokens that are the likeliest."""
     right = found.argmax(-1) == rows[:, 1:]
-    answers = torch.arange(1, rows.shape[1]) % TOKENS >= ANSWER_AT
-    return right[:, answers].float().mean().item()
+    return right[:, ANSWER_AT - 1 :].float().mean().item()
 
 
 def saturated(cached: CachedKV, scales: Scales) -> float:

@@ -29,11 +29,7 @@ VARIANTS = {
     "blockfp8_kv": "`blockfp8`, FP8 KV cache",
 }
 LABELS = {"stale": "kept from before the first update", "1.0": "1.0"}
-SHORT = 13
-"""Tokens of a context, where nothing else is said."""
 Cases = list[dict[str, Any]]
-Series = tuple[str, str, int]
-"""Policy, granularity and tokens of a context."""
 
 
 def main() -> None:
@@ -105,18 +101,17 @@ def _long_picture(cases: Cases) -> None:
     figure.savefig(IMAGES / "kv_long.svg", metadata={"Date": None})
 
 
-def _series(cases: Cases) -> dict[str, dict[Series, Cases]]:
-    """By direction, by policy and what else differs: one case an update."""
-    found: dict[str, dict[Series, Cases]] = {}
+def _series(cases: Cases) -> dict[str, dict[tuple[str, str], Cases]]:
+    """By direction, by policy and granularity: one case an update."""
+    found: dict[str, dict[tuple[str, str], Cases]] = {}
     for case in cases:
-        key = case["policy"], case["granularity"], case.get("context", SHORT)
+        key = case["policy"], case["granularity"]
         found.setdefault(case["direction"], {}).setdefault(key, []).append(case)
     return found
 
 
-def _label(policy: str, granularity: str, context: int) -> str:
-    more = [", per head"] * (granularity == "head") + [f", {context} tokens"] * (context != SHORT)
-    return LABELS.get(policy, policy) + "".join(more)
+def _label(policy: str, granularity: str) -> str:
+    return LABELS.get(policy, policy) + (", per head" if granularity == "head" else "")
 
 
 def _table(cases: Cases) -> str:
@@ -126,8 +121,8 @@ def _table(cases: Cases) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for direction, policies in _series(cases).items():
-        for (policy, *alike), series in policies.items():
-            fresh = policies.get(("calibrate", *alike))
+        for (policy, granularity), series in policies.items():
+            fresh = policies.get(("calibrate", granularity))
             ratio = (
                 max(one["mean_kl"] / other["mean_kl"] for one, other in zip(series, fresh, strict=True))
                 if fresh
@@ -136,7 +131,7 @@ def _table(cases: Cases) -> str:
             first, last = series[1], series[-1]
             cells = [
                 f"{direction.removesuffix('s')} to ×{last['factor']:g}",
-                _label(policy, *alike),
+                _label(policy, granularity),
                 f"{first['mean_kl']:.2g}",
                 f"{last['mean_kl']:.2g}",
                 "–" if ratio is None else f"{ratio:,.2f}×" if ratio < 100 else f"{ratio:,.0f}×",
@@ -155,15 +150,15 @@ def _picture(cases: Cases) -> None:
         policy: f"C{index}" for index, policy in enumerate(dict.fromkeys(case["policy"] for case in cases))
     }
     for axis, (direction, policies) in zip(axes[0], found.items(), strict=True):
-        for (policy, granularity, context), series in policies.items():
+        for (policy, granularity), series in policies.items():
             axis.plot(
                 [case["factor"] for case in series],
                 [case["mean_kl"] for case in series],
                 marker="o",
                 markersize=3,
                 color=colors[policy],
-                linestyle=":" if context != SHORT else "--" if granularity == "head" else "-",
-                label=_label(policy, granularity, context),
+                linestyle="--" if granularity == "head" else "-",
+                label=_label(policy, granularity),
             )
         axis.set(
             title=f"K and V {direction.removesuffix('s')}",
@@ -175,7 +170,7 @@ def _picture(cases: Cases) -> None:
             axis.invert_xaxis()
     axes[0][0].set_ylabel("mean KL against a BF16 KV cache, nats")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(handles, labels, loc="lower center", ncols=-(-len(labels) // 2), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(IMAGES / "kv_accuracy.svg", metadata={"Date": None})
 
