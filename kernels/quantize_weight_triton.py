@@ -29,8 +29,11 @@ def write_block(x, codes_at, scale_at, sums_at, inside, POW2, SHORT, HARDWARE, S
     tl.store(scale_at, scale)
     if SUMS:
         lost = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale - x
-        squares = tl.ravel(lost * lost, can_reorder=True), tl.ravel(x * x, can_reorder=True)
-        error, norm = tl.reduce(squares, 0, _add_both)
+        if HARDWARE:
+            squares = tl.ravel(lost * lost, can_reorder=True), tl.ravel(x * x, can_reorder=True)
+            error, norm = tl.reduce(squares, 0, _add_both)
+        else:  # the interpreter would call `_add_both` for each pair of values
+            error, norm = tl.sum(lost * lost), tl.sum(x * x)
         tl.store(sums_at, error)
         tl.store(sums_at + 1, norm)
         tl.store(sums_at + 2, tl.where(scale - scale == 0.0, 0.0, 1.0))
