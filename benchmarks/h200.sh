@@ -1,8 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Every measurement on a GPU, one after the other, into a folder: benchmarks/h200.sh FOLDER [SCRATCH]
-# SCRATCH (default /dev/shm) has room for the weights, 33 GB for Qwen3-8B twice, 66 GB for Qwen3-32B, 61 GB for Qwen3-30B-A3B. A part that fails does
-# not stop the others. VLLM_DEEP_GEMM_WARMUP=skip saves minutes where nothing is measured beside traffic, and is set there.
+# SCRATCH (default /dev/shm) has room for the weights: 33 GB for Qwen3-8B twice, 66 GB for Qwen3-32B, 61 GB for Qwen3-30B-A3B.
+# A part that fails does not stop the others. VLLM_DEEP_GEMM_WARMUP=skip saves minutes where nothing is measured beside traffic, and is set there.
 set -u
 out=$(realpath "${1:?a folder for the results}")
 scratch=${2:-/dev/shm}

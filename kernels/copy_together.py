@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fp8ext.kernels.quantize_together import TYPES, UNIT
+from vllm_fp8ext.kernels.quantize_together import TYPES
+from vllm_fp8ext.kernels.reference import UNIT
 from vllm_fp8ext.kernels.tiles import Tiles
 
 _TILE = 1 << 13

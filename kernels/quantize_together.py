@@ -11,11 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fp8ext.kernels.quantize_weight_triton import DTYPES, WARPS, write_block
-from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, ScaleFormat, blocks
+from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, UNIT, ScaleFormat, blocks
 from vllm_fp8ext.kernels.tiles import Tiles
 
-UNIT = 16
-"""What addresses must be a multiple of, in bytes, and distances of rows, in elements."""
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 SLICE_BLOCKS = 1 << 15
 """Blocks of one of several launches: a GiB of BF16."""

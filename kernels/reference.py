@@ -24,6 +24,8 @@ FP8_MAX = 448.0
 """Largest finite E4M3 value."""
 AMAX_FLOOR = 1e-10
 """An amax below this is treated as this: a block of zeros gets a finite scale, and codes that are zero."""
+UNIT = 16
+"""Kernels for many tensors at once: what addresses must be a multiple of, in bytes, and distances of rows, in elements."""
 ROUND_OFF = 2.0**-24
 """Unit round-off of fp32."""
 

@@ -57,7 +57,7 @@ KEPT: list[Intake] = []
 
 
 def intake_of(targets: Stager) -> Intake:
-    intake = Intake(SimpleNamespace(stager=targets), 0, 1, DEVICE)  # type: ignore[arg-type]
+    intake = Intake(SimpleNamespace(stager=targets), 0, 1, DEVICE)  # type: ignore[arg-type]  # all that it looks at
     KEPT.append(intake)
     torch.cuda.synchronize()  # what is staged comes after what made its place
     intake._sources._gather = Gather(DEVICE, ROOM)

@@ -167,34 +167,30 @@ class Nearby(Sources):
         apart: Collection[str] = (),
         wanted: Callable[[], None] = lambda: None,
     ) -> Iterator[Iterable[Placed | Rows]]:
-        yield [replace(self._placed, tensors=tensors)]
+        yield self._parts(replace(self._placed, tensors=tensors), apart)
+
+    def _parts(self, placed: Placed, apart: Collection[str]) -> Iterable[Placed | Rows]:
+        return [placed]
 
 
 class Brought(Nearby):
     """Everything is brought there, 16 KiB at a time; "q" and "embed" are too large to go with others."""
 
-    @contextmanager
-    def open(
-        self,
-        source: AnySource,
-        tensors: Sequence[StoredTensor],
-        apart: Collection[str] = (),
-        wanted: Callable[[], None] = lambda: None,
-    ) -> Iterator[Iterable[Placed | Rows]]:
-        cpu, data = torch.device("cpu"), bytes(self._placed.memory._data.numpy())
+    def _parts(self, placed: Placed, apart: Collection[str]) -> Iterable[Placed | Rows]:
+        cpu, data = torch.device("cpu"), bytes(placed.memory._data.numpy())
 
         def fill(buffer: memoryview, start: int) -> None:
             buffer[:] = data[start : start + len(buffer)]
 
         gather = Gather(cpu, 48 << 10)
-        plan = gather.plan(tensors, apart)
-        yield gather.gathered(ReadAhead(cpu, 2, 3, 16 << 10).read(reads(plan), fill), plan)
+        plan = gather.plan(placed.tensors, apart)
+        return gather.gathered(ReadAhead(cpu, 2, 3, 16 << 10).read(reads(plan), fill), plan)
 
 
 def taken(sent: dict[str, Tensor], nearby: type[Nearby] = Nearby) -> tuple[list[Tensor], dict[str, Any]]:
     """What an intake stages of a bucket, and what it tells."""
     placed, staged = bucket(sent), stager()
-    intake = Intake(SimpleNamespace(stager=staged), 0, 1, torch.device("cpu"))  # type: ignore[arg-type]
+    intake = Intake(SimpleNamespace(stager=staged), 0, 1, torch.device("cpu"))  # type: ignore[arg-type]  # all that it looks at
     intake._sources = nearby(placed)
     intake.want("u")
     told = intake.stage(1, "u", Source(""), list(placed.tensors), {})

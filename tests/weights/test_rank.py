@@ -123,7 +123,7 @@ def test_another_ranks_codes_are_hashed_here_and_staged_nowhere(
     """Of two ranks, each of which hashes every second tensor."""
     file = tmp_path / "a.safetensors"
     written(tensors, file)
-    del rank.twin.stager.pieces["c"]  # type: ignore[attr-defined]
+    del rank.twin.stager.pieces["c"]  # type: ignore[attr-defined]  # a dict here
     one = Rank(rank.twin, 0, 2, 0, lambda model, after: None)
     claims = {"c": sha(tensors["c"]), scale_name("c"): sha(tensors[scale_name("c")])}
     assert staged(one, file, 1, claims)["problems"] == []

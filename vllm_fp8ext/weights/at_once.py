@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.quantize_together import UNIT
+from vllm_fp8ext.kernels.reference import UNIT
 from vllm_fp8ext.weights.errands import Errand, Part, errand, part_of
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, TensorSpec, scale_name
 from vllm_fp8ext.weights.memory import Placed

@@ -10,8 +10,8 @@ from torch import Tensor
 from vllm_fp8ext.kernels import copy_together
 from vllm_fp8ext.kernels.copy_blocks import CopyBlocks
 from vllm_fp8ext.kernels.copy_together import CopyTogether
-from vllm_fp8ext.kernels.quantize_together import UNIT, Place, QuantizeTogether
-from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, ScaleFormat, blocks
+from vllm_fp8ext.kernels.quantize_together import Place, QuantizeTogether
+from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, UNIT, ScaleFormat, blocks
 from vllm_fp8ext.weights.manifest import Piece, TensorSpec
 from vllm_fp8ext.weights.staging import Stager, place
 

@@ -9,14 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.kernels.reference import UNIT
 from vllm_fp8ext.weights.memory import Bucket, Placed
 from vllm_fp8ext.weights.read_ahead import Raw, Rows, Stretch, Wanted
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 ROOM_BYTES = 256 << 20
 """On the GPU, for tensors that wait for others. A larger tensor goes by itself, as rows."""
-_ALIGNED, UNIT = 256, 16
-"""What the places of stretches, and of tensors, are multiples of, in bytes."""
+_ALIGNED = 256
+"""What the places of stretches are multiples of, in bytes; those of tensors are of `UNIT`."""
 
 
 @dataclass(frozen=True, slots=True)

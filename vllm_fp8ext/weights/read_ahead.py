@@ -183,10 +183,9 @@ class ReadAhead:
                 begin(buffer)
             while ahead:
                 buffer, span, reading = ahead[0]
-                raw, start = reading.result(), span[0].start
+                raw, start, alone = reading.result(), span[0].start, len(span) == 1
                 try:
                     for extent in span:
-                        alone = len(span) == 1
                         yield _part(extent, raw if alone else raw[extent.start - start : extent.stop - start])
                 finally:
                     buffer.release()
