@@ -35,6 +35,7 @@ def test_what_json_can_say_is_taken() -> None:
                 "*": {"decode_tokens": None, "gemm": None},
             },
             "experts": {"fused_tokens": 64, "triton_tokens": 0, "gemm": "deep_gemm"},
+            "decode_attention": False,
             "batch_invariant": False,
         },
         "allowed_dirs": ["/data"],
@@ -165,3 +166,13 @@ def test_every_field_says_what_it_is() -> None:
     fields = [index for index, node in enumerate(body) if isinstance(node, ast.AnnAssign)]
     assert [body[index].target.id for index in fields] == list(Settings.model_fields)
     assert all(isinstance(getattr(body[index + 1], "value", None), ast.Constant) for index in fields)
+
+
+@pytest.mark.parametrize(
+    ("section", "taken"),
+    [({}, True), ({"decode_attention": False}, False), ({"batch_invariant": True}, False)],
+)
+def test_attention_of_our_own_is_taken_unless_batches_must_not_matter(
+    section: dict[str, bool], taken: bool
+) -> None:
+    assert KernelSettings(**section).takes_decode_attention is taken

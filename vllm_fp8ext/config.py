@@ -74,8 +74,12 @@ class KernelSettings(BaseModel):
     experts: ExpertSettings = ExpertSettings()
     """Of mixtures of experts."""
 
+    decode_attention: bool = True
+    """Steps that decode alone attend over an FP8 KV cache by our own kernel, where it takes the layers; else by vLLM's."""
+
     batch_invariant: bool = False
-    """One kernel path whatever the number of tokens: a token's result does not depend on what it is computed beside."""
+    """One kernel path whatever the number of tokens: a token's result does not depend on what it is computed beside.
+    Attention is vLLM's then, which has a mode of its own for that (`VLLM_BATCH_INVARIANT`)."""
 
     @model_validator(mode="after")
     def _one_path(self) -> Self:
@@ -87,6 +91,11 @@ class KernelSettings(BaseModel):
         if self.batch_invariant and self.experts.triton_tokens:
             raise ValueError("batch_invariant takes one kernel, where experts.triton_tokens asks for two")
         return self
+
+    @property
+    def takes_decode_attention(self) -> bool:
+        """Our own cuts contexts by what a step has of them: by nothing that is the same for every batch."""
+        return self.decode_attention and not self.batch_invariant
 
     def route(self, n: int, k: int) -> ShapeSettings:
         """What was chosen for a weight of `n` rows and `k` columns."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention 3, as vLLM bundles it, in a decode step: BF16 K and V against FP8, by length of the context."""
+"""Attention in a decode step, by length of the context: FlashAttention 3, as vLLM bundles it, over BF16 and FP8 K and V, and
+our own kernel over FP8."""
 
 import torch
 from torch import Tensor
@@ -7,12 +8,20 @@ from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.kernels import bench, cases
+from vllm_fp8ext.kernels.decode_attention import DecodeAttention, decode_attention_reference
 from vllm_fp8ext.kernels.kv_cache import amax_by_head, next_scales, quantize
 
-DECODES = ((128, 1536), (128, 8192), (128, 20480), (8, 1536), (8, 8192), (8, 20480))
+DECODES = (
+    *((128, 1536), (128, 8192), (128, 20480), (256, 1536), (32, 1536)),
+    *((8, 1536), (8, 8192), (8, 20480), (1, 1536)),
+)
 """Requests, and tokens in the context of each."""
 TOLERANCE = 0.1
 """Of the outputs, ‖FP8 - BF16‖ / ‖BF16‖: queries, K and V each have an error of 2.7 %."""
+BOUND = 4e-3
+"""‖ours - exact‖ / ‖exact‖ of the same codes: to round the result to BF16 is 1.7e-3 of it."""
+CHECKED = 4
+"""Requests that are compared with what is exact."""
 
 
 def attention(report: Report) -> None:
@@ -44,7 +53,7 @@ def decode(report: Report, requests: int, context: int) -> None:
     table = order.view(requests, -1).int()
     starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
-    outs = {name: torch.empty_like(query) for name in ("bf16", "fp8")}
+    outs = {name: torch.empty_like(query) for name in ("bf16", "fp8", "blockfp8")}
 
     def call(name: str, query_THD: Tensor, cache: Tensor, **scales: Tensor) -> None:
         key, value = cache.transpose(1, 2).split(cases.HEAD_DIM, -1)
@@ -71,13 +80,26 @@ def decode(report: Report, requests: int, context: int) -> None:
         "v_descale": scale_kv.expand(by_head),
     }
     codes_q = quantize(query, scale_q)
+    own = DecodeAttention(cases.Q_HEADS, cases.KV_HEADS, requests, query.device)
+    key, value = plain[table[:, -1], :, -1].split(
+        cases.HEAD_DIM, -1
+    )  # the new tokens, which are cached already
+    slots = table[:, -1].long() * cases.KV_BLOCK + cases.KV_BLOCK - 1
+    scales = (scale_q, scale_kv, scale_kv)
+    softmax_scale = cases.HEAD_DIM**-0.5
     calls: Calls = {
         "bf16": lambda _: call("bf16", query, plain),
         "fp8": lambda _: call("fp8", codes_q, codes, **descales),
+        "blockfp8": lambda _: own(
+            *(codes_q, key, value, codes, table, lengths, slots, scales, softmax_scale, outs["blockfp8"])
+        ),
     }
     timings = bench.measure(calls, dict.fromkeys(calls, 1))
     expected, found = outs["bf16"].float(), outs["fp8"].float()
     near = bool((found - expected).norm() <= TOLERANCE * expected.norm())
-    moved = {"bf16": plain.numel() * 2, "fp8": codes.numel()}
+    few = slice(min(CHECKED, requests))
+    exact = decode_attention_reference(codes_q[few], codes, table[few], lengths[few], scales, softmax_scale)
+    right = bool((outs["blockfp8"][few] - exact).norm() <= BOUND * exact.norm())
+    moved = {"bf16": plain.numel() * 2, "fp8": codes.numel(), "blockfp8": codes.numel()}
     where = (context, cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM)
-    report.add("attention_decode", where, requests, timings, moved, exact={"fp8": near})
+    report.add("attention_decode", where, requests, timings, moved, exact={"fp8": near, "blockfp8": right})

@@ -552,4 +552,40 @@ INTERFACES: tuple[Interface, ...] = (
         parameters=("result_generator",),
         why="show weight versions",
     ),
+    Interface(
+        module="vllm.model_executor.layers.attention.attention",
+        name="get_attention_context",
+        parameters=("layer_name",),
+        why="decode over an FP8 cache by our own kernel",
+    ),
+    Interface(
+        module="vllm.v1.attention.backends.flash_attn",
+        name="FlashAttentionImpl.forward",
+        parameters=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        why="decode over an FP8 cache by our own kernel",
+    ),
+    Interface(
+        module="vllm.v1.attention.backends.flash_attn",
+        name="FlashAttentionImpl.do_kv_cache_update",
+        parameters=("layer", "key", "value", "kv_cache", "slot_mapping"),
+        why="decode over an FP8 cache by our own kernel",
+    ),
+    Interface(
+        module="vllm.v1.attention.backends.flash_attn",
+        name="FlashAttentionMetadata",
+        parameters=(
+            "num_actual_tokens",
+            "max_query_len",
+            "seq_lens",
+            "block_table",
+            "slot_mapping",
+            "causal",
+        ),
+        why="decode over an FP8 cache by our own kernel",
+    ),
+    Interface(
+        module="vllm.v1.attention.backends.flash_attn",
+        name="FlashAttentionImpl.batch_invariant_enabled",
+        why="decode over an FP8 cache by our own kernel",
+    ),
 )

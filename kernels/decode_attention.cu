@@ -1,0 +1,545 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of one new token of each request over a paged E4M3 cache of K and V, which it joins: every byte is read once.
+//
+// Shape suffixes: R requests, H query heads, G KV heads, D = 128 the head dimension. Built for one configuration by these
+// macros:
+//   KV_HEADS  G
+//   GROUP     query heads of one KV head: H / G, at most 16
+//   TOGETHER  KV heads of a block, a divisor of KV_HEADS
+//   SHARES    shares of the work in a block; it has TOGETHER x SHARES warps
+//   STAGES    tiles of K and V that a warp has in flight
+//   RESIDENT  blocks on a multiprocessor
+//
+// The contexts of all requests are cut into tiles of 16 tokens and laid end to end; each of `shares` shares takes the same
+// number of neighbouring tiles, and in it one warp takes each KV head. A request that lies in one share is finished there.
+// Of another each share leaves a part: numerators, the largest score and the sum of weights, in a slot of its own (share +
+// request: both only grow along the tiles, so no two parts meet), and `combine_attention` adds the parts, in the order of the
+// shares. No atomics: the same lengths give the same bits.
+//
+// A warp's loop, with FP16 tensor cores (codes are exact in FP16, sums are fp32): scores[tokens, heads] = K Q^T, weights =
+// exp2(scores - largest), transposed in registers, numerators[D, heads] += V^T weights. Both products take the cache as
+// their M side, so heads fill the N side of 8. What belongs to which row or column of a fragment is free where it is summed
+// over or put back: it is chosen so that a thread reads 16 bytes of the cache at a time, without a transpose of V.
+//
+// The new token's K and V come as BF16. Who has the tile that it belongs to quantizes them, and puts the codes into the tile
+// and, where the request has a slot for it, into the cache. So nothing that is read from the cache is new, and a launch that
+// begins before the previous kernel has ended (griddepcontrol) waits for Q, K and V alone.
+//
+// Shared memory: for each warp a ring of STAGES tiles, each TILE x D codes of K, then of V, whose 16-byte chunks are swizzled
+// so that neither copies nor loads meet in a bank; then where each request's tiles begin.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short bf16;  // its bits
+typedef unsigned char u8;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 D = 128;
+constexpr u32 TILE = 16;
+constexpr u32 HEADS = KV_HEADS * GROUP;
+constexpr u32 WARPS = TOGETHER * SHARES;
+constexpr u32 THREADS = WARPS * 32;
+constexpr u32 SIDES = (GROUP + 7) / 8;  // of 8 heads
+constexpr u32 SIDE_BYTES = TILE * D;    // of K or of V
+constexpr u32 STAGE_BYTES = 2 * SIDE_BYTES;
+constexpr u32 EVERY = 0xFFFFFFFFu;
+constexpr u32 PARTS = 8;  // that a warp of combine_attention has in flight
+
+struct Cache {
+  u8* bytes;  // a token of a head: D codes of K, then D of V
+  const int* table_RB;
+  u64 table_stride;
+  u32 block_stride, token_stride, head_stride, block_tokens;
+};
+
+DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+DEVICE void copy_16(u32 to, const u8* from, bool there) {  // zeros if it is not there
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+DEVICE uint4 load_16(u32 from) {
+  uint4 found;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
+               : "r"(from)
+               : "memory");
+  return found;
+}
+
+DEVICE u32 word(const uint4& four, u32 i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
+
+DEVICE u32 low_halves(u32 codes) {  // the two lower codes as two halves
+  u32 found;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, l;\n}" : "=r"(found) : "r"(codes));
+  return found;
+}
+
+DEVICE u32 high_halves(u32 codes) {
+  u32 found;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, h;\n}" : "=r"(found) : "r"(codes));
+  return found;
+}
+
+DEVICE u32 pack_halves(float low, float high) {
+  u32 found;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
+  return found;
+}
+
+DEVICE u32 pack_bf16(float low, float high) {
+  u32 found;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
+  return found;
+}
+
+DEVICE u32 transposed(u32 matrix) {  // 8 x 8 halves
+  u32 found;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(matrix));
+  return found;
+}
+
+DEVICE void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+DEVICE float exp2_of(float x) {
+  float found;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+}
+
+DEVICE u32 quantized(float4 values, float scale) {  // as vLLM writes its cache: rounded to nearest even, clamped
+  const float x = __fdiv_rn(values.x, scale), y = __fdiv_rn(values.y, scale);
+  const float z = __fdiv_rn(values.z, scale), w = __fdiv_rn(values.w, scale);
+  u32 found;
+  asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\nmov.b32 %0, {l, h};\n}"
+      : "=r"(found)
+      : "f"(x), "f"(y), "f"(z), "f"(w));
+  return found;
+}
+
+DEVICE float4 four_bf16(uint2 bits) {
+  return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u), __uint_as_float(bits.y << 16),
+          __uint_as_float(bits.y & 0xFFFF0000u)};
+}
+
+// Where a 16-byte chunk of a tile's token lies among its 8. Loads of K take neighbouring tokens and half of their chunks,
+// those of V every second token and two chunks.
+DEVICE u32 k_chunk(u32 token, u32 chunk) { return chunk ^ (token & 1) << 2; }
+DEVICE u32 v_chunk(u32 token, u32 chunk) { return chunk ^ (token >> 1 & 3) << 1; }
+
+DEVICE u32 tiles_of(int tokens) { return (static_cast<u32>(tokens) + TILE - 1) / TILE; }
+
+// starts[r] = tiles of the requests before r; starts[requests] = all. Every thread of the block takes part.
+DEVICE void lay_end_to_end(const int* lengths_R, u32 requests, u32* starts, u32* of_warp) {
+  const u32 thread = threadIdx.x, lane = thread % 32, each = (requests + THREADS - 1) / THREADS;
+  const u32 begin = min(requests, thread * each), end = min(requests, begin + each);
+  u32 own = 0;
+  for (u32 r = begin; r < end; ++r) own += tiles_of(lengths_R[r]);
+  u32 upto = own;
+#pragma unroll
+  for (u32 step = 1; step < 32; step *= 2) {
+    const u32 before = __shfl_up_sync(EVERY, upto, step);
+    if (lane >= step) upto += before;
+  }
+  if (lane == 31) of_warp[thread / 32] = upto;
+  __syncthreads();
+  u32 at = upto - own;
+  for (u32 w = 0; w < thread / 32; ++w) at += of_warp[w];
+  for (u32 r = begin; r < end; ++r) {
+    starts[r] = at;
+    at += tiles_of(lengths_R[r]);
+  }
+  if (thread == THREADS - 1) starts[requests] = at;
+  __syncthreads();
+}
+
+// The request that a tile belongs to: the last r with starts[r] <= tile (those without tiles stand before it).
+DEVICE u32 request_of(u32 tile, const u32* starts, u32 requests) {
+  u32 low = 0, high = requests;  // starts[low] <= tile < starts[high]
+  while (high - low > 1) {
+    const u32 middle = (low + high) / 2;
+    if (starts[middle] <= tile) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+// Up to 32 tiles of one request; each lane knows where one of them begins.
+struct Window {
+  u32 request, first, count;  // `first`: of the request's own tiles
+  u64 offset;
+};
+
+// Fetches the tiles of a share one after the other, up to STAGES ahead of where they are used, short of the newest token.
+struct Fetcher {
+  const Cache& cache;
+  const int* lengths_R;
+  const u32* starts;
+  u32 next, end;  // tiles that no window has yet
+  Window now, later;
+  u32 taken = 0;
+  const u8* from;  // the thread's chunk of the first token that it copies, of every four
+  u32 k_to, v_to[2];
+
+  DEVICE Fetcher(const Cache& cache_, const int* lengths, const u32* starts_, u32 requests, u32 begin, u32 end_, u32 head)
+      : cache(cache_), lengths_R(lengths), starts(starts_), next(begin), end(end_) {
+    const u32 lane = threadIdx.x % 32, token = lane / 8, chunk = lane % 8;
+    from = cache.bytes + static_cast<u64>(head) * cache.head_stride + token * cache.token_stride + chunk * 16;
+    k_to = token * D + k_chunk(token, chunk) * 16;
+#pragma unroll
+    for (u32 odd = 0; odd < 2; ++odd) v_to[odd] = SIDE_BYTES + token * D + v_chunk(odd * 4 + token, chunk) * 16;
+    later.request = request_of(begin, starts, requests);
+    later = window(later.request);
+    now = later;
+    later = window(now.request);
+  }
+
+  DEVICE Window window(u32 request) {
+    Window found{request, 0, 0, 0};
+    if (next >= end) return found;
+    while (starts[found.request + 1] <= next) ++found.request;
+    found.first = next - starts[found.request];
+    found.count = min(32u, min(starts[found.request + 1], end) - next);
+    next += found.count;
+    const u32 lane = threadIdx.x % 32;
+    if (lane < found.count) {
+      const u32 token = (found.first + lane) * TILE, block = token / cache.block_tokens;
+      const u32 id = __ldg(cache.table_RB + found.request * cache.table_stride + block);
+      found.offset = static_cast<u64>(id) * cache.block_stride + (token - block * cache.block_tokens) * cache.token_stride;
+    }
+    return found;
+  }
+
+  DEVICE void fetch(u32 stage) {
+    const u64 offset = __shfl_sync(EVERY, now.offset, taken);
+    const u32 older = lengths_R[now.request] - (now.first + taken) * TILE - 1, token = threadIdx.x % 32 / 8;
+    const u8* k = from + offset;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i, k += 4 * cache.token_stride) {
+      const bool there = i * 4 + token < older;
+      copy_16(stage + k_to + i * 4 * D, k, there);
+      copy_16(stage + v_to[i % 2] + i * 4 * D, k + D, there);
+    }
+    if (++taken == now.count) {
+      now = later, taken = 0;
+      later = window(now.request);
+    }
+  }
+};
+
+// The queries of one KV head, as the N side of the product with K: thread (g, t) has head g, of each 64 dimensions those
+// from 16t on.
+struct Query {
+  u32 halves[SIDES][16];
+
+  DEVICE void load(const u8* head_codes) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (u32 side = 0; side < SIDES; ++side) {
+      uint4 low{}, high{};
+      if (side * 8 + g < GROUP) {
+        const u8* codes = head_codes + (side * 8 + g) * D + t * 16;
+        low = *reinterpret_cast<const uint4*>(codes);
+        high = *reinterpret_cast<const uint4*>(codes + 64);
+      }
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) {
+        halves[side][i * 2] = low_halves(word(low, i));
+        halves[side][i * 2 + 1] = high_halves(word(low, i));
+        halves[side][8 + i * 2] = low_halves(word(high, i));
+        halves[side][8 + i * 2 + 1] = high_halves(word(high, i));
+      }
+    }
+  }
+};
+
+// What is known of one request so far. Thread (g, t) has of heads 2t and 2t + 1 (of each 8) dimensions 16g to 16g + 15, and
+// of the sums of weights those of tokens g and g + 8 of every tile.
+struct Sums {
+  float numerators[SIDES][8][4];
+  float largest[SIDES][2], weights[SIDES][2];
+
+  DEVICE void clear() {
+#pragma unroll
+    for (u32 side = 0; side < SIDES; ++side) {
+#pragma unroll
+      for (u32 i = 0; i < 32; ++i) numerators[side][i / 4][i % 4] = 0;
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) largest[side][i] = -1e30f, weights[side][i] = 0;
+    }
+  }
+
+  // One tile; `left`: tokens of the request from its first on.
+  DEVICE void add(u32 stage, const Query& query, float scale, u32 left) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    uint4 k[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i)  // tokens g and g + 8, chunks t and t + 4
+      k[i] = load_16(stage + g * D + k_chunk(g, t + i % 2 * 4) * 16 + i / 2 * 8 * D);
+    float scores[SIDES][4] = {};
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half)
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) {
+        const u32 near = word(k[half], i), far = word(k[2 + half], i);  // tokens g and g + 8
+        const u32 a0 = low_halves(near), a1 = low_halves(far), a2 = high_halves(near), a3 = high_halves(far);
+#pragma unroll
+        for (u32 side = 0; side < SIDES; ++side)
+          multiply(scores[side], a0, a1, a2, a3, query.halves[side][half * 8 + i * 2],
+                   query.halves[side][half * 8 + i * 2 + 1]);
+      }
+    u32 near[SIDES], far[SIDES];
+#pragma unroll
+    for (u32 side = 0; side < SIDES; ++side) {
+      float(&s)[4] = scores[side];
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) s[i] = g + i / 2 * 8 < left ? s[i] * scale : -1e30f;
+      float most[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        most[i] = fmaxf(most[i], __shfl_xor_sync(EVERY, most[i], 4));
+        most[i] = fmaxf(most[i], __shfl_xor_sync(EVERY, most[i], 8));
+        most[i] = fmaxf(most[i], __shfl_xor_sync(EVERY, most[i], 16));
+      }
+      if (__any_sync(EVERY, most[0] > largest[side][0] || most[1] > largest[side][1])) {
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+          const float raised = fmaxf(most[i], largest[side][i]), shrink = exp2_of(largest[side][i] - raised);
+          largest[side][i] = raised;
+          weights[side][i] *= shrink;
+#pragma unroll
+          for (u32 j = 0; j < 8; ++j) numerators[side][j][i] *= shrink, numerators[side][j][i + 2] *= shrink;
+        }
+      }
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) s[i] = exp2_of(s[i] - largest[side][i % 2]);
+      weights[side][0] += s[0] + s[2];
+      weights[side][1] += s[1] + s[3];
+      near[side] = transposed(pack_halves(s[0], s[1]));
+      far[side] = transposed(pack_halves(s[2], s[3]));
+    }
+    uint4 v[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i)  // tokens 2t, 2t + 1, 2t + 8, 2t + 9, chunk g
+      v[i] = load_16(stage + SIDE_BYTES + 2 * t * D + v_chunk(2 * t, g) * 16 + (i % 2 + i / 2 * 8) * D);
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+      const u32 order = i % 2 ? 0x7362 : 0x5140;  // two dimensions of two tokens, a dimension's tokens side by side
+      const u32 first = __byte_perm(word(v[0], i / 2), word(v[1], i / 2), order);
+      const u32 second = __byte_perm(word(v[2], i / 2), word(v[3], i / 2), order);
+      const u32 a0 = low_halves(first), a1 = high_halves(first), a2 = low_halves(second), a3 = high_halves(second);
+#pragma unroll
+      for (u32 side = 0; side < SIDES; ++side)
+        multiply(numerators[side][i], a0, a1, a2, a3, near[side], far[side]);
+    }
+  }
+
+  DEVICE void add_up_weights() {
+#pragma unroll
+    for (u32 side = 0; side < SIDES; ++side)
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        float& sum = weights[side][i];
+        sum += __shfl_xor_sync(EVERY, sum, 4);
+        sum += __shfl_xor_sync(EVERY, sum, 8);
+        sum += __shfl_xor_sync(EVERY, sum, 16);
+      }
+  }
+};
+
+// What joins the cache: BF16 rows of one token's KV heads, and where in the cache they go, or less than 0.
+struct Fresh {
+  const bf16* k_RGD;
+  const bf16* v_RGD;
+  u64 k_stride, v_stride;
+  const long long* slots_R;
+};
+
+// Each thread has 4 dimensions of K and V.
+struct NewToken {
+  uint2 k, v;
+  long long slot;
+
+  DEVICE void load(const Fresh& fresh, u32 request, u32 head) {
+    const u32 at = head * D + threadIdx.x % 32 * 4;
+    k = *reinterpret_cast<const uint2*>(fresh.k_RGD + request * fresh.k_stride + at);
+    v = *reinterpret_cast<const uint2*>(fresh.v_RGD + request * fresh.v_stride + at);
+    slot = fresh.slots_R[request];
+  }
+
+  // `row`: its place in the tile.
+  DEVICE void join(const Cache& cache, u32 stage, u32 row, u32 head, float k_by, float v_by) const {
+    const u32 lane = threadIdx.x % 32, chunk = lane / 4;
+    const u32 k_codes = quantized(four_bf16(k), k_by), v_codes = quantized(four_bf16(v), v_by);
+    const u32 k_to = stage + row * D + k_chunk(row, chunk) * 16 + lane % 4 * 4;
+    const u32 v_to = stage + SIDE_BYTES + row * D + v_chunk(row, chunk) * 16 + lane % 4 * 4;
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(k_to), "r"(k_codes) : "memory");
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(v_to), "r"(v_codes) : "memory");
+    __syncwarp();
+    if (slot < 0) return;
+    const u64 block = static_cast<u64>(slot) / cache.block_tokens;
+    const u32 inside = static_cast<u64>(slot) - block * cache.block_tokens;
+    u8* to = cache.bytes + block * cache.block_stride + inside * cache.token_stride +
+             static_cast<u64>(head) * cache.head_stride + lane * 4;
+    *reinterpret_cast<u32*>(to) = k_codes;
+    *reinterpret_cast<u32*>(to + D) = v_codes;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    decode_attention(const u8* query_RHD, u64 query_stride, Fresh fresh, Cache cache, const int* lengths_R, u32 requests,
+                     const float* q_scale, const float* k_scale, const float* v_scale, u32 scale_stride, float softmax_scale,
+                     bf16* out_RHD, u64 out_stride, float* parts_SHD, float2* part_sums_SH, u32 shares) {
+  extern __shared__ __align__(128) u8 shared[];
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // combine_attention waits beside this
+  u32* of_warp = reinterpret_cast<u32*>(shared + WARPS * STAGES * STAGE_BYTES);
+  u32* starts = of_warp + WARPS;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  constexpr u32 ACROSS = KV_HEADS / TOGETHER;
+  const u32 head = blockIdx.x % ACROSS * TOGETHER + warp % TOGETHER;
+  const u32 share = blockIdx.x / ACROSS * SHARES + warp / TOGETHER;
+
+  lay_end_to_end(lengths_R, requests, starts, of_warp);
+  const u32 all = starts[requests], used = min(shares, all);  // no share is empty, so a request's parts lie side by side
+  const u32 begin = share < used ? static_cast<u64>(all) * share / used : all;
+  const u32 end = share < used ? static_cast<u64>(all) * (share + 1) / used : all;
+  const u32 count = end - begin;
+  const u32 ring = shared_address(shared) + warp * (STAGES * STAGE_BYTES);
+  Fetcher fetcher(cache, lengths_R, starts, requests, begin, end, head);
+  for (u32 i = 0; i < STAGES - 1; ++i) {
+    if (i < count) fetcher.fetch(ring + i * STAGE_BYTES);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  const float k_by = k_scale[head * scale_stride], v_by = v_scale[head * scale_stride];
+  const float scale = softmax_scale * 1.4426950408889634f * q_scale[head * scale_stride] * k_by;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+
+  Query query;
+  NewToken fresh_token{};
+  Sums sums;
+  u32 request = count ? request_of(begin, starts, requests) : 0, tile = count ? begin - starts[request] : 0;
+  u32 stage = 0, into = STAGES - 1;
+  for (u32 i = 0; i < count;) {
+    const u32 first = starts[request], upto = starts[request + 1];
+    const u32 stop = min(end, upto) - first, tokens = lengths_R[request];
+    query.load(query_RHD + request * query_stride + head * (GROUP * D));
+    if (upto <= end) fresh_token.load(fresh, request, head);
+    sums.clear();
+#pragma unroll 1
+    for (; tile < stop; ++tile, ++i) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+      __syncwarp();  // this tile is there, and every thread is done with the one before it
+      if (i + STAGES - 1 < count) fetcher.fetch(ring + into * STAGE_BYTES);
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      if (first + tile + 1 == upto)
+        fresh_token.join(cache, ring + stage * STAGE_BYTES, (tokens - 1) % TILE, head, k_by, v_by);
+      sums.add(ring + stage * STAGE_BYTES, query, scale, tokens - tile * TILE);
+      if (++stage == STAGES) stage = 0;
+      if (++into == STAGES) into = 0;
+    }
+    sums.add_up_weights();
+    const bool whole = begin <= first && upto <= end;
+#pragma unroll
+    for (u32 side = 0; side < SIDES; ++side)
+#pragma unroll
+      for (u32 j = 0; j < 2; ++j) {
+        const u32 of_group = side * 8 + 2 * t + j;
+        if (of_group >= GROUP) continue;
+        const u32 query_head = head * GROUP + of_group;
+        float(&n)[8][4] = sums.numerators[side];
+        if (whole) {
+          const float by = v_by / sums.weights[side][j];
+          uint4* to = reinterpret_cast<uint4*>(out_RHD + request * out_stride + query_head * D + g * 16);
+#pragma unroll
+          for (u32 half = 0; half < 2; ++half) {
+            u32 pairs[4];
+#pragma unroll
+            for (u32 p = 0; p < 4; ++p) pairs[p] = pack_bf16(n[half * 4 + p][j] * by, n[half * 4 + p][j + 2] * by);
+            to[half] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+          }
+        } else {
+          const u64 at = static_cast<u64>(share + request) * HEADS + query_head;
+          float4* to = reinterpret_cast<float4*>(parts_SHD + at * D + g * 16);
+#pragma unroll
+          for (u32 p = 0; p < 4; ++p) to[p] = {n[p * 2][j], n[p * 2][j + 2], n[p * 2 + 1][j], n[p * 2 + 1][j + 2]};
+          if (g == 0) part_sums_SH[at] = {sums.largest[side][j], sums.weights[side][j]};
+        }
+      }
+    tile = 0;
+    if (i < count)
+      do ++request;
+      while (starts[request + 1] == starts[request]);
+  }
+}
+
+// Adds up the parts of requests that more than one share had a part of; `spread` warps (a divisor of a block's) take one query
+// head of one request, each neighbouring parts. Requests without tokens (padding of a batch) become zeros.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    combine_attention(const float* parts_SHD, const float2* part_sums_SH, const int* lengths_R, u32 requests,
+                      const float* v_scale, u32 scale_stride, bf16* out_RHD, u64 out_stride, u32 shares, u32 spread) {
+  extern __shared__ __align__(128) u8 shared[];
+  u32* of_warp = reinterpret_cast<u32*>(shared);
+  float4* sums = reinterpret_cast<float4*>(shared + 128);  // [WARPS, 32]
+  float2* told = reinterpret_cast<float2*>(sums + WARPS * 32);
+  u32* starts = reinterpret_cast<u32*>(told + WARPS);
+  lay_end_to_end(lengths_R, requests, starts, of_warp);
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const u32 item = blockIdx.x * (WARPS / spread) + warp / spread, member = warp % spread;
+  const u32 request = min(item / HEADS, requests - 1), head = item % HEADS;
+  const u32 first = starts[request], upto = starts[request + 1], all = starts[requests];
+  const u64 used = min(shares, all);
+  u32 from = 0, count = 0;
+  if (first < upto) {
+    from = ((first + 1) * used - 1) / all;  // shares of the first tile and of the last
+    count = static_cast<u32>((upto * used - 1) / all) - from + 1;
+  }
+  const u32 each = (count + spread - 1) / spread, begin = min(count, member * each), end = min(count, begin + each);
+  const u64 at = static_cast<u64>(from + request) * HEADS + head;
+  float largest = -1e30f, weights = 0;
+  float4 sum{};
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (count > 1)
+    for (u32 i = begin; i < end; i += PARTS) {
+      float4 part[PARTS];
+      float2 own[PARTS];
+#pragma unroll
+      for (u32 j = 0; j < PARTS; ++j) {
+        if (i + j >= end) continue;
+        part[j] = reinterpret_cast<const float4*>(parts_SHD + (at + (i + j) * HEADS) * D)[lane];
+        own[j] = part_sums_SH[at + (i + j) * HEADS];
+      }
+#pragma unroll
+      for (u32 j = 0; j < PARTS; ++j) {
+        if (i + j >= end) continue;
+        const float raised = fmaxf(largest, own[j].x), old = exp2_of(largest - raised), by = exp2_of(own[j].x - raised);
+        weights = weights * old + own[j].y * by;
+        sum = {sum.x * old + part[j].x * by, sum.y * old + part[j].y * by, sum.z * old + part[j].z * by,
+               sum.w * old + part[j].w * by};
+        largest = raised;
+      }
+    }
+  if (spread > 1) {
+    sums[threadIdx.x] = sum;
+    if (lane == 0) told[warp] = {largest, weights};
+    __syncthreads();
+    if (member) return;
+    for (u32 j = 1; j < spread; ++j) {
+      const float2 own = told[warp + j];
+      const float4 part = sums[threadIdx.x + j * 32];
+      const float raised = fmaxf(largest, own.x), old = exp2_of(largest - raised), by = exp2_of(own.x - raised);
+      weights = weights * old + own.y * by;
+      sum = {sum.x * old + part.x * by, sum.y * old + part.y * by, sum.z * old + part.z * by, sum.w * old + part.w * by};
+      largest = raised;
+    }
+  }
+  if (item >= requests * HEADS || count == 1) return;
+  const float by = count ? v_scale[head / GROUP * scale_stride] / weights : 0;
+  reinterpret_cast<uint2*>(out_RHD + request * out_stride + head * D)[lane] = {pack_bf16(sum.x * by, sum.y * by),
+                                                                              pack_bf16(sum.z * by, sum.w * by)};
+}

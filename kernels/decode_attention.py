@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one new token of each request over a paged FP8 cache, which it joins (`decode_attention.cu`): K and V read
+once, at memory speed.
+
+Written in CUDA C++: with 8 query heads at most to a KV head a tensor core's tile is all but empty, and what counts is that
+bytes never stop coming. That takes copies that run ahead of a warp without its registers, and fragments that are loaded as
+the cache lies there, without a transpose of V; Triton offers neither.
+
+Shape suffixes: R requests, H query heads, G KV heads, D head dimension, B blocks of a request.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels import cuda
+from vllm_fp8ext.kernels.reference import FP8_DTYPE
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+HEAD_DIMENSION = 128
+TILE = 16
+"""Tokens of a tile; blocks of the cache hold a multiple of them."""
+MOST_GROUP = 16
+"""Query heads of one KV head that the kernel takes."""
+_WARPS = 8
+_STAGE_BYTES = 4096
+
+
+class _Fresh(ctypes.Structure):
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("key_stride", ctypes.c_ulonglong),
+        ("value_stride", ctypes.c_ulonglong),
+        ("slots", ctypes.c_void_p),
+    )
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (
+        ("bytes", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_ulonglong),
+        ("block_stride", ctypes.c_uint),
+        ("token_stride", ctypes.c_uint),
+        ("head_stride", ctypes.c_uint),
+        ("block_tokens", ctypes.c_uint),
+    )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the kernel is built: `together` KV heads and `shares` shares of the work in a block, `stages` tiles in flight for
+    each warp, `resident` blocks on a multiprocessor."""
+
+    together: int
+    shares: int
+    stages: int
+    resident: int
+
+    @property
+    def warps(self) -> int:
+        return self.together * self.shares
+
+    def shared_bytes(self, requests: int) -> int:
+        return self.warps * (self.stages * _STAGE_BYTES + 4) + 4 * (requests + 1)
+
+
+def choose(heads: int, kv_heads: int) -> Cut:
+    """The cut for a layer of `heads` query heads and `kv_heads` KV heads."""
+    together = max(count for count in range(1, _WARPS + 1) if kv_heads % count == 0)
+    return Cut(together, _WARPS // together, stages=3, resident=1)
+
+
+class DecodeAttention:
+    """The kernel for layers of one shape on one device, with room for the parts of up to `requests` requests.
+
+    Calls must be of one stream: they share that room.
+
+    Raises:
+        ValueError: a shape that the kernel does not take.
+        CudaError: there is no GPU, or no compiler.
+    """
+
+    def __init__(
+        self, heads: int, kv_heads: int, requests: int, device: torch.device, cut: Cut | None = None
+    ) -> None:
+        if kv_heads < 1 or heads % kv_heads or heads // kv_heads > MOST_GROUP:
+            raise ValueError(
+                f"expected 1 to {MOST_GROUP} query heads to a KV head, found {heads} and {kv_heads}"
+            )
+        self.heads, self.kv_heads, self.requests = heads, kv_heads, requests
+        self.cut = cut = cut or choose(heads, kv_heads)
+        code = machine_code(heads, kv_heads, cut)
+        self._attend = cuda.Kernel(code, "decode_attention", cut.warps * 32, 1)
+        self._combine = cuda.Kernel(code, "combine_attention", cut.warps * 32, 1)
+        across = kv_heads // cut.together
+        self._shared = cut.shared_bytes(requests)
+        self._blocks = max(1, self._attend.resident_blocks(self._shared) // across) * across
+        self.shares = self._blocks // across * cut.shares
+        slots = self.shares + requests
+        self._parts = torch.empty(slots, heads, HEAD_DIMENSION, dtype=torch.float32, device=device)
+        self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
+
+    def __call__(
+        self,
+        query_RHD: Tensor,
+        key_RGD: Tensor,
+        value_RGD: Tensor,
+        cache: Tensor,
+        table_RB: Tensor,
+        lengths_R: Tensor,
+        slots_R: Tensor,
+        scales: tuple[Tensor, Tensor, Tensor],
+        softmax_scale: float,
+        out_RHD: Tensor,
+    ) -> None:
+        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out_RHD`, BF16, and its new token's K and V
+        into the cache, quantized as vLLM does it.
+
+        `query_RHD`: E4M3. `key_RGD`, `value_RGD`: BF16, of the new tokens. `cache`: bytes `[blocks, G, block tokens, 2 * D]`
+        in any order of the first three, each token's K before its V. `table_RB`: int32 blocks of each request; `lengths_R`:
+        int32 tokens of each, the new one among them; of none, the output is zero. `slots_R`: int64 place of each new token in
+        the cache, `block * block tokens + token`; below 0, it is not cached. `scales`: fp32 of Q, K and V, one or one for
+        each KV head.
+        """
+        requests = lengths_R.shape[0]
+        self._check(query_RHD, key_RGD, value_RGD, cache, table_RB, lengths_R, slots_R, scales, out_RHD)
+        fresh = _Fresh(
+            *(key_RGD.data_ptr(), value_RGD.data_ptr()),
+            *(key_RGD.stride(0), value_RGD.stride(0), slots_R.data_ptr()),
+        )
+        paged = _Cache(
+            *(cache.data_ptr(), table_RB.data_ptr(), table_RB.stride(0)),
+            *(cache.stride(0), cache.stride(2), cache.stride(1), cache.shape[2]),
+        )
+        q, k, v = (ctypes.c_void_p(scale.data_ptr()) for scale in scales)
+        scale_stride = ctypes.c_uint(int(scales[0].numel() > 1))
+        out = (ctypes.c_void_p(out_RHD.data_ptr()), ctypes.c_ulonglong(out_RHD.stride(0)))
+        parts, sums = (ctypes.c_void_p(part.data_ptr()) for part in (self._parts, self._sums))
+        lengths, count = ctypes.c_void_p(lengths_R.data_ptr()), ctypes.c_uint(requests)
+        shares = ctypes.c_uint(self.shares)
+        stream = torch.cuda.current_stream(query_RHD.device).cuda_stream
+        self._attend.launch(
+            self._blocks,
+            self._shared,
+            stream,
+            (
+                *(ctypes.c_void_p(query_RHD.data_ptr()), ctypes.c_ulonglong(query_RHD.stride(0))),
+                *(fresh, paged, lengths, count, q, k, v, scale_stride, ctypes.c_float(softmax_scale)),
+                *(*out, parts, sums, shares),
+            ),
+            early=True,
+        )
+        spread = self._spread(requests)
+        self._combine.launch(
+            -(-requests * self.heads * spread // self.cut.warps),
+            128 + self.cut.warps * (512 + 8) + 4 * (requests + 1),
+            stream,
+            (parts, sums, lengths, count, v, scale_stride, *out, shares, ctypes.c_uint(spread)),
+            early=True,
+        )
+
+    def _spread(self, requests: int) -> int:
+        """Warps that add up one head's parts: more where few requests have many parts each."""
+        most = self.cut.warps & -self.cut.warps
+        wanted = self.shares // requests // 4
+        return min(most, 1 << max(0, wanted.bit_length() - 1)) if wanted else 1
+
+    def _check(
+        self,
+        query_RHD: Tensor,
+        key_RGD: Tensor,
+        value_RGD: Tensor,
+        cache: Tensor,
+        table_RB: Tensor,
+        lengths_R: Tensor,
+        slots_R: Tensor,
+        scales: Sequence[Tensor],
+        out_RHD: Tensor,
+    ) -> None:
+        requests = lengths_R.shape[0]
+        by_query = (requests, self.heads, HEAD_DIMENSION)
+        by_key = (requests, self.kv_heads, HEAD_DIMENSION)
+        problems = [
+            text
+            for text, wrong in (
+                (f"1 to {self.requests} requests, found {requests}", not 0 < requests <= self.requests),
+                (f"E4M3 queries {by_query}", query_RHD.dtype != FP8_DTYPE or query_RHD.shape != by_query),
+                (f"BF16 outputs {by_query}", out_RHD.dtype != torch.bfloat16 or out_RHD.shape != by_query),
+                (
+                    f"BF16 keys and values {by_key}",
+                    any(
+                        part.dtype != torch.bfloat16 or part.shape != by_key for part in (key_RGD, value_RGD)
+                    ),
+                ),
+                (
+                    f"a cache of bytes [blocks, {self.kv_heads}, a multiple of {TILE}, {2 * HEAD_DIMENSION}]",
+                    cache.element_size() != 1
+                    or (cache.shape[1], cache.shape[3]) != (self.kv_heads, 2 * HEAD_DIMENSION)
+                    or cache.shape[2] % TILE != 0
+                    or cache.stride(3) != 1,
+                ),
+                (
+                    "heads side by side, each at a multiple of 8 bytes, queries and outputs of 16",
+                    any(
+                        part.stride()[1:] != (HEAD_DIMENSION, 1)
+                        or part.data_ptr() % align
+                        or part.stride(0) * part.element_size() % align
+                        for part, align in ((query_RHD, 16), (out_RHD, 16), (key_RGD, 8), (value_RGD, 8))
+                    ),
+                ),
+                (
+                    "int32 lengths, int64 slots, and a table with a row for each",
+                    lengths_R.dtype != torch.int32
+                    or slots_R.dtype != torch.int64
+                    or table_RB.dtype != torch.int32
+                    or table_RB.shape[0] < requests
+                    or slots_R.shape[0] < requests,
+                ),
+                (
+                    f"fp32 scales, all 1 or all {self.kv_heads}",
+                    len({scale.numel() for scale in scales}) != 1
+                    or scales[0].numel() not in (1, self.kv_heads)
+                    or any(scale.dtype != torch.float32 or not scale.is_contiguous() for scale in scales),
+                ),
+            )
+            if wrong
+        ]
+        if problems:
+            raise ValueError(f"decode_attention: expected {'; '.join(problems)}")
+
+
+@functools.cache
+def machine_code(heads: int, kv_heads: int, cut: Cut) -> bytes:
+    """Compile both kernels; needs no GPU."""
+    macros = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "TOGETHER": cut.together}
+    macros |= {"SHARES": cut.shares, "STAGES": cut.stages, "RESIDENT": cut.resident}
+    return cuda.compile_source(_SOURCE.read_text(), {}, macros)
+
+
+def decode_attention_reference(
+    query_RHD: Tensor,
+    cache: Tensor,
+    table_RB: Tensor,
+    lengths_R: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor],
+    softmax_scale: float,
+) -> Tensor:
+    """What `DecodeAttention` computes, in fp64 `[R, H, D]`, of a cache in E4M3 that all tokens have joined."""
+    heads, kv_heads = query_RHD.shape[1], cache.shape[1]
+    q_scale, k_scale, v_scale = (scale.double().expand(kv_heads)[:, None, None] for scale in scales)
+    rows = []
+    for query, table, length in zip(query_RHD, table_RB, lengths_R.tolist(), strict=True):
+        blocks = table[: -(-length // cache.shape[2])].long()
+        cached = cache[blocks].double().transpose(0, 1).flatten(1, 2)[:, :length]
+        keys, values = cached.split(HEAD_DIMENSION, -1)
+        grouped = query.double().view(kv_heads, heads // kv_heads, HEAD_DIMENSION) * q_scale
+        weights = torch.softmax(grouped @ (keys * k_scale).transpose(1, 2) * softmax_scale, -1)
+        rows.append((weights @ (values * v_scale)).view(heads, HEAD_DIMENSION))
+    return torch.stack(rows)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers and steps go to our own attention kernel. That it is right there, `tests/gpu` shows."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_fp8ext.compat import decode_attention
+
+LAYER = "model.layers.0.self_attn.attn"
+
+
+def layer(**changed: Any) -> Any:
+    impl = {
+        "vllm_flash_attn_version": 3,
+        "num_queries_per_kv": 4,
+        "sliding_window": (-1, -1),
+        "logits_soft_cap": 0,
+        "alibi_slopes": None,
+        "sinks": None,
+        "attn_type": AttentionType.DECODER,
+        "batch_invariant_enabled": False,
+        "scale": 0.5,
+    }
+    own = {
+        "attn_backend": SimpleNamespace(get_name=lambda: changed.get("backend", "FLASH_ATTN")),
+        "head_size": 128,
+        "head_size_v": 128,
+        "kv_sharing_target_layer_name": None,
+        "query_quant": object(),
+        "dtype": torch.bfloat16,
+        "layer_name": LAYER,
+        "kv_cache": "cache",
+    }
+    own |= {f"_{name}_scale": name for name in "qkv"}
+    known = {name: changed.get(name, value) for name, value in impl.items()}
+    return SimpleNamespace(
+        **{name: changed.get(name, value) for name, value in own.items()}, impl=SimpleNamespace(**known)
+    )
+
+
+def config(context_parallel: int = 1, ubatching: bool = False) -> Any:
+    parallel = SimpleNamespace(decode_context_parallel_size=context_parallel, use_ubatching=ubatching)
+    return SimpleNamespace(parallel_config=parallel)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"backend": "TRITON_ATTN"}, "attention by TRITON_ATTN"),
+        ({"vllm_flash_attn_version": 2}, "FlashAttention 2"),
+        ({"head_size": 64}, "heads of 64"),
+        ({"head_size_v": 192}, "heads of 128"),
+        ({"num_queries_per_kv": 17}, "17 query heads to a KV head"),
+        ({"sliding_window": (127, 0)}, "a sliding window"),
+        ({"logits_soft_cap": 30.0}, "soft-capped scores"),
+        ({"alibi_slopes": torch.ones(4)}, "ALiBi"),
+        ({"sinks": torch.ones(4)}, "sinks"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, f"{AttentionType.ENCODER_ONLY} attention"),
+        ({"kv_sharing_target_layer_name": "another"}, "shared K and V"),
+        ({"query_quant": None}, "queries in 16 bits"),
+        ({"dtype": torch.float16}, "outputs in torch.float16"),
+        ({"batch_invariant_enabled": True}, "VLLM_BATCH_INVARIANT"),
+    ],
+)
+def test_layers_that_stay_with_vllms_attention(changed: dict[str, Any], reason: str) -> None:
+    assert decode_attention._beyond(layer(**changed), config()) == reason
+
+
+def test_parallelism_that_the_kernel_does_not_know() -> None:
+    assert decode_attention._beyond(layer(), config()) is None
+    assert decode_attention._beyond(layer(), config(context_parallel=2)) == "decode context parallelism"
+    assert decode_attention._beyond(layer(), config(ubatching=True)) == "microbatches"
+
+
+def test_what_is_not_for_the_kernel_is_left_as_it_is() -> None:
+    given = layer(head_size=64)
+    before = dict(vars(given.impl))
+    decode_attention.attach(given, config())
+    assert vars(given.impl) == before
+
+
+STEP = {
+    "max_query_len": 1,
+    "num_actual_tokens": 2,
+    "seq_lens": torch.tensor([5, 9]),
+    "causal": True,
+    "mm_prefix_query_range_tensor": None,
+    "rswa_prefix_lens": None,
+    "block_table": "table",
+    "slot_mapping": torch.tensor([4, 8, -1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "own"),
+    [
+        ({}, True),
+        ({"max_query_len": 2}, False),
+        ({"num_actual_tokens": 1}, False),
+        ({"causal": False}, False),
+        ({"mm_prefix_query_range_tensor": torch.zeros(1)}, False),
+        ({"rswa_prefix_lens": torch.zeros(1)}, False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None, own: bool) -> None:
+    """Attention and what is cached before it always go the same way."""
+    calls: list[str] = []
+    given = layer()
+    given.impl.forward = lambda *_: calls.append("vLLM attends") or "theirs"
+    given.impl.do_kv_cache_update = lambda *_: calls.append("vLLM caches")
+    asked: list[Any] = []
+    decode_attention._replace(given, lambda *args: asked.append(args))  # type: ignore[arg-type]
+    metadata = None if changed is None else SimpleNamespace(**STEP | changed)
+    query, key, value, out = (torch.arange(4.0).view(4, 1, 1) for _ in range(4))
+    with set_current_vllm_config(VllmConfig()):
+        context = VllmConfig()
+        context.compilation_config.static_forward_context[LAYER] = given
+        with set_forward_context({LAYER: metadata}, context):
+            given.impl.do_kv_cache_update(given, key, value, "cache", "slots")
+    found = given.impl.forward(given, query, key, value, "cache", metadata, out)
+    if not own:
+        assert calls == ["vLLM caches", "vLLM attends"]
+        assert found == "theirs"
+        assert not asked
+        return
+    assert not calls
+    assert found is out
+    ((q, k, v, cache, table, lengths, slots, scales, scale, written),) = asked
+    assert [len(part) for part in (q, k, v, written)] == [2] * 4
+    assert (cache, table, scales, scale) == ("cache", "table", ("q", "k", "v"), 0.5)
+    assert lengths is metadata.seq_lens
+    assert slots is metadata.slot_mapping

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over an FP8 cache on a Hopper GPU, against the same in fp64."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels import decode_attention
+from vllm_fp8ext.kernels.decode_attention import (
+    HEAD_DIMENSION,
+    DecodeAttention,
+    decode_attention_reference,
+)
+from vllm_fp8ext.kernels.kv_cache import quantize
+from vllm_fp8ext.kernels.reference import FP8_DTYPE
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {"8B": (32, 8), "30B-A3B": (32, 4), "1.7B": (16, 8), "one": (4, 1), "wide": (32, 2), "odd": (24, 12)}
+"""Query heads and KV heads."""
+TOKENS = 24
+"""Of the longest answer in `attention_story.py`."""
+
+
+class Batch(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cache: Tensor
+    """The newest tokens are NaN in it."""
+    table: Tensor
+    lengths: Tensor
+    slots: Tensor
+    scales: tuple[Tensor, Tensor, Tensor]
+    softmax_scale: float
+
+    def run(self, attend: DecodeAttention) -> Tensor:
+        out = torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+        attend(*self, out)
+        return out
+
+    def joined(self) -> Tensor:
+        """The cache with the newest tokens in it."""
+        cache = self.cache.view(torch.uint8).clone().view(FP8_DTYPE)
+        size = cache.shape[2]
+        codes = [
+            quantize(part.float(), scale)
+            for part, scale in zip((self.key, self.value), self.scales[1:], strict=True)
+        ]
+        for row, slot in enumerate(self.slots.tolist()):
+            if slot >= 0:
+                cache[slot // size, :, slot % size] = torch.cat([part[row] for part in codes], -1)
+        return cache
+
+    def only(self, rows: list[int]) -> "Batch":
+        fields = ("query", "key", "value", "table", "lengths", "slots")
+        return self._replace(**{name: getattr(self, name)[rows] for name in fields})
+
+
+def batch(
+    heads: int,
+    kv_heads: int,
+    lengths: list[int],
+    *,
+    block: int = 16,
+    by_head: bool = False,
+    near: bool = True,
+    seed: int = 0,
+) -> Batch:
+    """Blocks anywhere in the cache; `near`: a block's tokens side by side, as vLLM's layout NHD has them."""
+    noise = torch.Generator("cuda").manual_seed(seed)
+    blocks = [-(-length // block) for length in lengths]
+    total = sum(blocks) + 3
+    size = (
+        (total, block, kv_heads, 2 * HEAD_DIMENSION) if near else (total, kv_heads, block, 2 * HEAD_DIMENSION)
+    )
+    values = torch.randn(size, generator=noise, device="cuda")
+    cache = (values * 20).to(FP8_DTYPE).view(torch.uint8)
+    cache = (cache.transpose(1, 2) if near else cache).view(FP8_DTYPE)
+    order = torch.randperm(total, generator=noise, device="cuda").int()
+    table = torch.zeros(len(lengths), max(1, *blocks) + 2, dtype=torch.int32, device="cuda")
+    used = 0
+    for row, count in zip(table, blocks, strict=True):
+        row[:count] = order[used : used + count]
+        used += count
+    query = torch.randn(len(lengths), heads, HEAD_DIMENSION, generator=noise, device="cuda") * 40
+    fused = torch.randn(len(lengths), 2, kv_heads, HEAD_DIMENSION, generator=noise, device="cuda").bfloat16()
+    slots = torch.tensor(
+        [
+            int(row[(n - 1) // block]) * block + (n - 1) % block if n else -1
+            for row, n in zip(table, lengths, strict=True)
+        ],
+        device="cuda",
+    )
+    for slot in slots[slots >= 0].tolist():
+        cache.view(torch.uint8)[slot // block, :, slot % block] = 0x7F
+    count = kv_heads if by_head else 1
+    scales = tuple(torch.rand(count, generator=noise, device="cuda") * 0.02 + 0.02 for _ in range(3))
+    found = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return Batch(
+        *(query.to(FP8_DTYPE), fused[:, 0], fused[:, 1], cache, table, found, slots, scales),
+        HEAD_DIMENSION**-0.5,
+    )
+
+
+def error(found: Tensor, given: Batch) -> float:
+    shown = (given.query, given.joined(), given.table, given.lengths, given.scales, given.softmax_scale)
+    expected = decode_attention_reference(*shown)
+    assert bool(found.isfinite().all())
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+@pytest.mark.parametrize("by_head", [False, True], ids=["layer", "head"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_softmax_attention(shape: tuple[int, int], by_head: bool) -> None:
+    """Requests in one share and in many, of one token, of a whole number of tiles and of others."""
+    for lengths in ([1], [16], [4097], [1, 17, 300, 31, 32, 1000, 2, 2049], [5] * 300, [700, 900, 1100] * 60):
+        given = batch(*shape, lengths, by_head=by_head)
+        attend = DecodeAttention(*shape, len(lengths), torch.device("cuda"))
+        expected = given.joined()
+        assert error(given.run(attend), given) < 4e-3, lengths[:8]
+        assert same(given.cache, expected)
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["HND", "NHD"])
+@pytest.mark.parametrize("block", [16, 48, 128])
+def test_blocks_of_any_size_and_either_layout(block: int, near: bool) -> None:
+    given = batch(32, 8, [1, 200, 128, 3000, 47], block=block, near=near)
+    attend = DecodeAttention(32, 8, 8, torch.device("cuda"))
+    expected = given.joined()
+    assert error(given.run(attend), given) < 4e-3
+    assert same(given.cache, expected)
+
+
+def test_one_score_far_above_the_others() -> None:
+    """Weights fall below what FP16 holds; the largest comes late, and early."""
+    for at in (3, 900):
+        given = batch(32, 8, [1000])
+        cache = given.cache.float()
+        cache[given.table[0, at // 16].long(), :, at % 16, :HEAD_DIMENSION] *= 8
+        query = (given.query.float() * 3).clamp(-448, 448)
+        given = given._replace(cache=cache.clamp(-448, 448).to(FP8_DTYPE), query=query.to(FP8_DTYPE))
+        assert error(given.run(DecodeAttention(32, 8, 1, torch.device("cuda"))), given) < 4e-3
+
+
+def test_padding_is_zero_and_what_lies_behind_a_context_is_not_read() -> None:
+    given = batch(32, 8, [37, 0, 130, 0])
+    cache = given.cache.view(torch.uint8).clone()
+    last = given.table[0, 2].long()
+    cache[last, :, 5:] = 0x7F  # NaN
+    free = torch.ones(len(cache), dtype=torch.bool, device="cuda")
+    free[given.table.flatten().long()] = False
+    assert bool(free.any())
+    cache[free] = 0x7F
+    given = given._replace(cache=cache.view(FP8_DTYPE))
+    out = given.run(DecodeAttention(32, 8, 4, torch.device("cuda")))
+    assert not bool(out[1].any())
+    assert not bool(out[3].any())
+    assert error(out[[0, 2]], given.only([0, 2])) < 4e-3
+
+
+def test_nan_of_one_request_stays_with_it() -> None:
+    given = batch(32, 8, [500, 700])
+    cache = given.cache.view(torch.uint8).clone()
+    cache[given.table[0, 3].long(), :, 7] = 0x7F
+    given = given._replace(cache=cache.view(FP8_DTYPE))
+    out = given.run(DecodeAttention(32, 8, 2, torch.device("cuda")))
+    assert bool(out[0].isnan().all())
+    assert bool(out[1].isfinite().all())
+
+
+def test_the_same_bits_again_and_in_a_graph_with_other_lengths() -> None:
+    given = batch(32, 8, [700, 33, 2000, 1])
+    attend = DecodeAttention(32, 8, 4, torch.device("cuda"))
+    first = given.run(attend)
+    assert all(torch.equal(given.run(attend), first) for _ in range(20))
+    out = torch.empty_like(first)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(*given, out)
+    graph.replay()
+    assert torch.equal(out, first)
+    given.lengths.copy_(torch.tensor([20, 33, 1999, 0]))
+    real = given.only([0, 1, 2])
+    block = real.cache.shape[2]
+    ends = [n - 1 for n in real.lengths.tolist()]
+    slots = [int(row[n // block]) * block + n % block for row, n in zip(real.table, ends, strict=True)]
+    given.slots.copy_(torch.tensor([*slots, -1]))
+    graph.replay()
+    assert error(out[:3], given.only([0, 1, 2])) < 4e-3
+
+
+def test_a_token_without_a_slot_is_seen_and_not_cached() -> None:
+    given = batch(32, 8, [700, 33])
+    joined = given.joined()
+    given.slots[1] = -1
+    before = given.cache.view(torch.uint8).clone()
+    out = given.run(DecodeAttention(32, 8, 2, torch.device("cuda")))
+    row = given.table[1, 2].long()
+    assert torch.equal(given.cache.view(torch.uint8)[row], before[row])
+    shown = (given.query, joined, given.table, given.lengths, given.scales, given.softmax_scale)
+    expected = decode_attention_reference(*shown)
+    assert float((out - expected).norm() / expected.norm()) < 4e-3
+
+
+def test_what_joins_is_rounded_as_vllm_does() -> None:
+    """Beyond the largest code, between two of them, zeros of both signs, NaN."""
+    given = batch(32, 8, [20, 40])
+    for part in (given.key, given.value):
+        part[0, 0, :7] = torch.tensor([1e30, -1e30, 0.0, -0.0, 1e-30, torch.nan, 3.3]).bfloat16()
+        part[1] = torch.arange(8 * 128, device="cuda").view(8, 128) / 100 - 5
+    expected = given.joined()
+    given.run(DecodeAttention(32, 8, 2, torch.device("cuda")))
+    assert same(given.cache, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_cut(shape: tuple[int, int]) -> None:
+    usual = decode_attention.choose(*shape)
+    for stages, resident in ((2, 1), (3, 1), (5, 1)):
+        cut = decode_attention.Cut(usual.together, usual.shares, stages, resident)
+        given = batch(*shape, [1, 17, 300, 1000])
+        attend = DecodeAttention(*shape, 4, torch.device("cuda"), cut)
+        assert error(given.run(attend), given) < 4e-3, cut
+
+
+def test_refusals() -> None:
+    given = batch(32, 8, [5, 6])
+    attend = DecodeAttention(32, 8, 1, torch.device("cuda"))
+    with pytest.raises(ValueError, match="expected 1 to 1 requests, found 2"):
+        given.run(attend)
+    with pytest.raises(ValueError, match="expected 1 to 16 query heads to a KV head, found 34 and 2"):
+        DecodeAttention(34, 2, 1, torch.device("cuda"))
+    attend = DecodeAttention(32, 8, 2, torch.device("cuda"))
+    with pytest.raises(ValueError, match="E4M3 queries"):
+        attend(given.query.bfloat16(), *given[1:], torch.empty(2, 32, 128, device="cuda"))
+
+
+def test_in_a_real_engine(tmp_path: Path) -> None:
+    """Eager, each call is right for what vLLM gives it; whole CUDA graphs and FlashAttention say the same."""
+    from vllm_fp8ext.bench.generated import write_checkpoint
+
+    write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
+    story = Path(__file__).with_name("attention_story.py")
+    modes = ("eager", "graphs", "flash")
+    files = [tmp_path / f"{mode}.json" for mode in modes]
+    logs = [(tmp_path / f"{mode}.log").open("w") for mode in modes]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-P", str(story), mode, str(tmp_path / "model"), str(file)],
+            stdout=log,
+            stderr=log,
+        )
+        for mode, file, log in zip(modes, files, logs, strict=True)
+    ]
+    for process, mode in zip(running, modes, strict=True):
+        assert process.wait(400) == 0, (tmp_path / f"{mode}.log").read_text()[-4000:]
+    eager, graphs, flash = (json.loads(file.read_text()) for file in files)
+    assert eager["calls"] - eager["at start"] >= 28 * (TOKENS - 1)
+    assert eager["error"] < 4e-3
+    assert eager["joined"]
+    assert graphs["at start"] >= 28 * 4
+    assert graphs["calls"] == graphs["at start"], "decoding alone is replayed"
+    assert flash["calls"] == 0
+    for other, bound in ((graphs, 0.02), (flash, 0.06)):
+        apart = [
+            abs(a - b)
+            for one, two in zip(eager["logprobs"], other["logprobs"], strict=True)
+            for a, b in zip(one, two, strict=True)
+        ]
+        assert max(apart) < bound

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has steps that decode alone attend over an FP8 cache by our own kernel, which caches their K and V too; all others stay
+with FlashAttention 3.
+
+Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation. Can go once FlashAttention
+reads an FP8 cache at memory speed.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_fp8ext.kernels.cuda import CudaError
+from vllm_fp8ext.kernels.decode_attention import HEAD_DIMENSION, MOST_GROUP, DecodeAttention
+
+logger = logging.getLogger("vllm.fp8ext")
+
+
+def attach(layer: Attention, config: Any) -> None:
+    """Give a layer the kernel, if it is one that the kernel computes. Compiles it: seconds, once on a machine."""
+    reason = _beyond(layer, config)
+    if reason is None:
+        requests = max(
+            config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size or 0
+        )
+        try:
+            kernel = _kernel(layer.num_heads, layer.num_kv_heads, requests, layer._k_scale.device)
+        except CudaError as error:
+            reason = str(error)
+    if reason is not None:
+        _say(f"blockfp8: vLLM's attention decodes over the FP8 cache, for {reason}")
+        return
+    _say("blockfp8: steps that decode alone attend by our own kernel, others by FlashAttention 3")
+    _replace(layer, kernel)
+
+
+def _beyond(layer: Attention, config: Any) -> str | None:
+    """Why a layer is not for the kernel; None if it is."""
+    impl = layer.impl
+    if layer.attn_backend.get_name() != "FLASH_ATTN":
+        return f"attention by {layer.attn_backend.get_name()}"
+    group = impl.num_queries_per_kv
+    found = {
+        f"FlashAttention {impl.vllm_flash_attn_version}": impl.vllm_flash_attn_version != 3,
+        f"heads of {layer.head_size}": (layer.head_size, layer.head_size_v) != (HEAD_DIMENSION,) * 2,
+        f"{group} query heads to a KV head": group > MOST_GROUP,
+        "a sliding window": tuple(impl.sliding_window) != (-1, -1),
+        "soft-capped scores": bool(impl.logits_soft_cap),
+        "ALiBi": impl.alibi_slopes is not None,
+        "sinks": impl.sinks is not None,
+        f"{impl.attn_type} attention": impl.attn_type != AttentionType.DECODER,
+        "shared K and V": layer.kv_sharing_target_layer_name is not None,
+        "queries in 16 bits": layer.query_quant is None,
+        f"outputs in {layer.dtype}": layer.dtype != torch.bfloat16,
+        "VLLM_BATCH_INVARIANT": impl.batch_invariant_enabled,
+        "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
+        "microbatches": config.parallel_config.use_ubatching,
+    }
+    return next((reason for reason, is_so in found.items() if is_so), None)
+
+
+@functools.cache
+def _kernel(heads: int, kv_heads: int, requests: int, device: torch.device) -> DecodeAttention:
+    """One for all layers of a shape: they run one after the other."""
+    return DecodeAttention(heads, kv_heads, requests, device)
+
+
+@functools.cache
+def _say(text: str) -> None:
+    logger.info(text)
+
+
+def _replace(layer: Attention, kernel: DecodeAttention) -> None:
+    impl = layer.impl
+    attend, cache = impl.forward, impl.do_kv_cache_update
+
+    def forward(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **named: Any,
+    ) -> Any:
+        if not _decodes_alone(metadata):
+            return attend(module, query, key, value, kv_cache, metadata, output, *args, **named)
+        count = metadata.num_actual_tokens
+        kernel(
+            *(query[:count], key[:count], value[:count], kv_cache),
+            *(metadata.block_table, metadata.seq_lens, metadata.slot_mapping),
+            (module._q_scale, module._k_scale, module._v_scale),
+            impl.scale,
+            output[:count],
+        )
+        return output
+
+    def do_kv_cache_update(module: Any, *args: Any, **named: Any) -> None:
+        if not _decodes_alone(get_attention_context(module.layer_name)[0]):
+            cache(module, *args, **named)
+
+    impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
+
+
+def _decodes_alone(metadata: Any) -> bool:
+    """Whether the step has one token of each request and asks for plain causal attention. The same when a CUDA graph is
+    captured and when it is replayed: vLLM replays a graph of such steps for such steps alone."""
+    return bool(
+        metadata is not None
+        and metadata.max_query_len == 1
+        and metadata.seq_lens.shape[0] == metadata.num_actual_tokens
+        and metadata.causal is True
+        and metadata.mm_prefix_query_range_tensor is None
+        and metadata.rswa_prefix_lens is None
+    )
