@@ -81,9 +81,8 @@ def decode(report: Report, requests: int, context: int) -> None:
     }
     codes_q = quantize(query, scale_q)
     own = DecodeAttention(cases.Q_HEADS, cases.KV_HEADS, requests, query.device)
-    key, value = plain[table[:, -1], :, -1].split(
-        cases.HEAD_DIM, -1
-    )  # the new tokens, which are cached already
+    newest = plain[table[:, -1], :, -1]  # cached already
+    key, value = (part.contiguous() for part in newest.split(cases.HEAD_DIM, -1))
     slots = table[:, -1].long() * cases.KV_BLOCK + cases.KV_BLOCK - 1
     scales = (scale_q, scale_kv, scale_kv)
     softmax_scale = cases.HEAD_DIM**-0.5

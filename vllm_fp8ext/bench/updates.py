@@ -134,7 +134,8 @@ def _measure(
                     "variant": variant,
                     "running": running,
                 }
-                case |= {"policy": options.policy, "staging": options.settings.get("staging", "shadow")}
+                staging = options.settings.get("staging", "shadow")
+                case |= {"policy": options.policy, "staging": staging, "settings": options.settings}
                 case |= {"fused": True} if options.fused else {}
                 with (
                     _pusher(transport, options, server, checkpoints) as push,
