@@ -22,8 +22,11 @@
 // over or put back: it is chosen so that a thread reads 16 bytes of the cache at a time, without a transpose of V.
 //
 // The new token's K and V come as BF16. Who has the tile that it belongs to quantizes them, and puts the codes into the tile
-// and, where the request has a slot for it, into the cache. So nothing that is read from the cache is new, and a launch that
-// begins before the previous kernel has ended (griddepcontrol) waits for Q, K and V alone.
+// and, where the request has a slot for it, into the cache. Requests may share blocks, and one may read what another one's new
+// token has just completed (vLLM finds a block in its prefix cache as soon as the step that fills it is scheduled): then the
+// cache must have it before this launch. The same bits are written once more here, which no reader can tell.
+//
+// A launch may begin before the previous kernel has ended (griddepcontrol): it lays the tiles end to end meanwhile.
 //
 // Shared memory: for each warp a ring of STAGES tiles, each TILE x D codes of K, then of V, whose 16-byte chunks are swizzled
 // so that neither copies nor loads meet in a bank; then where each request's tiles begin.
@@ -412,13 +415,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const u32 count = end - begin;
   const u32 ring = shared_address(shared) + warp * (STAGES * STAGE_BYTES);
   Fetcher fetcher(cache, lengths_R, starts, requests, begin, end, head);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   for (u32 i = 0; i < STAGES - 1; ++i) {
     if (i < count) fetcher.fetch(ring + i * STAGE_BYTES);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   const float k_by = k_scale[head * scale_stride], v_by = v_scale[head * scale_stride];
   const float scale = softmax_scale * 1.4426950408889634f * q_scale[head * scale_stride] * k_by;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 
   Query query;
   NewToken fresh_token{};

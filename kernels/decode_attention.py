@@ -121,7 +121,8 @@ class DecodeAttention:
         out_RHD: Tensor,
     ) -> None:
         """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out_RHD`, BF16, and its new token's K and V
-        into the cache, quantized as vLLM does it.
+        into the cache, quantized as vLLM does it. Where another request's context has that token too, the cache must have it
+        before.
 
         `query_RHD`: E4M3. `key_RGD`, `value_RGD`: BF16, of the new tokens. `cache`: bytes `[blocks, G, block tokens, 2 * D]`
         in any order of the first three, each token's K before its V. `table_RB`: int32 blocks of each request; `lengths_R`:

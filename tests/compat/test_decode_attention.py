@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_fp8ext.compat import decode_attention
-
-LAYER = "model.layers.0.self_attn.attn"
 
 
 def layer(**changed: Any) -> Any:
@@ -34,7 +30,6 @@ def layer(**changed: Any) -> Any:
         "kv_sharing_target_layer_name": None,
         "query_quant": object(),
         "dtype": torch.bfloat16,
-        "layer_name": LAYER,
         "kv_cache": "cache",
     }
     own |= {f"_{name}_scale": name for name in "qkv"}
@@ -44,9 +39,9 @@ def layer(**changed: Any) -> Any:
     )
 
 
-def config(context_parallel: int = 1, ubatching: bool = False) -> Any:
+def config(context_parallel: int = 1, ubatching: bool = False, connector: object = None) -> Any:
     parallel = SimpleNamespace(decode_context_parallel_size=context_parallel, use_ubatching=ubatching)
-    return SimpleNamespace(parallel_config=parallel)
+    return SimpleNamespace(parallel_config=parallel, kv_transfer_config=connector)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +71,7 @@ def test_parallelism_that_the_kernel_does_not_know() -> None:
     assert decode_attention._beyond(layer(), config()) is None
     assert decode_attention._beyond(layer(), config(context_parallel=2)) == "decode context parallelism"
     assert decode_attention._beyond(layer(), config(ubatching=True)) == "microbatches"
+    assert decode_attention._beyond(layer(), config(connector=object())) == "a KV connector"
 
 
 def test_what_is_not_for_the_kernel_is_left_as_it_is() -> None:
@@ -111,23 +107,16 @@ STEP = {
     ids=str,
 )
 def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None, own: bool) -> None:
-    """Attention and what is cached before it always go the same way."""
     calls: list[str] = []
     given = layer()
     given.impl.forward = lambda *_: calls.append("vLLM attends") or "theirs"
-    given.impl.do_kv_cache_update = lambda *_: calls.append("vLLM caches")
     asked: list[Any] = []
     decode_attention._replace(given, lambda *args: asked.append(args))  # type: ignore[arg-type]
     metadata = None if changed is None else SimpleNamespace(**STEP | changed)
     query, key, value, out = (torch.arange(4.0).view(4, 1, 1) for _ in range(4))
-    with set_current_vllm_config(VllmConfig()):
-        context = VllmConfig()
-        context.compilation_config.static_forward_context[LAYER] = given
-        with set_forward_context({LAYER: metadata}, context):
-            given.impl.do_kv_cache_update(given, key, value, "cache", "slots")
     found = given.impl.forward(given, query, key, value, "cache", metadata, out)
     if not own:
-        assert calls == ["vLLM caches", "vLLM attends"]
+        assert calls == ["vLLM attends"]
         assert found == "theirs"
         assert not asked
         return

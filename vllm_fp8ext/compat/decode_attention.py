@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has steps that decode alone attend over an FP8 cache by our own kernel, which caches their K and V too; all others stay
-with FlashAttention 3.
+"""Has steps that decode alone attend over an FP8 cache by our own kernel; all others stay with FlashAttention 3.
 
-Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation. Can go once FlashAttention
-reads an FP8 cache at memory speed.
+Replaces, on the instance, `forward` of FlashAttention's implementation. Can go once FlashAttention reads an FP8 cache at
+memory speed.
 """
 
 import functools
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_fp8ext.kernels.cuda import CudaError
@@ -61,6 +59,7 @@ def _beyond(layer: Attention, config: Any) -> str | None:
         "VLLM_BATCH_INVARIANT": impl.batch_invariant_enabled,
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "microbatches": config.parallel_config.use_ubatching,
+        "a KV connector": config.kv_transfer_config is not None,
     }
     return next((reason for reason, is_so in found.items() if is_so), None)
 
@@ -78,7 +77,7 @@ def _say(text: str) -> None:
 
 def _replace(layer: Attention, kernel: DecodeAttention) -> None:
     impl = layer.impl
-    attend, cache = impl.forward, impl.do_kv_cache_update
+    attend = impl.forward
 
     def forward(
         module: Any,
@@ -88,11 +87,13 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
         kv_cache: Tensor,
         metadata: Any,
         output: Tensor,
-        *args: Any,
-        **named: Any,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> Any:
-        if not _decodes_alone(metadata):
-            return attend(module, query, key, value, kv_cache, metadata, output, *args, **named)
+        scaled = output_scale is not None or output_block_scale is not None
+        if scaled or not _decodes_alone(metadata):
+            step = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
+            return attend(*step)
         count = metadata.num_actual_tokens
         kernel(
             *(query[:count], key[:count], value[:count], kv_cache),
@@ -103,11 +104,7 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
         )
         return output
 
-    def do_kv_cache_update(module: Any, *args: Any, **named: Any) -> None:
-        if not _decodes_alone(get_attention_context(module.layer_name)[0]):
-            cache(module, *args, **named)
-
-    impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
+    impl.forward = forward
 
 
 def _decodes_alone(metadata: Any) -> bool:

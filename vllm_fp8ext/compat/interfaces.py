@@ -553,21 +553,9 @@ INTERFACES: tuple[Interface, ...] = (
         why="show weight versions",
     ),
     Interface(
-        module="vllm.model_executor.layers.attention.attention",
-        name="get_attention_context",
-        parameters=("layer_name",),
-        why="decode over an FP8 cache by our own kernel",
-    ),
-    Interface(
         module="vllm.v1.attention.backends.flash_attn",
         name="FlashAttentionImpl.forward",
         parameters=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-        why="decode over an FP8 cache by our own kernel",
-    ),
-    Interface(
-        module="vllm.v1.attention.backends.flash_attn",
-        name="FlashAttentionImpl.do_kv_cache_update",
-        parameters=("layer", "key", "value", "kv_cache", "slot_mapping"),
         why="decode over an FP8 cache by our own kernel",
     ),
     Interface(
