@@ -36,11 +36,11 @@ class Recorder:
         self._steps = 0
         self._recording = False
         self._tallies: dict[str, Tally] = {}
-        self._originals = {name: layer.impl.forward for name, layer in self._layers.items()}
+        self._before = {name: vars(layer.impl).get("forward") for name, layer in self._layers.items()}
         for index, (name, layer) in enumerate(self._layers.items()):
             self._tallies[name] = Tally(layer.num_kv_heads, layer._k_scale.device)
             layer.impl.forward = self._wrapped(
-                layer, self._tallies[name], self._originals[name], first=not index
+                layer, self._tallies[name], layer.impl.forward, first=not index
             )
 
     def take(self) -> dict[str, Seen]:
@@ -51,7 +51,9 @@ class Recorder:
     def close(self) -> None:
         """Record no more, and leave the layers as they were."""
         for name, layer in self._layers.items():
-            layer.impl.forward = self._originals[name]
+            vars(layer.impl).pop("forward", None)
+            if (before := self._before[name]) is not None:  # somebody else's
+                layer.impl.forward = before
 
     def _wrapped(
         self, layer: Attention, tally: Tally, original: Callable[..., Any], *, first: bool
