@@ -77,10 +77,10 @@ def _attention(cases: Cases) -> str:
         if case["kernel"] == "attention_decode"
     }
     for requests, context in dict.fromkeys((m, context) for m, context, _ in found):
-        cases = [found[requests, context, variant] for variant in ("bf16", "fp8", "blockfp8")]
-        cells = [f"{cases[0]['us']:,.1f}"]
-        cells += [f"{case['us']:,.1f} ({cases[0]['us'] / case['us']:.2f}×)" for case in cases[1:]]
-        cells.append(", ".join(f"{case['ratio_copy']:.0%}" for case in cases))
+        base, *others = row = [found[requests, context, variant] for variant in ("bf16", "fp8", "blockfp8")]
+        cells = [f"{base['us']:,.1f}"]
+        cells += [f"{case['us']:,.1f} ({base['us'] / case['us']:.2f}×)" for case in others]
+        cells.append(", ".join(f"{case['ratio_copy']:.0%}" for case in row))
         lines.append(f"| {requests}, {context:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

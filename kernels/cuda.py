@@ -23,6 +23,7 @@ ARCHITECTURE = "sm_90a"
 MOST_SHARED_BYTES = 227 * 1024
 """Shared memory that one block can have on Hopper."""
 
+_DEVICE = Path(__file__).with_name("device.cuh")
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT, _ANY_CLUSTER_SIZE = 8, 9, 14
 _CLUSTER, _PROGRAMMATIC = 4, 6
 """Values of CUfunction_attribute and CUlaunchAttributeID (cuda.h)."""
@@ -54,10 +55,11 @@ class TensorMap(ctypes.Structure):
 
 
 def compile_source(source: str, headers: Mapping[str, str], defines: Mapping[str, int]) -> bytes:
-    """Machine code for `sm_90a` of a CUDA C++ source; `headers` are what it includes, by name.
+    """Machine code for `sm_90a` of a CUDA C++ source; `headers` are what it includes, by name, beside `device.cuh`.
 
     Kept on disk, under `FP8EXT_CACHE` (default `~/.cache/vllm-fp8ext`), by everything that it is made from.
     """
+    headers = {_DEVICE.name: _DEVICE.read_text(), **headers}
     nvrtc = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))

@@ -31,12 +31,7 @@
 // Shared memory: for each warp a ring of STAGES tiles, each TILE x D codes of K, then of V, whose 16-byte chunks are swizzled
 // so that neither copies nor loads meet in a bank; then where each request's tiles begin.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short bf16;  // its bits
-typedef unsigned char u8;
-
-#define DEVICE __device__ __forceinline__
+#include "device.cuh"
 
 constexpr u32 D = 128;
 constexpr u32 TILE = 16;
@@ -55,8 +50,6 @@ struct Cache {
   u64 table_stride;
   u32 block_stride, token_stride, head_stride, block_tokens;
 };
-
-DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 DEVICE void copy_16(u32 to, const u8* from, bool there) {  // zeros if it is not there
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
@@ -116,14 +109,9 @@ DEVICE float exp2_of(float x) {
   return found;
 }
 
-DEVICE u32 quantized(float4 values, float scale) {  // as vLLM writes its cache: rounded to nearest even, clamped
-  const float x = __fdiv_rn(values.x, scale), y = __fdiv_rn(values.y, scale);
-  const float z = __fdiv_rn(values.z, scale), w = __fdiv_rn(values.w, scale);
-  u32 found;
-  asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\nmov.b32 %0, {l, h};\n}"
-      : "=r"(found)
-      : "f"(x), "f"(y), "f"(z), "f"(w));
-  return found;
+DEVICE u32 quantized(float4 values, float scale) {  // as vLLM writes its cache
+  return to_codes(__fdiv_rn(values.x, scale), __fdiv_rn(values.y, scale), __fdiv_rn(values.z, scale),
+                  __fdiv_rn(values.w, scale));
 }
 
 DEVICE float4 four_bf16(uint2 bits) {

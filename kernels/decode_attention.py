@@ -11,9 +11,9 @@ Shape suffixes: R requests, H query heads, G KV heads, D head dimension, B block
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,10 +71,31 @@ class Cut:
         return self.warps * (self.stages * _STAGE_BYTES + 4) + 4 * (requests + 1)
 
 
-def choose(heads: int, kv_heads: int) -> Cut:
-    """The cut for a layer of `heads` query heads and `kv_heads` KV heads."""
+def choose(kv_heads: int) -> Cut:
+    """The cut for layers of so many KV heads."""
     together = max(count for count in range(1, _WARPS + 1) if kv_heads % count == 0)
     return Cut(together, _WARPS // together, stages=3, resident=1)
+
+
+class Step(NamedTuple):
+    """One layer's part of a step in which every request has one new token."""
+
+    query_RHD: Tensor
+    """E4M3."""
+    key_RGD: Tensor
+    value_RGD: Tensor
+    """BF16, of the new tokens."""
+    cache: Tensor
+    """Bytes `[blocks, G, block tokens, 2 * D]` in any order of the first three, each token's K before its V."""
+    table_RB: Tensor
+    """int32 blocks of each request."""
+    lengths_R: Tensor
+    """int32 tokens of each, the new one among them."""
+    slots_R: Tensor
+    """int64 place of each new token in the cache, `block * block tokens + token`; below 0, it is not cached."""
+    scales: tuple[Tensor, Tensor, Tensor]
+    """fp32 of Q, K and V, one or one for each KV head."""
+    softmax_scale: float
 
 
 class DecodeAttention:
@@ -95,7 +116,7 @@ class DecodeAttention:
                 f"expected 1 to {MOST_GROUP} query heads to a KV head, found {heads} and {kv_heads}"
             )
         self.heads, self.kv_heads, self.requests = heads, kv_heads, requests
-        self.cut = cut = cut or choose(heads, kv_heads)
+        self.cut = cut = cut or choose(kv_heads)
         code = machine_code(heads, kv_heads, cut)
         self._attend = cuda.Kernel(code, "decode_attention", cut.warps * 32, 1)
         self._combine = cuda.Kernel(code, "combine_attention", cut.warps * 32, 1)
@@ -107,53 +128,35 @@ class DecodeAttention:
         self._parts = torch.empty(slots, heads, HEAD_DIMENSION, dtype=torch.float32, device=device)
         self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
 
-    def __call__(
-        self,
-        query_RHD: Tensor,
-        key_RGD: Tensor,
-        value_RGD: Tensor,
-        cache: Tensor,
-        table_RB: Tensor,
-        lengths_R: Tensor,
-        slots_R: Tensor,
-        scales: tuple[Tensor, Tensor, Tensor],
-        softmax_scale: float,
-        out_RHD: Tensor,
-    ) -> None:
-        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out_RHD`, BF16, and its new token's K and V
-        into the cache, quantized as vLLM does it. Where another request's context has that token too, the cache must have it
-        before.
-
-        `query_RHD`: E4M3. `key_RGD`, `value_RGD`: BF16, of the new tokens. `cache`: bytes `[blocks, G, block tokens, 2 * D]`
-        in any order of the first three, each token's K before its V. `table_RB`: int32 blocks of each request; `lengths_R`:
-        int32 tokens of each, the new one among them; of none, the output is zero. `slots_R`: int64 place of each new token in
-        the cache, `block * block tokens + token`; below 0, it is not cached. `scales`: fp32 of Q, K and V, one or one for
-        each KV head.
+    def __call__(self, step: Step, out_RHD: Tensor) -> None:
+        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out_RHD`, BF16, zero where it has no tokens,
+        and its new token's K and V into the cache, quantized as vLLM does it. Where another request's context has that token
+        too, the cache must have it before.
         """
-        requests = lengths_R.shape[0]
-        self._check(query_RHD, key_RGD, value_RGD, cache, table_RB, lengths_R, slots_R, scales, out_RHD)
+        self._check(step, out_RHD)
+        requests, cache = step.lengths_R.shape[0], step.cache
         fresh = _Fresh(
-            *(key_RGD.data_ptr(), value_RGD.data_ptr()),
-            *(key_RGD.stride(0), value_RGD.stride(0), slots_R.data_ptr()),
+            *(step.key_RGD.data_ptr(), step.value_RGD.data_ptr()),
+            *(step.key_RGD.stride(0), step.value_RGD.stride(0), step.slots_R.data_ptr()),
         )
         paged = _Cache(
-            *(cache.data_ptr(), table_RB.data_ptr(), table_RB.stride(0)),
+            *(cache.data_ptr(), step.table_RB.data_ptr(), step.table_RB.stride(0)),
             *(cache.stride(0), cache.stride(2), cache.stride(1), cache.shape[2]),
         )
-        q, k, v = (ctypes.c_void_p(scale.data_ptr()) for scale in scales)
-        scale_stride = ctypes.c_uint(int(scales[0].numel() > 1))
+        q, k, v = (ctypes.c_void_p(scale.data_ptr()) for scale in step.scales)
+        scale_stride = ctypes.c_uint(int(step.scales[0].numel() > 1))
         out = (ctypes.c_void_p(out_RHD.data_ptr()), ctypes.c_ulonglong(out_RHD.stride(0)))
         parts, sums = (ctypes.c_void_p(part.data_ptr()) for part in (self._parts, self._sums))
-        lengths, count = ctypes.c_void_p(lengths_R.data_ptr()), ctypes.c_uint(requests)
+        lengths, count = ctypes.c_void_p(step.lengths_R.data_ptr()), ctypes.c_uint(requests)
         shares = ctypes.c_uint(self.shares)
-        stream = torch.cuda.current_stream(query_RHD.device).cuda_stream
+        stream = torch.cuda.current_stream(step.query_RHD.device).cuda_stream
         self._attend.launch(
             self._blocks,
             self._shared,
             stream,
             (
-                *(ctypes.c_void_p(query_RHD.data_ptr()), ctypes.c_ulonglong(query_RHD.stride(0))),
-                *(fresh, paged, lengths, count, q, k, v, scale_stride, ctypes.c_float(softmax_scale)),
+                *(ctypes.c_void_p(step.query_RHD.data_ptr()), ctypes.c_ulonglong(step.query_RHD.stride(0))),
+                *(fresh, paged, lengths, count, q, k, v, scale_stride, ctypes.c_float(step.softmax_scale)),
                 *(*out, parts, sums, shares),
             ),
             early=True,
@@ -173,18 +176,8 @@ class DecodeAttention:
         wanted = self.shares // requests // 4
         return min(most, 1 << max(0, wanted.bit_length() - 1)) if wanted else 1
 
-    def _check(
-        self,
-        query_RHD: Tensor,
-        key_RGD: Tensor,
-        value_RGD: Tensor,
-        cache: Tensor,
-        table_RB: Tensor,
-        lengths_R: Tensor,
-        slots_R: Tensor,
-        scales: Sequence[Tensor],
-        out_RHD: Tensor,
-    ) -> None:
+    def _check(self, step: Step, out_RHD: Tensor) -> None:
+        query_RHD, key_RGD, value_RGD, cache, table_RB, lengths_R, slots_R, scales, _ = step
         requests = lengths_R.shape[0]
         by_query = (requests, self.heads, HEAD_DIMENSION)
         by_key = (requests, self.kv_heads, HEAD_DIMENSION)

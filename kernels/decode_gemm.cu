@@ -24,10 +24,7 @@
 // stage), both in the 128-byte swizzle that wgmma reads (what rows of x from M on hold only reaches outputs that are never
 // stored), then what other ranks send, scales of x, barriers.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short bf16;  // its bits
-typedef unsigned char u8;
+#include "device.cuh"
 
 struct alignas(64) TensorMap {
   u64 opaque[16];
@@ -49,10 +46,6 @@ constexpr u32 FLIGHT = TOKENS >= 64 ? 8 : 4;                             // load
 constexpr u32 RESIDENT = TOKENS <= 32 && ROWS <= 192 ? 2 : 1;            // blocks on a multiprocessor, as registers allow
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
 constexpr u32 EVERYONE = 1;  // a named barrier
-
-#define DEVICE __device__ __forceinline__
-
-DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 // --- synchronization
 
@@ -221,12 +214,7 @@ DEVICE u32 codes_of(u32 first, u32 second, float scale, float inverse) {
     q[i] = rest;
 #endif
   }
-  u32 codes;
-  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n}"
-      : "=r"(codes)
-      : "f"(q[0]), "f"(q[1]), "f"(q[2]), "f"(q[3]));
-  return codes;
+  return to_codes(q[0], q[1], q[2], q[3]);
 }
 
 // Magnitudes of pairs of BF16 compare like their bits, NaN above all.

@@ -111,7 +111,7 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
     given = layer()
     given.impl.forward = lambda *_: calls.append("vLLM attends") or "theirs"
     asked: list[Any] = []
-    decode_attention._replace(given, lambda *args: asked.append(args))  # type: ignore[arg-type]
+    decode_attention._replace(given, lambda *args: asked.append(args))  # type: ignore[arg-type]  # what it is called with
     metadata = None if changed is None else SimpleNamespace(**STEP | changed)
     query, key, value, out = (torch.arange(4.0).view(4, 1, 1) for _ in range(4))
     found = given.impl.forward(given, query, key, value, "cache", metadata, out)
@@ -122,7 +122,7 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
         return
     assert not calls
     assert found is out
-    ((q, k, v, cache, table, lengths, slots, scales, scale, written),) = asked
+    (((q, k, v, cache, table, lengths, slots, scales, scale), written),) = asked
     assert [len(part) for part in (q, k, v, written)] == [2] * 4
     assert (cache, table, scales, scale) == ("cache", "table", ("q", "k", "v"), 0.5)
     assert lengths is metadata.seq_lens

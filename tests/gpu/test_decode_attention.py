@@ -15,6 +15,7 @@ from vllm_fp8ext.kernels import decode_attention
 from vllm_fp8ext.kernels.decode_attention import (
     HEAD_DIMENSION,
     DecodeAttention,
+    Step,
     decode_attention_reference,
 )
 from vllm_fp8ext.kernels.kv_cache import quantize
@@ -42,7 +43,7 @@ class Batch(NamedTuple):
 
     def run(self, attend: DecodeAttention) -> Tensor:
         out = torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-        attend(*self, out)
+        attend(Step(*self), out)
         return out
 
     def joined(self) -> Tensor:
@@ -188,7 +189,7 @@ def test_the_same_bits_again_and_in_a_graph_with_other_lengths() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attend(*given, out)
+        attend(Step(*given), out)
     graph.replay()
     assert torch.equal(out, first)
     given.lengths.copy_(torch.tensor([20, 33, 1999, 0]))
@@ -227,7 +228,7 @@ def test_what_joins_is_rounded_as_vllm_does() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_cut(shape: tuple[int, int]) -> None:
-    usual = decode_attention.choose(*shape)
+    usual = decode_attention.choose(shape[1])
     for stages, resident in ((2, 1), (3, 1), (5, 1)):
         cut = decode_attention.Cut(usual.together, usual.shares, stages, resident)
         given = batch(*shape, [1, 17, 300, 1000])
@@ -244,7 +245,7 @@ def test_refusals() -> None:
         DecodeAttention(34, 2, 1, torch.device("cuda"))
     attend = DecodeAttention(32, 8, 2, torch.device("cuda"))
     with pytest.raises(ValueError, match="E4M3 queries"):
-        attend(given.query.bfloat16(), *given[1:], torch.empty(2, 32, 128, device="cuda"))
+        attend(Step(given.query.bfloat16(), *given[1:]), torch.empty(2, 32, 128, device="cuda"))
 
 
 def test_in_a_real_engine(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.kernels import bench, cases
-from vllm_fp8ext.kernels.decode_attention import DecodeAttention, decode_attention_reference
+from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step, decode_attention_reference
 from vllm_fp8ext.kernels.kv_cache import amax_by_head, next_scales, quantize
 
 DECODES = (
@@ -86,12 +86,11 @@ def decode(report: Report, requests: int, context: int) -> None:
     slots = table[:, -1].long() * cases.KV_BLOCK + cases.KV_BLOCK - 1
     scales = (scale_q, scale_kv, scale_kv)
     softmax_scale = cases.HEAD_DIM**-0.5
+    step = Step(codes_q, key, value, codes, table, lengths, slots, scales, softmax_scale)
     calls: Calls = {
         "bf16": lambda _: call("bf16", query, plain),
         "fp8": lambda _: call("fp8", codes_q, codes, **descales),
-        "blockfp8": lambda _: own(
-            *(codes_q, key, value, codes, table, lengths, slots, scales, softmax_scale, outs["blockfp8"])
-        ),
+        "blockfp8": lambda _: own(step, outs["blockfp8"]),
     }
     timings = bench.measure(calls, dict.fromkeys(calls, 1))
     expected, found = outs["bf16"].float(), outs["fp8"].float()

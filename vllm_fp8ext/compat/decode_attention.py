@@ -6,7 +6,6 @@ memory speed.
 """
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
+from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.kernels.cuda import CudaError
-from vllm_fp8ext.kernels.decode_attention import HEAD_DIMENSION, MOST_GROUP, DecodeAttention
-
-logger = logging.getLogger("vllm.fp8ext")
+from vllm_fp8ext.kernels.decode_attention import HEAD_DIMENSION, MOST_GROUP, DecodeAttention, Step
 
 
 def attach(layer: Attention, config: Any) -> None:
@@ -32,9 +30,9 @@ def attach(layer: Attention, config: Any) -> None:
         except CudaError as error:
             reason = str(error)
     if reason is not None:
-        _say(f"blockfp8: vLLM's attention decodes over the FP8 cache, for {reason}")
+        log_once(f"blockfp8: vLLM's attention decodes over the FP8 cache, for {reason}")
         return
-    _say("blockfp8: steps that decode alone attend by our own kernel, others by FlashAttention 3")
+    log_once("blockfp8: steps that decode alone attend by our own kernel, others by FlashAttention 3")
     _replace(layer, kernel)
 
 
@@ -70,11 +68,6 @@ def _kernel(heads: int, kv_heads: int, requests: int, device: torch.device) -> D
     return DecodeAttention(heads, kv_heads, requests, device)
 
 
-@functools.cache
-def _say(text: str) -> None:
-    logger.info(text)
-
-
 def _replace(layer: Attention, kernel: DecodeAttention) -> None:
     impl = layer.impl
     attend = impl.forward
@@ -92,16 +85,16 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
     ) -> Any:
         scaled = output_scale is not None or output_block_scale is not None
         if scaled or not _decodes_alone(metadata):
-            step = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
-            return attend(*step)
+            asked = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
+            return attend(*asked)
         count = metadata.num_actual_tokens
-        kernel(
+        step = Step(
             *(query[:count], key[:count], value[:count], kv_cache),
             *(metadata.block_table, metadata.seq_lens, metadata.slot_mapping),
             (module._q_scale, module._k_scale, module._v_scale),
             impl.scale,
-            output[:count],
         )
+        kernel(step, output[:count])
         return output
 
     impl.forward = forward

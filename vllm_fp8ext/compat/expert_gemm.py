@@ -7,7 +7,6 @@ for all numbers of tokens, and write into one workspace of the whole process, wh
 vLLM's CUTLASS experts take no block scales. Can go once this project has kernels of its own for every number of tokens.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -21,13 +20,12 @@ from vllm.utils.deep_gemm import (
     m_grouped_fp8_gemm_nt_contiguous,
 )
 
+from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.expert_cuts import Choice, ExpertRoute, Kernel, expert_route
 from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
-
-logger = logging.getLogger("vllm.fp8ext")
 
 _SPECIALIZED = 16
 
@@ -73,20 +71,12 @@ def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> Expert
     return route
 
 
-_logged: set[ExpertRoute] = set()
-
-
 def _log(route: ExpertRoute) -> None:
-    if route not in _logged:
-        _logged.add(route)
-        few = [f"fused up to {route.fused_tokens} tokens"] if route.fused_tokens else []
-        if route.triton_tokens > route.fused_tokens:
-            few.append(f"triton up to {route.triton_tokens} tokens")
-        logger.info(
-            "blockfp8 multiplies by %d experts with %s",
-            route.experts,
-            ", ".join([*few, f"{route.many} beyond"]),
-        )
+    few = [f"fused up to {route.fused_tokens} tokens"] if route.fused_tokens else []
+    if route.triton_tokens > route.fused_tokens:
+        few.append(f"triton up to {route.triton_tokens} tokens")
+    kernels = ", ".join([*few, f"{route.many} beyond"])
+    log_once(f"blockfp8 multiplies by {route.experts} experts with {kernels}")
 
 
 def compute(

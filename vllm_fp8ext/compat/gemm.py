@@ -5,7 +5,6 @@ Replaces: `init_fp8_linear_kernel`, which may take a kernel that repacks weights
 comes with each of its kernels. Can go once this project has kernels of its own for every shape.
 """
 
-import logging
 from functools import cache
 
 import torch
@@ -20,6 +19,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import fp8_gemm_nt
 
+from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import selection
@@ -27,8 +27,6 @@ from vllm_fp8ext.kernels.linear import GEMMS
 from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.kernels.selection import Route
-
-logger = logging.getLogger("vllm.fp8ext")
 
 HOPPER = 90
 
@@ -70,8 +68,6 @@ _KERNELS: dict[str, tuple[str, int]] = {
 }
 """vLLM's class that knows whether a kernel runs here, and of what its rows must be a multiple; fastest first."""
 
-_logged: set[str] = set()
-
 
 def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettings) -> Route | None:
     """What multiplies by a weight of this shape, or None where the reference runs (CPUs, shapes that no kernel takes).
@@ -81,7 +77,7 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
     """
     n, k = shape_NK
     if not current_platform.is_cuda():
-        _log_once("blockfp8 runs the reference linear layer on this platform")
+        log_once("blockfp8 runs the reference linear layer on this platform")
         return None
     chosen = settings.route(n, k)
     few = dtype == torch.bfloat16 and current_platform.is_device_capability(HOPPER)
@@ -96,14 +92,12 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
     except ValueError as error:
         raise ConfigError(f'--additional-config "{SECTION}": kernels.shapes: {error}') from None
     if route is None:
-        _log_once(
-            f"blockfp8 runs the reference linear layer for shape {n}x{k}: no FP8 kernel takes it (slow)"
-        )
+        log_once(f"blockfp8 runs the reference linear layer for shape {n}x{k}: no FP8 kernel takes it (slow)")
         return None
     small = f"decode_gemm up to {route.decode_tokens} tokens, " if route.decode_tokens else ""
-    _log_once(f"blockfp8 multiplies {n}x{k} by {small}{route.gemm}{' beyond' if small else ''}")
+    log_once(f"blockfp8 multiplies {n}x{k} by {small}{route.gemm}{' beyond' if small else ''}")
     if route.gemm != "deep_gemm" and chosen.gemm is None:
-        _log_once(f"blockfp8: DeepGEMM does not take {n}x{k} here, {route.gemm} is the next best")
+        log_once(f"blockfp8: DeepGEMM does not take {n}x{k} here, {route.gemm} is the next best")
     return route
 
 
@@ -121,9 +115,3 @@ def _takes(name: str, shape_NK: tuple[int, int], dtype: torch.dtype) -> bool:
     )
     usable, _ = kernels.is_supported_and_can_implement_kernel(getattr(kernels, kernel_name), config, None)
     return bool(usable)
-
-
-def _log_once(message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        logger.info(message)
