@@ -23,13 +23,14 @@
 //
 // The new token's K and V come as BF16. Who has the tile that it belongs to quantizes them, and puts the codes into the tile
 // and, where the request has a slot for it, into the cache. Requests may share blocks, and one may read what another one's new
-// token has just completed (vLLM finds a block in its prefix cache as soon as the step that fills it is scheduled): then the
-// cache must have it before this launch. The same bits are written once more here, which no reader can tell.
+// token completes in the same launch (vLLM finds a block in its prefix cache as soon as the step that fills it is scheduled).
+// That token is a block's last; who reads such a block, a lent one, takes it from the other request's K and V instead.
 //
-// A launch may begin before the previous kernel has ended (griddepcontrol): it lays the tiles end to end meanwhile.
+// So nothing that is read from the cache is new, and a launch that begins before the previous kernel has ended
+// (griddepcontrol) waits for Q, K and V alone.
 //
 // Shared memory: for each warp a ring of STAGES tiles, each TILE x D codes of K, then of V, whose 16-byte chunks are swizzled
-// so that neither copies nor loads meet in a bank; then where each request's tiles begin.
+// so that neither copies nor loads meet in a bank; then the lent blocks, and where each request's tiles begin.
 
 #include "device.cuh"
 
@@ -126,27 +127,65 @@ DEVICE u32 v_chunk(u32 token, u32 chunk) { return chunk ^ (token >> 1 & 3) << 1;
 
 DEVICE u32 tiles_of(int tokens) { return (static_cast<u32>(tokens) + TILE - 1) / TILE; }
 
-// starts[r] = tiles of the requests before r; starts[requests] = all. Every thread of the block takes part.
-DEVICE void lay_end_to_end(const int* lengths_R, u32 requests, u32* starts, u32* of_warp) {
+// Blocks that new tokens complete, in the order of the requests; room for requests, rounded up to a multiple of 4.
+struct Lent {
+  u32* blocks;    // no block's number behind the last, up to a multiple of 4
+  u32* requests;  // that complete them
+  u32 count;
+
+  DEVICE bool has(u32 block) const {
+    bool found = false;
+#pragma unroll 4
+    for (u32 i = 0; i < count; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(blocks + i);
+      found |= four.x == block | four.y == block | four.z == block | four.w == block;
+    }
+    return found;
+  }
+
+  // The request that completes a block that it has.
+  DEVICE u32 lender(u32 block) const {
+    u32 i = 0;
+    while (blocks[i] != block) ++i;
+    return requests[i];
+  }
+};
+
+// starts[r] = tiles of the requests before r; starts[requests] = all. `lent` is filled, if there are `slots_R`. Every thread
+// of the block takes part.
+DEVICE void lay_end_to_end(const int* lengths_R, const long long* slots_R, u32 block_tokens, u32 requests, u32* starts,
+                           Lent& lent, u64* of_warp) {
   const u32 thread = threadIdx.x, lane = thread % 32, each = (requests + THREADS - 1) / THREADS;
   const u32 begin = min(requests, thread * each), end = min(requests, begin + each);
-  u32 own = 0;
-  for (u32 r = begin; r < end; ++r) own += tiles_of(lengths_R[r]);
-  u32 upto = own;
+  const auto completes = [&](u32 r) {
+    return slots_R && slots_R[r] >= 0 && (static_cast<u64>(slots_R[r]) + 1) % block_tokens == 0;
+  };
+  u64 own = 0;  // tiles, and lent blocks from bit 32 on
+  for (u32 r = begin; r < end; ++r) own += tiles_of(lengths_R[r]) + (static_cast<u64>(completes(r)) << 32);
+  u64 upto = own;
 #pragma unroll
   for (u32 step = 1; step < 32; step *= 2) {
-    const u32 before = __shfl_up_sync(EVERY, upto, step);
+    const u64 before = __shfl_up_sync(EVERY, upto, step);
     if (lane >= step) upto += before;
   }
   if (lane == 31) of_warp[thread / 32] = upto;
   __syncthreads();
-  u32 at = upto - own;
-  for (u32 w = 0; w < thread / 32; ++w) at += of_warp[w];
-  for (u32 r = begin; r < end; ++r) {
-    starts[r] = at;
-    at += tiles_of(lengths_R[r]);
+  u64 at = upto - own, all = 0;
+  for (u32 w = 0; w < WARPS; ++w) {
+    if (w < thread / 32) at += of_warp[w];
+    all += of_warp[w];
   }
-  if (thread == THREADS - 1) starts[requests] = at;
+  for (u32 r = begin; r < end; ++r) {
+    starts[r] = static_cast<u32>(at);
+    at += tiles_of(lengths_R[r]);
+    if (!completes(r)) continue;
+    lent.blocks[at >> 32] = static_cast<u64>(slots_R[r]) / block_tokens;
+    lent.requests[at >> 32] = r;
+    at += 1ull << 32;
+  }
+  lent.count = static_cast<u32>(all >> 32);
+  if (thread == 0) starts[requests] = static_cast<u32>(all);
+  if (thread < (4 - lent.count % 4) % 4) lent.blocks[lent.count + thread] = EVERY;
   __syncthreads();
 }
 
@@ -165,6 +204,7 @@ DEVICE u32 request_of(u32 tile, const u32* starts, u32 requests) {
 struct Window {
   u32 request, first, count;  // `first`: of the request's own tiles
   u64 offset;
+  bool lent;  // the tile ends a lent block
 };
 
 // Fetches the tiles of a share one after the other, up to STAGES ahead of where they are used, short of the newest token.
@@ -172,14 +212,16 @@ struct Fetcher {
   const Cache& cache;
   const int* lengths_R;
   const u32* starts;
+  const Lent& lent;
   u32 next, end;  // tiles that no window has yet
   Window now, later;
   u32 taken = 0;
   const u8* from;  // the thread's chunk of the first token that it copies, of every four
   u32 k_to, v_to[2];
 
-  DEVICE Fetcher(const Cache& cache_, const int* lengths, const u32* starts_, u32 requests, u32 begin, u32 end_, u32 head)
-      : cache(cache_), lengths_R(lengths), starts(starts_), next(begin), end(end_) {
+  DEVICE Fetcher(const Cache& cache_, const int* lengths, const u32* starts_, const Lent& lent_, u32 requests, u32 begin,
+                 u32 end_, u32 head)
+      : cache(cache_), lengths_R(lengths), starts(starts_), lent(lent_), next(begin), end(end_) {
     const u32 lane = threadIdx.x % 32, token = lane / 8, chunk = lane % 8;
     from = cache.bytes + static_cast<u64>(head) * cache.head_stride + token * cache.token_stride + chunk * 16;
     k_to = token * D + k_chunk(token, chunk) * 16;
@@ -192,7 +234,7 @@ struct Fetcher {
   }
 
   DEVICE Window window(u32 request) {
-    Window found{request, 0, 0, 0};
+    Window found{request, 0, 0, 0, false};
     if (next >= end) return found;
     while (starts[found.request + 1] <= next) ++found.request;
     found.first = next - starts[found.request];
@@ -200,15 +242,22 @@ struct Fetcher {
     next += found.count;
     const u32 lane = threadIdx.x % 32;
     if (lane < found.count) {
-      const u32 token = (found.first + lane) * TILE, block = token / cache.block_tokens;
-      const u32 id = __ldg(cache.table_RB + found.request * cache.table_stride + block);
-      found.offset = static_cast<u64>(id) * cache.block_stride + (token - block * cache.block_tokens) * cache.token_stride;
+      const u32 token = (found.first + lane) * TILE, inside = token % cache.block_tokens, id = block_of(found.request, token);
+      found.offset = static_cast<u64>(id) * cache.block_stride + inside * cache.token_stride;
+      const bool newest = starts[found.request] + found.first + lane + 1 == starts[found.request + 1];
+      found.lent = !newest && inside + TILE == cache.block_tokens && lent.has(id);
     }
     return found;
   }
 
-  DEVICE void fetch(u32 stage) {
+  DEVICE u32 block_of(u32 request, u32 token) const {
+    return __ldg(cache.table_RB + request * cache.table_stride + token / cache.block_tokens);
+  }
+
+  // Whether the tile's last token is another request's new one.
+  DEVICE bool fetch(u32 stage) {
     const u64 offset = __shfl_sync(EVERY, now.offset, taken);
+    const bool is_lent = __shfl_sync(EVERY, now.lent, taken);
     const u32 older = lengths_R[now.request] - (now.first + taken) * TILE - 1, token = threadIdx.x % 32 / 8;
     const u8* k = from + offset;
 #pragma unroll
@@ -221,6 +270,7 @@ struct Fetcher {
       now = later, taken = 0;
       later = window(now.request);
     }
+    return is_lent;
   }
 };
 
@@ -364,8 +414,8 @@ struct NewToken {
     slot = fresh.slots_R[request];
   }
 
-  // `row`: its place in the tile.
-  DEVICE void join(const Cache& cache, u32 stage, u32 row, u32 head, float k_by, float v_by) const {
+  // Into a tile, at `row`; the thread's codes of K and V.
+  DEVICE uint2 join(u32 stage, u32 row, float k_by, float v_by) const {
     const u32 lane = threadIdx.x % 32, chunk = lane / 4;
     const u32 k_codes = quantized(four_bf16(k), k_by), v_codes = quantized(four_bf16(v), v_by);
     const u32 k_to = stage + row * D + k_chunk(row, chunk) * 16 + lane % 4 * 4;
@@ -373,13 +423,18 @@ struct NewToken {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(k_to), "r"(k_codes) : "memory");
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(v_to), "r"(v_codes) : "memory");
     __syncwarp();
+    return {k_codes, v_codes};
+  }
+
+  DEVICE void store(const Cache& cache, u32 head, uint2 codes) const {
     if (slot < 0) return;
+    const u32 lane = threadIdx.x % 32;
     const u64 block = static_cast<u64>(slot) / cache.block_tokens;
     const u32 inside = static_cast<u64>(slot) - block * cache.block_tokens;
     u8* to = cache.bytes + block * cache.block_stride + inside * cache.token_stride +
              static_cast<u64>(head) * cache.head_stride + lane * 4;
-    *reinterpret_cast<u32*>(to) = k_codes;
-    *reinterpret_cast<u32*>(to + D) = v_codes;
+    *reinterpret_cast<u32*>(to) = codes.x;
+    *reinterpret_cast<u32*>(to + D) = codes.y;
   }
 };
 
@@ -389,30 +444,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                      bf16* out_RHD, u64 out_stride, float* parts_SHD, float2* part_sums_SH, u32 shares) {
   extern __shared__ __align__(128) u8 shared[];
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // combine_attention waits beside this
-  u32* of_warp = reinterpret_cast<u32*>(shared + WARPS * STAGES * STAGE_BYTES);
-  u32* starts = of_warp + WARPS;
+  u64* of_warp = reinterpret_cast<u64*>(shared + WARPS * STAGES * STAGE_BYTES);
+  const u32 room = (requests + 3) / 4 * 4;
+  Lent lent{reinterpret_cast<u32*>(of_warp + (WARPS + 1) / 2 * 2)};
+  lent.requests = lent.blocks + room;
+  u32* starts = lent.requests + room;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   constexpr u32 ACROSS = KV_HEADS / TOGETHER;
   const u32 head = blockIdx.x % ACROSS * TOGETHER + warp % TOGETHER;
   const u32 share = blockIdx.x / ACROSS * SHARES + warp / TOGETHER;
 
-  lay_end_to_end(lengths_R, requests, starts, of_warp);
+  lay_end_to_end(lengths_R, fresh.slots_R, cache.block_tokens, requests, starts, lent, of_warp);
   const u32 all = starts[requests], used = min(shares, all);  // no share is empty, so a request's parts lie side by side
   const u32 begin = share < used ? static_cast<u64>(all) * share / used : all;
   const u32 end = share < used ? static_cast<u64>(all) * (share + 1) / used : all;
   const u32 count = end - begin;
   const u32 ring = shared_address(shared) + warp * (STAGES * STAGE_BYTES);
-  Fetcher fetcher(cache, lengths_R, starts, requests, begin, end, head);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  Fetcher fetcher(cache, lengths_R, starts, lent, requests, begin, end, head);
+  u32 borrowing = 0;  // stages whose last token is still to come, a bit each
   for (u32 i = 0; i < STAGES - 1; ++i) {
-    if (i < count) fetcher.fetch(ring + i * STAGE_BYTES);
+    if (i < count) borrowing |= fetcher.fetch(ring + i * STAGE_BYTES) << i;
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   const float k_by = k_scale[head * scale_stride], v_by = v_scale[head * scale_stride];
   const float scale = softmax_scale * 1.4426950408889634f * q_scale[head * scale_stride] * k_by;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 
   Query query;
-  NewToken fresh_token{};
+  NewToken newest{};
   Sums sums;
   u32 request = count ? request_of(begin, starts, requests) : 0, tile = count ? begin - starts[request] : 0;
   u32 stage = 0, into = STAGES - 1;
@@ -420,17 +479,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const u32 first = starts[request], upto = starts[request + 1];
     const u32 stop = min(end, upto) - first, tokens = lengths_R[request];
     query.load(query_RHD + request * query_stride + head * (GROUP * D));
-    if (upto <= end) fresh_token.load(fresh, request, head);
+    if (upto <= end) newest.load(fresh, request, head);
     sums.clear();
 #pragma unroll 1
     for (; tile < stop; ++tile, ++i) {
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
       __syncwarp();  // this tile is there, and every thread is done with the one before it
-      if (i + STAGES - 1 < count) fetcher.fetch(ring + into * STAGE_BYTES);
+      if (i + STAGES - 1 < count) borrowing |= fetcher.fetch(ring + into * STAGE_BYTES) << into;
       asm volatile("cp.async.commit_group;" ::: "memory");
-      if (first + tile + 1 == upto)
-        fresh_token.join(cache, ring + stage * STAGE_BYTES, (tokens - 1) % TILE, head, k_by, v_by);
-      sums.add(ring + stage * STAGE_BYTES, query, scale, tokens - tile * TILE);
+      const u32 at = ring + stage * STAGE_BYTES;
+      if (first + tile + 1 == upto) newest.store(cache, head, newest.join(at, (tokens - 1) % TILE, k_by, v_by));
+      if (borrowing >> stage & 1) {
+        borrowing ^= 1u << stage;
+        NewToken last;
+        last.load(fresh, lent.lender(fetcher.block_of(request, tile * TILE)), head);
+        last.join(at, TILE - 1, k_by, v_by);
+      }
+      sums.add(at, query, scale, tokens - tile * TILE);
       if (++stage == STAGES) stage = 0;
       if (++into == STAGES) into = 0;
     }
@@ -475,11 +540,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     combine_attention(const float* parts_SHD, const float2* part_sums_SH, const int* lengths_R, u32 requests,
                       const float* v_scale, u32 scale_stride, bf16* out_RHD, u64 out_stride, u32 shares, u32 spread) {
   extern __shared__ __align__(128) u8 shared[];
-  u32* of_warp = reinterpret_cast<u32*>(shared);
+  u64* of_warp = reinterpret_cast<u64*>(shared);
   float4* sums = reinterpret_cast<float4*>(shared + 128);  // [WARPS, 32]
   float2* told = reinterpret_cast<float2*>(sums + WARPS * 32);
   u32* starts = reinterpret_cast<u32*>(told + WARPS);
-  lay_end_to_end(lengths_R, requests, starts, of_warp);
+  Lent none{};
+  lay_end_to_end(lengths_R, nullptr, 0, requests, starts, none, of_warp);
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32 item = blockIdx.x * (WARPS / spread) + warp / spread, member = warp % spread;
   const u32 request = min(item / HEADS, requests - 1), head = item % HEADS;

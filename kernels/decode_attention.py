@@ -68,7 +68,8 @@ class Cut:
         return self.together * self.shares
 
     def shared_bytes(self, requests: int) -> int:
-        return self.warps * (self.stages * _STAGE_BYTES + 4) + 4 * (requests + 1)
+        totals, room = -(-self.warps // 2) * 16, -(-requests // 4) * 4
+        return self.warps * self.stages * _STAGE_BYTES + totals + 8 * room + 4 * (requests + 1)
 
 
 def choose(kv_heads: int) -> Cut:
@@ -130,8 +131,8 @@ class DecodeAttention:
 
     def __call__(self, step: Step, out_RHD: Tensor) -> None:
         """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out_RHD`, BF16, zero where it has no tokens,
-        and its new token's K and V into the cache, quantized as vLLM does it. Where another request's context has that token
-        too, the cache must have it before.
+        and its new token's K and V into the cache, quantized as vLLM does it. Another request's context may have that token
+        too, if it completes a block.
         """
         self._check(step, out_RHD)
         requests, cache = step.lengths_R.shape[0], step.cache

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_fp8ext.compat import decode_attention
@@ -22,6 +24,8 @@ def layer(**changed: Any) -> Any:
         "attn_type": AttentionType.DECODER,
         "batch_invariant_enabled": False,
         "scale": 0.5,
+        "forward": None,
+        "do_kv_cache_update": None,
     }
     own = {
         "attn_backend": SimpleNamespace(get_name=lambda: changed.get("backend", "FLASH_ATTN")),
@@ -31,6 +35,7 @@ def layer(**changed: Any) -> Any:
         "query_quant": object(),
         "dtype": torch.bfloat16,
         "kv_cache": "cache",
+        "layer_name": "layer",
     }
     own |= {f"_{name}_scale": name for name in "qkv"}
     known = {name: changed.get(name, value) for name, value in impl.items()}
@@ -127,3 +132,30 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
     assert (cache, table, scales, scale) == ("cache", "table", ("q", "k", "v"), 0.5)
     assert lengths is metadata.seq_lens
     assert slots is metadata.slot_mapping
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode", "theirs"),
+    [
+        ({}, CUDAGraphMode.NONE, False),
+        ({}, CUDAGraphMode.FULL, False),
+        ({}, CUDAGraphMode.PIECEWISE, True),
+        ({"max_query_len": 2}, CUDAGraphMode.NONE, True),
+        (None, CUDAGraphMode.NONE, True),
+    ],
+    ids=str,
+)
+def test_the_kernel_caches_what_it_attends_to(
+    changed: dict[str, Any] | None, mode: CUDAGraphMode, theirs: bool
+) -> None:
+    """A piece of a graph may be replayed for other steps than it was captured in: vLLM caches there."""
+    given = layer()
+    asked: list[Any] = []
+    given.impl.do_kv_cache_update = lambda *args: asked.append(args)
+    decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
+    metadata = None if changed is None else SimpleNamespace(**STEP | changed)
+    step = (given, "key", "value", "cache", "slots")
+    context = ForwardContext({"layer": given}, {"layer": metadata}, {}, cudagraph_runtime_mode=mode)  # type: ignore[dict-item]  # what is looked at
+    with override_forward_context(context):
+        given.impl.do_kv_cache_update(*step)
+    assert asked == [step] * theirs

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose decoding steps attend by our own kernel; writes what it saw.
 
-attention_story.py eager|graphs|flash FOLDER FACTS
+attention_story.py eager|graphs|pieces|flash FOLDER FACTS
 
-`eager` compares each call with the same in fp64 over the live cache. `flash`: with vLLM's own kernel.
+`eager` compares calls with the same in fp64 over the live cache. `pieces`: with graphs that are broken at attention, and not
+where vLLM caches. `flash`: with vLLM's own kernel.
 """
 
 import json
@@ -16,7 +17,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.config import CompilationConfig
 
 from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step, decode_attention_reference
 from vllm_fp8ext.kernels.kv_cache import quantize
@@ -24,16 +26,27 @@ from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
 PROMPTS = [range(5, 5 + count) for count in (3, 40, 700, 15, 16, 17)]
 TOKENS = 24
+BLOCK = 16
+NEXT = 99
+"""The token that follows in the last prompts."""
+LENT = 2
+"""Their blocks."""
+PIECES: dict[str, dict[str, Any]] = {
+    "pieces": {
+        "cudagraph_mode": "PIECEWISE",
+        "splitting_ops": list(CompilationConfig._attention_ops),
+    }
+}
 
 
 def main(mode: str, folder: str, facts: str) -> None:
-    seen: dict[str, Any] = {"calls": 0, "error": 0.0, "joined": True}
+    seen: dict[str, Any] = {"calls": 0, "error": 0.0, "joined": True, "lent": 0}
     original = DecodeAttention.__call__
 
     def watched(self: DecodeAttention, step: Step, out: Tensor) -> None:
         original(self, step, out)
         seen["calls"] += 1
-        if mode == "eager" and seen["calls"] % 7 == 1:
+        if mode == "eager" and (_borrows(seen, step) or seen["calls"] % 7 == 1):
             _compare(seen, step, out)
 
     DecodeAttention.__call__ = watched  # type: ignore[method-assign]  # looked at on its way
@@ -47,7 +60,9 @@ def main(mode: str, folder: str, facts: str) -> None:
         gpu_memory_utilization=0.1,
         skip_tokenizer_init=True,
         max_num_seqs=16,
-        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]},
+        block_size=BLOCK,
+        async_scheduling=False,  # the scheduler knows tokens, and so what completes a block, before they are computed
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8], **PIECES.get(mode, {})},
         additional_config={
             "fp8ext": {"kv_scales": "calibrate", "kernels": {"decode_attention": mode != "flash"}}
         },
@@ -61,8 +76,40 @@ def main(mode: str, folder: str, facts: str) -> None:
         for index in range(len(PROMPTS))
     ]
     outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], params)
+    outputs += _lend(llm)
     logprobs = [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
     Path(facts).write_text(json.dumps({**seen, "logprobs": logprobs}))
+
+
+def _lend(llm: LLM) -> list[RequestOutput]:
+    """One request completes its second block in the step in which another begins that has both blocks."""
+    engine, finished = llm.llm_engine, []
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=0, allowed_token_ids=[NEXT])
+    upto = LENT * BLOCK
+    known = list(range(150, 144 + upto))
+    engine.add_request("lender", {"prompt_token_ids": known}, params)
+    for _ in range(upto - len(known)):  # the last of these gives the token that completes the block
+        engine.step()
+    engine.add_request(
+        "borrower", {"prompt_token_ids": [*known, *[NEXT] * (upto - len(known)), 5]}, params.clone()
+    )
+    while engine.has_unfinished_requests():
+        finished += [output for output in engine.step() if output.finished]
+    return sorted(finished, key=lambda output: output.request_id)
+
+
+def _borrows(seen: dict[str, Any], step: Step) -> bool:
+    """Whether a request's context has a token that joins the cache in this step, not its own."""
+    size, lengths = step.cache.shape[2], step.lengths_R.tolist()
+    own = {int(slot) // size: row for row, slot in enumerate(step.slots_R.tolist()) if slot >= 0}
+    found = [
+        block
+        for row, length in enumerate(lengths)
+        for block in step.table_RB[row, : -(-length // size)].tolist()
+        if own.get(block, row) != row
+    ]
+    seen["lent"] += len(found)
+    return bool(found)
 
 
 def _compare(seen: dict[str, Any], step: Step, out: Tensor) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has steps that decode alone attend over an FP8 cache by our own kernel; all others stay with FlashAttention 3.
+"""Has steps that decode alone attend over an FP8 cache by our own kernel, which caches their K and V too; all others stay
+with FlashAttention 3.
 
-Replaces, on the instance, `forward` of FlashAttention's implementation. Can go once FlashAttention reads an FP8 cache at
-memory speed.
+Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation. Can go once FlashAttention
+reads an FP8 cache at memory speed.
 """
 
 import functools
@@ -10,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_fp8ext.compat.log import log_once
@@ -70,7 +74,7 @@ def _kernel(heads: int, kv_heads: int, requests: int, device: torch.device) -> D
 
 def _replace(layer: Attention, kernel: DecodeAttention) -> None:
     impl = layer.impl
-    attend = impl.forward
+    attend, cache = impl.forward, impl.do_kv_cache_update
 
     def forward(
         module: Any,
@@ -83,6 +87,7 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Any:
+        # FlashAttention refuses a scaled output
         scaled = output_scale is not None or output_block_scale is not None
         if scaled or not _decodes_alone(metadata):
             asked = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
@@ -97,7 +102,13 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
         kernel(step, output[:count])
         return output
 
-    impl.forward = forward
+    def do_kv_cache_update(module: Any, *args: Any) -> None:
+        # a piece of a graph that is captured here may be replayed for steps that do not decode alone
+        pieces = get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
+        if pieces or not _decodes_alone(get_attention_context(module.layer_name)[0]):
+            cache(module, *args)
+
+    impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
 
 
 def _decodes_alone(metadata: Any) -> bool:
