@@ -61,9 +61,9 @@ def test_contexts_are_spread_evenly_from_the_first_request_on(server: ThreadingH
 
 
 def test_tokens_lost_are_those_of_the_mean_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "SETTLE_SECONDS", 1.0)
+    for name in ("SETTLE_SECONDS", "RATE_SECONDS"):
+        monkeypatch.setattr(background, name, 1.0)
     load = background._Load("http://nowhere", 1)
-    load._work = []
     rates = [(10.0, 100.0), (11.0, 90.0), (12.0, 50.0), (13.0, 0.0), (14.0, 80.0), (15.0, 0.0)]
     tokens = 0.0
     for start, rate in rates:  # each for a second
@@ -75,3 +75,28 @@ def test_tokens_lost_are_those_of_the_mean_before_and_after(monkeypatch: pytest.
     assert (found["tokens_per_s_before"], found["tokens_per_s_during"]) == (100.0, 70.0)
     assert found["tokens_per_s_after"] == 80.0
     assert found["tokens_lost"] == pytest.approx(1 - 70 / 90)
+
+
+@pytest.mark.parametrize(
+    ("rates", "waits"), [([100, 95], 1), ([0, 0, 100, 100], 2), ([0, 100, 100, 95], 2), ([0, 100] * 9, 5)]
+)
+def test_what_is_measured_begins_once_tokens_come_steadily(
+    rates: list[float], waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While kernels compile none come at first."""
+    load, now = background._Load("http://nowhere", 1), 0.0
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(load, "_wait", wait)
+    monkeypatch.setattr(background, "PATIENCE_SECONDS", 45.0)
+    monkeypatch.setattr(background.time, "monotonic", lambda: now)
+    tokens = 0.0
+    for index, rate in enumerate([*rates, 0]):  # each for half of a window
+        load._counts.append((index * background.RATE_SECONDS / 2, tokens))
+        tokens += rate * background.RATE_SECONDS / 2
+    load.settle()
+    assert now == waits * background.RATE_SECONDS
+    assert load._steady == (waits < 5)

@@ -24,8 +24,14 @@ import httpx
 from vllm_fp8ext.demo.server import MODEL
 
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 1024
+RATE_SECONDS = 10.0
+"""For the rates of tokens before and after what is measured: about what an answer takes with many requests."""
 SETTLE_SECONDS = 5.0
-"""For the rates of tokens before and after what is measured."""
+"""Until what was measured is over."""
+STEADY = 0.1
+"""How far the rates of two halves of `RATE_SECONDS` may be apart when something is measured."""
+PATIENCE_SECONDS = 90.0
+"""For a server that compiles kernels first."""
 
 
 class Background:
@@ -82,6 +88,7 @@ class _Load:
         self._stop = threading.Event()
         self._streams: list[list[float]] = []
         self._counts: list[tuple[float, float]] = []
+        self._steady = False
 
     def __enter__(self) -> Self:
         self._pool = ThreadPoolExecutor(self._running + 1)
@@ -95,7 +102,14 @@ class _Load:
 
     def settle(self) -> None:
         """Until tokens come steadily; their rate over the last seconds is the one before the updates."""
-        self._wait(2 * SETTLE_SECONDS)
+        until = time.monotonic() + PATIENCE_SECONDS
+        self._steady = False
+        while not self._steady and time.monotonic() < until:
+            self._wait(RATE_SECONDS)
+            now = time.monotonic()
+            middle = now - RATE_SECONDS / 2
+            rates = self._rate(now - RATE_SECONDS, middle), self._rate(middle, now)
+            self._steady = min(rates) > (1 - STEADY) * max(rates)
 
     def _wait(self, seconds: float) -> None:
         """Raises what went wrong with a request."""
@@ -104,16 +118,17 @@ class _Load:
 
     def during(self, begin: float, end: float) -> dict[str, Any]:
         """Rates around updates that lasted from `begin` to `end`, and the longest gap in the watched stream."""
-        self._wait(2 * SETTLE_SECONDS)
+        self._wait(SETTLE_SECONDS + RATE_SECONDS)
         rates = {
-            "tokens_per_s_before": self._rate(begin - SETTLE_SECONDS, begin),
+            "tokens_per_s_before": self._rate(begin - RATE_SECONDS, begin),
             "tokens_per_s_during": self._rate(begin, end),
-            "tokens_per_s_after": self._rate(end + SETTLE_SECONDS, end + 2 * SETTLE_SECONDS),
+            "tokens_per_s_after": self._rate(end + SETTLE_SECONDS, end + SETTLE_SECONDS + RATE_SECONDS),
         }
         usually = (rates["tokens_per_s_before"] + rates["tokens_per_s_after"]) / 2
         lost = 1 - rates["tokens_per_s_during"] / usually
-        stall, usual = self._longest_gap(begin - 1, end + 1), self._longest_gap(begin - SETTLE_SECONDS, begin)
-        return {**rates, "stall_seconds": stall, "longest_gap_before": usual, "tokens_lost": lost}
+        stall, usual = self._longest_gap(begin - 1, end + 1), self._longest_gap(begin - RATE_SECONDS, begin)
+        gaps = {"stall_seconds": stall, "longest_gap_before": usual}
+        return {**rates, **gaps, "tokens_lost": lost, "steady_before": self._steady}
 
     def _longest_gap(self, begin: float, end: float) -> float | None:
         """Between two tokens of one stream."""
