@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """With which code a server ends, by how its engine did."""
 
+import asyncio
 import json
 import subprocess
 import sys
+import time
+from typing import Any
 
 import pytest
 
@@ -73,3 +76,25 @@ def codes() -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_a_server_ends_as_its_engine_did(codes: dict[tuple[str, str], int], case: tuple[str, str]) -> None:
     assert codes[case] == CASES[case]
+
+
+def test_a_job_is_not_asked_about_before_it_can_have_ended() -> None:
+    """Each poll costs the requests beside it something."""
+    from vllm_fp8ext.compat.engine_client import EngineCalls
+
+    class Calls(EngineCalls):
+        def __init__(self) -> None:
+            self._deadline = 60.0
+            self.asked: list[float] = []
+
+        async def __call__(self, operation: str, **arguments: Any) -> dict[str, Any]:
+            if operation == "stage":
+                return {"job": 7, "soonest": 0.25}
+            assert (operation, arguments) == ("poll", {"job": 7})
+            self.asked.append(time.monotonic())
+            return {"done": True, "staged": 1}
+
+    calls, start = Calls(), time.monotonic()
+    assert asyncio.run(calls.job("stage")) == {"done": True, "staged": 1}
+    assert len(calls.asked) == 1
+    assert calls.asked[0] - start >= 0.25

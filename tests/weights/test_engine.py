@@ -166,7 +166,7 @@ def test_scales_are_not_read_for_the_first_time_from_memory_that_was_given_back(
     ("running", "settings", "rate"),
     [
         (0, Settings(), 0.0),
-        (3, Settings(), 64e9),
+        (3, Settings(), 56e9),
         (3, Settings(busy_staging_rate=1e9), 1e9),
         (3, Settings(staging="inplace"), 0.0),
     ],
@@ -191,5 +191,6 @@ def test_staging_has_a_pace_beside_running_requests(running: int, settings: Sett
     core.settings = settings
     engine = UpdateEngine(core)  # type: ignore[arg-type]
     opened(engine)
-    engine.stage("u", "0", {}, [["w", [2], "bfloat16", 0, 4]], 4)
+    started = engine.stage("u", "0", {}, [["w", [2], "bfloat16", 0, 4]], 4)
     assert rates == [rate]
+    assert started.get("soonest") == (4 / rate if rate else None)

@@ -127,7 +127,8 @@ class UpdateEngine:
         return {}
 
     def stage(self, id: str, chunk: str, source: Result, tensors: list[Any], size: int) -> Result:
-        """Start to stage a chunk: `tensors` of `[name, shape, dtype, start, bytes]` in a `Source`; returns a job."""
+        """Start to stage a chunk: `tensors` of `[name, shape, dtype, start, bytes]` in a `Source`; returns a job, and, where
+        that is known, in how many seconds it ends at the `soonest`."""
         session = self.updates.get(id)
         self.step.require_healing(session.partial)
         self.jobs.reap()
@@ -148,7 +149,10 @@ class UpdateEngine:
         used = taken_apart(used, manifest.fused)
         beside = self.core.unfinished() > 0 and not self._inplace
         rate = self.core.settings.busy_staging_rate if beside else 0.0
-        return self.jobs.start("stage", session.id, source, used, hashes, rate, finish=finish)
+        started = self.jobs.start("stage", session.id, source, used, hashes, rate, finish=finish)
+        if rate and "job" in started:
+            started["soonest"] = sum(tensor[4] for tensor in used) / (rate * manifest.world_size)
+        return started
 
     def update(self, id: str) -> Result:
         """Where an update stands."""
