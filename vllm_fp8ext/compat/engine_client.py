@@ -102,9 +102,9 @@ class EngineCalls:
         """Wait for the result of an operation that answered this, as `job` does."""
         if "job" not in started:
             return started
-        begun, progress, until = time.monotonic(), -1, 0.0
         # each poll takes something from the requests beside
         await asyncio.sleep(min(started.get("soonest", 0.0), self._deadline / 2))
+        begun, progress, until = time.monotonic(), -1, 0.0
         while True:
             result = await self("poll", job=started["job"])
             if result["done"]:
