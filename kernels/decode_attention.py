@@ -105,7 +105,7 @@ class DecodeAttention:
     Calls must be of one stream: they share that room.
 
     Raises:
-        ValueError: a shape that the kernel does not take.
+        ValueError: a shape, or a number of requests, that the kernel does not take.
         CudaError: there is no GPU, or no compiler.
     """
 
@@ -123,7 +123,10 @@ class DecodeAttention:
         self._combine = cuda.Kernel(code, "combine_attention", cut.warps * 32, 1)
         across = kv_heads // cut.together
         self._shared = cut.shared_bytes(requests)
-        self._blocks = max(1, self._attend.resident_blocks(self._shared) // across) * across
+        resident = self._attend.resident_blocks(self._shared)
+        if not resident:
+            raise ValueError(f"expected fewer requests, found {requests}: they take {self._shared} bytes")
+        self._blocks = max(1, resident // across) * across
         self.shares = self._blocks // across * cut.shares
         slots = self.shares + requests
         self._parts = torch.empty(slots, heads, HEAD_DIMENSION, dtype=torch.float32, device=device)

@@ -135,27 +135,33 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
 
 
 @pytest.mark.parametrize(
-    ("changed", "mode", "theirs"),
+    ("changed", "mode", "slots", "theirs"),
     [
-        ({}, CUDAGraphMode.NONE, False),
-        ({}, CUDAGraphMode.FULL, False),
-        ({}, CUDAGraphMode.PIECEWISE, True),
-        ({"max_query_len": 2}, CUDAGraphMode.NONE, True),
-        (None, CUDAGraphMode.NONE, True),
+        ({}, CUDAGraphMode.NONE, None, False),
+        ({}, CUDAGraphMode.FULL, None, False),
+        ({}, CUDAGraphMode.PIECEWISE, None, True),
+        ({}, CUDAGraphMode.FULL, torch.tensor([4, 8, -1]), True),
+        ({"max_query_len": 2}, CUDAGraphMode.NONE, None, True),
+        (None, CUDAGraphMode.NONE, None, True),
     ],
-    ids=str,
+    ids=["eager", "graph", "piece", "other tokens", "prefill", "no metadata"],
 )
 def test_the_kernel_caches_what_it_attends_to(
-    changed: dict[str, Any] | None, mode: CUDAGraphMode, theirs: bool
+    changed: dict[str, Any] | None, mode: CUDAGraphMode, slots: torch.Tensor | None, theirs: bool
 ) -> None:
-    """A piece of a graph may be replayed for other steps than it was captured in: vLLM caches there."""
+    """A piece of a graph may be replayed for other steps than it was captured in: vLLM caches there. So it does with tokens
+    that come on another way than a step's."""
     given = layer()
     asked: list[Any] = []
     given.impl.do_kv_cache_update = lambda *args: asked.append(args)
     decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
     metadata = None if changed is None else SimpleNamespace(**STEP | changed)
-    step = (given, "key", "value", "cache", "slots")
+    slots = STEP["slot_mapping"] if slots is None else slots
+    step = (given, "key", "value", "cache", slots)
     context = ForwardContext({"layer": given}, {"layer": metadata}, {}, cudagraph_runtime_mode=mode)  # type: ignore[dict-item]  # what is looked at
     with override_forward_context(context):
         given.impl.do_kv_cache_update(*step)
     assert asked == [step] * theirs
+    asked.clear()
+    given.impl.do_kv_cache_update(*step)
+    assert asked == [step], "outside of a step"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import CompilationConfig
+from vllm.v1.attention.backends import flash_attn
 
 from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step, decode_attention_reference
 from vllm_fp8ext.kernels.kv_cache import quantize
@@ -40,8 +41,14 @@ PIECES: dict[str, dict[str, Any]] = {
 
 
 def main(mode: str, folder: str, facts: str) -> None:
-    seen: dict[str, Any] = {"calls": 0, "error": 0.0, "joined": True, "lent": 0}
-    original = DecodeAttention.__call__
+    seen: dict[str, Any] = {"calls": 0, "error": 0.0, "joined": True, "lent": 0, "cached by vLLM": []}
+    original, cache = DecodeAttention.__call__, flash_attn.reshape_and_cache_flash
+
+    def cached(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> None:
+        seen["cached by vLLM"].append(len(rest[0]))
+        cache(key, value, key_cache, value_cache, *rest)
+
+    flash_attn.reshape_and_cache_flash = cached
 
     def watched(self: DecodeAttention, step: Step, out: Tensor) -> None:
         original(self, step, out)
@@ -67,7 +74,7 @@ def main(mode: str, folder: str, facts: str) -> None:
             "fp8ext": {"kv_scales": "calibrate", "kernels": {"decode_attention": mode != "flash"}}
         },
     )
-    seen["at start"] = seen["calls"]
+    seen["at start"], seen["cached by vLLM"] = seen["calls"], []
     # the next token is given, so that every mode reads the same
     params = [
         SamplingParams(

@@ -36,6 +36,8 @@ SHAPES = {
 """Query heads and KV heads."""
 TOKENS = 24
 """Of the longest answer in `attention_story.py`."""
+PROMPTS = 6
+"""That it begins with at once."""
 
 
 class Batch(NamedTuple):
@@ -306,6 +308,8 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     assert eager["error"] < 4e-3
     assert eager["joined"]
     assert eager["lent"] == 28
+    assert len(eager["cached by vLLM"]) >= 28 * 2
+    assert min(eager["cached by vLLM"]) > PROMPTS, "tokens: never of steps that decode alone"
     assert graphs["at start"] >= 28 * 4
     assert graphs["calls"] == graphs["at start"], "decoding alone is replayed"
     assert pieces["calls"] - pieces["at start"] >= 28 * (TOKENS - 1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
@@ -31,7 +31,7 @@ def attach(layer: Attention, config: Any) -> None:
         )
         try:
             kernel = _kernel(layer.num_heads, layer.num_kv_heads, requests, layer._k_scale.device)
-        except CudaError as error:
+        except (CudaError, ValueError) as error:
             reason = str(error)
     if reason is not None:
         log_once(f"blockfp8: vLLM's attention decodes over the FP8 cache, for {reason}")
@@ -102,13 +102,22 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
         kernel(step, output[:count])
         return output
 
-    def do_kv_cache_update(module: Any, *args: Any) -> None:
-        # a piece of a graph that is captured here may be replayed for steps that do not decode alone
-        pieces = get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
-        if pieces or not _decodes_alone(get_attention_context(module.layer_name)[0]):
-            cache(module, *args)
+    def do_kv_cache_update(module: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        if not _is_cached_by_attention(module, slots):
+            cache(module, key, value, kv_cache, slots)
 
     impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
+
+
+def _is_cached_by_attention(module: Any, slots: Tensor) -> bool:
+    """Whether what goes to these slots are the tokens that the kernel attends to, and caches, in this step. vLLM also caches
+    others: before a draft model reads them, say."""
+    if not is_forward_context_available():
+        return False
+    # a piece of a graph that is captured here may be replayed for steps that do not decode alone
+    pieces = get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
+    metadata = get_attention_context(module.layer_name)[0]
+    return not pieces and _decodes_alone(metadata) and slots.data_ptr() == metadata.slot_mapping.data_ptr()
 
 
 def _decodes_alone(metadata: Any) -> bool:
