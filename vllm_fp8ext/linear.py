@@ -134,7 +134,6 @@ class BlockFp8LinearMethod(OnlineLinearBase):
         The CPU backend multiplies by a dequantized copy: converting FP8 at every step would dominate its time.
         """
         if layer.weight.device.type != "cpu":
-            layer.dequantized = None
             return
         values = reference.dequantize_weight(layer.weight, getattr(layer, SCALES))
         if getattr(layer, "dequantized", None) is None:

@@ -65,7 +65,8 @@ class Twin:
                 quantized[f"{path}.{part.name}"] = QuantizedTarget(
                     part.values, part.scales, dtypes[part.name], self.scale_format
                 )
-        self._parts = served_parts(_quantized_layers(live))
+        self._served = list(_quantized_layers(live))  # to look for them takes milliseconds
+        self._parts = served_parts(self._served)
         holding = holders(self._parts, self._parts)
         own = {path: tensor for path, tensor in _parameters(twin).items() if path not in holding}
         if inplace:
@@ -127,7 +128,7 @@ class Twin:
         self.exchange.refresh()
 
     def _derive(self) -> None:
-        for _, layer in _quantized_layers(self.live):
+        for _, layer in self._served:
             layer.quant_method.derive(layer)
 
     def served(self, target: str) -> tuple[Tensor, Tensor | None]:
