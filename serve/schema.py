@@ -287,7 +287,9 @@ class Update(BaseModel):
     )
     tensors_required: int
     tensors_missing: int
-    missing: list[str] = Field(description="Every required tensor that has not been staged.")
+    missing: list[str] = Field(
+        description="Required tensors that have not been staged: the first 100 by name (`incomplete` tells all)."
+    )
     bytes: int = Field(description="Bytes of the staged chunks.")
     chunks: dict[str, ChunkState]
     problems: list[dict[str, Any]] = Field(description="What was wrong with refused chunks.")

@@ -89,9 +89,14 @@ class Manifest:
 
     def parts(self, names: Iterable[str]) -> list[str]:
         """These names, with those of its matrices for each fused tensor."""
-        return [
-            part for name in names for part in (self.fused[name].parts if name in self.fused else (name,))
-        ]
+        found: list[str] = []
+        for name in names:
+            whole = self.fused.get(name)
+            if whole:
+                found += whole.parts
+            else:
+                found.append(name)
+        return found
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape that a tensor must have, if it is taken."""

@@ -9,9 +9,10 @@ A chunk that arrives after `prepare` reopens the update. Ends are final and are 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
@@ -23,6 +24,10 @@ from vllm_fp8ext.weights.refusals import incomplete, refusal
 
 if TYPE_CHECKING:
     from vllm_fp8ext.kv.asked import Asked  # needs torch
+
+
+MISSING_LISTED = 100
+"""Names of missing tensors that an update tells of itself: of thousands of experts all would be a megabyte."""
 
 
 class State(StrEnum):
@@ -119,14 +124,16 @@ class Session:
         told = {(problem["kind"], problem["tensor"]) for problem in problems}
         problems += [p for p in claim_problems(self.claims, specs) if (p["kind"], p["tensor"]) not in told]
         brought = self.manifest.parts(spec.name for spec in specs)
-        problems += [
-            {"kind": "duplicate-tensor", "tensor": name, "chunk": key}
-            for name, count in sorted(Counter(brought).items())
-            if count > 1
-        ]
+        names = frozenset(brought)
+        if len(names) < len(brought):
+            problems += [
+                {"kind": "duplicate-tensor", "tensor": name, "chunk": key}
+                for name, count in sorted(Counter(brought).items())
+                if count > 1
+            ]
         for other_key, other in self.chunks.items():
             if other_key != key:
-                repeated = set(brought) & other.names
+                repeated = names & other.names
                 problems += [
                     {"kind": "duplicate-tensor", "tensor": name, "chunk": other_key}
                     for name in sorted(repeated)
@@ -136,7 +143,7 @@ class Session:
             raise refusal(problems)
         self.state = State.OPEN
         self.revision += 1
-        self.chunks[key] = Chunk(frozenset(brought), size)
+        self.chunks[key] = Chunk(names, size)
 
     def staged(
         self,
@@ -153,23 +160,23 @@ class Session:
         self.seconds["staging"] = self.seconds.get("staging", 0.0) + spent
         self.staged_until = stop
 
-    def staged_names(self) -> set[str]:
+    def staged_names(self) -> Set[str]:
         """Tensors that staged chunks have brought."""
-        names = set[str]().union(*(chunk.names for chunk in self.chunks.values() if chunk.staged))
-        return names.intersection(self.manifest.tensors)
+        names = frozenset[str]().union(*(chunk.names for chunk in self.chunks.values() if chunk.staged))
+        return self.manifest.tensors.keys() & names
 
-    def required(self) -> set[str]:
+    def required(self) -> Set[str]:
         """Tensors that the update must bring: all; of a partial one those that were announced or refused, and the whole of
         every parameter of which something came."""
         if not self.partial:
-            return set(self.manifest.tensors)
+            return self.manifest.tensors.keys()
         refused = {name for chunk in self.chunks.values() for name in chunk.refused}
         claimed = self.manifest.parts(self.claims)
         return self.manifest.completed(self.staged_names() | refused | set(claimed))
 
-    def missing(self) -> list[str]:
+    def missing(self) -> Set[str]:
         """Required tensors that no staged chunk has brought."""
-        return sorted(self.required() - self.staged_names())
+        return self.required() - self.staged_names()
 
     def check(self, epoch: int) -> None:
         """Require that everything is here and that the update fits the served `epoch`.
@@ -183,7 +190,7 @@ class Session:
             raise UpdateError("staging", "chunks are still being staged: prepare when they are done")
         missing = self.missing()
         if missing or not self.staged_names():
-            raise incomplete(missing, len(self.required()), self.problems)
+            raise incomplete(sorted(missing), len(self.required()), self.problems)
 
     def prepared(self, revision: int) -> None:
         """What was staged up to `revision` has been validated as a whole.
@@ -253,7 +260,7 @@ class Session:
         return [problem for chunk in self.chunks.values() for problem in chunk.problems]
 
     def as_dict(self) -> dict[str, Any]:
-        missing = self.missing() if self.live else []
+        missing = self.missing() if self.live else frozenset[str]()
         return {
             "id": self.id,
             "state": str(self.state),
@@ -266,7 +273,7 @@ class Session:
             "world_size": self.manifest.world_size,
             "tensors_required": len(self.required()),
             "tensors_missing": len(missing),
-            "missing": missing,
+            "missing": nsmallest(MISSING_LISTED, missing),
             "bytes": self.bytes,
             "chunks": {key: chunk.as_dict() for key, chunk in self.chunks.items()},
             "problems": self.problems,
