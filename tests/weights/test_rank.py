@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.weights import source
 from vllm_fp8ext.weights.manifest import Piece, scale_name
-from vllm_fp8ext.weights.rank import Rank
+from vllm_fp8ext.weights.rank import Rank, _Told
 from vllm_fp8ext.weights.safetensors_header import file_tensors
 from vllm_fp8ext.weights.source import stamp_of
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
@@ -150,3 +150,13 @@ def test_a_newer_update_ends_the_reading(rank: Rank, tensors: dict[str, Tensor],
     assert len(calls) == 1
     stager.stage = original  # type: ignore[method-assign]
     assert staged(rank, file, 2, {}, "v")["problems"] == []
+
+
+def test_what_is_told_again_is_the_same_object() -> None:
+    """By which it is found what becomes of it."""
+    told = _Told()
+    first, other = ([[name, [2], "bfloat16", 0, 4]] for name in "ab")
+    spec = told.stored(first)[0].spec
+    assert told.stored(other)[0].spec.name == "b"
+    assert told.stored([["a", [2], "bfloat16", 8, 4]])[0] == (spec, 8, 4)
+    assert told.stored(first)[0].spec is spec

@@ -52,7 +52,8 @@ class AtOnce:
     def __init__(self, stager: Stager) -> None:
         self._stager = stager
         self._parts: dict[TensorSpec, list[Part] | None] = {}
-        self._known: OrderedDict[tuple[tuple[str, ...], tuple[str, ...]], Chores] = OrderedDict()
+        self._known: OrderedDict[tuple[int, ...], tuple[list[TensorSpec], Chores]] = OrderedDict()
+        """By the identities of their specifications, which are kept: to compare thousands by their contents takes longer."""
         self._learnt: tuple[list[TensorSpec], Chores] = [], Chores([], [])
 
     def learn(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
@@ -85,8 +86,10 @@ class AtOnce:
         ]
         found = [(owners, sums.view(len(owners), -1)) for owners, sums in queued]
         rest = placed.tensors
-        if chores.names:
-            done = set(chores.names)
+        done = frozenset(chores.names)
+        if len(done) == len(rest):
+            rest = []
+        elif done:
             rest = [stored for stored in rest if stored.spec.name not in done]
         return Queued(chores.names, found), replace(placed, tensors=rest)
 
@@ -104,19 +107,20 @@ class AtOnce:
             sums = torch.cat([sums for _, sums in found]).cpu().nan_to_num(0.0, 0.0, 0.0)
             table[:, _TOLD[columns]].index_add_(0, torch.cat([owners for owners, _ in found]), sums)
         told: dict[str, Verdict] = dict(zip(names, zip(*table[:, :2].T.tolist(), strict=True), strict=True))
-        for number in table[:, 2:].any(1).nonzero()[:, 0].tolist():
+        for number in (table[:, 2] + table[:, 3]).nonzero()[:, 0].tolist():
             told[names[number]] = verdict(*table[number].tolist())
         return told
 
     def _chores(self, tensors: Sequence[StoredTensor]) -> Chores:
-        key = tuple(stored.spec.name for stored in tensors), tuple(stored.spec.dtype for stored in tensors)
+        specs = [stored.spec for stored in tensors]
+        key = tuple(map(id, specs))
         if key not in self._known:
-            self._known[key] = self._reordered(tensors) or self._listed(tensors)
+            self._known[key] = specs, self._reordered(tensors) or self._listed(tensors)
             most = max(_FEW, _KEPT * len(self._learnt[0]))
-            while len(self._known) > 1 and sum(len(names) for names, _ in self._known) > most:
+            while len(self._known) > 1 and sum(map(len, self._known)) > most:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        return self._known[key]
+        return self._known[key][1]
 
     def _reordered(self, tensors: Sequence[StoredTensor]) -> Chores | None:
         """What was learnt, if it was these."""

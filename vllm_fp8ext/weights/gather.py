@@ -45,7 +45,7 @@ def groups(tensors: Iterable[StoredTensor], room: int, apart: Collection[str]) -
             yield Group([stored], [])
             continue
         stop, size = stored.start + stored.size, at + stored.size
-        group.tensors.append(replace(stored, start=at))
+        group.tensors.append(stored._replace(start=at))
         if last is not None and adjoins:
             group.stretches[-1] = replace(last, stop=stop)
         else:

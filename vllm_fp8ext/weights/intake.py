@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes in the tensors of an update on one rank: reads them from their source, checks them, and stages them into the twin."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -49,11 +49,12 @@ class _Chunk:
     def ordered(self, tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
         """Those that this rank has to do with, not other ranks' experts, as they lie: codes after all scales, which are
         small, and nothing that comes by itself between what goes together."""
-        here = self._stager.pieces.keys() | self._checksums.parts
+        pieces, checked = self._stager.pieces, self._checksums.parts
+        here: Container[str] = pieces.keys() | checked if checked else pieces
         found = [
             stored
             for stored in tensors
-            if stored.spec.name in here or stored.spec.name.removesuffix(SCALES) in here
+            if (name := stored.spec.name) in here or name.removesuffix(SCALES) in here
         ]
         found.sort(key=attrgetter("start"))
         apart, first = self.apart, self.scale_names
@@ -188,12 +189,14 @@ class Intake:
     ) -> tuple[list[dict[str, Any]], dict[str, tuple[float, float]]]:
         """What was wrong, and squared error and squared norm by tensor."""
         problems: list[dict[str, Any]] = []
+        errors: dict[str, tuple[float, float]] = {}
         for name, verdict in verdicts.items():
             if isinstance(verdict, tuple):
+                if verdict[1]:
+                    errors[name] = verdict
                 continue
             problem = {"kind": "non-finite", "tensor": name, "rank": self._rank}
             if isinstance(verdict, ScaleError):
                 problem |= {"kind": "wrong-scales", "detail": str(verdict)}
             problems.append(problem)
-        errors = {name: pair for name, pair in verdicts.items() if isinstance(pair, tuple) and pair[1]}
         return problems, errors

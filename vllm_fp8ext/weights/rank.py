@@ -34,14 +34,18 @@ class _Told:
 
     def __init__(self) -> None:
         self._last: tuple[Any, list[TensorSpec]] = None, []
+        self._specs: dict[tuple[str, tuple[int, ...], str], TensorSpec] = {}
 
     def stored(self, tensors: list[Any]) -> list[StoredTensor]:
-        """Of `[name, shape, dtype, start, bytes]` each."""
+        """Of `[name, shape, dtype, start, bytes]` each. The same specification is always the same object."""
         if not tensors:
             return []
         names, shapes, dtypes, starts, sizes = zip(*tensors, strict=True)
         if self._last[0] != (names, shapes, dtypes):
-            specs = [TensorSpec(*spec) for spec in zip(names, map(tuple, shapes), dtypes, strict=True)]
+            told = zip(names, map(tuple, shapes), dtypes, strict=True)
+            specs = [
+                self._specs.get(spec) or self._specs.setdefault(spec, TensorSpec(*spec)) for spec in told
+            ]
             self._last = (names, shapes, dtypes), specs
         return list(map(StoredTensor, self._last[1], starts, sizes))
 

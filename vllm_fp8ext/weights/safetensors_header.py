@@ -10,9 +10,8 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.manifest import TensorSpec
@@ -41,8 +40,7 @@ Read = Callable[[int, int], bytes]
 """`read(start, size)`: bytes of a file or body; fewer at its end."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor and where its bytes lie. `start` counts from the first byte of the file or body."""
 
     spec: TensorSpec

@@ -162,8 +162,10 @@ class Session:
 
     def staged_names(self) -> Set[str]:
         """Tensors that staged chunks have brought."""
-        names = frozenset[str]().union(*(chunk.names for chunk in self.chunks.values() if chunk.staged))
-        return self.manifest.tensors.keys() & names
+        staged = [chunk.names for chunk in self.chunks.values() if chunk.staged]
+        names = staged[0] if len(staged) == 1 else frozenset[str]().union(*staged)
+        known = self.manifest.tensors.keys()
+        return names if names == known else known & names
 
     def required(self) -> Set[str]:
         """Tensors that the update must bring: all; of a partial one those that were announced or refused, and the whole of
@@ -176,7 +178,8 @@ class Session:
 
     def missing(self) -> Set[str]:
         """Required tensors that no staged chunk has brought."""
-        return self.required() - self.staged_names()
+        required, staged = self.required(), self.staged_names()
+        return frozenset() if required == staged else required - staged
 
     def check(self, epoch: int) -> None:
         """Require that everything is here and that the update fits the served `epoch`.

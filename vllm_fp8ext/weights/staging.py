@@ -134,11 +134,8 @@ class QuantizedTarget:
         self.scale_format = scale_format
         self._strips: dict[int, Strip] = {}
 
-    @property
-    def partly_filled(self) -> bool:
-        return bool(self._strips)
-
     def reset(self) -> None:
+        """Forget partly filled blocks."""
         self._strips.clear()
 
     def write(
@@ -215,8 +212,7 @@ class Stager:
     def reset(self) -> None:
         """Forget all partly filled blocks: a new update begins."""
         for target in self.quantized.values():
-            if target.partly_filled:
-                target.reset()
+            target.reset()
 
     def rehearse(self) -> None:
         """Run what staging runs, on a place of its own as large as the smallest target."""
