@@ -68,6 +68,7 @@ class Cut:
         return self.together * self.shares
 
     def shared_bytes(self, requests: int) -> int:
+        # as the kernel lays them out: rings, tiles of each warp, lent blocks, where requests begin
         totals, room = -(-self.warps // 2) * 16, -(-requests // 4) * 4
         return self.warps * self.stages * _STAGE_BYTES + totals + 8 * room + 4 * (requests + 1)
 

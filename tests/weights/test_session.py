@@ -48,19 +48,6 @@ def send(session: Session, key: str, names: Iterable[str], size: int = 10) -> No
     session.staged(key, [])
 
 
-def test_of_many_missing_tensors_some_are_listed_and_all_are_counted() -> None:
-    names = [f"w{number:03}" for number in range(150)]
-    manifest = Manifest(
-        {name: TensorSpec(name, (4, 2), "bfloat16") for name in reversed(names)}, frozenset(), {}, "fp32", 1
-    )
-    session = Session("u1", "step-9", Running.KEEP, manifest, OPENED, LIFETIME, CANARY)
-    send(session, "0", names[:7])
-    told = session.as_dict()
-    assert (told["tensors_required"], told["tensors_missing"]) == (150, 143)
-    assert told["missing"] == names[7:107]
-    assert refused(lambda: session.check(0)).details["missing"] == names[7:]
-
-
 def prepare(session: Session, epoch: int = 0) -> None:
     session.check(epoch)
     session.prepared(session.revision)
@@ -117,6 +104,19 @@ def partly(**more: Any) -> Session:
 
 
 # --- partial updates
+
+
+def test_of_many_missing_tensors_some_are_listed_and_all_are_counted() -> None:
+    names = [f"w{number:03}" for number in range(150)]
+    manifest = Manifest(
+        {name: TensorSpec(name, (4, 2), "bfloat16") for name in reversed(names)}, frozenset(), {}, "fp32", 1
+    )
+    session = Session("u1", "step-9", Running.KEEP, manifest, OPENED, LIFETIME, CANARY)
+    send(session, "0", names[:7])
+    told = session.as_dict()
+    assert (told["tensors_required"], told["tensors_missing"]) == (150, 143)
+    assert told["missing"] == names[7:107]
+    assert refused(lambda: session.check(0)).details["missing"] == names[7:]
 
 
 def test_a_partial_update_needs_whole_parameters() -> None:

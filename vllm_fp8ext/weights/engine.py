@@ -146,12 +146,13 @@ class UpdateEngine:
         claimed = {name: claim.sha256 for name, claim in session.claims.items() if claim.sha256}
         hashes = {name: [claimed[name], manifest.parts([name])] for name, *_ in used if name in claimed}
         finish = partial(self._staged, session, chunk, time.perf_counter())
+        used_bytes = sum(tensor[4] for tensor in used)
         used = taken_apart(used, manifest.fused)
         beside = self.core.unfinished() > 0 and not self._inplace
         rate = self.core.settings.busy_staging_rate if beside else 0.0
         started = self.jobs.start("stage", session.id, source, used, hashes, rate, finish=finish)
         if rate and "job" in started:
-            started["soonest"] = sum(tensor[4] for tensor in used) / (rate * manifest.world_size)
+            started["soonest"] = used_bytes / (rate * manifest.world_size)
         return started
 
     def update(self, id: str) -> Result:

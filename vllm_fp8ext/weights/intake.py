@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes in the tensors of an update on one rank: reads them from their source, checks them, and stages them into the twin."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -49,8 +49,7 @@ class _Chunk:
     def ordered(self, tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
         """Those that this rank has to do with, not other ranks' experts, as they lie: codes after all scales, which are
         small, and nothing that comes by itself between what goes together."""
-        pieces, checked = self._stager.pieces, self._checksums.parts
-        here: Container[str] = pieces.keys() | checked if checked else pieces
+        here = self._stager.pieces.keys() | self._checksums.parts
         found = [
             stored
             for stored in tensors

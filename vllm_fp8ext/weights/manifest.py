@@ -141,7 +141,8 @@ class Manifest:
         for spec in specs:
             if self.ignores(spec.name):
                 continue
-            known = scales[spec.name].shape if spec.name in scales else self.shape_of(spec.name)
+            scale = scales.get(spec.name)
+            known = scale.shape if scale else self.shape_of(spec.name)
             if known is None:
                 found.append({"kind": "unknown-tensor", "tensor": spec.name})
                 continue
@@ -150,11 +151,9 @@ class Manifest:
                 found.append({"kind": "wrong-shape", "tensor": spec.name, **shapes})
                 if spec.name in self.fused and spec.shape == (known[0], known[2], known[1]):
                     found[-1]["detail"] = "transposed: the rows of a matrix must lie together"
-            if (
-                spec.name not in scales and spec.dtype in DTYPES
-            ):  # nearly all: thousands, while an engine waits
+            if scale is None and spec.dtype in DTYPES:  # nearly all: thousands, while an engine waits
                 continue
-            expected = [scales[spec.name].dtype] if spec.name in scales else self.dtypes_of(spec.name)
+            expected = [scale.dtype] if scale else self.dtypes_of(spec.name)
             if spec.dtype not in expected:
                 found.append(
                     {
