@@ -35,3 +35,8 @@ def routing() -> ModuleType:
 @pytest.fixture(scope="module")
 def experts_page() -> ModuleType:
     return script("experts_page")
+
+
+@pytest.fixture(scope="module")
+def add_run() -> ModuleType:
+    return script("add_run")

@@ -2,7 +2,10 @@
 """The file of a benchmark's cases."""
 
 import json
+import sys
 from pathlib import Path
+
+import pytest
 
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 
@@ -14,3 +17,16 @@ def test_cases_stand_under_where_they_come_from(tmp_path: Path) -> None:
         assert json.loads(file.read_text()) == {"provenance": origin, "copy_gbps": 3.0, "cases": cases}
     write_cases(None, origin, [])
     assert list(tmp_path.iterdir()) == [file.parent]
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("/venv/bin/fp8ext", "fp8ext a 'b c'"),
+        ("/site/vllm_fp8ext/cli.py", "fp8ext a 'b c'"),
+        ("benchmarks/x.py", "python benchmarks/x.py a 'b c'"),
+    ],
+)
+def test_a_command_is_told_as_it_is_typed(monkeypatch: pytest.MonkeyPatch, program: str, told: str) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "a", "b c"])
+    assert provenance()["command"] == told

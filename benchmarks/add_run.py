@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts what a benchmark wrote into a file of results.
+
+    python benchmarks/add_run.py benchmarks/results/rollout_h200.json rollout.json [more.json …] [--note TEXT]
+
+Each new file is a run: its provenance goes to the end of `runs`, and a case takes the place of the one that says the same of
+`IDENTITY`, or comes last. Where a run had no BF16 beside it, `--bf16` gives `ratio_bf16` against the BF16 of another run, and
+the note should say so.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+IDENTITY = (
+    *("model", "kernel", "shape", "m", "part", "transport", "requests", "running", "load", "input", "output"),
+    *("variant", "kv_cache", "staging", "policy", "settings", "engine"),
+)
+"""What a case is of; everything else is what was found."""
+SETUP = ("model", "requests", "input", "output")
+"""What a case and its BF16 have in common."""
+
+Case = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("found", type=Path, nargs="+")
+    parser.add_argument("--note", default="", help="what else should be known of these runs")
+    parser.add_argument(
+        "--bf16", action="store_true", help="ratio_bf16 against other runs where it is missing"
+    )
+    options = parser.parse_args()
+    text = options.results.read_text()
+    results = json.loads(text)
+    for file in options.found:
+        found = json.loads(file.read_text())
+        add(results, found, options.note)
+    if options.bf16:
+        compare(results["cases"])
+    indent = len(text.splitlines()[1]) - len(text.splitlines()[1].lstrip())
+    options.results.write_text(json.dumps(results, indent=indent) + "\n")
+
+
+def add(results: dict[str, Any], found: dict[str, Any], note: str = "") -> None:
+    """Put one run into the results."""
+    origin = {**found["provenance"], "command": _bare(found["provenance"]["command"])}
+    more = {name: value for name, value in found.items() if name not in ("provenance", "cases")}
+    runs = results.setdefault("runs", [])
+    runs.append({**origin, **more, **({"note": note} if note else {})})
+    places = {_identity(case): place for place, case in enumerate(results["cases"])}
+    for case in found["cases"]:
+        new = {**case, "run": len(runs) - 1}
+        place = places.get(_identity(case))
+        if place is None:
+            results["cases"].append(new)
+        else:
+            results["cases"][place] = new
+
+
+def compare(cases: list[Case]) -> None:
+    """Give cases of tokens a second without `ratio_bf16` the one against the BF16 of the same model and requests."""
+    usual = {_setup(case): case["tokens_per_s"] for case in cases if case.get("variant") == "bf16"}
+    for case in cases:
+        if "tokens_per_s" in case and "ratio_bf16" not in case and _setup(case) in usual:
+            case["ratio_bf16"] = case["tokens_per_s"] / usual[_setup(case)]
+
+
+def _identity(case: Case) -> str:
+    return json.dumps([case.get(name) for name in IDENTITY], sort_keys=True)
+
+
+def _setup(case: Case) -> tuple[Any, ...]:
+    return tuple(case.get(name) for name in SETUP)
+
+
+def _bare(command: str) -> str:
+    """A command without the folders in which its machine had things."""
+    return re.sub(r"(?<![\w.])/(?:[^\s/]+/)*([^\s/]+)", r"\1", command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of benchmarks become a file of results, each case once."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BASE = {"model": "m", "requests": 8, "input": 4, "output": 4, "kv_cache": "fp8"}
+
+
+def run(commit: str, *cases: dict[str, Any]) -> dict[str, Any]:
+    origin = {
+        "commit": commit,
+        "command": "fp8ext bench rollout --checkpoint /dev/shm/w/m --out /tmp/out/a.json",
+    }
+    return {"provenance": origin, "copy_gbps": 4.0, "cases": list(cases)}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    old = {**BASE, "variant": "bf16", "tokens_per_s": 10.0, "run": 0}
+    slow = {**BASE, "variant": "blockfp8", "tokens_per_s": 11.0, "ratio_bf16": 1.1, "run": 0}
+    results, found = tmp_path / "results.json", tmp_path / "found.json"
+    results.write_text(
+        json.dumps({"provenance": {}, "runs": [{"commit": "a"}], "cases": [old, slow]}, indent=1)
+    )
+    found.write_text(
+        json.dumps(
+            run(
+                "b",
+                {**BASE, "variant": "blockfp8", "tokens_per_s": 18.0},
+                {**BASE, "variant": "blockfp8", "requests": 1, "tokens_per_s": 3.0},
+            )
+        )
+    )
+    return results, found
+
+
+def added(add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, *line: str | Path) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["add_run.py", *map(str, line)])
+    add_run.main()
+    found: dict[str, Any] = json.loads(Path(line[0]).read_text())
+    return found
+
+
+def test_a_case_takes_the_place_of_its_like(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    after = added(add_run, monkeypatch, *files, "--note", "alone", "--bf16")
+    assert [(case["variant"], case["requests"], case["run"]) for case in after["cases"]] == [
+        *(("bf16", 8, 0), ("blockfp8", 8, 1), ("blockfp8", 1, 1))
+    ]
+    assert after["cases"][1]["ratio_bf16"] == 1.8
+    assert "ratio_bf16" not in after["cases"][2], "there is no BF16 with one request"
+    assert after["runs"][1] == {
+        "commit": "b",
+        "command": "fp8ext bench rollout --checkpoint m --out a.json",
+        "copy_gbps": 4.0,
+        "note": "alone",
+    }
+
+
+def test_a_file_stays_as_it_was_written(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    after = added(add_run, monkeypatch, *files)
+    assert files[0].read_text() == json.dumps(after, indent=1) + "\n"
+    assert "note" not in after["runs"][1]
+    assert "ratio_bf16" not in after["cases"][1]
