@@ -13,7 +13,7 @@ demo: setup
 	@$(VENV)/bin/fp8ext demo
 
 test:
-	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --interpreter
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --beside
 	@VENV=$(VENV) scripts/test
 
 check: setup

@@ -293,19 +293,21 @@ def install_stand_in(venv: Path) -> None:
     (folder / "RECORD").write_text("\n".join(record) + "\n")
 
 
-def install_interpreter(venv: Path) -> None:
-    """Put Triton beside the environment of a CPU build, for the tests that interpret its kernels.
+def install_beside(venv: Path) -> None:
+    """Put what tests use of the CUDA build (`requirements/beside.txt`) beside the environment of a CPU build.
 
     Not inside: vLLM's CPU build imports whatever Triton it finds, starts later, and has no use for it.
     """
-    requirement = pinned("triton", "interpreter")
-    folder = venv / "interpreter"
-    if (folder / f"{requirement.replace('==', '-')}.dist-info").is_dir():
+    requirements = REQUIREMENTS / "beside.txt"
+    folder = venv / "beside"
+    wanted, there = requirements.read_text(), folder / requirements.name
+    if there.is_file() and there.read_text() == wanted:
         return
     shutil.rmtree(folder, ignore_errors=True)
     progress = Progress(1)
-    progress.begin(f"{requirement}, beside the environment, for tests of kernels")
-    pip_install(venv, progress, "--no-deps", "--target", str(folder), requirement)
+    progress.begin("Triton and NCCL, beside the environment, for tests")
+    pip_install(venv, progress, "--no-deps", "--target", str(folder), "-r", str(requirements))
+    there.write_text(wanted)
     progress.say("ready")
 
 
@@ -394,16 +396,16 @@ def main() -> int:
         help="which vLLM (default: CUDA if there is a GPU)",
     )
     parser.add_argument(
-        "--interpreter",
+        "--beside",
         action="store_true",
-        help="also what tests of Triton kernels need where there is no GPU",
+        help="also what tests of kernels need where there is no GPU",
     )
     options = parser.parse_args()
     build = options.build if options.build != "auto" else ("cuda" if has_nvidia_gpu() else "cpu")
     try:
         set_up(options.venv.resolve(), build)
-        if options.interpreter and build == "cpu":
-            install_interpreter(options.venv.resolve())
+        if options.beside and build == "cpu":
+            install_beside(options.venv.resolve())
     except (SetupError, OSError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

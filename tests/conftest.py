@@ -3,27 +3,24 @@
 
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-BESIDE = Path(sys.prefix) / "interpreter"
-"""Where Triton may lie for CPUs: out of sight of vLLM, which would import it without any use."""
-
-
-def _interpret_triton() -> None:
-    """Before anything imports Triton, which reads the variable when its functions are declared."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    if find_spec("triton") is None and BESIDE.is_dir():
-        sys.path.append(str(BESIDE))
-
+BESIDE = Path(sys.prefix) / "beside"
+"""Where Triton and NCCL may lie where there is no GPU: out of sight of vLLM, which would import it without any use."""
 
 # vLLM would report each engine that a test starts
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
+# an engine of one rank is one process, as it is on a GPU: on CPUs it would be two, or three with the one that asks for it
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 if torch.cuda.device_count() == 0:
-    _interpret_triton()
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # before anything imports Triton, which reads it as its functions are declared
+    )
+    if BESIDE.is_dir():
+        sys.path.append(str(BESIDE))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -31,8 +31,11 @@ def test_engines_take_turns(tmp_path: Path):
     assert set(ours["compiled_meanwhile"].values()) == {0}
 
 
-def test_an_engine_with_an_fp8_kv_cache_tells_what_it_compiled(tmp_path: Path):
-    """Its ranks' fingerprints are larger than the integers of vLLM's messages."""
+def test_an_engine_with_an_fp8_kv_cache_tells_what_it_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its ranks' fingerprints are larger than the integers of vLLM's messages, which an engine of its own process sends."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     out = tmp_path / "rollout.json"
     line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "blockfp8", "--kv", "fp8"]
     line += ["--cases", "2x8x4", "--repeats", "1", "--kv-gib", "0.05", "--out", str(out)]
@@ -70,9 +73,7 @@ def test_updates_take_turns_with_baselines(tmp_path: Path):
         assert "ratio_bare" not in bare
 
 
-def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # each engine in one process, not three: the three of them are up at the same time
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path):
     out = tmp_path / "kv.json"
     line = ["bench", "kv", "--checkpoint", str(EARLY), "--cases", "6x16x200"]
     line += ["--variants", "bf16", "blockfp8", "blockfp8_kv"]

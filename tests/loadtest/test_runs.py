@@ -14,6 +14,7 @@ import pytest
 
 from vllm_fp8ext.loadtest.command import LOCUSTFILE
 
+pytestmark = pytest.mark.alone
 INTERVAL = 0.02
 
 
@@ -81,7 +82,7 @@ def test_a_closed_loop(trivial: Trivial, tmp_path: Path) -> None:
     assert code in (0, 2), said  # a busy machine may hold up the generator, which then says so
     measured = report["measured"]
     good = measured["e2e"]["count"]
-    assert good >= 8
+    assert good >= 4  # each user's first
     assert measured["itl"]["count"] == good * 9
     assert measured["ttft"]["p50"] >= INTERVAL
     assert measured["e2e"]["p50"] >= 10 * INTERVAL
