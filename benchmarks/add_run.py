@@ -3,9 +3,9 @@
 
     python benchmarks/add_run.py benchmarks/results/rollout_h200.json rollout.json [more.json …] [--note TEXT]
 
-Each new file is a run: its provenance goes to the end of `runs`, and a case takes the place of the one that says the same of
-`IDENTITY`, or comes last. Where a run had no BF16 beside it, `--bf16` gives `ratio_bf16` against the BF16 of another run, and
-the note should say so.
+Each new file is a run: its provenance goes to the end of `runs`, and a case takes the place of the last one that says the same
+of `IDENTITY`, or comes last. A run with cases that this does not tell apart is refused. Where a run had no BF16 beside it,
+`--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
 """
 
 import argparse
@@ -37,16 +37,25 @@ def main() -> None:
     text = options.results.read_text()
     results = json.loads(text)
     for file in options.found:
-        found = json.loads(file.read_text())
-        add(results, found, options.note)
+        try:
+            add(results, json.loads(file.read_text()), options.note)
+        except ValueError as error:
+            raise SystemExit(f"{file}: {error}; nothing was added") from None
     if options.bf16:
         compare(results["cases"])
-    indent = len(text.splitlines()[1]) - len(text.splitlines()[1].lstrip())
+    first = text.splitlines()[1]
+    indent = len(first) - len(first.lstrip())
     options.results.write_text(json.dumps(results, indent=indent) + "\n")
 
 
 def add(results: dict[str, Any], found: dict[str, Any], note: str = "") -> None:
-    """Put one run into the results."""
+    """Put one run into the results.
+
+    Raises:
+        ValueError: cases of the run that `IDENTITY` does not tell apart.
+    """
+    if len({_identity(case) for case in found["cases"]}) < len(found["cases"]):
+        raise ValueError(f"expected cases that differ in {', '.join(IDENTITY)}, found several alike")
     origin = {**found["provenance"], "command": _bare(found["provenance"]["command"])}
     more = {name: value for name, value in found.items() if name not in ("provenance", "cases")}
     runs = results.setdefault("runs", [])

@@ -10,7 +10,7 @@
 set -u
 export O=$(realpath -m "${1:?a folder for the results}") W=${SCRATCH:-/dev/shm} HERE=$(dirname "$(realpath "$0")")
 shift
-chosen=" $* "
+chosen=" $* " parts=" "
 mkdir -p "$O"
 fp8ext() { python3 -P -m vllm_fp8ext.cli "$@"; }
 w() { # the folder of a model's weights, which bears its name: shape, seed
@@ -27,6 +27,7 @@ write_checkpoint(Path(sys.argv[3]), sys.argv[1], int(sys.argv[2]), 'cuda')" "$1"
 two() { echo "$(w "$1" 0) $(w "$1" 1)"; }
 export -f fp8ext w two
 part() { # name, command
+  parts+="$1 "
   [[ $chosen = "  " || $chosen = *" $1 "* ]] || return
   echo "$(date +%T) $1"
   timeout -s INT -k 25 "${LIMIT:-3600}" bash -c "$2" >"$O/$1.log" 2>&1 || echo "  ended with $?: $O/$1.log"
@@ -89,4 +90,5 @@ for variants in "fp8_per_block blockfp8" bf16; do
 done
 part kv_30b "fp8ext bench kv --checkpoint \$(w Qwen3-30B-A3B 0) --variants bf16 blockfp8_kv --cases 256x512x8192 --out \$O/kv_30b.json"
 part correct "python3 -P \$HERE/update_correct.py --shape Qwen3-8B --device cuda --out \$O/update_correct.json"
+for name in $chosen; do [[ $parts = *" $name "* ]] || echo "no part $name, but:$parts"; done
 ls "$O"

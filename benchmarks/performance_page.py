@@ -163,9 +163,11 @@ def _kv(case: dict[str, Any]) -> str:
 
 
 def _groups(cases: Cases) -> list[dict[str, dict[str, Any]]]:
-    """Cases that differ in the variant alone, by variant: where there are several, the last."""
+    """Cases without settings that differ in the variant alone, by variant: where there are several, the last."""
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for case in cases:
+        if case["settings"]:
+            continue
         key = tuple(case[part] for part in ("model", "kv_cache", "requests", "input", "output"))
         found.setdefault(key, {})[case["variant"]] = case
     order = sorted(found, key=lambda key: (key[0] != "Qwen3-8B", key))

@@ -16,9 +16,8 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 # an engine of one rank is one process, as it is on a GPU: on CPUs it would be two, or three with the one that asks for it
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 if torch.cuda.device_count() == 0:
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # before anything imports Triton, which reads it as its functions are declared
-    )
+    # before anything imports Triton, which reads it as its functions are declared
+    os.environ["TRITON_INTERPRET"] = "1"
     if BESIDE.is_dir():
         sys.path.append(str(BESIDE))
 

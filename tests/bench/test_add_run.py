@@ -71,3 +71,15 @@ def test_a_file_stays_as_it_was_written(
     assert files[0].read_text() == json.dumps(after, indent=1) + "\n"
     assert "note" not in after["runs"][1]
     assert "ratio_bf16" not in after["cases"][1]
+
+
+def test_cases_that_are_not_told_apart_are_refused(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    before = files[0].read_text()
+    files[1].write_text(json.dumps(run("b", {"model": "m", "layer": 0}, {"model": "m", "layer": 1})))
+    with pytest.raises(
+        SystemExit, match=r"found\.json: expected cases that differ in model, .* found several"
+    ):
+        added(add_run, monkeypatch, *files)
+    assert files[0].read_text() == before

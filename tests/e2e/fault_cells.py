@@ -111,7 +111,7 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
         if cell.point == "rollback":
             client.push(server.late, version="late")
     before = _state(server)
-    stream = Stream(server, tokens=250 * server.ranks)
+    stream = Stream(server, tokens=500)
     method, path, body = _ready(server, cell)
     server.fault.write_text(json.dumps(_fault(cell)))
     begun = time.monotonic()

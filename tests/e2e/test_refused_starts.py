@@ -131,7 +131,7 @@ def outcomes(
 
     def engines() -> dict[str, str]:
         cases = [{"model": str(models[case]), **options} for case, (options, _) in ENGINES.items()]
-        env = {**os.environ, "VLLM_PLUGINS": "fp8ext", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        env = {**os.environ, "VLLM_PLUGINS": "fp8ext"}
         line = [sys.executable, "-P", "-c", SCRIPT, str(out)]
         done = subprocess.run(
             line, env=env, input=json.dumps(cases), capture_output=True, text=True, timeout=500

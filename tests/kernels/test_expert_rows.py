@@ -21,12 +21,10 @@ def chosen(tokens: int, each: int, experts: int, kind: str, device: str) -> torc
 
 
 @pytest.mark.parametrize("kind", ["uniform", "few", "remote"])
+@pytest.mark.parametrize("align", [1, 16, 128])
 @pytest.mark.parametrize(
-    ("tokens", "each", "experts", "align"),
-    [
-        *((*of, align) for of in ((1, 2, 4), (37, 8, 60), (260, 3, 5)) for align in (1, 16, 128)),
-        *((3, 8, 128, 1), (5, 6, 160, 16), (2, 8, 256, 128)),
-    ],
+    ("tokens", "each", "experts"),
+    [(1, 2, 4), (3, 8, 128), (37, 8, 60), (5, 6, 160), (2, 8, 256), (260, 3, 5)],
 )
 def test_rows_are_the_references(
     tokens: int, each: int, experts: int, align: int, kind: str, device: str

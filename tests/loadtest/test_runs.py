@@ -82,7 +82,7 @@ def test_a_closed_loop(trivial: Trivial, tmp_path: Path) -> None:
     assert code in (0, 2), said  # a busy machine may hold up the generator, which then says so
     measured = report["measured"]
     good = measured["e2e"]["count"]
-    assert good >= 4  # each user's first
+    assert good >= 8
     assert measured["itl"]["count"] == good * 9
     assert measured["ttft"]["p50"] >= INTERVAL
     assert measured["e2e"]["p50"] >= 10 * INTERVAL

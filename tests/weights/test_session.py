@@ -103,7 +103,7 @@ def partly(**more: Any) -> Session:
     )
 
 
-# --- partial updates
+# --- what is missing
 
 
 def test_of_many_missing_tensors_some_are_listed_and_all_are_counted() -> None:
@@ -117,6 +117,9 @@ def test_of_many_missing_tensors_some_are_listed_and_all_are_counted() -> None:
     assert (told["tensors_required"], told["tensors_missing"]) == (150, 143)
     assert told["missing"] == names[7:107]
     assert refused(lambda: session.check(0)).details["missing"] == names[7:]
+
+
+# --- partial updates
 
 
 def test_a_partial_update_needs_whole_parameters() -> None:

