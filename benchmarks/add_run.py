@@ -3,7 +3,7 @@
 
     python benchmarks/add_run.py benchmarks/results/rollout_h200.json rollout.json [more.json …] [--note TEXT]
 
-Each new file is a run: its provenance goes to the end of `runs`, and a case takes the place of the last one that says the same
+Each new file is a run: its provenance goes to the end of `runs`, and a case replaces the last one that says the same
 of `IDENTITY`, or comes last. A run with cases that this does not tell apart is refused. Where a run had no BF16 beside it,
 `--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
 """
