@@ -72,8 +72,8 @@ def start(journal: list[tuple[str, str]]) -> Iterator[Callable[..., Server]]:
     """Starts servers."""
     started: list[Server] = []
 
-    def begin(port: int = 0) -> Server:
-        started.append(Server(journal, port))
+    def begin(port: int = 0, opened: str | None = None) -> Server:
+        started.append(Server(journal, port, opened))
         return started[-1]
 
     yield begin

@@ -72,9 +72,12 @@ def slow(seconds: float) -> Fault:
 
 
 class Server:
-    """`faults`: by call (`PUT /updates/*/chunks/1`), what goes wrong, first to last; `journal`: all calls in order."""
+    """`faults`: by call (`PUT /updates/*/chunks/1`), what goes wrong, first to last; `journal`: all calls in order; `opened`:
+    the update that is open when it begins to listen."""
 
-    def __init__(self, journal: list[tuple[str, str]] | None = None, port: int = 0) -> None:
+    def __init__(
+        self, journal: list[tuple[str, str]] | None = None, port: int = 0, opened: str | None = None
+    ) -> None:
         self.calls: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
@@ -88,11 +91,18 @@ class Server:
         self.room = 1 << 30
         self.journal = journal if journal is not None else []
         self._lock = threading.Lock()
+        if opened:
+            self._open(schema.OpenUpdate(id=opened))
         self._http = _Http(("127.0.0.1", port), Handler)
         self._http.scripted = self
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
         self._thread.start()
+
+    @property
+    def states(self) -> list[str]:
+        """Of the updates. What of the calls came last says less: one that was given up may be written down after the next."""
+        return [update.state for update in self.updates.values()]
 
     def stop(self) -> None:
         self._http.shutdown()

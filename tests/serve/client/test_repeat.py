@@ -17,7 +17,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import repeat
 
 from .conftest import Caller
-from .server import AUTHORIZED, Server, answer, drop, drop_answer, slow
+from .server import Server, answer, drop, drop_answer, slow
 
 BODY = save({"a": ones(300_000)})
 
@@ -132,13 +132,9 @@ def test_what_was_not_sent_is_sent_once_the_server_listens(
         port = probe.getsockname()[1]
     started: list[Server] = []
 
-    def begin() -> None:
-        started.append(start(port))
-        started[0].handle("POST /updates", b'{"id": "u1"}', AUTHORIZED)
-
-    timer = threading.Timer(0.15, begin)
+    timer = threading.Timer(0.15, lambda: started.append(start(port, "u1")))
     timer.start()
-    caller(f"http://127.0.0.1:{port}", operation.method, *operation.arguments())
+    caller(f"http://127.0.0.1:{port}", operation.method, *operation.arguments(), retries=9)
     timer.join()
     assert asked(started[0], operation) == 1
 
