@@ -6,6 +6,8 @@ import os
 import threading
 import time
 
+import pytest
+
 from vllm_fp8ext.bench.engines import Engine, EngineError
 from vllm_fp8ext.checkpoints import LATE
 
@@ -20,6 +22,7 @@ def lives(group: int) -> bool:
     return True
 
 
+@pytest.mark.alone
 def test_an_engine_that_is_still_loading_ends_at_once_with_its_processes() -> None:
     """As when a person interrupts a measurement."""
     engine = Engine(LATE, "late", {"enforce_eager": True})

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tens
 CPU = torch.device("cpu")
 URL = "http://127.0.0.1:1"
 SECONDS = 3.0
-"""How long the rank waits."""
-LONGEST = SECONDS + 20
-"""The same on a busy machine."""
+"""How long the rank waits for what never comes."""
+LONGEST = 30.0
+"""How long it waits for what comes, and how long anything may take on a busy machine."""
 
 
 class Trainer:
@@ -35,13 +36,15 @@ class Trainer:
         self.group = Group(seconds=LONGEST)
         self.count = 0
 
-    def announce(self, **tensors: Tensor) -> tuple[BroadcastSource, list[Any], Tensor]:
+    def announce(
+        self, seconds: float = LONGEST, **tensors: Tensor
+    ) -> tuple[BroadcastSource, list[Any], Tensor]:
         """A bucket that is packed: what a rank is told of it, its tensors, its bytes."""
         [bucket] = buckets(tensors.items(), 1 << 30)
         place = self.group.meet({URL: 1}, CPU)[URL]
         data = self.group.pack(self.count, bucket)
         self.count += 1
-        source = BroadcastSource(**dict(place), bytes=bucket.bytes, mark=bucket.mark.hex(), seconds=SECONDS)
+        source = BroadcastSource(**dict(place), bytes=bucket.bytes, mark=bucket.mark.hex(), seconds=seconds)
         return source, [broadcast_tensor(source, **dict(listed)) for listed in bucket.listed], data
 
     @contextmanager
@@ -125,21 +128,19 @@ def test_what_is_sent_is_received(receiver: Receiver, trainer: Trainer) -> None:
 
 
 def test_a_trainer_that_never_joins(receiver: Receiver, trainer: Trainer) -> None:
-    source, _, _ = trainer.announce(a=torch.ones(2))
+    source, _, _ = trainer.announce(SECONDS, a=torch.ones(2))
     error = refused(receiver, source)
     assert error.kind == "transfer-timeout"
     assert "not all 2 processes of the group came within 3 s" in str(error)
-    begun = time.monotonic()
-    error = refused(receiver, source)
+    error = refused(receiver, replace(source, seconds=2 * LONGEST))
     assert error.kind == "transfer-failed"
     assert "this group failed before" in str(error)
-    assert time.monotonic() < begun + SECONDS / 2
     trainer.group.close()
     received(receiver, trainer, a=torch.randn(2))
 
 
 def test_a_trainer_that_never_sends(receiver: Receiver, trainer: Trainer) -> None:
-    source, _, _ = trainer.announce(a=torch.ones(2))
+    source, _, _ = trainer.announce(SECONDS, a=torch.ones(2))
     joining = threading.Thread(target=_until, args=(trainer.group.joined,))
     joining.start()
     error = refused(receiver, source)
@@ -151,23 +152,22 @@ def test_a_trainer_that_never_sends(receiver: Receiver, trainer: Trainer) -> Non
 
 
 def test_nobody_where_the_trainer_should_be(receiver: Receiver, trainer: Trainer) -> None:
-    source, _, _ = trainer.announce(a=torch.ones(2))
+    source, _, _ = trainer.announce(SECONDS, a=torch.ones(2))
     trainer.group.close()
     assert refused(receiver, source).kind in ("transfer-timeout", "transfer-failed")
 
 
 def test_tensors_that_nobody_wants_any_more(receiver: Receiver, trainer: Trainer) -> None:
     """They are not waited for; and as the trainer may have sent them, the group is left."""
-    source, _, _ = trainer.announce(a=torch.ones(2))
+    source, _, _ = trainer.announce(2 * LONGEST, a=torch.ones(2))
 
     def never() -> None:
         raise UpdateError("wrong-state", "given up")
 
-    begun = time.monotonic()
     assert refused(receiver, source, never).kind == "wrong-state"
     assert refused(receiver, source).kind == "transfer-failed"
     trainer.group.close()
-    source, _, _ = trainer.announce(a=torch.ones(2))
+    source, _, _ = trainer.announce(2 * LONGEST, a=torch.ones(2))
     soon = time.monotonic() + 0.3
 
     def not_for_long() -> None:
@@ -175,7 +175,6 @@ def test_tensors_that_nobody_wants_any_more(receiver: Receiver, trainer: Trainer
             never()
 
     assert refused(receiver, source, not_for_long).kind == "wrong-state"
-    assert time.monotonic() < begun + SECONDS
 
 
 def test_another_bucket_than_was_told(receiver: Receiver, trainer: Trainer) -> None:
