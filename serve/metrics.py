@@ -90,6 +90,11 @@ _FITS = {
     "headroom": "Powers of two from the largest K or V of those tokens to the largest FP8 code.",
 }
 
+_TRAFFIC = {
+    "saturated_fraction": "Part of K or V beyond the largest FP8 code, of what was cached before the last update.",
+    "headroom": "Powers of two from the largest K or V of that to the largest FP8 code.",
+}
+
 
 def _kv_cache(status: Mapping[str, Any]) -> Iterator[Metric]:
     """Scales of the FP8 KV cache: by layer, and with layer `worst` for all."""
@@ -98,10 +103,17 @@ def _kv_cache(status: Mapping[str, Any]) -> Iterator[Metric]:
         return
     age = "Commits and rollbacks since the weights for which the KV-cache scales were computed."
     yield GaugeMetricFamily("fp8ext:kv_scales_age_epochs", age, value=found["age"])
-    layers = {**status["kv_layers"], **({"worst": found["fit"]} if found["fit"] else {})}
-    for name, meaning in _FITS.items():
-        gauge = GaugeMetricFamily(f"fp8ext:kv_{name}", meaning, labels=["kind", "layer"])
+    yield from _by_layer("kv", _FITS, status["kv_layers"], found["fit"])
+    yield from _by_layer("kv_traffic", _TRAFFIC, status["kv_traffic"], found["traffic"])
+
+
+def _by_layer(
+    prefix: str, meanings: Mapping[str, str], layers: Mapping[str, Any], worst: Mapping[str, Any] | None
+) -> Iterator[Metric]:
+    layers = {**layers, **({"worst": worst} if worst else {})}
+    for name, meaning in meanings.items():
+        gauge = GaugeMetricFamily(f"fp8ext:{prefix}_{name}", meaning, labels=["kind", "layer"])
         for layer, kinds in layers.items():
-            for kind, fit in kinds.items():
-                gauge.add_metric([kind, layer], fit[name])
+            for kind, told in kinds.items():
+                gauge.add_metric([kind, layer], told[name])
         yield gauge

@@ -123,7 +123,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.post("/updates/{id}/prepare", response_model=schema.Update, summary="Validate the whole update")
     async def prepare(id: schema.UpdateId) -> Any:
-        return await finished(backend.engine.job("prepare", id=id))
+        return await finished(backend.engine.patiently("prepare", id=id))
 
     @routes.post("/updates/{id}/commit", response_model=schema.Update, summary="Serve the new weights")
     async def commit(id: schema.UpdateId) -> Any:

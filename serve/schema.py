@@ -230,8 +230,14 @@ class WorstFit(Fit):
 class Traffic(BaseModel):
     """K or V that was written into the cache."""
 
-    saturated_fraction: float = Field(description="Beyond the largest code; the largest of any layer.")
-    worst: str = Field(description="The layer that has it.")
+    saturated_fraction: float = Field(description="Beyond the largest code.")
+    headroom: float = Field(description="Powers of two from the largest value to the largest code.")
+
+
+class WorstTraffic(Traffic):
+    """The worst of all layers."""
+
+    worst: str = Field(description="The layer with the largest saturated fraction.")
 
 
 class Rescaled(BaseModel):
@@ -255,7 +261,7 @@ class KvScalesSummary(BaseModel):
     age: int = Field(description="Epochs since then.")
     granularity: Literal["layer", "head"] | None = None
     fit: dict[str, WorstFit] | None = Field(description="Of `k` and `v`; null when nothing was looked at.")
-    traffic: dict[str, Traffic] | None = Field(
+    traffic: dict[str, WorstTraffic] | None = Field(
         None,
         description="With `history`, of `k` and `v` that were written before the last update with the scales of then.",
     )
@@ -269,6 +275,9 @@ class KvScalesServed(KvScalesSummary):
 
     scales: dict[str, dict[str, list[float]]] = Field(description="By attention layer, of `q`, `k` and `v`.")
     layers: dict[str, dict[str, Fit]] = Field(description="By attention layer, of `k` and `v`.")
+    traffic_layers: dict[str, dict[str, Traffic]] = Field(
+        {}, description="`traffic` by attention layer, where something was written."
+    )
 
 
 class Update(BaseModel):

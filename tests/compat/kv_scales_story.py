@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real models with an FP8 KV cache, built in a process of its own as a worker builds them; what came of each as JSON.
 
-`kv_scales_story.py CASES OUT`: CASES are `{name: [kv_cache_dtype, settings]}`.
+`kv_scales_story.py CASES OUT`: CASES are `{name: [kv_cache_dtype, settings, engine options]}`.
 """
 
 import json
@@ -96,7 +96,7 @@ def main() -> None:
     with open(sys.argv[1]) as file:
         cases = json.load(file)
     answers: dict[str, Any] = {}
-    for name, (dtype, chosen) in cases.items():
+    for name, (dtype, chosen, options) in cases.items():
         config = EngineArgs(
             model=str(EARLY),
             quantization="blockfp8",
@@ -104,6 +104,7 @@ def main() -> None:
             max_model_len=256,
             enforce_eager=True,
             additional_config={"fp8ext": chosen},
+            **options,
         ).create_engine_config()
         with set_current_vllm_config(config):
             if not torch.distributed.is_initialized():
@@ -113,6 +114,8 @@ def main() -> None:
             try:
                 model: Any = get_model(vllm_config=config)
                 answers[name] = {"static": kv_of(model)}
+                if options:
+                    answers[name] |= {"calibrated": calibrated(model)}
                 if name == "calibrate":
                     answers[name] |= {"packed": packed(model), "calibrated": calibrated(model)}
                     try:

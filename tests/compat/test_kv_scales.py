@@ -45,14 +45,16 @@ TAKEN: dict[str, tuple[str, Any]] = {
         {"kv_scales": {"policy": "static", "default": 0.5}, "staging": "none"},
     ),
     "16 bits": ("auto", {}),
+    "a layer in 16 bits": ("fp8", {"kv_scales": "calibrate"}),
 }
+OPTIONS = {"a layer in 16 bits": {"kv_cache_dtype_skip_layers": ["1"]}}
 LAYERS = [f"model.layers.{number}.self_attn.attn" for number in range(3)]
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kv")
-    cases = {name: case[:2] for name, case in (REFUSED | TAKEN).items()}
+    cases = {name: [*case[:2], OPTIONS.get(name, {})] for name, case in (REFUSED | TAKEN).items()}
     (folder / "cases.json").write_text(json.dumps(cases))
     script, out = Path(__file__).with_name("kv_scales_story.py"), folder / "answers.json"
     done = subprocess.run(
@@ -96,6 +98,13 @@ def test_the_first_scales_are_in_every_copy(answers: dict[str, Any]) -> None:
             assert 0.01 < math.sqrt(fit["squared_error"] / fit["squared_norm"]) < 2.0**-4
     assert (found["told"]["source"], found["told"]["tokens"]) == ("update", 104)
     assert not found["kept"], "samples of K and V give their memory back"
+
+
+def test_a_layer_that_caches_in_16_bits_has_no_scales(answers: dict[str, Any]) -> None:
+    found = answers["a layer in 16 bits"]["calibrated"]
+    assert list(found["scales"]) == list(found["told"]["fits"]) == [LAYERS[0], LAYERS[2]]
+    whole = answers["calibrate"]["calibrated"]["scales"]
+    assert found["scales"] == {layer: whole[layer] for layer in found["scales"]}
 
 
 def test_heads_that_are_not_the_models_are_refused(answers: dict[str, Any]) -> None:

@@ -57,6 +57,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "two ranks": ("glm4", {"ranks": 2}),
     "two ranks that share out experts": ("qwen3", {"ranks": 2, "share_out": True}),
 }
+SECONDS = 1500
+"""For six engines, which share what others leave of the machine."""
+pytestmark = pytest.mark.timeout(SECONDS + 60)
 DEFAULTS = {"served": "early", "staging": "shadow", "ranks": 1, "share_out": False}
 
 
@@ -119,7 +122,7 @@ def stories(
             [sys.executable, "-P", str(story), str(folder / "settings.json"), str(folder / "facts.json")],
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=SECONDS,
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
         return dict(zip(names, json.loads((folder / "facts.json").read_text()), strict=True))

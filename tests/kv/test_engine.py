@@ -31,12 +31,13 @@ class Story:
         self.jobs = Jobs(core.ranks)
         self.kv = KvEngine(core, self.jobs)
         self.went_on = 0
+        self.given_up = False
 
     def prepare(self, told: Any = None) -> ScaleSet:
         asked = self.kv.asked(told)
         assert asked is not None
         done: list[ScaleSet] = []
-        result = self.kv.prepare(asked, self.epoch + 1, done.append, self._go_on)
+        result = self.kv.prepare(asked, self.epoch + 1, self._require_wanted, done.append, self._go_on)
         job = result.get("job")
         while job is not None and not result.get("done"):
             result = self.jobs.poll(job)
@@ -44,6 +45,10 @@ class Story:
             raise UpdateError.from_dict(result["error"])
         [found] = done
         return found
+
+    def _require_wanted(self) -> None:
+        if self.given_up:
+            raise UpdateError("wrong-state", "given up")
 
     def _go_on(self) -> dict[str, Any]:
         self.went_on += 1
@@ -274,14 +279,20 @@ def test_history_is_the_largest_of_so_many_commits() -> None:
     assert "observe" not in start.core.called, "it takes no time on the GPU"
 
 
-def test_what_was_saturated_in_the_cache_is_told() -> None:
+def test_what_was_saturated_in_the_cache_is_told(caplog: pytest.LogCaptureFixture) -> None:
     start = history()
     recorder: Any = start.core._kv(start.core.fleet[0]).recorder
     recorder.saturated = 2
-    recorded(start, 448.0)
-    told = start.kv.describe(1)
+    with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
+        recorded(start, 448.0)
+    assert "0.25 of K of a is beyond the largest FP8 code as cached with scales of epoch 0" in caplog.text
+    told = start.kv.describe(1, layers=True)
     assert told is not None
-    assert told["traffic"] == {kind: {"saturated_fraction": 0.25, "worst": "a"} for kind in ("k", "v")}
+    assert told["traffic_layers"].keys() == set(NAMES)
+    for kind in ("k", "v"):
+        report = told["traffic_layers"]["a"][kind]
+        assert report["saturated_fraction"] == 0.25
+        assert told["traffic"][kind] == report | {"worst": "a"}
 
 
 def test_history_of_one_commit() -> None:
@@ -464,7 +475,7 @@ def test_a_preparation_that_another_one_overtakes_ends(polls: int) -> None:
     start = story(tokens=16384)
     asked = start.kv.asked({"prompts": [[1] * 40] * 240})
     assert asked is not None
-    job = start.kv.prepare(asked, 1, lambda _: None, start._go_on)["job"]
+    job = start.kv.prepare(asked, 1, lambda: None, lambda _: None, start._go_on)["job"]
     for _ in range(polls):
         assert not start.jobs.poll(job)["done"]
     start.prepare(TOKENS)
@@ -472,3 +483,15 @@ def test_a_preparation_that_another_one_overtakes_ends(polls: int) -> None:
     told = start.jobs.poll(job)
     assert (told["done"], told["error"]["kind"]) == (True, "wrong-state")
     assert start.went_on == 1
+
+
+def test_scales_that_nobody_wants_any_more_are_not_staged() -> None:
+    """The twin may hold what a rollback would serve."""
+    start = story()
+    start.update(TOKENS)
+    start.core.called.clear()
+    start.given_up = True
+    with pytest.raises(UpdateError, match="given up"):
+        start.prepare(TOKENS)
+    assert "observe" in start.core.called
+    assert "kv.stage" not in start.core.called

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from vllm_fp8ext.kv.report import layer_reports, worst
+from vllm_fp8ext.kv.report import layer_reports, traffic_reports, worst
 
 
 def sums(elements: int = 100, saturated: int = 0, error: float = 0.0, norm: float = 0.0) -> dict[str, float]:
@@ -53,9 +53,27 @@ def test_the_worst_of_each() -> None:
         return {"k": report, "v": dict.fromkeys(report, 0.0)}
 
     layers = {"a": layer(0.1, 0.9, 3.0), "b": layer(0.5, 0.2, 1.0), "c": layer(0.2, 0.3, 2.0)}
-    assert worst(layers, "k") == {
+    told = worst(layers)
+    assert told is not None
+    assert told["k"] == {
         "saturated_fraction": 0.5,
         "relative_error": 0.9,
         "headroom": 1.0,
         "worst": "b",
+    }
+    assert worst({}) is None
+
+
+def test_of_traffic_only_layers_count_into_which_something_was_written() -> None:
+    def counts(elements: int, saturated: int) -> dict[str, dict[str, int]]:
+        return {kind: {"elements": elements, "saturated": saturated} for kind in ("k", "v")}
+
+    ranks = [{"a": counts(6, 1), "b": counts(0, 0)}, {"a": counts(2, 1), "b": counts(0, 0)}]
+    amax = {layer: {"k": [1792.0], "v": [224.0]} for layer in "ab"}
+    ones = {layer: {"k": [1.0], "v": [1.0]} for layer in "ab"}
+    assert traffic_reports(ranks, amax, ones) == {
+        "a": {
+            "k": {"saturated_fraction": 0.25, "headroom": -2.0},
+            "v": {"saturated_fraction": 0.25, "headroom": 1.0},
+        }
     }

@@ -24,6 +24,7 @@ def status(totals: Totals | None = None, **fields: Any) -> dict[str, Any]:
         "compiled": [],
         "kv_scales": None,
         "kv_layers": {},
+        "kv_traffic": {},
         "totals": (totals or Totals()).as_dict(),
         **fields,
     }
@@ -90,6 +91,7 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
     totals.bytes = 1 << 40
     error = {"relative": 0.02, "mean": 0.03, "max": 0.5, "worst": "lm_head.weight"}
     fit = {"saturated_fraction": 0.25, "relative_error": 0.026, "headroom": -1.5}
+    written = {"saturated_fraction": 0.125, "headroom": -3.0}
     compiled = [{"triton": 4, "torch": 1}, {"triton": 5, "torch": 1}]
     metrics.observe(
         status(
@@ -98,8 +100,13 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
             epoch=7,
             poisoned="rank 1: copy failed",
             last_update={"quantization_error": error},
-            kv_scales={"age": 2, "fit": {"k": fit | {"worst": "l.0"}}},
+            kv_scales={
+                "age": 2,
+                "fit": {"k": fit | {"worst": "l.0"}},
+                "traffic": {"k": written | {"worst": "l.0"}},
+            },
             kv_layers={"l.0": {"k": fit}},
+            kv_traffic={"l.0": {"k": written}},
         )
     )
     found = scraped(registry)
@@ -124,6 +131,8 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
         key("kv_saturated_fraction", kind="k", layer="l.0"): 0.25,
         key("kv_relative_error", kind="k", layer="worst"): 0.026,
         key("kv_headroom", kind="k", layer="l.0"): -1.5,
+        key("kv_traffic_saturated_fraction", kind="k", layer="worst"): 0.125,
+        key("kv_traffic_headroom", kind="k", layer="l.0"): -3.0,
     }.items() <= found.items()
     metrics.observe(status(totals, last_update={"quantization_error": None}))
     assert not any(name == "fp8ext:quantization_error" for name, _ in scraped(registry))

@@ -99,6 +99,7 @@ class Ranks:
 
     def __init__(self, fails: str = "") -> None:
         self.calls: list[str] = []
+        self.busy = False
         self._fails = fails
         self._last = ""
 
@@ -107,6 +108,8 @@ class Ranks:
         if method != "poll":
             self._last = method
             return [{}]
+        if self.busy:
+            return [{"done": False}]
         if self._last == self._fails:
             return [{"error": UpdateError("internal", "no", status=500).as_dict()}]
         return [{"done": True, "fingerprint": 1, "finite": True, "tokens": 0, "logprob": 0.0}]
@@ -194,3 +197,85 @@ def test_staging_has_a_pace_beside_running_requests(running: int, settings: Sett
     started = engine.stage("u", "0", {}, [["w", [2], "bfloat16", 0, 4]], 4)
     assert rates == [rate]
     assert started.get("soonest") == (4 / rate if rate else None)
+
+
+def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
+    core: IdleCore, engine: UpdateEngine
+) -> None:
+    ranks = Ranks()
+    asked(core, engine, ranks)
+    started = engine.handle("prepare", {"id": "u"})
+    ranks.busy = True
+    for operation in ("prepare", "commit"):
+        assert engine.handle(operation, {"id": "u"}) == {"waiting": 0}
+    ranks.busy = False
+    assert engine.handle("poll", {"job": started["job"]})["state"] == "prepared"
+    assert engine.handle("prepare", {"id": "u"})["state"] == "prepared"
+    assert engine.handle("commit", {"id": "u"})["state"] == "committed"
+    assert [call for call in ranks.calls if call != "poll"] == ["fingerprint", "sing", "exchange"]
+
+
+def test_a_preparation_that_nobody_asks_about_goes_on_with_the_next_call(
+    core: IdleCore, engine: UpdateEngine
+) -> None:
+    session = asked(core, engine, Ranks())
+    engine.handle("prepare", {"id": "u"})
+    while "waiting" in (found := engine.handle("prepare", {"id": "u"})):
+        pass
+    assert (found["state"], session.state) == ("prepared", State.PREPARED)
+
+
+@pytest.mark.parametrize("fails", ["fingerprint", "sing"])
+def test_a_preparation_that_failed_does_not_hold_up_the_next(
+    core: IdleCore, engine: UpdateEngine, fails: str
+) -> None:
+    ranks = Ranks(fails)
+    asked(core, engine, ranks)
+    for _ in range(2):
+        started = engine.handle("prepare", {"id": "u"})
+        assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "internal"
+
+
+def test_what_was_given_up_while_it_was_prepared_changes_nothing_more(
+    core: IdleCore, engine: UpdateEngine
+) -> None:
+    ranks = Ranks()
+    session = asked(core, engine, ranks)
+    session.partial = True
+    started = engine.handle("prepare", {"id": "u"})
+    engine.handle("abandon", {"id": "u"})
+    assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "wrong-state"
+    assert ranks.calls == ["keep_others", "poll"]
+
+
+def test_a_chunk_ends_the_wait_of_a_commit(core: IdleCore, engine: UpdateEngine) -> None:
+    """Requests start again: the commit may never come."""
+    session = asked(core, engine, Ranks())
+    told: list[str] = []
+    vars(core).update(
+        unfinished=lambda: 1, admit_no_more=lambda: told.append("wait"), resume=lambda: told.append("go on")
+    )
+    session.state, session.running = State.PREPARED, Running.WAIT
+    assert engine.handle("commit", {"id": "u"}) == {"waiting": 1}
+    session.receive("0", [SPEC], 4)
+    assert engine.handle("commit", {"id": "u"})["error"]["kind"] == "staging"
+    assert told == ["wait", "go on"]
+
+
+def test_nobody_is_told_the_digests_of_a_poisoned_engine(engine: UpdateEngine) -> None:
+    engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
+    engine.step.poisoned = "half of it"
+    for operation in ("digests", "verify"):
+        assert engine.handle(operation, {})["error"]["kind"] == "poisoned"
+
+
+@pytest.mark.parametrize("operation", ["digests", "verify"])
+def test_what_was_read_while_an_exchange_was_tried_is_read_again(
+    core: IdleCore, engine: UpdateEngine, operation: str
+) -> None:
+    """Even one that was undone."""
+    asked(core, engine, Ranks())
+    engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
+    started = engine.handle(operation, {})
+    engine.step.exchanges += 1
+    assert engine.handle("poll", {"job": started["job"]})["stale"] is True

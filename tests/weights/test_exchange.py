@@ -180,6 +180,16 @@ def test_fingerprints_tell_contents_apart() -> None:
     assert swapped.fingerprint(twin=False) != twin
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_came_back_without_its_contents_is_zero(
+    pairs: list[tuple[Tensor, Tensor]], inplace: bool
+) -> None:
+    """No update brings padding, with which kernels compute."""
+    pairs = [(live, live) for live, _ in pairs] if inplace else pairs
+    Exchange(pairs, inplace=inplace).refresh()
+    assert not any(any(content) for side in sides(pairs) for content in side)
+
+
 def test_in_place_there_is_nothing_to_swap() -> None:
     pairs = [(live, live) for live, _ in make_pairs()]
     before = sides(pairs)

@@ -12,7 +12,7 @@ from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kv.asked import Asked, asked_of
 from vllm_fp8ext.kv.merged import largest
 from vllm_fp8ext.kv.rank import computed
-from vllm_fp8ext.kv.report import layer_reports, traffic_report, worst
+from vllm_fp8ext.kv.report import layer_reports, traffic_reports, worst
 from vllm_fp8ext.kv.scales import Scales
 from vllm_fp8ext.kv.settings import KvScaleSettings
 from vllm_fp8ext.kv.tokens import Tokens, choose
@@ -55,7 +55,7 @@ class ScaleSet:
             "tokens": self.tokens,
             "epoch": self.epoch,
             "age": epoch - self.epoch,
-            "fit": {kind: worst(self.layers, kind) for kind in ("k", "v")} if self.layers else None,
+            "fit": worst(self.layers),
         }
 
 
@@ -87,8 +87,8 @@ class KvEngine:
         self._settings = found or KvScaleSettings(policy="static")
         self._served: ScaleSet | None = None
         self._previous: ScaleSet | None = None
-        self._traffic: dict[str, Any] | None = None
-        """Of what was recorded before the last update, beyond the largest code."""
+        self.traffic: dict[str, Any] = {}
+        """Of what was recorded before the last update (`report.traffic_reports`)."""
         self._rescaled: dict[str, int] | None = None
         """What became of cached codes at the last exchange."""
         self._history: deque[Scales] = deque(maxlen=self._settings.history_length)
@@ -103,7 +103,7 @@ class KvEngine:
             parts = self._core.ranks("kv.served")
             raise_first(parts)
             self._served = _first(parts)
-            self._warn(self._served)
+            self._warn(self._served.layers, f"with scales from {self._served.source}")
         return self._served
 
     def asked(self, told: Any) -> Asked | None:
@@ -116,10 +116,15 @@ class KvEngine:
         )
 
     def prepare(
-        self, asked: Asked, epoch: int, done: Callable[[ScaleSet], None], then: Callable[[], Result]
+        self,
+        asked: Asked,
+        epoch: int,
+        wanted: Callable[[], None],
+        done: Callable[[ScaleSet], None],
+        then: Callable[[], Result],
     ) -> Result:
         """Give the twin, which is complete, the scales that it will be served with from `epoch` on; then go on. A job where
-        tokens have to be looked at."""
+        tokens have to be looked at; `wanted` raises when nobody wants its scales any more."""
         if asked.policy in ("static", "history"):
             found = self.served if asked.policy == "static" else self._from_history(epoch)
             self._stage(found.scales)
@@ -128,7 +133,7 @@ class KvEngine:
         core = self._core
         recent = core.recent_tokens()
         tokens = choose(asked.prompts, self._settings, recent, core.vocabulary, core.longest_prompt)
-        finish = partial(self._observed, asked, tokens, epoch, done, then)
+        finish = partial(self._observed, asked, tokens, epoch, wanted, done, then)
         return self._jobs.start("observe", tokens.prompts, finish=finish)
 
     def _observed(
@@ -136,11 +141,13 @@ class KvEngine:
         asked: Asked,
         tokens: Tokens,
         epoch: int,
+        wanted: Callable[[], None],
         done: Callable[[ScaleSet], None],
         then: Callable[[], Result],
         results: list[Result],
     ) -> Result:
         raise_first(results)
+        wanted()
         seen = largest([result["amax"] for result in results])
         source = tokens.source
         if asked.scales is not None:
@@ -149,7 +156,7 @@ class KvEngine:
             scales = computed(seen, self.served.scales, self._settings)
         layers = layer_reports(self._stage(scales), seen, scales)
         found = ScaleSet(scales, asked.policy, epoch, source, tokens.count, layers)
-        self._warn(found)
+        self._warn(layers, f"with scales from {source}")
         done(found)
         return then()
 
@@ -162,21 +169,22 @@ class KvEngine:
         """Scales for what was written into the cache before the commits that count, this one the last of them."""
         results = self._core.ranks("kv.recorded")
         raise_first(results)
-        self._traffic = traffic_report([result["traffic"] for result in results])
         parts: list[Any] = [result["amax"] for result in results]
+        written = [result["traffic"] for result in results]
+        self.traffic = traffic_reports(written, largest(parts), self.served.scales)
+        self._warn(self.traffic, f"as cached with scales of epoch {self.served.epoch}")
         self._recorded = largest([*parts, self._recorded] if self._recorded else parts)
         length = 1 if self._settings.history_algorithm == "most_recent" else self._settings.history_length
         amax = largest([*self._history, self._recorded][-length:])
         scales = computed(amax, self.served.scales, self._settings)
         return ScaleSet(scales, "history", epoch, "history")
 
-    def _warn(self, found: ScaleSet) -> None:
-        for kind in ("k", "v") if found.layers else ():
-            told = worst(found.layers, kind)
+    def _warn(self, layers: dict[str, Any], how: str) -> None:
+        for kind, told in (worst(layers) or {}).items():
             if told["saturated_fraction"] > self._settings.warn_saturated:
                 logger.warning(
-                    "fp8ext: %.3g of %s of %s is beyond the largest FP8 code with scales from %s; more than %g",
-                    *(told["saturated_fraction"], kind.upper(), told["worst"], found.source),
+                    "fp8ext: %.3g of %s of %s is beyond the largest FP8 code %s; more than %g",
+                    *(told["saturated_fraction"], kind.upper(), told["worst"], how),
                     self._settings.warn_saturated,
                 )
 
@@ -213,8 +221,9 @@ class KvEngine:
         found = self.served.summary(epoch) | {
             "granularity": self._settings.granularity,
             "rescaled": self._rescaled,
-            "traffic": self._traffic,
+            "traffic": worst(self.traffic),
         }
         if layers:
             found |= {"scales": self.served.scales, "layers": self.served.layers}
+            found["traffic_layers"] = self.traffic
         return found

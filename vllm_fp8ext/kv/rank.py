@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from vllm_fp8ext.errors import described
 from vllm_fp8ext.kernels.kv_amax import K, Q, Seen, V
@@ -68,8 +69,12 @@ class RankKv:
         """Work that runs prompts through a model and tells `amax` by layer."""
         observer = self.observer = Observer(per_head=self.per_head)
 
+        def see(layer: str, *heads: Tensor) -> None:
+            if layer in self.scales:
+                observer.see(layer, *heads)
+
         def work(pause: Pause) -> Result:
-            listen(model, prompts, device, attend, observer.see, pause)
+            listen(model, prompts, device, attend, see, pause)
             with torch.inference_mode():
                 return {"amax": observer.amax(self.scales.spread)}
 

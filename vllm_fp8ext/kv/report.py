@@ -38,30 +38,38 @@ def _headroom(amax: Sequence[float], scales: Sequence[float]) -> float:
     return min((math.log2(FP8_MAX * scale / seen) for seen, scale in known), default=0.0)
 
 
-def worst(layers: dict[str, dict[str, dict[str, float]]], kind: str) -> dict[str, Any]:
-    """Of K (`k`) or V (`v`): the largest fraction and error and the smallest headroom of any layer."""
-    parts = {layer: report[kind] for layer, report in layers.items()}
-    return {
-        "saturated_fraction": max(part["saturated_fraction"] for part in parts.values()),
-        "relative_error": max(part["relative_error"] for part in parts.values()),
-        "headroom": min(part["headroom"] for part in parts.values()),
-        "worst": max(parts, key=lambda layer: parts[layer]["saturated_fraction"]),
-    }
+_WORST = {"saturated_fraction": max, "relative_error": max, "headroom": min}
 
 
-def traffic_report(parts: Sequence[dict[str, dict[str, dict[str, int]]]]) -> dict[str, Any] | None:
-    """Of K (`k`) and V (`v`) that were written into the cache: the largest saturated fraction of any layer, and which has it.
-    None when nothing was written. `parts`: of each rank, by layer and kind, `elements` and how many were `saturated`."""
-    found: dict[str, Any] = {}
+def worst(layers: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, Any]] | None:
+    """Of K (`k`) and V (`v`): the largest fraction and error and the smallest headroom of any layer, as far as they are
+    known, and the layer with the largest fraction. None when nothing is."""
+    if not layers:
+        return None
+    found: dict[str, dict[str, Any]] = {}
     for kind in ("k", "v"):
-        fractions = {}
-        for layer in parts[0]:
+        parts = {layer: report[kind] for layer, report in layers.items()}
+        names = next(iter(parts.values()))
+        found[kind] = {name: _WORST[name](part[name] for part in parts.values()) for name in names}
+        found[kind]["worst"] = max(parts, key=lambda layer: parts[layer]["saturated_fraction"])
+    return found
+
+
+def traffic_reports(
+    parts: Sequence[dict[str, dict[str, dict[str, int]]]], amax: Scales, scales: Scales
+) -> dict[str, dict[str, dict[str, float]]]:
+    """`saturated_fraction` and `headroom` of what was written into the cache with these scales, by layer, by `k` and `v`;
+    nothing of a layer into which nothing was. `parts`: of each rank, by layer and kind, `elements` and how many were
+    `saturated`."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for layer in parts[0]:
+        for kind in ("k", "v"):
             elements, saturated = (
                 sum(part[layer][kind][name] for part in parts) for name in ("elements", "saturated")
             )
             if elements:
-                fractions[layer] = saturated / elements
-        if fractions:
-            layer = max(fractions, key=lambda name: fractions[name])
-            found[kind] = {"saturated_fraction": fractions[layer], "worst": layer}
-    return found or None
+                found.setdefault(layer, {})[kind] = {
+                    "saturated_fraction": saturated / elements,
+                    "headroom": _headroom(amax[layer][kind], scales[layer][kind]),
+                }
+    return found

@@ -98,6 +98,10 @@ class KvScales:
         self._twin.copy_(self._live)
         self._publish()
 
+    def __contains__(self, layer: str) -> bool:
+        """Whether a layer has scales: some may cache in 16 bits."""
+        return layer in self._layers
+
     def served(self) -> RankScales:
         """This rank's scales, as the device has them."""
         found: RankScales = {}

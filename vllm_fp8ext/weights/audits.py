@@ -24,22 +24,26 @@ class Audits:
 
     def digests(self) -> Result:
         """Start to compute the digests of what is served."""
-        self._step.require_whole()
-        return self._jobs.start("digests", finish=partial(self._digested, self._step.live))
+        self._require_known()
+        return self._jobs.start(
+            "digests", finish=partial(self._digested, self._step.live, self._step.exchanges)
+        )
 
     def verify(self) -> Result:
         """Start to compare what is served with what was committed."""
-        if self._step.poisoned is not None:
-            raise UpdateError("poisoned", f"nobody knows what is served: {self._step.poisoned}", status=503)
-        self._step.require_whole()
+        self._require_known()
         served, exchanges = self._step.live, self._step.exchanges
         finish = partial(self._verified, served, exchanges, time.perf_counter())
         return self._jobs.start("fingerprint", False, finish=finish)
 
+    def _require_known(self) -> None:
+        if self._step.poisoned is not None:
+            raise UpdateError("poisoned", f"nobody knows what is served: {self._step.poisoned}", status=503)
+        self._step.require_whole()
+
     def _verified(self, served: Label, exchanges: int, started: float, results: list[Result]) -> Result:
         raise_first(results)
-        self._step.require_whole()
-        if exchanges != self._step.exchanges:  # tried meanwhile: what was read may be half of each
+        if self._changed(exchanges):
             return {"stale": True}
         found = [result["fingerprint"] for result in results]
         self._fingerprints.require(served, found)
@@ -50,10 +54,14 @@ class Audits:
             "seconds": time.perf_counter() - started,
         }
 
-    def _digested(self, served: Label, results: list[Result]) -> Result:
+    def _changed(self, exchanges: int) -> bool:
+        """Whether an exchange was tried since there were so many: what was read meanwhile may be half of each side."""
+        self._require_known()
+        return exchanges != self._step.exchanges
+
+    def _digested(self, served: Label, exchanges: int, results: list[Result]) -> Result:
         raise_first(results)
-        self._step.require_whole()
-        if served != self._step.live:
+        if self._changed(exchanges):
             return {"stale": True}
         names: dict[str, dict[str, str]] = {}
         for result in results:

@@ -102,6 +102,7 @@ class UpdateEngine:
             "scale_format": self.core.settings.scale_format,
             "kv_scales": self.kv.describe(step.live.epoch),
             "kv_layers": self.kv.served.layers if self.kv.enabled else {},
+            "kv_traffic": self.kv.traffic,
             "kv_cache_dtype": self.core.kv_cache_dtype,
             "staging": self.core.settings.staging,
             "stall_seconds": step.stall_seconds,
@@ -160,7 +161,8 @@ class UpdateEngine:
         return self.updates.get(id).as_dict()
 
     def prepare(self, id: str) -> Result:
-        """Validate an update as a whole: complete, and its canary sings on the twin. A job unless that was done before."""
+        """Validate an update as a whole: complete, and its canary sings on the twin. A job unless that was done before;
+        `{"waiting": requests}` while another call does it."""
         session = self.updates.get(id)
         self.step.require_healing(session.partial)
         self.jobs.reap()
@@ -169,6 +171,8 @@ class UpdateEngine:
             if session.state is State.PREPARED:
                 session.check_base(self.step.live.epoch)
             return session.as_dict()
+        if self._preparations.under_way(session):
+            return {"waiting": self.core.unfinished()}
         session.check(self.step.live.epoch)
         return self._preparations.start(session)
 
@@ -179,7 +183,9 @@ class UpdateEngine:
         if session.state is State.COMMITTED:
             return session.as_dict()
         if session.state is State.OPEN:
-            return self.jobs.followed(self.prepare(id), partial(self.commit, id))
+            self.step.stop_waiting(id)  # when a chunk came while it waited
+            started = self.prepare(id)
+            return started if "waiting" in started else self.jobs.followed(started, partial(self.commit, id))
         session.require_prepared()
         self.step.require_healing(session.partial)
         session.check_base(self.step.live.epoch)

@@ -76,7 +76,12 @@ class Exchange:
         self.broken = False
 
     def refresh(self) -> None:
-        """Make anew what is kept beside the pairs, whose memory lost its contents."""
+        """The pairs' memory lost its contents: they are zero until an update comes, and what it does not bring, padding that
+        kernels compute with, stays so. Make anew what is kept beside them."""
+        for live, twin in self.pairs:
+            live.zero_()
+            twin.zero_()
+        self._synchronize()  # staging has a stream of its own
         if self._launch is not None:
             self._launch = type(self._launch)(self.pairs)
 

@@ -58,6 +58,25 @@ class Jobs:
         job.finish = lambda results: self.followed(finish(results), then)
         return started
 
+    def watched(self, started: Result, over: Callable[[], None]) -> Result:
+        """What `start` returned. Once its job, and those that it goes on in, have ended, well or not, `over` is called."""
+        if "job" not in started:
+            over()
+            return started
+        job = self._jobs[started["job"]]
+        finish = job.finish
+
+        def finished(results: list[Result]) -> Result:
+            try:
+                further = finish(results)
+            except BaseException:
+                over()
+                raise
+            return self.watched(further, over)
+
+        job.finish = finished
+        return started
+
     def poll(self, job: int) -> Result:
         """Progress of a job: `{"done": False, …}`, or `done` with its result, once every rank has one. A result may be
         another job, in which this one goes on, and which has not ended yet."""

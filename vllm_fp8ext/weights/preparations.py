@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from vllm_fp8ext.errors import described
 from vllm_fp8ext.kv.engine import KvEngine, ScaleSet
 from vllm_fp8ext.weights.canary import judge
 from vllm_fp8ext.weights.exchange_step import ExchangeStep
@@ -15,16 +16,27 @@ from vllm_fp8ext.weights.session import Session
 
 
 class Preparations:
-    """Each is one job that goes on in another."""
+    """Each is one job that goes on in another; of an update there is one at a time."""
 
     def __init__(self, jobs: Jobs, step: ExchangeStep, kv: KvEngine, clock: Callable[[], float]) -> None:
         self._jobs = jobs
         self._kv = kv
         self._step = step
         self._clock = clock
+        self._under_way: set[str] = set()
+
+    def under_way(self, session: Session) -> bool:
+        """Whether an update is being prepared."""
+        return session.id in self._under_way
 
     def start(self, session: Session) -> Result:
         """Prepare an update in which nothing is missing; returns a job."""
+        self._under_way.add(session.id)
+        return self._jobs.watched(
+            described(self._begin)(session), partial(self._under_way.discard, session.id)
+        )
+
+    def _begin(self, session: Session) -> Result:
         scale = partial(self._scale, session, session.revision, time.perf_counter())
         if not session.partial:
             return scale([])
@@ -33,6 +45,7 @@ class Preparations:
     def _scale(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
         """Find the scales of its KV cache."""
         raise_first(results)
+        session.require_unchanged(revision)
         now = time.perf_counter()
         mark = partial(self._mark, session, revision, started)
         if session.asked is None:
@@ -44,7 +57,8 @@ class Preparations:
             session.kv_scales = found.summary(epoch)
             session.seconds["kv_scales"] = time.perf_counter() - now
 
-        return self._kv.prepare(session.asked, epoch, done, mark)
+        wanted = partial(session.require_unchanged, revision)
+        return self._kv.prepare(session.asked, epoch, wanted, done, mark)
 
     def _mark(self, session: Session, revision: int, started: float) -> Result:
         """Take the fingerprints of what is prepared."""

@@ -201,10 +201,18 @@ class Session:
         Raises:
             UpdateError: `staging`, when chunks arrived since.
         """
+        self.require_unchanged(revision)
+        self.state = State.PREPARED
+
+    def require_unchanged(self, revision: int) -> None:
+        """Require that what is being prepared, of `revision`, is still wanted.
+
+        Raises:
+            UpdateError: `staging`, when chunks arrived since.
+        """
         self.require_live("prepare")
         if revision != self.revision:
             raise UpdateError("staging", "a chunk arrived while the update was prepared: prepare it again")
-        self.state = State.PREPARED
 
     def check_base(self, epoch: int) -> None:
         """Refuse an update that was made for other weights than those that are served."""
