@@ -50,7 +50,7 @@ class Bare:
             "model": model,
             "transport": transport,
             "variant": "bare",
-            "running": 0,
+            "load": 0,
             "threads": self._threads,
             "total_seconds": statistics.median(totals),
             "first_seconds": totals[0],

@@ -132,10 +132,10 @@ def _measure(
                     "model": options.shape,
                     "transport": transport,
                     "variant": variant,
-                    "running": running,
+                    "load": running,
                 }
                 staging = options.settings.get("staging", "shadow")
-                case |= {"policy": options.policy, "staging": staging, "settings": options.settings}
+                case |= {"running": options.policy, "staging": staging, "settings": options.settings}
                 case |= {"fused": True} if options.fused else {}
                 with (
                     _pusher(transport, options, server, checkpoints) as push,
@@ -274,7 +274,7 @@ class Memory:
 
 def _show(cases: list[dict[str, Any]]) -> None:
     table = Table(
-        *("variant", "running", "transport", "median s", "first s", "pause s", "stall s", "lost", "peak GB"),
+        *("variant", "load", "transport", "median s", "first s", "pause s", "stall s", "lost", "peak GB"),
         "x bare",
     )
     for case in cases:
@@ -285,5 +285,5 @@ def _show(cases: list[dict[str, Any]]) -> None:
             *(peak and peak / 1e9, case.get("ratio_bare")),
         )
         texts = ["" if number is None else f"{number:.3f}" for number in numbers]
-        table.add_row(case["variant"], str(case["running"]), case["transport"], *texts)
+        table.add_row(case["variant"], str(case["load"]), case["transport"], *texts)
     console.print(table)

@@ -26,8 +26,9 @@ from typing import BinaryIO, TypeVar
 
 import torch
 import vllm
-from vllm.utils.deep_gemm import _lazy_init, fp8_gemm_nt, is_deep_gemm_supported
+from vllm.utils.deep_gemm import _lazy_init, is_deep_gemm_supported
 
+from vllm_fp8ext.compat.deep_gemm import multiply
 from vllm_fp8ext.compat.expert_gemm import grouped
 from vllm_fp8ext.kernels.quantized import empty
 from vllm_fp8ext.kernels.reference import blocks
@@ -140,14 +141,13 @@ def main(device: int) -> None:
     and no row belongs to an expert."""
     torch.cuda.set_device(device)
     for m, n, k, *experts in take(sys.stdin.fileno()):
+        if not experts:
+            multiply(m, n, k)
+            continue
         weight = torch.empty(*experts, n, k, dtype=torch.float8_e4m3fn, device="cuda")
         scales = torch.empty(*experts, blocks(n), blocks(k), device="cuda")
         x = empty(m, k, weight.device)
-        if experts:
-            grouped(x, weight, scales, torch.zeros(*experts, dtype=torch.int32, device="cuda"))
-        else:
-            out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-            fp8_gemm_nt(x, (weight, scales), out, is_deep_gemm_e8m0_used=False)
+        grouped(x, weight, scales, torch.zeros(*experts, dtype=torch.int32, device="cuda"))
     torch.cuda.synchronize()
 
 

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.platforms import current_platform
-from vllm.utils.deep_gemm import (
-    get_mk_alignment_for_contiguous_layout,
-    is_deep_gemm_supported,
-    m_grouped_fp8_gemm_nt_contiguous,
-)
+from vllm.utils.deep_gemm import get_mk_alignment_for_contiguous_layout, m_grouped_fp8_gemm_nt_contiguous
 
+from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
@@ -52,7 +49,7 @@ def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> Expert
     if not current_platform.is_cuda():
         return None
     usable = ["triton", "fused"]
-    if moe.in_dtype == torch.bfloat16 and hidden % BLOCK == 0 and is_deep_gemm_supported():
+    if moe.in_dtype == torch.bfloat16 and hidden % BLOCK == 0 and deep_gemm_runs():
         usable.append("deep_gemm")
     chosen = settings.experts
     try:

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import fp8_gemm_nt
 
+from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
@@ -114,4 +115,4 @@ def _takes(name: str, shape_NK: tuple[int, int], dtype: torch.dtype) -> bool:
         weight_shape=shape_NK,
     )
     usable, _ = kernels.is_supported_and_can_implement_kernel(getattr(kernels, kernel_name), config, None)
-    return bool(usable)
+    return bool(usable) and (name != "deep_gemm" or deep_gemm_runs())

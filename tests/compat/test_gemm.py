@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels are taken where DeepGEMM is there and does not run."""
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fp8ext.compat import deep_gemm, expert_gemm, gemm
+from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
+from vllm_fp8ext.config import KernelSettings
+
+SHAPE = 6144, 4096
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM takes this machine for one with a Hopper GPU and all of its kernels."""
+    platform = SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda _: True)
+    for module in (gemm, expert_gemm):
+        monkeypatch.setattr(module, "current_platform", platform)
+    monkeypatch.setattr(gemm.kernels, "is_supported_and_can_implement_kernel", lambda *_: (True, None))
+    monkeypatch.setattr(deep_gemm, "is_deep_gemm_supported", lambda: True)
+    cached = (deep_gemm_runs, gemm._takes)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def experts() -> Any:
+    return SimpleNamespace(in_dtype=torch.bfloat16, num_experts=128, experts_per_token=8)
+
+
+def test_deep_gemm_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(deep_gemm, "multiply", lambda *size: tried.append(size))
+    for shape in (SHAPE, (4096, 4096)):
+        route = gemm.select(shape, torch.bfloat16, KernelSettings())
+        assert route is not None
+        assert route.gemm == "deep_gemm"
+    many = expert_gemm.select(experts(), 2048, KernelSettings())
+    assert many is not None
+    assert many.many == "deep_gemm"
+    assert len(tried) == 1
+
+
+def test_without_a_compiler_the_next_best_kernel_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: int) -> None:
+        raise RuntimeError("nvcc: not found")
+
+    monkeypatch.setattr(deep_gemm, "multiply", fail)
+    with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
+        route = gemm.select(SHAPE, torch.bfloat16, KernelSettings())
+        many = expert_gemm.select(experts(), 2048, KernelSettings())
+    assert route is not None
+    assert many is not None
+    assert (route.gemm, many.many) == ("cutlass", "triton")
+    assert caplog.text.count("DeepGEMM does not run here") == 1
+    assert "nvcc: not found" in caplog.text
