@@ -44,7 +44,7 @@ def table(cases: Cases) -> str:
     lines += [
         "",
         f"Its weights are quantized, BF16 to codes and scales, in {weights['us']:.0f} us, "
-        f"at {100 * weights['ratio_copy']:.0f} % of copy bandwidth.",
+        f"at {100 * weights['ratio_copy']:.1f} % of copy bandwidth.",
     ]
     return "\n".join(lines)
 

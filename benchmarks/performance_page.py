@@ -114,13 +114,16 @@ def _prefill(cases: Cases) -> str:
 
 def _weights(cases: Cases) -> str:
     lines = [
-        "| weight, scales | us | of copy bandwidth | `torch.compile` of the reference |",
-        "|---|---|---|---|",
+        "| weight, scales | us | of copy bandwidth | with sums of errors | `torch.compile` of the reference |",
+        "|---|---|---|---|---|",
     ]
     for case in _of(cases, "quantize_weight", variant="blockfp8"):
         rival = _of(cases, "quantize_weight", shape=case["shape"], variant="compiled")
         other = f"{rival[0]['us']:.0f} us" if rival else "–"
-        lines.append(f"| {_shape(case['shape'])} | {case['us']:.1f} | {case['ratio_copy']:.0%} | {other} |")
+        sums = _of(cases, "quantize_weight", shape=case["shape"], variant="blockfp8_sums")
+        told = f"{sums[0]['us']:.1f}, {sums[0]['ratio_copy']:.0%}" if sums else "–"
+        cells = f"{case['us']:.1f} | {case['ratio_copy']:.0%} | {told} | {other}"
+        lines.append(f"| {_shape(case['shape'])} | {cells} |")
     return "\n".join(lines)
 
 

@@ -176,3 +176,15 @@ def test_attention_of_our_own_is_taken_unless_batches_must_not_matter(
     section: dict[str, bool], taken: bool
 ) -> None:
     assert KernelSettings(**section).takes_decode_attention is taken
+
+
+@pytest.mark.parametrize(("told", "invariant"), [(None, False), ("0", False), ("1", True)])
+def test_what_vllm_is_told_of_batch_invariance_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, invariant: bool
+) -> None:
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if told is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", told)
+    assert Settings.parse({}).kernels.batch_invariant is invariant
+    section = {"fp8ext": {"kernels": {"batch_invariant": not invariant}}}
+    assert Settings.parse(section).kernels.batch_invariant is not invariant

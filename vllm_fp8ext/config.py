@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of a server: `--additional-config '{"fp8ext": {…}}'`, validated."""
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -15,6 +16,8 @@ MIN_CAPABILITY = 90
 """Compute capability from which GPUs take it, times ten: Hopper."""
 SECTION = "fp8ext"
 """Key of our settings in vLLM's `--additional-config`."""
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""vLLM's variable that asks for batch invariance."""
 
 GIB = 1 << 30
 
@@ -77,9 +80,12 @@ class KernelSettings(BaseModel):
     decode_attention: bool = True
     """Steps that decode alone attend over an FP8 KV cache by our own kernel, where it takes the layers; else by vLLM's."""
 
-    batch_invariant: bool = False
-    """One kernel path whatever the number of tokens: a token's result does not depend on what it is computed beside.
-    Attention is vLLM's then, which has a mode of its own for that (`VLLM_BATCH_INVARIANT`)."""
+    batch_invariant: bool = Field(
+        default_factory=lambda: os.environ.get(BATCH_INVARIANT, "0") not in ("", "0")
+    )
+    """One kernel path of linear layers and experts whatever the number of tokens: what they make of a token does not depend
+    on what it is computed beside. All else is vLLM's then, attention too, which has a mode of its own for that
+    (`VLLM_BATCH_INVARIANT`); where that is set, this is the default."""
 
     @model_validator(mode="after")
     def _one_path(self) -> Self:
@@ -113,7 +119,7 @@ class Settings(BaseModel):
     ignore: tuple[str, ...] = Field(default=(), strict=False)
     """Layers kept in the checkpoint's precision: names or shell patterns of modules (`*.o_proj`, `model.layers.0.*`)."""
 
-    kernels: KernelSettings = KernelSettings()
+    kernels: KernelSettings = Field(default_factory=KernelSettings)
     """How linear layers are computed on a GPU."""
 
     staging: Literal["shadow", "inplace", "none"] = "shadow"

@@ -9,7 +9,7 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -91,7 +91,7 @@ class BlockFp8Config(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             return KeptEmbeddingMethod()
         if isinstance(layer, LinearBase):
-            if isinstance(layer, GateLinear) or self._ignored(prefix, settings):
+            if _routes(layer, prefix) or self._ignored(prefix, settings):
                 return KeptLinearMethod()
             return BlockFp8LinearMethod(settings, serialized=self.serialized, shadow=self.shadow)
         return None
@@ -148,3 +148,10 @@ class BlockFp8Config(QuantizationConfig):
 
 def _is_block_fp8(config: dict[str, Any]) -> bool:
     return config.get("quant_method") == "fp8" and config.get("weight_block_size") == [BLOCK, BLOCK]
+
+
+def _routes(layer: LinearBase, prefix: str) -> bool:
+    """Whether a layer sends tokens to experts, or weighs a shared one: some models build routers as plain layers."""
+    name = prefix.rpartition(".")[2]
+    called_so = name == "gate" or name.endswith(("expert_gate", "experts_gate")) or "router" in name
+    return isinstance(layer, GateLinear) or (isinstance(layer, ReplicatedLinear) and called_so)

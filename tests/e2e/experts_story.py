@@ -114,7 +114,10 @@ async def updated(
     facts["late digests"] = (await weights.digests()).model_dump()
     facts["refused"] = [await refused(weights, early, damage) for damage in ("missing", "non-finite")]
     facts["after refusals"] = (await weights.weights()).state
-    facts["digests after refusals"] = (await weights.digests()).model_dump()
+    try:
+        facts["digests after refusals"] = (await weights.digests()).model_dump()
+    except UpdateError as error:
+        facts["digests after refusals"] = error.kind
     await weights.push(fused(early, Manifest.from_dict(await weights.manifest())), version="early")
     facts["early again"] = await seen(engine, "early again")
     facts["early digests"] = (await weights.digests()).model_dump()

@@ -179,7 +179,7 @@ def test_one_bad_matrix_of_one_expert_refuses_an_update(setting: str, facts: dic
     assert infinite["kind"] == "non-finite"
     assert [problem["tensor"] for problem in infinite["problems"]] == [infinite["tensor"]]
     if setting == "in place":
-        assert facts["after refusals"] == "poisoned"
+        assert facts["after refusals"] == facts["digests after refusals"] == "poisoned"
     else:
         assert facts["after refusals"] == "serving"
         assert facts["digests after refusals"] == facts["late digests"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.bench.rivals import UNQUANTIZED, Call, Gemm, rivals
-from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm, decode_gemm_triton
+from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm, decode_gemm_triton, selection
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 
 PREFILL_RIVALS = ("cutlass", "deep_gemm")
@@ -19,9 +19,9 @@ PREFILL_RIVALS = ("cutlass", "deep_gemm")
 
 def decode(report: Report, tokens: Sequence[int], names: Sequence[str]) -> None:
     """Few tokens. `blockfp8` is the layer as it is served, which quantizes inside (`blockfp8_inside`) or in a launch of its
-    own (`blockfp8_apart`); `blockfp8_codes` had it done by a fused norm or activation function, and `deep_gemm_codes` is
-    DeepGEMM after that.
-    `blockfp8_alone` may not start before the previous kernel has ended; `blockfp8_triton` is the portable kernel."""
+    own (`blockfp8_apart`), or goes to DeepGEMM after that; `blockfp8_codes` had it done by a fused norm or activation
+    function, and `deep_gemm_codes` is DeepGEMM after that. `blockfp8_alone` may not start before the previous kernel has
+    ended; `blockfp8_triton` is the portable kernel."""
     _compare(report, "decode_gemm", tokens, rivals(names), _decode)
 
 
@@ -76,7 +76,7 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
     portable = decode_gemm_triton.Config(splits=max(1, min(8, 132 // -(-operands.n // 128))))
     return {
         "blockfp8": lambda i: torch.ops.fp8ext.linear(
-            x, codes[i], scales, None, "fp32", decode_cuts.TOKENS[-1], "deep_gemm"
+            x, codes[i], scales, None, "fp32", selection.crossover(operands.n, operands.k), "deep_gemm"
         ),
         "blockfp8_inside": lambda i: decode_gemm.decode_gemm(x, codes[i], scales, None, "fp32"),
         "blockfp8_codes": lambda i: decode_gemm.decode_gemm(quantized, codes[i], scales, None, "fp32"),

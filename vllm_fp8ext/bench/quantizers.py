@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_fp8ext.bench.correct import gated, rmsnorm, same
 from vllm_fp8ext.bench.report import Calls, Report
+from vllm_fp8ext.bench.rivals import add_rms_norm, gate
 from vllm_fp8ext.kernels import bench, cases, reference
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, Activation, gated_quantize
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
@@ -50,19 +51,39 @@ def weights(report: Report) -> None:
         for n, k in cases.LINEAR.values()
     ]
 
+    sums = [torch.empty(*scales.shape, 3, device="cuda") for _, _, scales in model]
+
     def whole(_: int) -> None:
         for part in model:
             launch(*part, "fp32")
 
-    timings = bench.measure({"blockfp8": whole}, {"blockfp8": 1})
+    def with_sums(_: int) -> None:
+        for part, own in zip(model, sums, strict=True):
+            launch(*part, "fp32", own)
+
+    variants: Calls = {"blockfp8": whole, "blockfp8_sums": with_sums}
+    exact = {}
+    for variant, call in variants.items():
+        for _, codes, _ in model:
+            codes.view(torch.uint8).fill_(0x7F)
+        call(0)
+        exact[variant] = all(quantized_right(*part) for part in model)
+    timings = bench.measure(variants, dict.fromkeys(variants, 1))
     total = sum(3 * codes.numel() + 4 * scales.numel() for _, codes, scales in model)
-    report.add(
-        "quantize_weight", ("Qwen3-8B",), None, timings, {"blockfp8": total}, baseline="blockfp8", exact={}
+    moved = dict.fromkeys(variants, total)
+    report.add("quantize_weight", ("Qwen3-8B",), None, timings, moved, baseline="blockfp8", exact=exact)
+
+
+def quantized_right(weight: Tensor, codes: Tensor, scales: Tensor) -> bool:
+    """Whether codes and fp32 scales are the reference's, bit for bit; compared where they are."""
+    expected = reference.quantize_weight(weight, "fp32")
+    return torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(
+        scales.contiguous().view(torch.int32), expected[1].contiguous().view(torch.int32)
     )
 
 
 def fused(report: Report) -> None:
-    """Norms and gated activation functions that quantize, against `separate` launches."""
+    """Norms and gated activation functions that quantize, against vLLM's kernels and a launch that quantizes (`separate`)."""
     for m in (*cases.DECODE_TOKENS, *cases.PREFILL_TOKENS):
         if report.late(f"fused kernels m={m}"):
             return
@@ -102,11 +123,12 @@ def _norm(report: Report, m: int, k: int) -> None:
         (cases.activations(m, k, "cuda"), cases.activations(m, k, "cuda", 3))
         for _ in range(min(64, bench.copies(m * k * 7)))
     ]
+    others = [(x.clone(), residual.clone()) for x, residual in sets]  # vLLM's kernel writes into both
     scaling = torch.ones(k, device="cuda").bfloat16()
 
     def separate(i: int) -> object:
-        total = sets[i][0] + sets[i][1]
-        return total, quantize_activation(torch.nn.functional.rms_norm(total, (k,), scaling, 1e-6), "fp32")
+        add_rms_norm(*others[i], scaling, 1e-6)
+        return quantize_activation(others[i][0], "fp32")
 
     calls: Calls = {
         "blockfp8": lambda i: rmsnorm_quantize(*sets[i], scaling, 1e-6, "fp32"),
@@ -122,11 +144,9 @@ def _gate(report: Report, activation: Activation, m: int, k: int) -> None:
     sets = [cases.activations(m, 2 * k, "cuda") / 8 for _ in range(min(64, bench.copies(m * k * 5)))]
 
     def separate(i: int) -> object:
-        gate, up = sets[i].chunk(2, 1)
-        if activation == "silu":
-            return quantize_activation(torch.nn.functional.silu(gate) * up, "fp32")
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        return quantize_activation(torch.nn.functional.gelu(gate, approximate=approximate) * up, "fp32")
+        out = torch.empty(m, k, dtype=torch.bfloat16, device="cuda")
+        gate(activation, out, sets[i])
+        return quantize_activation(out, "fp32")
 
     calls: Calls = {
         "blockfp8": lambda i: gated_quantize(sets[i], activation, "fp32"),

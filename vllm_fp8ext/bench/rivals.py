@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other people's FP8 GEMMs over the same operands, where they can be imported."""
+"""Other people's FP8 GEMMs over the same operands, where they can be imported, and vLLM's kernels of what comes before."""
 
 from collections.abc import Callable, Iterable
 
@@ -147,3 +147,17 @@ def _stock_quantizer(aligned: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]
         return found
 
     return quantize
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+    """vLLM's kernel, in place: `residual` becomes the sum, `x` its norm."""
+    from vllm import _custom_ops
+
+    _custom_ops.fused_add_rms_norm(x, residual, weight, epsilon)
+
+
+def gate(activation: str, out_MK: Tensor, x_M2K: Tensor) -> None:
+    """vLLM's kernel of `silu`, `gelu` or `gelu_tanh` of one half times the other."""
+    import vllm._custom_ops  # noqa: F401  # registers it
+
+    getattr(torch.ops._C, f"{activation}_and_mul")(out_MK, x_M2K)

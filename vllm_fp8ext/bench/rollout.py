@@ -181,7 +181,7 @@ def _measure(
             },
             "beside": sorted({other for other, _ in engines}),
         }
-        alike = {"requests": requests, "input": tokens, "output": output, "variant": "bf16"}
+        alike = {"requests": requests, "input": tokens, "output": output, "variant": "bf16", "kv_cache": kv}
         base = next(
             (other["tokens_per_s"] for other in (*found, *earlier) if alike.items() <= other.items()), None
         )
