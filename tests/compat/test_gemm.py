@@ -2,7 +2,9 @@
 """Which kernels are taken where DeepGEMM is there and does not run."""
 
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,3 +66,21 @@ def test_without_a_compiler_the_next_best_kernel_runs(
     assert (route.gemm, many.many) == ("cutlass", "triton")
     assert caplog.text.count("DeepGEMM does not run here") == 1
     assert "nvcc: not found" in caplog.text
+
+
+def test_a_compiler_that_comes_or_changes_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Compiled graphs name the kernels that ran with the one before."""
+    for name in ("CUDA_PATH", "DG_JIT_NVCC_COMPILER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    seen = [deep_gemm.compiler()]
+    for when in (1, 2):
+        nvcc.touch()
+        os.utime(nvcc, (when, when))
+        seen.append(deep_gemm.compiler())
+    assert len(set(seen)) == 3

@@ -6,7 +6,10 @@ with an nvcc that may be missing or too old. Can go once vLLM finds that out its
 """
 
 import logging
+import os
+import shutil
 from functools import cache
+from pathlib import Path
 
 import torch
 from vllm.utils.deep_gemm import fp8_gemm_nt, is_deep_gemm_supported
@@ -18,6 +21,15 @@ logger = logging.getLogger("vllm.fp8ext")
 
 _TRIED = 128, 4096, 4096
 """Tokens, rows and columns that every version takes."""
+
+
+def compiler() -> str:
+    """The nvcc that it would find, and of when that is; empty without one. What runs here may change with it."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    listed = [os.environ.get("DG_JIT_NVCC_COMPILER"), shutil.which("nvcc")]
+    listed += [f"{home}/bin/nvcc" for home in homes if home]
+    found = next((Path(path) for path in listed if path and Path(path).is_file()), None)
+    return f"{found} {found.stat().st_mtime_ns}" if found else ""
 
 
 @torch.inference_mode()

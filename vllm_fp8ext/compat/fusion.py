@@ -20,6 +20,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.utils.import_utils import has_deep_gemm
 
+from vllm_fp8ext.compat.deep_gemm import compiler
 from vllm_fp8ext.kernels import linear, selection
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -51,7 +52,7 @@ def _baked_in() -> str:
     """Of everything that decides what is a constant of a compiled graph: the pass, and which kernel takes which layer."""
     gemm = Path(__file__).with_name("gemm.py").read_text()
     return JoinLinear.hash_source(
-        JoinLinear().uuid(), inspect.getsource(selection), gemm, str(has_deep_gemm())
+        JoinLinear().uuid(), inspect.getsource(selection), gemm, str(has_deep_gemm()), compiler()
     )
 
 
