@@ -19,7 +19,7 @@ IDENTITY = (
     *("variant", "kv_cache", "staging", "policy", "settings", "engine"),
 )
 """What a case is of; everything else is what was found."""
-SETUP = ("model", "requests", "input", "output")
+SETUP = ("model", "requests", "input", "output", "kv_cache")
 """What a case and its BF16 have in common."""
 
 Case = dict[str, Any]

@@ -64,6 +64,14 @@ def test_a_case_takes_the_place_of_its_like(
     }
 
 
+def test_an_fp8_kv_cache_is_beside_bf16_with_one(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    case = {**BASE, "kv_cache": "auto", "variant": "blockfp8", "tokens_per_s": 18.0}
+    files[1].write_text(json.dumps(run("b", case)))
+    assert "ratio_bf16" not in added(add_run, monkeypatch, *files, "--bf16")["cases"][-1]
+
+
 def test_a_file_stays_as_it_was_written(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:

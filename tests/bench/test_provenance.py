@@ -2,6 +2,7 @@
 """The file of a benchmark's cases."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -30,3 +31,13 @@ def test_cases_stand_under_where_they_come_from(tmp_path: Path) -> None:
 def test_a_command_is_told_as_it_is_typed(monkeypatch: pytest.MonkeyPatch, program: str, told: str) -> None:
     monkeypatch.setattr(sys, "argv", [program, "a", "b c"])
     assert provenance()["command"] == told
+
+
+def test_settings_are_told_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_DEBUG": "1"}
+    untold = {"VLLM_API_KEY": "a", "VLLM_CACHE_ROOT": "/home/me", "FP8EXT_ADMIN_KEY": "b", "HOME": "c"}
+    for name in [name for name in os.environ if name.startswith(("VLLM_", "DG_"))]:
+        monkeypatch.delenv(name)
+    for name, value in (told | untold).items():
+        monkeypatch.setenv(name, value)
+    assert provenance()["environment"] == told

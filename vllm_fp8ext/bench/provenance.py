@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def provenance() -> dict[str, Any]:
         "commit": os.environ.get("FP8EXT_COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([*program, *sys.argv[1:]]),
+        "environment": dict(sorted(_settings(os.environ))),
     }
 
 
@@ -36,6 +38,14 @@ def write_cases(file: Path | None, origin: dict[str, Any], cases: list[dict[str,
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"provenance": origin, **more, "cases": cases}, indent=1) + "\n")
+
+
+def _settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """What decides how vLLM and DeepGEMM run; no secrets, no folders."""
+    for name, value in environment.items():
+        secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
+        if name.startswith(("VLLM_", "DG_")) and not secret and "/" not in value:
+            yield name, value
 
 
 def _version(name: str) -> str | None:
