@@ -37,13 +37,16 @@ def config(tmp_path_factory: pytest.TempPathFactory):
         cleanup_dist_env_and_memory()
 
 
-def _layer(config, weight: Tensor, scale_format: str) -> tuple[nn.Module, object]:
-    from vllm_fp8ext.config import Settings
+def _layer(
+    config, weight: Tensor, scale_format: str, *, batch_invariant: bool = False
+) -> tuple[nn.Module, object]:
+    from vllm_fp8ext.config import KernelSettings, Settings
     from vllm_fp8ext.linear import BlockFp8LinearMethod
 
     torch.set_default_dtype(torch.bfloat16)
     try:
-        method = BlockFp8LinearMethod(Settings(scale_format=scale_format))
+        kernels = KernelSettings(batch_invariant=batch_invariant)
+        method = BlockFp8LinearMethod(Settings(scale_format=scale_format, kernels=kernels))
         layer = nn.Module()
         method.create_weights(
             layer, weight.shape[1], [weight.shape[0]], weight.shape[1], weight.shape[0], torch.bfloat16
@@ -97,3 +100,14 @@ def test_quantizer_on_the_gpu_is_bit_for_bit_the_cpus(scale_format):
     )
     assert torch.equal(here[0].view(torch.uint8), there[0].cpu().view(torch.uint8))
     assert torch.equal(here[1], there[1].cpu())
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_one_kernel_path_makes_the_same_of_a_token_whatever_is_beside(config, shape):
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = (torch.randn(shape, generator=generator, device="cuda") * 0.05).bfloat16()
+    x = torch.randn(4096, shape[1], generator=generator, device="cuda").bfloat16()
+    layer, method = _layer(config, weight, "fp32", batch_invariant=True)
+    alone = method.apply(layer, x[:1])
+    for tokens in (2, 17, 64, 65, 300, 4096):
+        assert torch.equal(method.apply(layer, x[:tokens])[:1], alone), tokens
