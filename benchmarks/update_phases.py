@@ -62,7 +62,7 @@ def main() -> int:
                     after = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
                     case = {
                         "model": options.shape,
-                        "running": options.running,
+                        "load": options.running,
                         "part": name,
                         "seconds": seconds / count,
                         "count": count,

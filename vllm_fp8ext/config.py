@@ -16,8 +16,6 @@ MIN_CAPABILITY = 90
 """Compute capability from which GPUs take it, times ten: Hopper."""
 SECTION = "fp8ext"
 """Key of our settings in vLLM's `--additional-config`."""
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-"""vLLM's variable that asks for batch invariance."""
 
 GIB = 1 << 30
 
@@ -81,7 +79,7 @@ class KernelSettings(BaseModel):
     """Steps that decode alone attend over an FP8 KV cache by our own kernel, where it takes the layers; else by vLLM's."""
 
     batch_invariant: bool = Field(
-        default_factory=lambda: os.environ.get(BATCH_INVARIANT, "0") not in ("", "0")
+        default_factory=lambda: os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
     )
     """One kernel path of linear layers and experts whatever the number of tokens: what they make of a token does not depend
     on what it is computed beside. All else is vLLM's then, attention too, which has a mode of its own for that

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.bench.quantizers import quantized_right
+from vllm_fp8ext.bench.quantizers import quantizes_right
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.compat import expert_gemm
 from vllm_fp8ext.compat.expert_gemm import ExpertWeights
@@ -196,24 +196,15 @@ def _quantizing(report: Report, layer: Layer) -> None:
         for part, own in zip(parts, sums, strict=True):
             launch(*part, "fp32", own)
 
-    moved = sum(
+    total = sum(
         3 * weight.numel() + 16 * blocks(weight.shape[0]) * blocks(weight.shape[1]) for weight, _, _ in parts
     )
-    for _, codes, _ in parts:
-        codes.view(torch.uint8).fill_(0x7F)
-    ours(0)
-    exact = all(quantized_right(*part) for part in parts)
-    timings = bench.measure({"blockfp8_sums": ours}, {"blockfp8_sums": 1})
+    calls: Calls = {"blockfp8_sums": ours}
+    exact = {variant: quantizes_right(call, parts, "fp32") for variant, call in calls.items()}
+    timings = bench.measure(calls, dict.fromkeys(calls, 1))
+    moved = dict.fromkeys(calls, total)
     shape = EXPERTS, 3 * WIDTH, HIDDEN
-    report.add(
-        "quantize_experts",
-        shape,
-        None,
-        timings,
-        {"blockfp8_sums": moved},
-        baseline="blockfp8_sums",
-        exact={"blockfp8_sums": exact},
-    )
+    report.add("quantize_experts", shape, None, timings, moved, baseline="blockfp8_sums", exact=exact)
 
 
 def _compile(report: Report, tokens: Sequence[int]) -> None:

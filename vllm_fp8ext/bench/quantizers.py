@@ -2,12 +2,13 @@
 """Quantizers of weights and of activations against what they replace and against a copy."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.bench.correct import gated, rmsnorm, same
+from vllm_fp8ext.bench.correct import gated, rmsnorm
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.bench.rivals import add_rms_norm, gate
 from vllm_fp8ext.kernels import bench, cases, reference
@@ -28,32 +29,30 @@ def weights(report: Report) -> None:
         if report.late(f"quantize_weight {n}x{k}"):
             return
         weight = cases.weight(n, k, "cuda")
-        expected = reference.quantize_weight(weight, form)
         sets = [(weight.clone(), *_destination(n, k)) for _ in range(bench.copies(3 * n * k))]
         sums = torch.empty(blocks(n), blocks(k), 3, device="cuda")
         calls: Calls = {
             "blockfp8": partial(_quantize, sets, form, None),
             "blockfp8_sums": partial(_quantize, sets, form, sums),
         }
-        exact = {}
-        for variant, call in calls.items():
-            sets[0][1].view(torch.uint8).fill_(0x7F)
-            call(0)
-            exact[variant] = same(sets[0][1], expected[0]) and same(sets[0][2], expected[1])
+        exact = {variant: quantizes_right(call, sets[:1], form) for variant, call in calls.items()}
         calls["compiled"] = partial(_compiled, compiled, sets, form)
         calls["copy"] = partial(_copy, sets, n * 3 // 4)
         moved = dict.fromkeys(calls, 3 * n * k + blocks(n) * blocks(k) * 4)
         timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
         report.add("quantize_weight", (n, k, form), None, timings, moved, baseline="compiled", exact=exact)
+    _whole_model(report)
+
+
+def _whole_model(report: Report) -> None:
     model = [
         (cases.weight(n, k, "cuda"), *_destination(n, k))
         for _ in range(cases.LAYERS)
         for n, k in cases.LINEAR.values()
     ]
-
     sums = [torch.empty(*scales.shape, 3, device="cuda") for _, _, scales in model]
 
-    def whole(_: int) -> None:
+    def alone(_: int) -> None:
         for part in model:
             launch(*part, "fp32")
 
@@ -61,24 +60,26 @@ def weights(report: Report) -> None:
         for part, own in zip(model, sums, strict=True):
             launch(*part, "fp32", own)
 
-    variants: Calls = {"blockfp8": whole, "blockfp8_sums": with_sums}
-    exact = {}
-    for variant, call in variants.items():
-        for _, codes, _ in model:
-            codes.view(torch.uint8).fill_(0x7F)
-        call(0)
-        exact[variant] = all(quantized_right(*part) for part in model)
-    timings = bench.measure(variants, dict.fromkeys(variants, 1))
+    calls: Calls = {"blockfp8": alone, "blockfp8_sums": with_sums}
+    exact = {variant: quantizes_right(call, model, "fp32") for variant, call in calls.items()}
+    timings = bench.measure(calls, dict.fromkeys(calls, 1))
     total = sum(3 * codes.numel() + 4 * scales.numel() for _, codes, scales in model)
-    moved = dict.fromkeys(variants, total)
+    moved = dict.fromkeys(calls, total)
     report.add("quantize_weight", ("Qwen3-8B",), None, timings, moved, baseline="blockfp8", exact=exact)
 
 
-def quantized_right(weight: Tensor, codes: Tensor, scales: Tensor) -> bool:
-    """Whether codes and fp32 scales are the reference's, bit for bit; compared where they are."""
-    expected = reference.quantize_weight(weight, "fp32")
-    return torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(
-        scales.contiguous().view(torch.int32), expected[1].contiguous().view(torch.int32)
+def quantizes_right(
+    call: Callable[[int], object], parts: Sequence[tuple[Tensor, Tensor, Tensor]], form: ScaleFormat
+) -> bool:
+    """Whether a call gives each weight the reference's codes and scales, bit for bit, in place of others."""
+    for _, codes, scales in parts:
+        codes.view(torch.uint8).fill_(0x7F)
+        scales.fill_(torch.nan)
+    call(0)
+    return all(
+        torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        for weight, *written in parts
+        for found, expected in zip(written, reference.quantize_weight(weight, form), strict=True)
     )
 
 

@@ -224,6 +224,6 @@ class KvEngine:
             "traffic": worst(self.traffic),
         }
         if layers:
-            found |= {"scales": self.served.scales, "layers": self.served.layers}
-            found["traffic_layers"] = self.traffic
+            served = self.served
+            found |= {"scales": served.scales, "layers": served.layers, "traffic_layers": self.traffic}
         return found

@@ -64,17 +64,8 @@ class Jobs:
             over()
             return started
         job = self._jobs[started["job"]]
-        finish = job.finish
-
-        def finished(results: list[Result]) -> Result:
-            try:
-                further = finish(results)
-            except BaseException:
-                over()
-                raise
-            return self.watched(further, over)
-
-        job.finish = finished
+        finish = described(job.finish)
+        job.finish = lambda results: self.watched(finish(results), over)
         return started
 
     def poll(self, job: int) -> Result:

@@ -193,6 +193,7 @@ def test_the_first_failure_begins_nothing_new(caller: Caller, server: Server) ->
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(FLOW_THREADS)]
     assert sorted(puts(server)) == ["0", "1", "2"]
     assert server.states == ["abandoned"]
+    assert server.calls[-1].startswith("DELETE")
 
 
 def test_a_body_under_way_breaks_off(caller: Caller, server: Server) -> None:
@@ -270,6 +271,7 @@ def _interrupted(server: Server) -> None:
         Caller("blocking")(server.url, "push", tensors(6), chunk_bytes=40, chunks_in_flight=2)
     assert sorted(puts(server)) == ["0", "1"]
     assert server.states == ["abandoned"]
+    assert server.calls[-1].startswith("DELETE")
 
 
 def test_a_failing_iterable_ends_what_is_under_way(caller: Caller, server: Server) -> None:

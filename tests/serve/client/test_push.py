@@ -273,6 +273,7 @@ def test_a_name_that_comes_twice(caller: Caller, server: Server, pairs: Any) -> 
     with pytest.raises(ValueError, match="tensor a: expected once, found twice"):
         caller(server.url, "push", pairs)
     assert server.states == ["abandoned"]
+    assert server.calls[-1].startswith("DELETE")
 
 
 @pytest.mark.parametrize("wrong", [[torch.ones(1)], torch.nn.Linear(1, 1).parameters(), [("a",)], [(1, 2)]])
