@@ -32,7 +32,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
         json.dumps(
             run(
                 "b",
-                {**BASE, "variant": "blockfp8", "tokens_per_s": 18.0},
+                {**BASE, "variant": "blockfp8", "settings": {}, "tokens_per_s": 18.0},
                 {**BASE, "variant": "blockfp8", "requests": 1, "tokens_per_s": 3.0},
             )
         )
