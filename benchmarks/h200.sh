@@ -64,15 +64,14 @@ part rollout_8b_256 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --apart 
   --cases 256x1024x1024 32x1024x1024 --out \$O/rollout_8b_256.json"
 part rollout_8b_256_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --apart --kv auto --kv-gib 74 \
   --cases 256x1024x1024 --out \$O/rollout_8b_256_auto.json"
-part batch_invariant "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants bf16 blockfp8 --kv fp8 \
-  --settings '{\"kernels\": {\"batch_invariant\": true}}' --cases 8x1024x1024 --out \$O/batch_invariant.json"
+part batch_invariant "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \
+  --settings '{}' '{\"kernels\": {\"batch_invariant\": true}}' --cases 8x1024x1024 128x1024x1024 --out \$O/batch_invariant.json"
 part kv "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --out \$O/kv.json"
 part kv_inplace "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants bf16 blockfp8_kv --cases 64x512x1024 \
   --settings '{\"staging\": \"inplace\"}' --out \$O/kv_inplace.json"
-for policy in history calibrate; do
-  part "kv_$policy" "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants blockfp8_kv --cases 128x512x1024 --seconds 8 --repeats 5 \
-    --settings '{\"kv_scales\": \"$policy\"}' --out \$O/kv_$policy.json"
-done
+# a case of prefill, where the history is noted, and one of mostly decoding
+part kv_history "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 --cases 64x2048x8 128x1024x256 \
+  --settings '{\"kv_scales\": \"calibrate\"}' '{\"kv_scales\": \"history\"}' --repeats 9 --out \$O/kv_history.json"
 for granularity in layer head; do
   part "kv_accuracy_$granularity" "python3 -P \$HERE/kv_accuracy.py --granularity $granularity --out \$O/kv_accuracy_$granularity.json"
 done

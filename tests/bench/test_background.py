@@ -77,26 +77,53 @@ def test_tokens_lost_are_those_of_the_mean_before_and_after(monkeypatch: pytest.
     assert found["tokens_lost"] == pytest.approx(1 - 70 / 90)
 
 
+class Clock:
+    """Time that passes where it is waited."""
+
+    now = 0.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(background._Load, "_wait", self._wait)
+        monkeypatch.setattr(background.time, "monotonic", lambda: self.now)
+
+    def _wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def tell(self, load: background._Load, rates: list[float]) -> None:
+        """Its tokens a second, each for half of `RATE_SECONDS`."""
+        tokens = 0.0
+        for index, rate in enumerate([*rates, 0]):
+            load._counts.append((index * background.RATE_SECONDS / 2, tokens))
+            tokens += rate * background.RATE_SECONDS / 2
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("rates", "waits"), [([100, 95], 1), ([0, 0, 100, 100], 2), ([0, 100, 100, 95], 2), ([0, 100] * 9, 5)]
 )
 def test_what_is_measured_begins_once_tokens_come_steadily(
-    rates: list[float], waits: int, monkeypatch: pytest.MonkeyPatch
+    rates: list[float], waits: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While kernels compile none come at first."""
-    load, now = background._Load("http://nowhere", 1), 0.0
-
-    def wait(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr(load, "_wait", wait)
+    load = background._Load("http://nowhere", 1)
     monkeypatch.setattr(background, "PATIENCE_SECONDS", 45.0)
-    monkeypatch.setattr(background.time, "monotonic", lambda: now)
-    tokens = 0.0
-    for index, rate in enumerate([*rates, 0]):  # each for half of a window
-        load._counts.append((index * background.RATE_SECONDS / 2, tokens))
-        tokens += rate * background.RATE_SECONDS / 2
+    clock.tell(load, rates)
     load.settle()
-    assert now == waits * background.RATE_SECONDS
+    assert clock.now == waits * background.RATE_SECONDS
     assert load._steady == (waits < 5)
+
+
+@pytest.mark.parametrize(("rates", "waits"), [([100, 95], 0), ([0, 100, 100, 95], 1)])
+def test_the_rate_after_something_is_the_one_before_the_next_if_it_was_steady(
+    rates: list[float], waits: int, clock: Clock
+) -> None:
+    load = background._Load("http://nowhere", 1)
+    clock.now = background.RATE_SECONDS
+    clock.tell(load, rates)
+    load.settle(rested=True)
+    assert clock.now == (1 + waits) * background.RATE_SECONDS
+    assert load._steady

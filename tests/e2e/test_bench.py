@@ -16,16 +16,17 @@ def test_engines_take_turns(tmp_path: Path):
     out = tmp_path / "rollout.json"
     line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "bf16", "blockfp8"]
     line += ["--cases", "3x8x6", "--repeats", "2", "--kv-gib", "0.05", "--out", str(out)]
-    line += ["--engine", '{"enforce_eager": true}']
+    line += ["--engine", '{"enforce_eager": true}', "--settings", "{}", '{"staging": "inplace"}']
     done = CliRunner().invoke(cli, line)
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
     assert found["provenance"]["versions"]["vllm-fp8ext"]
-    bf16, ours = found["cases"]
-    assert [case["variant"] for case in (bf16, ours)] == ["bf16", "blockfp8"]
-    assert [case["staging"] for case in (bf16, ours)] == ["none", "shadow"]
-    assert all((case["requests"], case["input"], case["output"]) == (3, 8, 6) for case in (bf16, ours))
-    assert all(len(case["samples"]) == 2 and min(case["samples"]) > 0 for case in (bf16, ours))
+    bf16, ours, other = cases = found["cases"]
+    assert [case["variant"] for case in cases] == ["bf16", "blockfp8", "blockfp8"]
+    assert [case["staging"] for case in cases] == ["none", "shadow", "inplace"]
+    assert other["settings"] == {"staging": "inplace"}
+    assert all((case["requests"], case["input"], case["output"]) == (3, 8, 6) for case in cases)
+    assert all(len(case["samples"]) == 2 and min(case["samples"]) > 0 for case in cases)
     assert bf16["ratio_bf16"] == 1
     assert ours["ratio_bf16"] == pytest.approx(ours["tokens_per_s"] / bf16["tokens_per_s"])
     assert set(ours["compiled_meanwhile"].values()) == {0}

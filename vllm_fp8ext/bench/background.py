@@ -52,17 +52,18 @@ class Background:
         self._process.join(60)
         self._process.kill()
 
-    def settle(self) -> None:
-        """Until tokens come steadily; their rate over the last seconds is the one before."""
-        self._ask("settle")
+    def settle(self, *, rested: bool = False) -> None:
+        """Until tokens come steadily; their rate over the last seconds is the one before. `rested`: nothing else was done in
+        the last seconds, as when `during` has just told the rate after something."""
+        self._ask("settle", rested=rested)
 
     def during(self, begin: float, end: float) -> dict[str, Any]:
         """Rates before, between and after two times of the monotonic clock, and the longest gap in one stream."""
         found: dict[str, Any] = self._ask("during", begin, end)
         return found
 
-    def _ask(self, what: str, *arguments: float) -> Any:
-        self._end.send((what, *arguments))
+    def _ask(self, what: str, *arguments: float, **options: bool) -> Any:
+        self._end.send((what, arguments, options))
         found = self._end.recv()
         if isinstance(found, Exception):
             raise found
@@ -72,9 +73,9 @@ class Background:
 def _run(url: str, running: int, end: Connection) -> None:
     with _Load(url, running) as load:
         while (asked := end.recv()) is not None:
-            what, *arguments = asked
+            what, arguments, options = asked
             try:
-                end.send(getattr(load, what)(*arguments))
+                end.send(getattr(load, what)(*arguments, **options))
             except Exception as error:
                 end.send(RuntimeError(f"the requests beside: {type(error).__name__}: {error}"))
 
@@ -100,13 +101,14 @@ class _Load:
         self._stop.set()
         self._pool.shutdown()
 
-    def settle(self) -> None:
+    def settle(self, *, rested: bool = False) -> None:
         """Until tokens come steadily; their rate over the last seconds is the one before the updates."""
         until = time.monotonic() + PATIENCE_SECONDS
         self._steady = False
+        wait = 0.0 if rested else RATE_SECONDS
         while not self._steady and time.monotonic() < until:
-            self._wait(RATE_SECONDS)
-            now = time.monotonic()
+            self._wait(wait)
+            wait, now = RATE_SECONDS, time.monotonic()
             middle = now - RATE_SECONDS / 2
             rates = self._rate(now - RATE_SECONDS, middle), self._rate(middle, now)
             self._steady = min(rates) > (1 - STEADY) * max(rates)

@@ -4,9 +4,9 @@
     fp8ext bench rollout --shape Qwen3-8B --kv auto fp8 --out rollout.json
 
 All engines are alive at once and take turns, so that they see the same GPU; or (--apart) one after the other, where they do
-not fit beside each other. Weights are generated (or given, --checkpoint);
-token ids go in and come out. Every engine first runs the start of a case unmeasured. The time to the first tokens, measured
-in a run of its own, is taken off for the time of a decode step.
+not fit beside each other. Several --settings are as many engines of `blockfp8`. Weights are generated (or given,
+--checkpoint); token ids go in and come out. Every engine first runs the start of a case unmeasured. The time to the first
+tokens, measured in a run of its own, is taken off for the time of a decode step.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
 
@@ -30,8 +30,21 @@ CAPTURED = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Batch sizes of CUDA graphs."""
 CASES = ("1x1024x1024", "8x1024x1024", "8x512x256", "32x1024x1024", "128x1024x1024", "256x1024x1024")
 console = Console(width=140, highlight=False)
-Engines: TypeAlias = dict[tuple[str, str], Engine]
-"""By variant and KV cache."""
+
+
+class Kind(NamedTuple):
+    """What an engine is: a variant, its KV cache, and `settings` of ours, as JSON."""
+
+    variant: str
+    kv: str
+    settings: str = "{}"
+
+    def __str__(self) -> str:
+        more = "" if self.settings == "{}" else f", {self.settings}"
+        return f"{self.variant}, KV {self.kv}{more}"
+
+
+Engines: TypeAlias = dict[Kind, Engine]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,10 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = time.monotonic() + options.seconds
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
     origin = provenance()
-    keys = [(name, kv) for kv in options.kv for name in options.variants]
+    kinds = [
+        Kind(name, kv, settings)
+        for kv in options.kv
+        for name in options.variants
+        for settings in (options.settings if name == "blockfp8" else ["{}"])
+    ]
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
-        for group in [[key] for key in keys] if options.apart else [keys]:
+        for group in [[kind] for kind in kinds] if options.apart else [kinds]:
             with _alive(group, folder, options) as engines:
                 for case in cases:
                     if options.profile:
@@ -61,16 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _alive(keys: list[tuple[str, str]], folder: Path, options: argparse.Namespace) -> Iterator[Engines]:
+def _alive(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Iterator[Engines]:
     """Engines beside each other, all of them ready."""
     with contextlib.ExitStack() as stack:
         engines: Engines = {}
-        for name, kv in keys:
-            engine = Engine(
-                *(folder, f"{name}, KV {kv}", _arguments(name, kv, options)),
-                profile=options.profile is not None,
-            )
-            engines[name, kv] = stack.enter_context(contextlib.closing(engine))
+        for kind in kinds:
+            engine = Engine(folder, str(kind), _arguments(kind, options), profile=options.profile is not None)
+            engines[kind] = stack.enter_context(contextlib.closing(engine))
         for engine in engines.values():
             console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
         yield engines
@@ -87,7 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kv-gib", type=float, default=24.0, help="KV cache of each engine")
-    parser.add_argument("--settings", type=json.loads, default={}, help="more settings of blockfp8, as JSON")
+    parser.add_argument(
+        "--settings", type=_settings, nargs="+", default=["{}"], help="more settings of blockfp8, as JSON"
+    )
     parser.add_argument(
         "--engine", type=json.loads, default={}, help="more arguments of vllm.LLM for all of them, as JSON"
     )
@@ -113,13 +130,18 @@ def _case(text: str) -> tuple[int, int, int]:
     return requests, tokens, output
 
 
-def _arguments(name: str, kv: str, options: argparse.Namespace) -> dict[str, Any]:
-    scales = {"kv_scales": {"policy": "static", "default": 1.0}} if kv == "fp8" else {}
-    settings = {**scales, **options.settings}
+def _settings(text: str) -> str:
+    """The same JSON for the same settings."""
+    return json.dumps(json.loads(text), sort_keys=True)
+
+
+def _arguments(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
+    scales = {"kv_scales": {"policy": "static", "default": 1.0}} if kind.kv == "fp8" else {}
+    settings = {**scales, **json.loads(kind.settings)}
     longest = max(sum(_case(text)[1:]) for text in options.cases)
     return {
-        **VARIANTS[name],
-        "kv_cache_dtype": kv,
+        **VARIANTS[kind.variant],
+        "kv_cache_dtype": kind.kv,
         "max_model_len": longest + 16,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
@@ -129,7 +151,7 @@ def _arguments(name: str, kv: str, options: argparse.Namespace) -> dict[str, Any
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "compilation_config": {"cudagraph_capture_sizes": list(CAPTURED)},
-        **({"additional_config": {"fp8ext": settings}} if name == "blockfp8" else {}),
+        **({"additional_config": {"fp8ext": settings}} if kind.variant == "blockfp8" else {}),
         **options.engine,
     }
 
@@ -143,53 +165,55 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """`earlier`: what other engines did in these cases."""
     requests, tokens, output = case
-    samples: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in engines}
-    before: dict[tuple[str, str], dict[str, int]] = {}
+    samples: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in engines}
+    before: dict[Kind, dict[str, int]] = {}
     for repeat in range(options.repeats + 1):
         if time.monotonic() > stop:
             break
-        for key, engine in engines.items():
+        for kind, engine in engines.items():
             first = engine.seconds(requests, tokens, 1, 2 * repeat)
             whole = engine.seconds(requests, tokens, output if repeat else min(output, 32), 2 * repeat + 1)
             if repeat:
-                samples[key].append((first, whole))
+                samples[kind].append((first, whole))
             else:
-                before[key] = engine.compiled()
+                before[kind] = engine.compiled()
     found: list[dict[str, Any]] = []
-    for (name, kv), pairs in samples.items():
+    for kind, pairs in samples.items():
         if not pairs:
             console.print(f"{requests}x{tokens}x{output}: no time left")
             return []
-        after = engines[name, kv].compiled()
+        settings = json.loads(kind.settings)
+        after = engines[kind].compiled()
         rates = [requests * output / whole for _, whole in pairs]
         result = {
             "model": options.checkpoint.name if options.checkpoint else options.shape,
             "requests": requests,
             "input": tokens,
             "output": output,
-            "kv_cache": kv,
-            "staging": options.settings.get("staging", "shadow") if name == "blockfp8" else "none",
-            "settings": options.settings if name == "blockfp8" else {},
+            "kv_cache": kind.kv,
+            "staging": settings.get("staging", "shadow") if kind.variant == "blockfp8" else "none",
+            "settings": settings,
             "engine": options.engine,
-            "variant": name,
+            "variant": kind.variant,
             "tokens_per_s": statistics.median(rates),
             "samples": rates,
             "ms_per_step": statistics.median((whole - first) / (output - 1) * 1e3 for first, whole in pairs),
             "first_token_ms": statistics.median(first * 1e3 for first, _ in pairs),
             "compiled_meanwhile": {
-                compiler: after[compiler] - count for compiler, count in before[name, kv].items()
+                compiler: after[compiler] - count for compiler, count in before[kind].items()
             },
-            "beside": sorted({other for other, _ in engines}),
+            "beside": sorted({other.variant for other in engines}),
         }
-        alike = {"requests": requests, "input": tokens, "output": output, "variant": "bf16", "kv_cache": kv}
+        alike: dict[str, Any] = {"requests": requests, "input": tokens, "output": output}
+        alike |= {"variant": "bf16", "kv_cache": kind.kv}
         base = next(
             (other["tokens_per_s"] for other in (*found, *earlier) if alike.items() <= other.items()), None
         )
-        if name == "bf16" or base:
+        if kind.variant == "bf16" or base:
             result["ratio_bf16"] = result["tokens_per_s"] / (base or result["tokens_per_s"])
         found.append(result)
         console.print(
-            f"{requests:4} x {tokens}/{output} KV {kv:4} {name:14} {result['tokens_per_s']:9.0f} tok/s "
+            f"{requests:4} x {tokens}/{output} {kind!s:24} {result['tokens_per_s']:9.0f} tok/s "
             f"{result['ms_per_step']:7.2f} ms/step {result['first_token_ms']:8.1f} ms to the first tokens "
             f"{result.get('ratio_bf16', math.nan):5.2f}x"
         )

@@ -4,9 +4,11 @@
     fp8ext bench update --shape Qwen3-8B --transports files http ipc --running 0 128 --out update.json
 
 Serves generated weights (or --checkpoints) and changes them back and forth, from the first update on: nothing is warmed up.
-With running requests, updates follow each other without a break. Without, `http` and `files` take turns with a baseline of
-the same bytes (`bare`), and `ratio_bare` is the update's time by the baseline's. `stock` is vLLM's own reload of
-`fp8_per_block`. With `nccl` the server is kept off the last GPU, from which the trainer broadcasts.
+With running requests, updates follow each other without a break for --busy-seconds, and the rate of tokens is compared with
+those before and after; that is done --windows times, and their median is told, of gaps the longest. Without, `http` and
+`files` take turns with a baseline of the same bytes (`bare`), and `ratio_bare` is the update's time by the baseline's.
+`stock` is vLLM's own reload of `fp8_per_block`. With `nccl` the server is kept off the last GPU, from which the trainer
+broadcasts.
 """
 
 import argparse
@@ -76,8 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--busy-seconds", type=float, default=10.0, help="of updates beside requests, at least"
+        "--busy-seconds", type=float, default=10.0, help="of updates beside requests at a time, at least"
     )
+    parser.add_argument("--windows", type=int, default=3, help="how often that is repeated")
     parser.add_argument("--settings", type=json.loads, default={}, help="more settings of fp8ext, as JSON")
     parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
     parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
@@ -147,7 +150,9 @@ def _measure(
                 if bare:
                     found.append(bare.case(options.shape, transport))
                     case["ratio_bare"] = case["total_seconds"] / found[-1]["total_seconds"]
-                console.print({name: value for name, value in case.items() if name != "samples"})
+                console.print(
+                    {name: value for name, value in case.items() if name not in ("samples", "windows")}
+                )
                 yield found
 
 
@@ -216,20 +221,25 @@ def _updates(
     beside: Callable[[], None],
 ) -> dict[str, Any]:
     """Idle: `repeats` of them, each by itself, in turns with what is measured `beside` them. Beside requests: one after the
-    other for a while."""
-    if load:
-        load.settle()
+    other for a while, and that several times."""
+    samples: list[dict[str, float]] = []
+    windows: list[dict[str, Any]] = []
+
+    def update() -> None:
+        start = time.monotonic()
+        seconds = push()
+        samples.append({"seconds": time.monotonic() - start, **seconds})
+
     with Memory() as memory:
-        begin = time.monotonic()
-        samples: list[dict[str, float]] = []
-        while len(samples) < options.repeats or (load and time.monotonic() < begin + options.busy_seconds):
-            start = time.monotonic()
-            seconds = push()
-            samples.append({"seconds": time.monotonic() - start, **seconds})
-            beside()
-            if not load:
+        if load:
+            for number in range(options.windows):
+                load.settle(rested=number > 0)
+                windows.append(_window(options.busy_seconds, load, update))
+        else:
+            for _ in range(options.repeats):
+                update()
+                beside()
                 time.sleep(0.2)
-        end = time.monotonic()
     totals = [sample["seconds"] for sample in samples]
     pauses = [sample["pause"] for sample in samples if "pause" in sample]
     case: dict[str, Any] = {
@@ -240,9 +250,27 @@ def _updates(
         "peak_extra_bytes": memory.peak,
         "samples": samples,
     }
-    if load:
-        case |= load.during(begin, end)
-    return case
+    return case | (_over(windows) if load else {})
+
+
+def _window(seconds: float, load: Background, update: Callable[[], None]) -> dict[str, Any]:
+    """Updates for so long, and what became of the requests beside them."""
+    begin = time.monotonic()
+    count = 0
+    while not count or time.monotonic() < begin + seconds:
+        update()
+        count += 1
+    return {"updates": count, **load.during(begin, time.monotonic())}
+
+
+def _over(windows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each rate the median, of gaps the longest, and the windows themselves."""
+    rates = ("tokens_per_s_before", "tokens_per_s_during", "tokens_per_s_after", "tokens_lost")
+    case: dict[str, Any] = {name: statistics.median(window[name] for window in windows) for name in rates}
+    for name in ("stall_seconds", "longest_gap_before"):
+        case[name] = max((window[name] for window in windows if window[name] is not None), default=None)
+    case["steady_before"] = all(window["steady_before"] for window in windows)
+    return {**case, "windows": windows}
 
 
 class Memory:
