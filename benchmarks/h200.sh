@@ -72,9 +72,7 @@ part kv_inplace "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants bf16 b
 # a case of prefill, where the history is noted, and one of mostly decoding
 part kv_history "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 --cases 64x2048x8 128x1024x256 \
   --settings '{\"kv_scales\": \"calibrate\"}' '{\"kv_scales\": \"history\"}' --repeats 9 --out \$O/kv_history.json"
-for granularity in layer head; do
-  part "kv_accuracy_$granularity" "python3 -P \$HERE/kv_accuracy.py --granularity $granularity --out \$O/kv_accuracy_$granularity.json"
-done
+part kv_accuracy "fp8ext bench kv-accuracy --granularity layer head --out \$O/kv_accuracy.json"
 # large models: not all engines at once
 part rollout_32b "fp8ext bench rollout --checkpoint \$(w Qwen3-32B 0) --kv fp8 --apart --kv-gib 36 \
   --cases 8x1024x1024 8x512x256 32x1024x1024 128x1024x1024 --out \$O/rollout_32b.json"

@@ -276,6 +276,15 @@ def kv(arguments: tuple[str, ...]) -> None:
     sys.exit(main(arguments))
 
 
+@bench.command("kv-accuracy", context_settings=PASSED_ON)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def kv_accuracy(arguments: tuple[str, ...]) -> None:
+    """What the scales of an FP8 KV cache cost, by policy, while K and V grow or shrink (--help lists the options)."""
+    from vllm_fp8ext.bench.kv_accuracy import main
+
+    sys.exit(main(arguments))
+
+
 @bench.command("report")
 @click.argument(
     "reports", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -23,11 +23,6 @@ def script(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def kv_accuracy() -> ModuleType:
-    return script("kv_accuracy")
-
-
-@pytest.fixture(scope="module")
 def routing() -> ModuleType:
     return script("routing")
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of `benchmarks/kv_accuracy.py`; its servers are not started."""
+"""The pieces of the benchmark of accuracy; its servers are not started."""
 
 import math
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from vllm_fp8ext.bench import kv_accuracy
 from vllm_fp8ext.checkpoints import LATE, problems
 from vllm_fp8ext.kv.trainer import cached_kv
 
@@ -19,7 +19,7 @@ def predicted(model: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("factor", [1.0, 100.0, 0.01])
-def test_the_function_stays_while_k_and_v_grow(kv_accuracy: ModuleType, factor: float):
+def test_the_function_stays_while_k_and_v_grow(factor: float):
     model = Qwen3ForCausalLM.from_pretrained(LATE, dtype=torch.float32)
     rows = kv_accuracy.encoded(problems(8))
     before, cached = predicted(model, rows), cached_kv(model, rows.tolist())
@@ -42,7 +42,7 @@ def test_the_function_stays_while_k_and_v_grow(kv_accuracy: ModuleType, factor: 
             assert grown[0] == pytest.approx(1, rel=0.02)
 
 
-def test_what_is_compared(kv_accuracy: ModuleType):
+def test_what_is_compared():
     rows = kv_accuracy.encoded(problems(2))
     expected = torch.full((2, rows.shape[1] - 1, 128), -20.0)
     expected[..., 3], expected[..., 4] = math.log(0.75), math.log(0.25)
@@ -55,7 +55,7 @@ def test_what_is_compared(kv_accuracy: ModuleType):
     assert told["accuracy_bf16"] == pytest.approx((rows[:, 8:] == 3).float().mean().item())
 
 
-def test_saturated_is_that_of_the_worst_layer(kv_accuracy: ModuleType):
+def test_saturated_is_that_of_the_worst_layer():
     fits, half = torch.full((4, 2, 8), 448.0), torch.tensor([448.0, 449.0]).repeat(4, 2, 4)
     scales = {layer: {kind: [1.0] for kind in "qkv"} for layer in "ab"}
     assert kv_accuracy.saturated([(fits, fits), (fits, half)], scales) == 0.5

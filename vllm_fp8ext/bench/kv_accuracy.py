@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scales of an FP8 KV cache cost, by policy, while K and V of the model grow or shrink a hundredfold.
 
-    python benchmarks/kv_accuracy.py --out benchmarks/results/kv_accuracy.json
+    fp8ext bench kv-accuracy --out kv_accuracy.json
 
 The tiny model of this package, on problems that it gets all right. Each update multiplies K (`k_norm`) and V (`v_proj`) of
 all layers and divides `q_norm` and `o_proj` by the same, so that the function stays; one pair of channels of one layer's K is
@@ -14,16 +14,15 @@ Scales: `1.0` for everything; `stale`, calibrated before the first update and ke
 
 import argparse
 import contextlib
-import json
-import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import httpx
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
@@ -36,10 +35,12 @@ from vllm_fp8ext.kv.trainer import CachedKV, cached_kv, scales_of
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.schema import KvScales
 
+console = Console(width=140, highlight=False)
 POLICIES = ("history", "calibrate", "provided", "stale", "1.0")
 """In this order on one server a direction: the history is of its own series alone."""
 DIRECTIONS = {"grows": 100.0, "shrinks": 0.01}
 """By what K and V are multiplied after the last update."""
+Granularity: TypeAlias = Literal["layer", "head"]
 OUTLIER_LAYER, OUTLIER_CHANNEL, OUTLIER = 1, 5, 30.0
 ALPHABET = "0123456789+="
 FIRST, END = 3, 1
@@ -51,20 +52,15 @@ CALIBRATION = 64
 Weights = dict[str, Tensor]
 
 
-def main() -> int:
-    options = _parser().parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as the command line says; the exit code."""
+    options = _parser().parse_args(arguments)
     origin = provenance()
     torch.set_num_threads(options.threads)
     rows = encoded(problems(options.prompts, seed=5))
     calibration = encoded(problems(CALIBRATION, seed=6)).tolist()
-    settings = {
-        "policy": "history" if "history" in options.policies else "calibrate",
-        "granularity": options.granularity,
-        "tokens": CALIBRATION * TOKENS,
-        "prompts": calibration,
-        "record_every": 1,
-    }
     line = [*SMALL, "--max-logprobs", "-1", *serve_options(options.serve)]
+    cases: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = Qwen3ForCausalLM.from_pretrained(LATE, dtype=torch.float32)
@@ -77,40 +73,61 @@ def main() -> int:
             Server(LATE, folder / "bf16.log", arguments=line, settings={"ignore": ["*"]})
         )
         plain.wait(600)
-        cases: list[dict[str, Any]] = []
         for direction in options.directions:
             factors = [DIRECTIONS[direction] ** (n / options.updates) for n in range(options.updates + 1)]
-            run = Run(
-                model.bfloat16(), [grown(weights, factor) for factor in factors], rows, calibration, options
-            )
+            run = Run(model.bfloat16(), [grown(weights, factor) for factor in factors], rows, calibration)
             run.reference(plain)
-            with Server(
-                *(LATE, folder / f"{direction}.log"),
-                arguments=[*line, "--kv-cache-dtype", "fp8"],
-                settings={"ignore": ["*"], "kv_scales": settings},
-            ) as ours:
-                ours.wait(600)
-                for policy in options.policies:
-                    for update, found in enumerate(run.policy(ours, policy)):
-                        case = {"policy": policy, "granularity": options.granularity, "direction": direction}
-                        cases.append({**case, "update": update, "factor": factors[update], **found})
-                        print(json.dumps(cases[-1]), flush=True)
-    write_cases(options.out, origin, cases, prompts={"count": options.prompts, "tokens": TOKENS})
+            for granularity in options.granularity:
+                settings = {
+                    "policy": "history" if "history" in options.policies else "calibrate",
+                    "granularity": granularity,
+                    "tokens": CALIBRATION * TOKENS,
+                    "prompts": calibration,
+                    "record_every": 1,
+                }
+                with Server(
+                    *(LATE, folder / f"{direction}_{granularity}.log"),
+                    arguments=[*line, "--kv-cache-dtype", "fp8"],
+                    settings={"ignore": ["*"], "kv_scales": settings},
+                ) as ours:
+                    ours.wait(600)
+                    for policy in options.policies:
+                        for update, found in enumerate(run.policy(ours, policy, granularity)):
+                            case = {"policy": policy, "granularity": granularity, "direction": direction}
+                            cases.append({**case, "update": update, "factor": factors[update], **found})
+                            _show(cases[-1])
+                write_cases(options.out, origin, cases, prompts={"count": options.prompts, "tokens": TOKENS})
     return 0
+
+
+def _show(case: dict[str, Any]) -> None:
+    console.print(
+        f"{case['direction']:8} x {case['factor']:<8.3g} {case['policy']:10} by {case['granularity']:6} "
+        f"mean KL {case['mean_kl']:8.2g}  logprob error {case['logprob_error']:8.2g}  "
+        f"{case['saturated_fraction']:7.2%} saturated  {case['accuracy']:6.1%} right"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="fp8ext bench kv-accuracy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
-    parser.add_argument("--granularity", choices=("layer", "head"), default="layer")
+    parser.add_argument(
+        "--granularity",
+        nargs="+",
+        choices=get_args(Granularity),
+        default=["layer"],
+        help="of the scales; by head with FlashAttention 3 only",
+    )
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--serve", nargs="*", default=[], help="options of `vllm serve` without dashes")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
+    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
     return parser
 
 
@@ -123,9 +140,8 @@ class Run:
         weights: list[Weights],
         rows: Tensor,
         calibration: list[list[int]],
-        options: argparse.Namespace,
     ) -> None:
-        self.weights, self.rows, self.granularity = weights, rows, options.granularity
+        self.weights, self.rows = weights, rows
         self.expected: list[Tensor] = []
         self.cached: list[CachedKV] = []
         """Of the trainer: K and V of the prompts, by update, and of those that scales are computed from."""
@@ -142,22 +158,22 @@ class Run:
                 client.push(tensors)
                 self.expected.append(log_probabilities(server, self.rows))
 
-    def policy(self, server: Server, policy: str) -> Iterable[dict[str, float]]:
+    def policy(self, server: Server, policy: str, granularity: Granularity) -> Iterable[dict[str, float]]:
         """What every update measures. The first weights are calibrated, whatever the policy."""
         with server.client() as client:
             for update, tensors in enumerate(self.weights):
-                client.push(tensors, kv_scales=self._asked(client, policy, update))
+                client.push(tensors, kv_scales=self._asked(client, policy, granularity, update))
                 found = compared(self.expected[update], log_probabilities(server, self.rows), self.rows)
                 scales = client.kv_scales().scales
                 yield found | {"saturated_fraction": saturated(self.cached[update], scales)}
 
-    def _asked(self, client: Client, policy: str, update: int) -> KvScales:
+    def _asked(self, client: Client, policy: str, granularity: Granularity, update: int) -> KvScales:
         layers = list(client.kv_scales().scales)
         if policy == "1.0":
             ones: Any = {layer: dict.fromkeys("qkv", 1.0) for layer in layers}
             return KvScales(policy="provided", scales=ones)
         if policy == "provided":
-            own: Any = scales_of(self.calibrated[update], layers, granularity=self.granularity)
+            own: Any = scales_of(self.calibrated[update], layers, granularity=granularity)
             return KvScales(policy="provided", scales=own)
         if update == 0 or policy == "calibrate":
             return KvScales(policy="calibrate")
@@ -228,7 +244,3 @@ def saturated(cached: CachedKV, scales: Scales) -> float:
             told = fit(values, torch.tensor(layer[kind]))
             worst = max(worst, told.saturated / told.elements)
     return worst
-
-
-if __name__ == "__main__":
-    sys.exit(main())
