@@ -59,10 +59,10 @@ def main() -> int:
     options = parser.parse_args()
     start = time.perf_counter()
     faulthandler.dump_traceback_later(options.seconds + 20, exit=True)
-    shapes = _shapes(options.models, options.tp)
+    chosen = shapes(options.models, options.tp)
     work = {
         (shape, m, kind): _cuts(*shape, m, kind)
-        for shape, m, kind in itertools.product(shapes, options.tokens, options.kinds)
+        for shape, m, kind in itertools.product(chosen, options.tokens, options.kinds)
     }
     kernels = sorted(
         {
@@ -80,7 +80,7 @@ def main() -> int:
     bandwidth = bench.copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, {time.perf_counter() - start:.1f} s", flush=True)
     found: list[dict[str, Any]] = []
-    for shape in shapes:
+    for shape in chosen:
         operands = Operands(*shape)
         for m, kind in itertools.product(options.tokens, options.kinds):
             if time.perf_counter() - start > options.seconds:
@@ -99,7 +99,7 @@ def _compile(kernel: tuple[Any, ...]) -> bytes:
     return decode_gemm.machine_code(*kernel)
 
 
-def _shapes(models: list[str], tp: list[int]) -> list[tuple[int, int]]:
+def shapes(models: list[str], tp: list[int]) -> list[tuple[int, int]]:
     """Rows and columns of their linear layers' weights, each once."""
     found = []
     for name, parts in itertools.product(models, tp):

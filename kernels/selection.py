@@ -1,25 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel multiplies by a weight of which shape, for how many tokens."""
 
+import functools
+import json
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from vllm_fp8ext.kernels import decode_cuts
 
-LARGE = 64 << 20
-"""Elements of a weight from which on `decode_gemm` is ahead of DeepGEMM up to 64 tokens, and up to 32 below. Measured on one
-H200 with activations that come quantized (`fp8ext bench kernels`): 24576x4096 takes 25.4 us against 28.0 with 64 tokens, and
-43.4 against 29.9 with 128; 4096x12288, 6144x4096 and 4096x4096 take 14.6, 8.3 and 6.9 against 17.7, 9.7 and 7.9 with 32, and
-17.5, 9.7 and 8.5 against 16.3, 9.0 and 7.2 with 64."""
-
-
-MOST, MOST_SMALL = 64, 32
-"""Most tokens of `decode_gemm` for large weights, and for smaller ones."""
+TABLE = Path(__file__).with_name("crossover.json")
+"""By shape and number of tokens, microseconds of `decode_gemm` and of DeepGEMM with activations that come quantized, measured
+on one H200 by `benchmarks/crossover.py`."""
+MOST = 64
+"""Most tokens of `decode_gemm` where there is no DeepGEMM."""
 
 
 def crossover(n: int, k: int) -> int:
-    """Most tokens that go to `decode_gemm` where DeepGEMM takes the others."""
-    return MOST if n * k >= LARGE else MOST_SMALL
+    """Most tokens that go to `decode_gemm` where DeepGEMM takes the others, as measured for this shape, or else for the one
+    that is nearest in size."""
+    known = _measured()
+    if (n, k) in known:
+        return known[n, k]
+    return known[
+        min(known, key=lambda shape: (abs(math.log(n * k / math.prod(shape))), abs(math.log(n / shape[0]))))
+    ]
+
+
+@functools.cache
+def _measured() -> dict[tuple[int, int], int]:
+    found = {}
+    for case in json.loads(TABLE.read_text())["cases"]:
+        times = sorted((int(tokens), *us) for tokens, us in case["us"].items())
+        slower = (index for index, (_, ours, other) in enumerate(times) if ours > other)
+        ahead = times[: next(slower, None)]
+        found[case["n"], case["k"]] = ahead[-1][0] if ahead else 0
+    return found
 
 
 class Route(NamedTuple):

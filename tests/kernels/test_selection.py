@@ -1,14 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel takes which shape of weight."""
 
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 
+from vllm_fp8ext.kernels import selection
 from vllm_fp8ext.kernels.selection import Route, crossover, route
 
 ALL = ("deep_gemm", "cutlass", "triton")
 BIG = (4096, 12288)
 ODD = (200, 1000)
 """No multiple of 128, and its rows begin at no multiple of 16 bytes."""
+
+
+Times = dict[str, list[float]]
+
+
+@pytest.fixture
+def table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[dict[tuple[int, int], Times]], None]]:
+    """Puts measured times in place of those that this project has."""
+
+    def put(found: dict[tuple[int, int], Times]) -> None:
+        file = tmp_path / "crossover.json"
+        file.write_text(json.dumps({"cases": [{"n": n, "k": k, "us": us} for (n, k), us in found.items()]}))
+        monkeypatch.setattr(selection, "TABLE", file)
+        selection._measured.cache_clear()
+
+    yield put
+    selection._measured.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -46,6 +70,29 @@ def test_what_was_chosen_is_not_replaced(shape, usable, few, chosen, match) -> N
         route(shape, usable, few=few, **chosen)
 
 
-def test_large_weights_stay_with_the_decode_gemm_for_longer() -> None:
+@pytest.mark.parametrize(
+    ("times", "most"),
+    [
+        ({"8": [1, 2], "16": [1, 2], "32": [2, 1], "64": [1, 2]}, 16),
+        ({"8": [2, 1], "16": [1, 2]}, 0),
+        ({"16": [1, 2], "8": [1, 1]}, 16),
+    ],
+)
+def test_the_crossover_is_where_the_decode_gemm_falls_behind(
+    times: dict[str, list[float]], most: int, table: Callable[..., None]
+) -> None:
+    table({(256, 512): times})
+    assert crossover(256, 512) == most
+
+
+def test_a_shape_that_was_not_measured_is_like_the_one_nearest_in_size(table: Callable[..., None]) -> None:
+    ahead = {most: {str(m): [1, 2] if m <= most else [2, 1] for m in (16, 32, 64)} for most in (16, 32, 64)}
+    table({(1024, 1024): ahead[16], (4096, 4096): ahead[32], (512, 32768): ahead[64]})
+    assert crossover(1024, 2048) == 16
+    assert crossover(8192, 2048) == 32, "as large as two of them, and more like the first"
+    assert crossover(64, 1 << 18) == 64
+
+
+def test_what_was_measured() -> None:
     assert crossover(24576, 4096) == 64
     assert crossover(4096, 12288) == crossover(4096, 4096) == 32

@@ -52,7 +52,9 @@ def _baked_in() -> str:
     """Of everything that decides what is a constant of a compiled graph: the pass, and which kernel takes which layer."""
     gemm = Path(__file__).with_name("gemm.py").read_text()
     return JoinLinear.hash_source(
-        JoinLinear().uuid(), inspect.getsource(selection), gemm, str(has_deep_gemm()), compiler()
+        JoinLinear().uuid(),
+        *(inspect.getsource(selection), selection.TABLE.read_text()),
+        *(gemm, str(has_deep_gemm()), compiler()),
     )
 
 

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Up to how many tokens `decode_gemm` is ahead of DeepGEMM on this GPU, by shape of the weights.
+
+    python benchmarks/crossover.py --models Qwen3-8B --table kernels/crossover.json
+
+Activations come quantized, results are checked, and the weights are more than the L2 cache holds. The table keeps what it has
+of other shapes, and is written after each. DeepGEMM's kernels are compiled first, in several processes.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_sweep import MODELS, shapes
+from torch import Tensor
+
+from vllm_fp8ext.bench.operands import Operands
+from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
+from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.quantized import Quantized
+
+TOKENS = (8, 16, 32, 64, 128)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes")
+    parser.add_argument("--seconds", type=float, default=600, help="begin no shape after so long")
+    parser.add_argument("--processes", type=int, default=12, help="that compile")
+    parser.add_argument("--table", type=Path, required=True, help="put what is found into this file")
+    options = parser.parse_args()
+    start = time.monotonic()
+    chosen = [(n, k) for n, k in shapes(options.models, options.tp) if n % 64 == 0 and k % 128 == 0]
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.processes, spawn) as pool:
+        list(pool.map(_compile, chosen))
+    print(f"{len(chosen)} shapes, kernels are compiled after {time.monotonic() - start:.0f} s", flush=True)
+    known = json.loads(options.table.read_text())["cases"] if options.table.exists() else []
+    table = {(case["n"], case["k"]): case for case in known}
+    for n, k in chosen:
+        if time.monotonic() - start > options.seconds:
+            print(f"no time left for {n}x{k}")
+            continue
+        table[n, k] = {"n": n, "k": k, "us": _times(n, k)}
+        print(f"{n}x{k}: {table[n, k]['us']}", flush=True)
+        _write(options.table, [table[shape] for shape in sorted(table)])
+
+
+def _compile(shape: tuple[int, int]) -> None:
+    from vllm_fp8ext.compat.gemm import deep_gemm
+
+    n, k = shape
+    codes = torch.zeros(n, k, device="cuda").to(torch.float8_e4m3fn)
+    scales = torch.ones(-(-n // 128), -(-k // 128), device="cuda")
+    for m in TOKENS:
+        x = quantize_activation(cases.activations(m, k, "cuda"), "fp32")
+        deep_gemm(x, codes, scales, torch.bfloat16)
+    torch.cuda.synchronize()
+
+
+def _times(n: int, k: int) -> dict[str, list[float]]:
+    """Of both, in turn."""
+    from vllm_fp8ext.compat.gemm import deep_gemm
+
+    operands = Operands(n, k)
+    found: dict[str, list[float]] = {}
+    for m in TOKENS:
+        if not decode_cuts.usable(m, n, k):
+            break
+        x = cases.activations(m, k, "cuda")
+        quantized = quantize_activation(x, "fp32")
+        calls: dict[str, Any] = {
+            "decode_gemm": partial(_ours, operands, quantized),
+            "deep_gemm": lambda i, quantized=quantized: deep_gemm(
+                quantized, operands.codes[i], operands.scales, torch.bfloat16
+            ),
+        }
+        for name, call in calls.items():
+            error = operands.error(x, call(0))
+            assert error < 1, f"{name} with {m} tokens of {n}x{k}: {error:.2f} of its bound"
+        timings = bench.measure(calls, dict.fromkeys(calls, len(operands.codes)))
+        found[str(m)] = [round(timings[name].us, 2) for name in calls]
+    return found
+
+
+def _ours(operands: Operands, x: Quantized, index: int) -> Tensor:
+    return decode_gemm.decode_gemm(x, operands.codes[index], operands.scales, None, "fp32")
+
+
+def _write(file: Path, found: list[dict[str, Any]]) -> None:
+    """A line for each shape."""
+    lines = ",\n  ".join(map(json.dumps, found))
+    file.write_text(f'{{"provenance": {json.dumps(provenance())},\n "cases": [\n  {lines}\n ]}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compiled model launches on a GPU: no quantization of activations stands alone but that of attention's output."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+LAYERS = 28
+JOINED = {"rmsnorm_linear 4096x1024", "rmsnorm_linear 6144x1024", "gated_linear 1024x3072"}
+"""In the shape of Qwen3-0.6B: Q, K and V; gate and up; down."""
+APART = "linear 1024x2048"
+"""What attention makes, times `o_proj`."""
+
+
+def test_a_real_model(tmp_path: Path) -> None:
+    from vllm_fp8ext.bench.generated import write_checkpoint
+
+    write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
+    story, facts = Path(__file__).with_name("graph_story.py"), tmp_path / "facts.json"
+    with (tmp_path / "log").open("w") as log:
+        line = [sys.executable, "-P", str(story), str(tmp_path / "model"), str(facts)]
+        done = subprocess.run(line, stdout=log, stderr=log, timeout=900)
+    assert done.returncode == 0, (tmp_path / "log").read_text()[-4000:]
+    found = json.loads(facts.read_text())
+    assert set(found["graphs"]) == {*JOINED, APART}
+    # one token is quantized inside the GEMM; more, once a layer
+    assert found["quantized"] == {"prefill": LAYERS, "many small": LAYERS, "decode": 0}
