@@ -14,8 +14,9 @@ Scales: `1.0` for everything; `stale`, calibrated before the first update and ke
 
 import argparse
 import contextlib
+import itertools
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -59,45 +60,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     rows = encoded(problems(options.prompts, seed=5))
     calibration = encoded(problems(CALIBRATION, seed=6)).tolist()
-    line = [*SMALL, "--max-logprobs", "-1", *serve_options(options.serve)]
     cases: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = Qwen3ForCausalLM.from_pretrained(LATE, dtype=torch.float32)
-        weights = {
-            name: tensor.float().clone()
-            for name, tensor in model.state_dict().items()
-            if name != "lm_head.weight"
-        }
-        plain = stack.enter_context(
-            Server(LATE, folder / "bf16.log", arguments=line, settings={"ignore": ["*"]})
-        )
-        plain.wait(600)
+        line = [*SMALL, "--max-logprobs", "-1", *serve_options(options.serve)]
+        plain = Server(LATE, folder / "bf16.log", arguments=line, settings={"ignore": ["*"]})
+        stack.enter_context(plain).wait(600)
         for direction in options.directions:
-            factors = [DIRECTIONS[direction] ** (n / options.updates) for n in range(options.updates + 1)]
-            run = Run(model.bfloat16(), [grown(weights, factor) for factor in factors], rows, calibration)
+            run = Run(direction, options.updates, rows, calibration)
             run.reference(plain)
             for granularity in options.granularity:
-                settings = {
-                    "policy": "history" if "history" in options.policies else "calibrate",
-                    "granularity": granularity,
-                    "tokens": CALIBRATION * TOKENS,
-                    "prompts": calibration,
-                    "record_every": 1,
-                }
+                settings = _settings(granularity, calibration, options.policies)
                 with Server(
                     *(LATE, folder / f"{direction}_{granularity}.log"),
                     arguments=[*line, "--kv-cache-dtype", "fp8"],
                     settings={"ignore": ["*"], "kv_scales": settings},
                 ) as ours:
                     ours.wait(600)
-                    for policy in options.policies:
-                        for update, found in enumerate(run.policy(ours, policy, granularity)):
-                            case = {"policy": policy, "granularity": granularity, "direction": direction}
-                            cases.append({**case, "update": update, "factor": factors[update], **found})
-                            _show(cases[-1])
+                    for case in run.policies(ours, options.policies, granularity):
+                        _show(case)
+                        cases.append(case)
                 write_cases(options.out, origin, cases, prompts={"count": options.prompts, "tokens": TOKENS})
     return 0
+
+
+def _settings(granularity: str, calibration: list[list[int]], policies: Sequence[str]) -> dict[str, Any]:
+    return {
+        "policy": "history" if "history" in policies else "calibrate",
+        "granularity": granularity,
+        "tokens": CALIBRATION * TOKENS,
+        "prompts": calibration,
+        "record_every": 1,
+    }
 
 
 def _show(case: dict[str, Any]) -> None:
@@ -132,21 +126,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Run:
-    """One series of weights."""
+    """One series of weights: K and V grow, or shrink, with each update."""
 
-    def __init__(
-        self,
-        model: Qwen3ForCausalLM,
-        weights: list[Weights],
-        rows: Tensor,
-        calibration: list[list[int]],
-    ) -> None:
-        self.weights, self.rows = weights, rows
+    def __init__(self, direction: str, updates: int, rows: Tensor, calibration: list[list[int]]) -> None:
+        self.direction, self.rows = direction, rows
+        self.factors = [DIRECTIONS[direction] ** (n / updates) for n in range(updates + 1)]
         self.expected: list[Tensor] = []
         self.cached: list[CachedKV] = []
         """Of the trainer: K and V of the prompts, by update, and of those that scales are computed from."""
         self.calibrated: list[CachedKV] = []
-        for tensors in weights:
+        model = Qwen3ForCausalLM.from_pretrained(LATE, dtype=torch.float32)
+        first = {
+            name: tensor.float().clone()
+            for name, tensor in model.state_dict().items()
+            if name != "lm_head.weight"
+        }
+        self.weights = [grown(first, factor) for factor in self.factors]
+        model = model.bfloat16()
+        for tensors in self.weights:
             model.load_state_dict(tensors, strict=False)
             self.cached.append(cached_kv(model, rows.tolist()))
             self.calibrated.append(cached_kv(model, calibration))
@@ -158,14 +155,18 @@ class Run:
                 client.push(tensors)
                 self.expected.append(log_probabilities(server, self.rows))
 
-    def policy(self, server: Server, policy: str, granularity: Granularity) -> Iterable[dict[str, float]]:
-        """What every update measures. The first weights are calibrated, whatever the policy."""
-        with server.client() as client:
-            for update, tensors in enumerate(self.weights):
+    def policies(
+        self, server: Server, policies: Sequence[str], granularity: Granularity
+    ) -> Iterator[dict[str, Any]]:
+        """A case of each update. The first weights are calibrated, whatever the policy."""
+        for policy, (update, tensors) in itertools.product(policies, enumerate(self.weights)):
+            with server.client() as client:
                 client.push(tensors, kv_scales=self._asked(client, policy, granularity, update))
-                found = compared(self.expected[update], log_probabilities(server, self.rows), self.rows)
                 scales = client.kv_scales().scales
-                yield found | {"saturated_fraction": saturated(self.cached[update], scales)}
+            case = {"policy": policy, "granularity": granularity, "direction": self.direction}
+            case |= {"update": update, "factor": self.factors[update]}
+            case |= compared(self.expected[update], log_probabilities(server, self.rows), self.rows)
+            yield case | {"saturated_fraction": saturated(self.cached[update], scales)}
 
     def _asked(self, client: Client, policy: str, granularity: Granularity, update: int) -> KvScales:
         layers = list(client.kv_scales().scales)
