@@ -9,7 +9,6 @@ of other shapes, and is written after each. DeepGEMM's kernels are compiled firs
 
 import argparse
 import concurrent.futures
-import json
 import multiprocessing
 import time
 from functools import partial
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_sweep import MODELS, shapes
 from torch import Tensor
 
+from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.operands import Operands
-from vllm_fp8ext.bench.provenance import provenance
+from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantized import Quantized
@@ -40,20 +39,19 @@ def main() -> None:
     parser.add_argument("--table", type=Path, required=True, help="put what is found into this file")
     options = parser.parse_args()
     start = time.monotonic()
-    chosen = [(n, k) for n, k in shapes(options.models, options.tp) if n % 64 == 0 and k % 128 == 0]
+    chosen = [(n, k) for n, k in projections(options.models, options.tp) if n % 64 == 0 and k % 128 == 0]
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.processes, spawn) as pool:
         list(pool.map(_compile, chosen))
     print(f"{len(chosen)} shapes, kernels are compiled after {time.monotonic() - start:.0f} s", flush=True)
-    known = json.loads(options.table.read_text())["cases"] if options.table.exists() else []
-    table = {(case["n"], case["k"]): case for case in known}
+    table = Measured(options.table, ("n", "k"))
     for n, k in chosen:
         if time.monotonic() - start > options.seconds:
             print(f"no time left for {n}x{k}")
             continue
-        table[n, k] = {"n": n, "k": k, "us": _times(n, k)}
-        print(f"{n}x{k}: {table[n, k]['us']}", flush=True)
-        _write(options.table, [table[shape] for shape in sorted(table)])
+        times = _times(n, k)
+        table.put({"n": n, "k": k, "us": times})
+        print(f"{n}x{k}: {times}", flush=True)
 
 
 def _compile(shape: tuple[int, int]) -> None:
@@ -87,20 +85,18 @@ def _times(n: int, k: int) -> dict[str, list[float]]:
         }
         for name, call in calls.items():
             error = operands.error(x, call(0))
-            assert error < 1, f"{name} with {m} tokens of {n}x{k}: {error:.2f} of its bound"
+            if not error < 1:
+                raise SystemExit(f"{name} with {m} tokens of {n}x{k}: {error:.2f} of its bound")
         timings = bench.measure(calls, dict.fromkeys(calls, len(operands.codes)))
+        for name, timing in timings.items():
+            if timing.error:
+                raise SystemExit(f"{name} with {m} tokens of {n}x{k}: {timing.error}")
         found[str(m)] = [round(timings[name].us, 2) for name in calls]
     return found
 
 
 def _ours(operands: Operands, x: Quantized, index: int) -> Tensor:
     return decode_gemm.decode_gemm(x, operands.codes[index], operands.scales, None, "fp32")
-
-
-def _write(file: Path, found: list[dict[str, Any]]) -> None:
-    """A line for each shape."""
-    lines = ",\n  ".join(map(json.dumps, found))
-    file.write_text(f'{{"provenance": {json.dumps(provenance())},\n "cases": [\n  {lines}\n ]}}\n')
 
 
 if __name__ == "__main__":

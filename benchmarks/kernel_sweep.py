@@ -11,7 +11,6 @@ import argparse
 import concurrent.futures
 import faulthandler
 import itertools
-import json
 import multiprocessing
 import sys
 import time
@@ -20,29 +19,20 @@ from typing import Any
 
 import torch
 
+from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.operands import Operands
+from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 
 TOKENS = (8, 16, 32, 64)
-MODELS = {
-    "Qwen3-0.6B": (1024, 3072, 2048, 1024),
-    "Qwen3-1.7B": (2048, 6144, 2048, 1024),
-    "Qwen3-4B": (2560, 9728, 4096, 1024),
-    "Qwen3-8B": (4096, 12288, 4096, 1024),
-    "Qwen3-14B": (5120, 17408, 5120, 1024),
-    "Qwen3-32B": (5120, 25600, 8192, 1024),
-    "Qwen2.5-7B": (3584, 18944, 3584, 512),
-    "Qwen2.5-72B": (8192, 29568, 8192, 1024),
-    "Llama-3.1-8B": (4096, 14336, 4096, 1024),
-    "Llama-3.1-70B": (8192, 28672, 8192, 1024),
-}
-"""Hidden and intermediate size, columns of Q, and of K or V."""
 FEWEST_BLOCKS, MOST_WAVES = 48, 12
 """Cuts into fewer blocks, or into more for each multiprocessor, are not tried."""
 KINDS = ("BF16", "codes")
+KEY = ("n", "k", "tokens", "quantized")
+"""What the table tells apart."""
 KEPT = 8
 """Cuts of a case that the table keeps."""
 
@@ -59,7 +49,7 @@ def main() -> int:
     options = parser.parse_args()
     start = time.perf_counter()
     faulthandler.dump_traceback_later(options.seconds + 20, exit=True)
-    chosen = shapes(options.models, options.tp)
+    chosen = projections(options.models, options.tp)
     work = {
         (shape, m, kind): _cuts(*shape, m, kind)
         for shape, m, kind in itertools.product(chosen, options.tokens, options.kinds)
@@ -79,17 +69,18 @@ def main() -> int:
     print(f"{len(kernels)} kernels compiled, {time.perf_counter() - start:.1f} s", flush=True)
     bandwidth = bench.copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, {time.perf_counter() - start:.1f} s", flush=True)
+    table = Measured(options.table, KEY) if options.table else None
     found: list[dict[str, Any]] = []
     for shape in chosen:
-        operands = Operands(*shape)
+        operands, begin = Operands(*shape), len(found)
         for m, kind in itertools.product(options.tokens, options.kinds):
             if time.perf_counter() - start > options.seconds:
                 print(f"no time left for {shape} m={m} {kind}", flush=True)
                 continue
             found += _sweep(operands, m, work[shape, m, kind], bandwidth, kind)
         write_cases(options.out, provenance(), found, copy=bandwidth)
-        if options.table:
-            _keep(options.table, found)
+        if table:
+            _keep(table, found[begin:])
     print("failures:", sorted({case["error"] for case in found if case["error"]})[:8])
     print(f"{time.perf_counter() - start:.0f} s")
     return 0 if all(case.get("bound", 0) < 1 for case in found) else 1
@@ -99,38 +90,20 @@ def _compile(kernel: tuple[Any, ...]) -> bytes:
     return decode_gemm.machine_code(*kernel)
 
 
-def shapes(models: list[str], tp: list[int]) -> list[tuple[int, int]]:
-    """Rows and columns of their linear layers' weights, each once."""
-    found = []
-    for name, parts in itertools.product(models, tp):
-        hidden, intermediate, q, kv = MODELS[name]
-        found += [
-            *((2 * intermediate // parts, hidden), (hidden, intermediate // parts)),
-            *(((q + 2 * kv) // parts, hidden), (hidden, q // parts)),
-        ]
-    return [(n, k) for n, k in dict.fromkeys(found) if decode_cuts.usable(1, n, k)]
-
-
-def _keep(table: Path, found: list[dict[str, Any]]) -> None:
+def _keep(table: Measured, found: list[dict[str, Any]]) -> None:
     """Put the fastest cuts of each case into the table."""
-    key = ("n", "k", "tokens", "quantized")
-    known = json.loads(table.read_text())["cases"] if table.exists() else []
-    cases = {tuple(case[part] for part in key): case for case in known}
     swept: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in found:
         if not one["error"]:
             swept.setdefault((*one["shape"], one["m"], one["kind"] == "codes"), []).append(one)
     for which, ones in swept.items():
         fastest = sorted(ones, key=lambda one: one["us"])[:KEPT]
-        case = dict(zip(key, which, strict=True)) | {"bf16_us": round(ones[0]["bf16_us"], 2)}
+        case = dict(zip(KEY, which, strict=True)) | {"bf16_us": round(ones[0]["bf16_us"], 2)}
         case["cuts"] = [
             [*decode_cuts.kind(Config(**one["config"]), one["m"], which[1]), round(one["us"], 2)]
             for one in fastest
         ]
-        cases[which] = case
-    lines = ",\n  ".join(json.dumps(cases[which]) for which in sorted(cases))
-    origin = json.dumps(provenance())
-    table.write_text(f'{{"provenance": {origin},\n "cases": [\n  {lines}\n ]}}\n')
+        table.put(case)
 
 
 def _cuts(n: int, k: int, m: int, kind: str) -> list[Config]:

@@ -24,7 +24,8 @@ Gemm = Callable[[Quantized, Tensor, Tensor, torch.dtype], Tensor]
 
 def in_slices(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, _dtype: torch.dtype) -> Tensor:
     """The GEMM for few tokens, as often as many tokens need it: for shapes that no other kernel takes."""
-    m, step = x.codes.shape[0], decode_cuts.TOKENS[-1]
+    m, (n, k) = x.codes.shape[0], codes_NK.shape
+    step = max(tokens for tokens in decode_cuts.TOKENS if decode_cuts.usable(tokens, n, k))
     parts = [
         Quantized(x.codes[start : start + step], x.scales[start : start + step])
         for start in range(0, m, step)

@@ -2,6 +2,7 @@
 """Which kernel multiplies by a weight of which shape, for how many tokens."""
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from typing import NamedTuple
 from vllm_fp8ext.kernels import decode_cuts
 
 TABLE = Path(__file__).with_name("crossover.json")
-"""By shape and number of tokens, microseconds of `decode_gemm` and of DeepGEMM with activations that come quantized, measured
-on one H200 by `benchmarks/crossover.py`."""
+"""By shape and number of tokens, microseconds of `decode_gemm` and of DeepGEMM with activations that come quantized, on one
+H200. `benchmarks/crossover.py` writes it; it names the run of each shape."""
 MOST = 64
 """Most tokens of `decode_gemm` where there is no DeepGEMM."""
 
@@ -33,9 +34,9 @@ def _measured() -> dict[tuple[int, int], int]:
     found = {}
     for case in json.loads(TABLE.read_text())["cases"]:
         times = sorted((int(tokens), *us) for tokens, us in case["us"].items())
-        slower = (index for index, (_, ours, other) in enumerate(times) if ours > other)
-        ahead = times[: next(slower, None)]
-        found[case["n"], case["k"]] = ahead[-1][0] if ahead else 0
+        # of every cut between the two, how much slower than DeepGEMM alone; noise in one of the times moves it little
+        lost = [0.0, *itertools.accumulate(math.log(ours / other) for _, ours, other in times)]
+        found[case["n"], case["k"]] = [0, *(tokens for tokens, *_ in times)][lost.index(min(lost))]
     return found
 
 
@@ -66,10 +67,9 @@ def route(
     if decode_tokens and not (few and decode_cuts.usable(decode_tokens, n, k)):
         raise ValueError(f"decode_tokens {decode_tokens}: decode_gemm does not take weights of {n}x{k} here")
     most = crossover(n, k) if "deep_gemm" in usable else MOST
-    if not few or not decode_cuts.usable(most, n, k):
-        default = 0
-    else:
-        default = most
+    taken = [tokens for tokens in decode_cuts.TOKENS if few and decode_cuts.usable(tokens, n, k)]
+    default = max((tokens for tokens in taken if tokens <= most), default=0)
+    if taken:
         usable = [*usable, "decode_gemm"]
     if gemm is not None and gemm not in usable:
         able = ", ".join(usable) or "none"

@@ -5,17 +5,9 @@ graph_story.py FOLDER FACTS
 """
 
 import json
-import os
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
-
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_DISABLE_COMPILE_CACHE": "1",  # every graph passes through the pass
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-}
 
 import torch
 from torch import fx
@@ -30,7 +22,7 @@ BATCHES = {"prefill": (1, 300), "many small": (40, 5), "decode": (1, 1)}
 
 
 def main(folder: str, facts: str) -> None:
-    graphs: Counter[str] = Counter()
+    graphs: set[str] = set()
     original = JoinLinear.__call__
 
     def watched(self: JoinLinear, graph: fx.Graph) -> None:
@@ -39,7 +31,7 @@ def main(folder: str, facts: str) -> None:
             if node.op == "call_function" and str(node.target).startswith("fp8ext."):
                 name = str(node.target).split(".")[1]
                 n, k = node.args[WEIGHT[name]].meta["val"].shape if name in WEIGHT else (0, 0)
-                graphs[f"{name} {n}x{k}"] += 1
+                graphs.add(f"{name} {n}x{k}")
 
     JoinLinear.__call__ = watched  # type: ignore[method-assign]  # looked at on its way
     llm = LLM(
@@ -55,7 +47,7 @@ def main(folder: str, facts: str) -> None:
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 40]},
     )
     quantized = {name: _quantized(llm, *batch) for name, batch in BATCHES.items()}
-    Path(facts).write_text(json.dumps({"graphs": graphs, "quantized": quantized}))
+    Path(facts).write_text(json.dumps({"graphs": sorted(graphs), "quantized": quantized}))
 
 
 def _quantized(llm: LLM, requests: int, tokens: int) -> int:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fp8ext.kernels import selection
+from vllm_fp8ext.kernels import decode_cuts, selection
 from vllm_fp8ext.kernels.selection import Route, crossover, route
 
 ALL = ("deep_gemm", "cutlass", "triton")
-BIG = (4096, 12288)
+BIG, WIDE = (4096, 12288), (24576, 4096)
+AHEAD = {BIG: 32, WIDE: 64}
+"""Up to how many tokens `decode_gemm` is ahead, in these tests."""
 ODD = (200, 1000)
 """No multiple of 128, and its rows begin at no multiple of 16 bytes."""
 
@@ -39,7 +41,7 @@ def table(
     ("shape", "usable", "few", "chosen", "expected"),
     [
         (BIG, ALL, True, {}, Route(32, "deep_gemm")),
-        ((24576, 4096), ALL, True, {}, Route(64, "deep_gemm")),
+        (WIDE, ALL, True, {}, Route(64, "deep_gemm")),
         (BIG, ALL[1:], True, {}, Route(64, "cutlass")),
         (BIG, ALL, False, {}, Route(0, "deep_gemm")),
         (BIG, (), True, {}, Route(64, "decode_gemm")),
@@ -52,7 +54,13 @@ def table(
         (ODD, ("triton",), True, {"decode_tokens": 0}, Route(0, "triton")),
     ],
 )
-def test_routes(shape, usable, few, chosen, expected) -> None:
+def test_routes(shape, usable, few, chosen, expected, table) -> None:
+    table(
+        {
+            known: {str(m): [1, 2] if m <= most else [2, 1] for m in (16, 32, 64, 128)}
+            for known, most in AHEAD.items()
+        }
+    )
     assert route(shape, usable, few=few, **chosen) == expected
 
 
@@ -93,6 +101,30 @@ def test_a_shape_that_was_not_measured_is_like_the_one_nearest_in_size(table: Ca
     assert crossover(64, 1 << 18) == 64
 
 
-def test_what_was_measured() -> None:
-    assert crossover(24576, 4096) == 64
-    assert crossover(4096, 12288) == crossover(4096, 4096) == 32
+def test_one_time_that_is_off_moves_nothing(table: Callable[..., None]) -> None:
+    table({(256, 512): {"8": [1.01, 1], "16": [1, 2], "32": [1, 1.5], "64": [2, 1]}})
+    assert crossover(256, 512) == 32
+
+
+@pytest.mark.parametrize("most", [0, 128])
+def test_a_crossover_at_either_end(most: int, table: Callable[..., None]) -> None:
+    table({(4096, 12288): {str(m): [1, 2] if most else [2, 1] for m in decode_cuts.TOKENS}})
+    assert route((4096, 12288), ("deep_gemm",), few=True) == Route(most, "deep_gemm")
+    forced = route((4096, 12288), ("deep_gemm",), few=True, gemm="decode_gemm")
+    assert forced == Route(most, "decode_gemm")
+
+
+def test_columns_that_the_widest_kernels_have_no_room_for(table: Callable[..., None]) -> None:
+    n, k = 4096, 1 << 16
+    widest = max(m for m in decode_cuts.TOKENS if decode_cuts.usable(m, n, k))
+    assert widest < 128
+    table({(n, k): {str(m): [1, 2] for m in decode_cuts.TOKENS}})
+    assert route((n, k), ("deep_gemm",), few=True) == Route(widest, "deep_gemm")
+
+
+def test_every_measured_shape_says_of_which_run_it_is() -> None:
+    measured = json.loads(selection.TABLE.read_text())
+    for case in measured["cases"]:
+        assert measured["runs"][case["run"]]["gpus"]
+        assert set(case["us"]) <= {str(tokens) for tokens in decode_cuts.TOKENS}
+        assert all(us > 0 for pair in case["us"].values() for us in pair)

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Kind(name, kv, settings)
         for kv in options.kv
         for name in options.variants
-        for settings in (options.settings if name == "blockfp8" else ["{}"])
+        for settings in (dict.fromkeys(options.settings) if name == "blockfp8" else ["{}"])
     ]
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
