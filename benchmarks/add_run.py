@@ -3,9 +3,9 @@
 
     python benchmarks/add_run.py benchmarks/results/rollout_h200.json rollout.json [more.json …] [--note TEXT]
 
-Each new file is a run: its provenance goes to the end of `runs`, and a case replaces the last one that says the same
-of `IDENTITY`, or comes last. A run with cases that this does not tell apart is refused. Where a run had no BF16 beside it,
-`--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
+Each new file is a run, or several: where they come from goes to the end of `runs`, and a case replaces the last one that
+says the same of `IDENTITY`, or comes last. A file with cases that this does not tell apart is refused. Where a run had no
+BF16 beside it, `--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
 """
 
 import argparse
@@ -56,13 +56,15 @@ def add(results: dict[str, Any], found: dict[str, Any], note: str = "") -> None:
     """
     if len({_identity(case) for case in found["cases"]}) < len(found["cases"]):
         raise ValueError(f"expected cases that differ in {', '.join(IDENTITY)}, found several alike")
-    origin = {**found["provenance"], "command": _bare(found["provenance"]["command"])}
-    more = {name: value for name, value in found.items() if name not in ("provenance", "cases")}
+    more = {name: value for name, value in found.items() if name not in ("provenance", "runs", "cases")}
     runs = results.setdefault("runs", [])
-    runs.append({**origin, **more, **({"note": note} if note else {})})
+    first = len(runs)
+    for origin in found.get("runs") or [found["provenance"]]:
+        told = {**origin, "command": _bare(origin["command"])}
+        runs.append({**told, **more, **({"note": note} if note else {})})
     places = {_identity(case): place for place, case in enumerate(results["cases"])}
     for case in found["cases"]:
-        new = {**case, "run": len(runs) - 1}
+        new = {**case, "run": first + case.get("run", 0)}
         place = places.get(_identity(case))
         if place is None:
             results["cases"].append(new)

@@ -91,3 +91,15 @@ def test_cases_that_are_not_told_apart_are_refused(
     ):
         added(add_run, monkeypatch, *files)
     assert files[0].read_text() == before
+
+
+def test_a_file_of_several_runs_keeps_them_apart(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    found = run("b", {**BASE, "requests": 2, "run": 0}, {**BASE, "requests": 3, "run": 1})
+    runs = [{**found["provenance"], "commit": commit} for commit in ("b", "c")]
+    files[1].write_text(json.dumps({**found, "runs": runs}))
+    after = added(add_run, monkeypatch, *files)
+    assert [run["commit"] for run in after["runs"]] == ["a", "b", "c"]
+    assert all(run["command"].endswith("--checkpoint m --out a.json") for run in after["runs"][1:])
+    assert [case["run"] for case in after["cases"][-2:]] == [1, 2]
