@@ -38,7 +38,7 @@ large="--serve kv-cache-memory-bytes=4000000000 gpu-memory-utilization=0.4"
 part update_8b "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --variants blockfp8 stock \
   --transports ipc http files ipc-fp8 --running 0 128 --out \$O/update_8b.json"
 part update_8b_ipc "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --variants blockfp8 stock \
-  --transports ipc --running 0 128 --out \$O/update_8b_ipc.json"
+  --transports ipc --running 0 128 --policy keep recompute --out \$O/update_8b_ipc.json"
 part update_8b_inplace "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc \
   --settings '{\"staging\": \"inplace\"}' --running 0 128 --out \$O/update_8b_inplace.json"
 part update_17b "fp8ext bench update --shape Qwen3-1.7B --checkpoints \$(two Qwen3-1.7B) $half --variants blockfp8 stock \

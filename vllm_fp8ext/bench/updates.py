@@ -34,9 +34,11 @@ from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Group
+from vllm_fp8ext.serve.schema import Running
 
 TRANSPORTS = ("files", "http", "http-fp8", "ipc", "ipc-fp8", "nccl", "nccl-fp8")
 VARIANTS = ("blockfp8", "stock")
+POLICIES: tuple[Running, ...] = ("keep", "recompute")
 console = Console(width=140, highlight=False)
 Push = Callable[[str], dict[str, float]]
 """Change the weights to a version and say what it took."""
@@ -71,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["files", "http"])
     parser.add_argument("--running", type=int, nargs="+", default=[0], help="requests beside the updates")
     parser.add_argument(
-        "--policy", choices=("keep", "recompute"), default="keep", help="for running requests"
+        "--policy", nargs="+", choices=POLICIES, default=["keep"], help="for running requests, in turn"
     )
     parser.add_argument(
         "--fused", action="store_true", help="ipc, nccl: experts fused, as transformers holds them"
@@ -130,7 +132,8 @@ def _measure(
     for running in options.running:
         with contextlib.ExitStack() as stack:
             load = stack.enter_context(Background(server.url, running)) if running else None
-            for transport in transports:
+            policies = options.policy if running and variant != "stock" else options.policy[:1]
+            for transport, policy in itertools.product(transports, policies):
                 case = {
                     "model": options.shape,
                     "transport": transport,
@@ -138,10 +141,10 @@ def _measure(
                     "load": running,
                 }
                 staging = options.settings.get("staging", "shadow")
-                case |= {"running": options.policy, "staging": staging, "settings": options.settings}
+                case |= {"running": policy, "staging": staging, "settings": options.settings}
                 case |= {"fused": True} if options.fused else {}
                 with (
-                    _pusher(transport, options, server, checkpoints) as push,
+                    _pusher(transport, policy, options, server, checkpoints) as push,
                     contextlib.nullcontext() if running else baseline(transport) as bare,
                 ):
                     beside = partial(bare, checkpoints[0]) if bare else lambda: None
@@ -162,7 +165,7 @@ def _next(push: Push, weights: Iterator[int]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _pusher(
-    transport: str, options: argparse.Namespace, server: Server, checkpoints: list[Path]
+    transport: str, policy: Running, options: argparse.Namespace, server: Server, checkpoints: list[Path]
 ) -> Iterator[Push]:
     """What changes the weights to checkpoint "a" or "b" in this way."""
     folders = dict(zip("ab", checkpoints, strict=True))
@@ -187,12 +190,12 @@ def _pusher(
 
         def push(name: str) -> dict[str, float]:
             if way == "files":
-                done = client.load(sources[name], version=name, running=options.policy)
+                done = client.load(sources[name], version=name, running=policy)
             else:
                 done = client.push(
                     *(sources[name],),
                     version=name,
-                    running=options.policy,
+                    running=policy,
                     transport=way,
                     group=group,
                     fp8=transport.endswith("-fp8"),
@@ -301,10 +304,8 @@ class Memory:
 
 
 def _show(cases: list[dict[str, Any]]) -> None:
-    table = Table(
-        *("variant", "load", "transport", "median s", "first s", "pause s", "stall s", "lost", "peak GB"),
-        "x bare",
-    )
+    names = ("median s", "first s", "pause s", "stall s", "lost", "peak GB", "x bare")
+    table = Table("variant", "load", "transport", "running", *names)
     for case in cases:
         peak = case.get("peak_extra_bytes")
         numbers = (
@@ -313,5 +314,6 @@ def _show(cases: list[dict[str, Any]]) -> None:
             *(peak and peak / 1e9, case.get("ratio_bare")),
         )
         texts = ["" if number is None else f"{number:.3f}" for number in numbers]
-        table.add_row(case["variant"], str(case["load"]), case["transport"], *texts)
+        what = (case["variant"], str(case["load"]), case["transport"], case.get("running", ""))
+        table.add_row(*what, *texts)
     console.print(table)
