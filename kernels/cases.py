@@ -14,6 +14,8 @@ from vllm_fp8ext.kernels.reference import BLOCK
 LINEAR = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "o": (4096, 4096)}
 """Projections of Qwen3-8B, `(N, K)`."""
 LAYERS = 36
+EXPERTS = (128, 768, 2048)
+"""Of a layer of Qwen3-30B-A3B: how many, the columns that each multiplies by, and the hidden size."""
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 KV_BLOCK = 16
 """Tokens of a block of the KV cache."""

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fp8ext.kernels.quantize_weight_triton import DTYPES, WARPS, write_block
+from vllm_fp8ext.kernels.quantize_weight_triton import DTYPES, programs, write_block
 from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, UNIT, ScaleFormat, blocks
 from vllm_fp8ext.kernels.tiles import Tiles
 
@@ -56,10 +56,10 @@ def _quantize_weights(
     columns = column_block * SIZE + tl.arange(0, SIZE)[None, :]
     if EVEN:
         inside = None
-        x = tl.load(weight + rows * weight_row + columns).to(tl.float32)
+        x = tl.load(weight + rows * weight_row + columns)
     else:
         inside = (rows < height) & (columns < width)
-        x = tl.load(weight + rows * weight_row + columns, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(weight + rows * weight_row + columns, mask=inside, other=0.0)
     codes_at = codes + rows * codes_row + columns
     scale_at = scales + row_block * tl.load(at + 4) + column_block
     write_block(x, codes_at, scale_at, sums_at, inside, POW2, SHORT, HARDWARE, True)
@@ -109,12 +109,14 @@ class QuantizeTogether:
         ]
         self._tiles = Tiles([place.blocks for place in places], rows, self._device)
         self._itemsize = dtype.itemsize
+        even = all(place.even for place in places)
+        self._programs = programs(dtype, even)
         self._meta = {
             "TYPE": TYPES[dtype],
             "POW2": scale_format == "pow2",
             "SHORT": dtype != torch.float32,
             "HARDWARE": self._device.type == "cuda",
-            "EVEN": all(place.even for place in places),
+            "EVEN": even,
         }
 
     def queue(self, addresses: Tensor, did: Callable[[int], None] | None = None) -> Tensor:
@@ -131,7 +133,7 @@ class QuantizeTogether:
                 **self._meta,
                 COLUMNS=_COLUMNS,
                 SIZE=BLOCK,
-                num_warps=WARPS,
+                **self._programs,
             )
             if did:
                 did(count * BLOCK * BLOCK * self._itemsize)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reference.py` for Triton kernels: scales and codes, bit for bit."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -15,24 +16,44 @@ MANTISSA_BITS = tl.constexpr(0x7FFFFF)
 MANTISSA_448 = tl.constexpr(0x600000)
 """448 is 1.75 * 2^8: the bits after the point."""
 
-_SHORT_DIVISION = tl.constexpr(
-    "{ .reg .f32 g<4>, r, m; .reg .b16 low, high;"
-    + "".join(
+
+def _division(before: str, values: Sequence[str], first: int) -> str:
+    """Codes, in $0, of four values; from $`first` on come the reciprocals of their scales, then the scales."""
+    lines = ["{ .reg .f32 x<4>, g<4>, r, m; .reg .b16 low, high;", before]
+    for i, x in enumerate(values):
         # g = x * y; r = g * scale - x; g -= r * y: the signs are such that -0 stays -0
-        f"mul.rn.f32 g{i}, ${1 + i}, ${5 + i}; neg.f32 m, ${1 + i}; fma.rn.f32 r, g{i}, ${9 + i}, m;"
-        f"neg.f32 m, ${5 + i}; fma.rn.f32 g{i}, r, m, g{i};"
-        for i in range(4)
+        y, scale = f"${first + i}", f"${first + 4 + i}"
+        lines += [f"mul.rn.f32 g{i}, {x}, {y}; neg.f32 m, {x}; fma.rn.f32 r, g{i}, {scale}, m;"]
+        lines += [f"neg.f32 m, {y}; fma.rn.f32 g{i}, r, m, g{i};"]
+    lines += ["cvt.rn.satfinite.e4m3x2.f32 low, g1, g0; cvt.rn.satfinite.e4m3x2.f32 high, g3, g2;"]
+    return "".join([*lines, "mov.b32 $0, {low, high}; }"])
+
+
+_SHORT_DIVISION = tl.constexpr(_division("", ("$1", "$2", "$3", "$4"), 5))
+"""Of values in $1 to $4."""
+_BFLOAT16_DIVISION = tl.constexpr(
+    _division(
+        "shl.b32 $0, $1, 16; mov.b32 x0, $0; and.b32 $0, $1, 0xffff0000; mov.b32 x1, $0;"
+        "shl.b32 $0, $2, 16; mov.b32 x2, $0; and.b32 $0, $2, 0xffff0000; mov.b32 x3, $0;",
+        ("x0", "x1", "x2", "x3"),
+        3,
     )
-    + "cvt.rn.satfinite.e4m3x2.f32 low, g1, g0; cvt.rn.satfinite.e4m3x2.f32 high, g3, g2;"
-    "mov.b32 $0, {low, high}; }"
 )
-"""Codes of four values x ($1 to $4), with y ($5 to $8) the reciprocals of the scales ($9 to $12)."""
+"""Of BF16 values, two in $1 and two in $2. $0 is written early."""
 
 
 @triton.jit
 def magnitude_bits(x):
     """Bits of |x| for fp32 `x`. Their maximum is that of the magnitudes, except that it keeps NaN."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def amax_bits(x):
+    """Bits of the largest magnitude of a tile, as of an fp32 value; NaN where there is one."""
+    if x.dtype == tl.bfloat16:
+        return tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
+    return tl.max(magnitude_bits(x.to(tl.float32)))
 
 
 @triton.jit
@@ -48,7 +69,7 @@ def scale_of(amax_bits, POW2: tl.constexpr):
 
 @triton.jit
 def codes_of(x, scale, SHORT: tl.constexpr, HARDWARE: tl.constexpr):
-    """E4M3 codes of `x / scale`, as bytes. `scale` has the shape of `x`, or one that broadcasts to it.
+    """E4M3 codes of `x / scale`, as bytes; `x` is fp32 or BF16. `scale` has the shape of `x`, or one that broadcasts to it.
 
     `SHORT`: `x` holds BF16 or FP16 values. One reciprocal and one correction then give the correctly rounded quotient
     (tried for every pair of mantissas, see the test), for a third of a division's instructions. Quotients can exceed 448
@@ -56,6 +77,16 @@ def codes_of(x, scale, SHORT: tl.constexpr, HARDWARE: tl.constexpr):
 
     `HARDWARE`: false in Triton's interpreter, which neither fuses multiply-adds nor rounds conversions right.
     """
+    if HARDWARE and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _BFLOAT16_DIVISION,
+            "=&r" + ",r" * 10,
+            [x, tl.div_rn(1.0, scale), scale],
+            tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    x = x.to(tl.float32)
     if HARDWARE and SHORT:
         return tl.inline_asm_elementwise(
             _SHORT_DIVISION,

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import (
     cases,
     decode_cuts,
@@ -33,10 +34,21 @@ Verdict = tuple[bool, str]
 
 
 def check(only: str) -> int:
-    """Run the checks that have `only` in their name; 1 if something is wrong."""
+    """Run the checks that have `only` in their name; 1 if something is wrong.
+
+    Raises:
+        ConfigError: none has.
+    """
+    found = _checks()
+    chosen = [(what, call) for what, call in found if only in what]
+    if not chosen:
+        kinds = ", ".join(dict.fromkeys(what.split()[0] for what, _ in found))
+        raise ConfigError(
+            f"--check: expected a part of a check's name (they begin with {kinds}), found {only!r}"
+        )
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     start = time.perf_counter()
-    good = [_verdict(what, call) for what, call in _checks() if only in what]
+    good = [_verdict(what, call) for what, call in chosen]
     print(f"{sum(good)} good, {len(good) - sum(good)} bad, {time.perf_counter() - start:.0f} s")
     return 0 if all(good) else 1
 

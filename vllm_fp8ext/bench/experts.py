@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of Qwen3-30B-A3B against each other: our kernels, vLLM's with their block scales (`stock`) and in BF16, and the
-quantization of their weights against a copy.
+"""Experts of Qwen3-30B-A3B against each other: our kernels, vLLM's with their block scales (`stock`) and in BF16.
 
 One layer is larger than the L2 cache several times, and tokens go to other experts in each call. Several processes compile
 what is timed, which takes one of them minutes.
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.bench.quantizers import quantizes_right
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.compat import expert_gemm
 from vllm_fp8ext.compat.expert_gemm import ExpertWeights
@@ -26,10 +24,9 @@ from vllm_fp8ext.kernels import bench, cases
 from vllm_fp8ext.kernels.expert_cuts import CUTS, Choice, Cut
 from vllm_fp8ext.kernels.expert_error import experts_error
 from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
-from vllm_fp8ext.kernels.quantize_weight_triton import launch
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 
-EXPERTS, CHOSEN, HIDDEN, WIDTH = 128, 8, 2048, 768
+(EXPERTS, WIDTH, HIDDEN), CHOSEN = cases.EXPERTS, 8
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ROUTINGS = 4
 """Routings of one case."""
@@ -134,7 +131,6 @@ def experts(report: Report, tokens: Sequence[int] = TOKENS) -> None:
     get_moe_configs(EXPERTS, WIDTH, None)  # says once where it is found
     _compile(report, tokens)
     layer = Layer()
-    _quantizing(report, layer)
     lines = []
     for m in tokens:
         if report.late(f"experts m={m}"):
@@ -180,31 +176,6 @@ def _right(layer: Layer, routings: list[tuple[Tensor, Tensor]], x: Tensor, call:
     form: ScaleFormat = "pow2" if name == "stock" and is_deep_gemm_e8m0_used() else "fp32"
     same = torch.equal(out, again) or not name.startswith("blockfp8")
     return same and experts_error(out[:CHECKED], few, *layer.quantized, weights, of, "silu", form) < 1
-
-
-def _quantizing(report: Report, layer: Layer) -> None:
-    """The weights of the layer."""
-    parts = [
-        (weight.flatten(0, 1), codes.flatten(0, 1), scales.flatten(0, 1))
-        for weight, codes, scales in zip(
-            layer.weights, layer.quantized[::2], layer.quantized[1::2], strict=True
-        )
-    ]
-    sums = [torch.empty(*scales.shape, 3, device="cuda") for _, _, scales in parts]
-
-    def ours(_: int) -> None:
-        for part, own in zip(parts, sums, strict=True):
-            launch(*part, "fp32", own)
-
-    total = sum(
-        3 * weight.numel() + 16 * blocks(weight.shape[0]) * blocks(weight.shape[1]) for weight, _, _ in parts
-    )
-    calls: Calls = {"blockfp8_sums": ours}
-    exact = {variant: quantizes_right(call, parts, "fp32") for variant, call in calls.items()}
-    timings = bench.measure(calls, dict.fromkeys(calls, 1))
-    moved = dict.fromkeys(calls, total)
-    shape = EXPERTS, 3 * WIDTH, HIDDEN
-    report.add("quantize_experts", shape, None, timings, moved, baseline="blockfp8_sums", exact=exact)
 
 
 def _compile(report: Report, tokens: Sequence[int]) -> None:

@@ -22,8 +22,8 @@ FORMATS: tuple[ScaleFormat, ...] = ("fp32", "pow2")
 
 
 def weights(report: Report) -> None:
-    """Each projection in both formats, and a whole model. Rivals: `compiled`, the reference through `torch.compile`, and a
-    `copy` of as many bytes."""
+    """Each projection in both formats, a whole model, and a layer of experts. Rivals: `compiled`, the reference through
+    `torch.compile`, and a `copy` of as many bytes. `blockfp8_sums`: with the sums that an update takes."""
     compiled = torch.compile(_reference, dynamic=True)
     for (n, k), form in itertools.product(cases.LINEAR.values(), FORMATS):
         if report.late(f"quantize_weight {n}x{k}"):
@@ -41,31 +41,33 @@ def weights(report: Report) -> None:
         moved = dict.fromkeys(calls, 3 * n * k + blocks(n) * blocks(k) * 4)
         timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
         report.add("quantize_weight", (n, k, form), None, timings, moved, baseline="compiled", exact=exact)
-    _whole_model(report)
+    _together(report, "quantize_weight", ("Qwen3-8B",), [*cases.LINEAR.values()] * cases.LAYERS)
+    experts, width, hidden = cases.EXPERTS
+    shapes = [(experts * 2 * width, hidden), (experts * hidden, width)]
+    _together(report, "quantize_experts", (experts, 3 * width, hidden), shapes)
 
 
-def _whole_model(report: Report) -> None:
-    model = [
-        (cases.weight(n, k, "cuda"), *_destination(n, k))
-        for _ in range(cases.LAYERS)
-        for n, k in cases.LINEAR.values()
-    ]
-    sums = [torch.empty(*scales.shape, 3, device="cuda") for _, _, scales in model]
+def _together(
+    report: Report, kernel: str, shape: tuple[int | str, ...], shapes: Sequence[tuple[int, int]]
+) -> None:
+    """Weights of these shapes one after the other: of a whole model, or of all experts of a layer."""
+    parts = [(cases.weight(n, k, "cuda"), *_destination(n, k)) for n, k in shapes]
+    sums = [torch.empty(*scales.shape, 3, device="cuda") for _, _, scales in parts]
 
     def alone(_: int) -> None:
-        for part in model:
+        for part in parts:
             launch(*part, "fp32")
 
     def with_sums(_: int) -> None:
-        for part, own in zip(model, sums, strict=True):
+        for part, own in zip(parts, sums, strict=True):
             launch(*part, "fp32", own)
 
     calls: Calls = {"blockfp8": alone, "blockfp8_sums": with_sums}
-    exact = {variant: quantizes_right(call, model, "fp32") for variant, call in calls.items()}
+    exact = {variant: quantizes_right(call, parts, "fp32") for variant, call in calls.items()}
     timings = bench.measure(calls, dict.fromkeys(calls, 1))
-    total = sum(3 * codes.numel() + 4 * scales.numel() for _, codes, scales in model)
-    moved = dict.fromkeys(calls, total)
-    report.add("quantize_weight", ("Qwen3-8B",), None, timings, moved, baseline="blockfp8", exact=exact)
+    total = sum(3 * codes.numel() + 4 * scales.numel() for _, codes, scales in parts)
+    moved = {"blockfp8": total, "blockfp8_sums": total + 4 * sum(own.numel() for own in sums)}
+    report.add(kernel, shape, None, timings, moved, baseline="blockfp8", exact=exact)
 
 
 def quantizes_right(
