@@ -59,4 +59,6 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"expected the folder of a checkpoint, found {sys.argv[1:]}")
     asyncio.run(main(sys.argv[1]))

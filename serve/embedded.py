@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update session for trainers that hold the engine in their own process: the routes of `/fp8ext/v1` on an `AsyncLLM`,
-called without a network.
+"""The update session for trainers that hold the engine in their own process: the routes of `/fp8ext/v1`, called without a
+network.
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model, quantization="blockfp8"))
     async with embedded(engine) as weights:
         await weights.push(model.state_dict(), transport="ipc", version="step-1")
+
+    llm = LLM(model, quantization="blockfp8")
+    with embedded_blocking(llm) as weights:
+        weights.push(model.state_dict(), transport="ipc", version="step-1")
 """
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
+from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
-from vllm_fp8ext.serve.client import AsyncClient
+from vllm_fp8ext.serve.blocking_transport import BlockingTransport
+from vllm_fp8ext.serve.client import AsyncClient, Client
 from vllm_fp8ext.serve.routes import router
 
 _URL = "http://fp8ext.embedded"
@@ -35,13 +41,38 @@ async def embedded(engine: Any) -> AsyncIterator[AsyncClient]:
         ConfigError: the largest tensor would not fit where uploads wait.
         UpdateError: `updates-unavailable`: an engine that takes no updates.
     """
+    async with (
+        _routes(engine) as (key, routes),
+        AsyncClient(_URL, key, retries=0, transport=routes) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
+def embedded_blocking(llm: Any) -> Iterator[Client]:
+    """`embedded`, of an `LLM`. The client may be used while another thread is in `LLM.generate`.
+
+    Raises:
+        ConfigError: also, the engine core is not a process of its own (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
+    """
+    from vllm_fp8ext.compat.blocking_client import BlockingEngine  # a server has no use for it
+
+    with contextlib.ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal())
+        key, routes = stack.enter_context(portal.wrap_async_context_manager(_routes(BlockingEngine(llm))))
+        transport = BlockingTransport(portal, routes)
+        yield stack.enter_context(Client(_URL, key, retries=0, transport=transport))
+
+
+@contextlib.asynccontextmanager
+async def _routes(engine: Any) -> AsyncIterator[tuple[str, httpx.AsyncBaseTransport]]:
+    """The routes on this engine: the key to them, and the way."""
     backend, key, app = Backend(CollectorRegistry()), secrets.token_urlsafe(16), FastAPI()
     backend.connect(engine)
     app.include_router(router(AdminKey(key), backend))
-    async with contextlib.AsyncExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stack.callback(backend.spool.close)
         await backend.require_room()
         looking = asyncio.create_task(backend.keep_looking())
         stack.callback(looking.cancel)
-        transport = httpx.ASGITransport(app)
-        yield await stack.enter_async_context(AsyncClient(_URL, key, retries=0, transport=transport))
+        yield key, httpx.ASGITransport(app)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in the trainer's own process, updated in place, put to sleep and woken."""
+"""Engines in the trainer's own process: one updated in place, put to sleep and woken, one whose calls block."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,21 @@ import pytest
 
 @pytest.fixture(scope="session")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `embedded_story` saw; a process of its own, as a trainer is."""
-    folder = tmp_path_factory.mktemp("embedded")
-    story = Path(__file__).with_name("embedded_story.py")
-    line = [sys.executable, "-P", str(story), str(folder / "facts.json")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    """What `embedded_story` saw."""
+    return told_by("embedded_story.py", tmp_path_factory.mktemp("embedded"))
+
+
+@pytest.fixture(scope="session")
+def blocking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `llm_story` saw."""
+    return told_by("llm_story.py", tmp_path_factory.mktemp("llm"))
+
+
+def told_by(name: str, folder: Path) -> dict[str, Any]:
+    """What a process of its own, as a trainer is, writes down."""
+    line = [sys.executable, "-P", str(Path(__file__).with_name(name)), str(folder / "facts.json")]
+    own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400, env=own)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return found
@@ -88,3 +99,34 @@ def test_discarded_weights_are_not_served_before_an_update(facts: dict[str, Any]
     assert facts["sampled discarded"] == []
     assert facts["healed from sleep"] == "serving"
     assert facts["sampled late again"] == facts["sampled late"]
+
+
+def test_an_engine_whose_calls_block_is_updated_between_them(blocking: dict[str, Any]) -> None:
+    assert blocking["sampled late"] != blocking["sampled early"]
+    assert blocking["sampled early again"] == blocking["sampled early"]
+    assert blocking["digests again"] == blocking["cold"]
+    assert blocking["verified"] == 1
+
+
+def test_what_is_refused_leaves_a_blocking_engine_as_it_was(blocking: dict[str, Any]) -> None:
+    assert (blocking["incomplete"], blocking["infinite"]) == ("incomplete", "non-finite")
+    assert blocking["sampled after refusals"] == blocking["sampled late"]
+
+
+def test_a_blocking_engine_is_updated_while_another_thread_generates(blocking: dict[str, Any]) -> None:
+    assert blocking["beside requests"] == [4, True]
+    assert blocking["went on"] == 400
+
+
+def test_a_blocking_engine_sleeps_and_wakes(blocking: dict[str, Any]) -> None:
+    assert blocking["no sleep over the routes"] == "sleep-unavailable"
+    assert (blocking["asleep"], blocking["refused asleep"], blocking["awake"]) == (
+        "asleep",
+        "asleep",
+        "serving",
+    )
+    assert blocking["sampled awake"] == blocking["sampled early"]
+
+
+def test_a_blocking_engine_that_died_is_named(blocking: dict[str, Any]) -> None:
+    assert blocking["died"] == "engine-dead"

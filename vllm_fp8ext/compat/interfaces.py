@@ -100,6 +100,22 @@ INTERFACES: tuple[Interface, ...] = (
         why="call the engine core from the API server",
     ),
     Interface(
+        module="vllm.v1.engine.core_client",
+        name="SyncMPClient._send_input",
+        parameters=("request_type", "request"),
+        why="call the engine core of an LLM",
+    ),
+    Interface(
+        module="vllm.v1.engine.core_client",
+        name="SyncMPClient.utility_results",
+        why="call the engine core of an LLM",
+    ),
+    Interface(
+        module="vllm.v1.engine.llm_engine",
+        name="LLMEngine.engine_core",
+        why="call the engine core of an LLM",
+    ),
+    Interface(
         module="vllm.v1.engine.async_llm",
         name="AsyncLLM.engine_core",
         why="call the engine core from the API server",
@@ -236,6 +252,11 @@ INTERFACES: tuple[Interface, ...] = (
         module="vllm.v1.engine.core_client",
         name="BackgroundResources.engine_manager",
         why="end with the engine's exit code",
+    ),
+    Interface(
+        module="vllm.v1.engine.utils",
+        name="CoreEngineProcManager.shutdown",
+        why="tell an engine that was stopped from one that died",
     ),
     Interface(
         module="vllm.v1.core.kv_cache_manager",
@@ -444,6 +465,12 @@ INTERFACES: tuple[Interface, ...] = (
         module="vllm.model_executor.kernels.linear",
         name="TritonFp8BlockScaledMMKernel",
         why="multiply by FP8 weights without DeepGEMM and CUTLASS",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.quantization.utils.fp8_utils",
+        name="get_w8a8_block_fp8_configs",
+        parameters=("N", "K", "block_n", "block_k"),
+        why="compile that kernel before the server is ready",
     ),
     Interface(
         module="vllm.utils.deep_gemm",
