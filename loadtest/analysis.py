@@ -8,6 +8,7 @@ from typing import Any
 from vllm_fp8ext.loadtest.effects import effects, lies, staleness
 from vllm_fp8ext.loadtest.latency import end_to_end, gaps, summary, tpot, ttft
 from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run
+from vllm_fp8ext.loadtest.remarks import most_frequent, remarks
 from vllm_fp8ext.loadtest.slo import Slo
 
 LATEST_DELAY = 0.010
@@ -27,6 +28,7 @@ def analyse(run: Run, slos: list[Slo]) -> dict[str, Any]:
         "seconds": seconds,
         "requests": len(run.requests),
         "errors": dict(Counter(request.error for request in failed)),
+        "most_frequent_error": most_frequent(failed),
         "failed_requests": len(failed),
         "unfinished_requests": len(run.requests) - len(good) - len(failed),
         "requests_per_s": len(good) / seconds,
@@ -48,8 +50,9 @@ def analyse(run: Run, slos: list[Slo]) -> dict[str, Any]:
     }
     updates = measured["updates"]
     measured["stall_seconds"] = max((update["stall_seconds"] for update in updates), default=0.0)
-    measured["failed_updates"] = sum(update["error"] is not None for update in updates)
+    measured["failed_updates"] = sum(update["error"] not in (None, UNFINISHED) for update in updates)
     measured["goodput_per_s"] = sum(_meets(request, slos) for request in good) / seconds
+    measured["remarks"] = remarks(run, measured)
     measured["invalid"] = _invalid(run, measured)
     return measured
 
@@ -68,6 +71,9 @@ def _invalid(run: Run, measured: dict[str, Any]) -> list[str]:
         found.append(f"{len(measured['lies'])} tokens claim weights that were not live")
     if not run.requests:
         found.append("nothing was asked")
+    elif all(request.error is not None for request in run.requests):
+        failed, unfinished = measured["failed_requests"], measured["unfinished_requests"]
+        found.append(f"no request succeeded: {failed} failed, {unfinished} unfinished")
     return found
 
 

@@ -16,11 +16,12 @@ from locust.env import Environment
 from locust.runners import DistributedRunner, WorkerRunner
 
 from vllm_fp8ext.environment import API_KEY
+from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.loadtest import options as options_of
 from vllm_fp8ext.loadtest import report
 from vllm_fp8ext.loadtest.latency import ttft
 from vllm_fp8ext.loadtest.prompts import Lengths, Prompt, Shared, prompts
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, request_of
+from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Update, request_of, short
 from vllm_fp8ext.loadtest.rollout import Rollouts
 from vllm_fp8ext.loadtest.scraper import scrape_forever
 from vllm_fp8ext.loadtest.stream import Asker, Target
@@ -33,10 +34,15 @@ LEAD_SECONDS = 0.2
 
 
 class Load:
-    """Everything of one run in one process. Of several locust processes each takes every so many-th prompt and arrival."""
+    """Everything of one run in one process. Of several locust processes each takes every so many-th prompt and arrival.
+
+    Raises:
+        ValueError: an option that is not valid, or no server at the URL.
+    """
 
     def __init__(self, environment: Environment) -> None:
         assert environment.parsed_options is not None
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each scrape otherwise
         self.environment = environment
         self.options = options_of.of(environment.parsed_options)
         self.url = str(environment.host or "").rstrip("/")
@@ -60,16 +66,19 @@ class Load:
         self._dispatching = False
 
     def begin(self, *, watching: bool) -> None:
-        """Start the clock; `watching`: this process also changes weights and scrapes."""
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each scrape otherwise
+        """Start the clock; `watching`: this process also changes weights and scrapes.
+
+        Raises:
+            ConfigError: updates that can't be made; the clock does not start.
+        """
+        if watching and self.options.update_every:
+            self._pusher = Pusher(self.options.pusher(self.url))
+        self.run.start = time.monotonic()
+        self._watching.spawn(self._beat)
         if watching:
-            if self.options.update_every:
-                self._pusher = Pusher(self.options.pusher(self.url))
             self._watching.spawn(scrape_forever, self.url, self.options.scrape_every, self.run.scrapes)
             if self.options.update_seconds:
                 self._watching.spawn(self._update_every, self.options.update_seconds)
-        self._watching.spawn(self._beat)
-        self.run.start = time.monotonic()
 
     def end(self) -> None:
         """Stop the clock and everything that watches."""
@@ -175,10 +184,16 @@ class Load:
 
     def _update(self, step: int | None = None) -> None:
         assert self._pusher is not None
-        self.run.updates.append(self._pusher.push(step))
+        began = time.monotonic()
+        try:
+            self.run.updates.append(self._pusher.push(step))
+        except gevent.GreenletExit:
+            version, now = f"update-{len(self.run.updates) + 1}", time.monotonic()
+            self.run.updates.append(Update(version, began, now, now, error=UNFINISHED, step=step))
+            raise
 
     def _update_every(self, seconds: float) -> None:
-        at = self.run.start or time.monotonic()
+        at = self.run.start
         while True:
             at = max(at + seconds, time.monotonic())
             self.sleep_until(at)
@@ -195,7 +210,7 @@ class Load:
         key = os.environ.get(API_KEY)
         return Target(
             url=self.url,
-            model=self.options.model or _first_model(self.url, key),
+            model=_model(self.url, key, self.options.model),
             endpoint=self.options.endpoint,
             api_key=key,
             timeout=self.options.timeout,
@@ -203,7 +218,20 @@ class Load:
         )
 
 
-def _first_model(url: str, key: str | None) -> str:
+def _model(url: str, key: str | None, named: str | None) -> str:
+    """The model to ask for: the named one, else the first that the server lists. The server is asked in either case, so that
+    one that is not there is told before the load."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30).raise_for_status()
-    return str(answer.json()["data"][0]["id"])
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(
+            f"expected a server at {url}, found none: {error or type(error).__name__}"
+        ) from error
+    try:
+        return named or str(answer.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+        found = f"HTTP {answer.status_code}: {short(answer.text)}"
+        raise ConfigError(
+            f"expected a list of models at {url}/v1/models, found {found} (or name one with --model)"
+        ) from error

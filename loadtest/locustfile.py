@@ -5,7 +5,8 @@ With several locust processes each sends its part, and the first one changes wei
 """
 
 import logging
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
 import gevent
 from gevent.pool import Group
@@ -14,8 +15,10 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
+from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.loadtest import options
 from vllm_fp8ext.loadtest.load import Load
+from vllm_fp8ext.loadtest.report import INVALID
 from vllm_fp8ext.loadtest.rollout import BEGIN, DONE
 
 LOADS: dict[int, Load] = {}
@@ -23,6 +26,8 @@ LOADS: dict[int, Load] = {}
 IDLE_SECONDS = 3600.0
 SETTLE_SECONDS = 5.0
 """What workers have written down is sent every three seconds: the first process waits so long for the rest."""
+QUIT_SECONDS = 0.5
+"""For workers to be told that nothing begins."""
 
 
 @events.init_command_line_parser.add_listener
@@ -47,8 +52,29 @@ def _prepare(environment: Environment, **_: Any) -> None:
 
 @events.test_start.add_listener
 def _begin(environment: Environment, **_: Any) -> None:
-    load = LOADS[id(environment)] = Load(environment)
-    load.begin(watching=not isinstance(environment.runner, WorkerRunner))
+    LOADS.pop(id(environment), None)
+    try:
+        load = Load(environment)
+        load.begin(watching=not isinstance(environment.runner, WorkerRunner))
+    except Exception as error:  # locust would log it, and start the users all the same
+        if not isinstance(error, Fp8ExtError | ValueError):
+            logging.getLogger(__name__).exception("fp8ext: an error of its own")
+        _refuse(environment, " ".join(str(error).split()) or type(error).__name__)
+    LOADS[id(environment)] = load
+
+
+def _refuse(environment: Environment, reason: str) -> NoReturn:
+    """Start no users: end locust, unless there is a web page on which to choose again."""
+    runner, parsed = environment.runner, environment.parsed_options
+    if runner is not None and not isinstance(runner, WorkerRunner) and parsed and not parsed.headless:
+        logging.getLogger(__name__).error(f"fp8ext: {reason}")
+        runner.log_exception("local", f"fp8ext: {reason}", "")
+        raise gevent.GreenletExit
+    print(f"fp8ext: {reason}", file=sys.stderr, flush=True)
+    if isinstance(runner, MasterRunner):
+        runner.send_message("quit")
+        gevent.sleep(QUIT_SECONDS)
+    raise SystemExit(INVALID)
 
 
 @events.spawning_complete.add_listener
@@ -69,11 +95,13 @@ def _steps(load: Load) -> None:
 @events.test_stop.add_listener
 def _end(environment: Environment, **_: Any) -> None:
     load = LOADS.get(id(environment))
+    if load is None and isinstance(environment.runner, WorkerRunner):
+        return  # the first process has said why
     if load is None:
         logging.getLogger(__name__).error(
             "fp8ext: the run ended before it had begun: a longer --run-time (--time)?"
         )
-        environment.process_exit_code = 2
+        environment.process_exit_code = INVALID
         return
     load.end()
     if isinstance(environment.runner, WorkerRunner):

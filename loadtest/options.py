@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fp8ext.environment import ADMIN_KEY
-from vllm_fp8ext.loadtest.prompts import Lengths, Shared
+from vllm_fp8ext.loadtest.prompts import FIRST_TOKEN, Lengths, Shared
 from vllm_fp8ext.loadtest.slo import Slo
 from vllm_fp8ext.loadtest.stream import ENDPOINTS
 
@@ -52,6 +52,12 @@ class Options:
         _one_of("endpoint", self.endpoint, tuple(ENDPOINTS))
         _one_of("update-through", self.update_through, ("fp8ext", "stock"))
         _one_of("running", self.running, RUNNING)
+        if self.rate <= 0:
+            raise ValueError(f"rate: expected more than 0 requests per second, found {self.rate:g}")
+        if self.vocabulary <= FIRST_TOKEN:
+            raise ValueError(
+                f"vocabulary: expected more than {FIRST_TOKEN} token ids, found {self.vocabulary}"
+            )
         Lengths.parse(self.input_tokens)
         Lengths.parse(self.output_tokens)
         if self.shared_prefix:
@@ -61,7 +67,9 @@ class Options:
         if self.update_every is not None:
             self.update_seconds  # noqa: B018  parsed for its error
             if not self.checkpoints:
-                raise ValueError("checkpoints: updates need at least one")
+                raise ValueError(
+                    f"--checkpoints: expected at least one for --update-every {self.update_every}, found none"
+                )
         if self.update_every == "step" and self.profile != "rollout":
             raise ValueError("update-every step: only the profile rollout has steps")
 
@@ -120,7 +128,12 @@ def add(parser: ArgumentParser) -> None:
     group.add_argument("--input-tokens", default=Options.input_tokens, help="N, uniform:… or lognormal:…")
     group.add_argument("--output-tokens", default=Options.output_tokens, help="likewise")
     group.add_argument("--shared-prefix", default="", help="GROUPSxTOKENS: prompts of a group begin alike")
-    group.add_argument("--vocabulary", type=int, default=1000, help="token ids of prompts are below this")
+    group.add_argument(
+        "--vocabulary",
+        type=int,
+        default=1000,
+        help="token ids of prompts are below this: the size of the model's vocabulary at most",
+    )
     group.add_argument("--temperature", type=float, default=1.0)
     group.add_argument("--request-timeout", type=float, default=600.0, help="seconds for a whole answer")
     group.add_argument("--seed", type=int, default=0)

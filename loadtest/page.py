@@ -102,6 +102,7 @@ def _totals(reports: Sequence[dict[str, Any]], names: list[str]) -> str:
     row("seconds", [f"{one['seconds']:.1f}" for one in measured])
     row("requests", [f"{one['requests']}, {one['unfinished_requests']} unfinished" for one in measured])
     row("failed", [_text(_errors(one)) for one in measured])
+    row("remarks", [_text("; ".join(one.get("remarks", ()))) for one in measured])
     row("output tokens per second", [f"{one['tokens_per_s']:.1f}" for one in measured])
     row("requests per second", [f"{one['requests_per_s']:.2f}" for one in measured])
     row("goodput, requests per second", [f"{one['goodput_per_s']:.2f}" for one in measured])

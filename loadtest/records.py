@@ -7,6 +7,14 @@ from typing import Any
 
 UNFINISHED = "unfinished"
 """Error of a request that the end of the run cut off: no failure of the server's."""
+TEXT = 200
+"""Characters of an error's text that are kept."""
+
+
+def short(text: str) -> str:
+    """An error's text as one line of at most `TEXT` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
 
 
 @dataclass
@@ -25,7 +33,8 @@ class Request:
 
     `scheduled`: when it was to be sent; in a closed loop, when it was sent. `events`: arrival and number of tokens of each
     part of the stream that had tokens. `counted`: whether tokens were counted by their ids, or by `usage`, which some servers
-    tell only at the end. `error`: kind of failure, see `stream.py`. `step`: of a rollout.
+    tell only at the end. `error`: kind of failure, see `stream.py`; `said`: its text, the server's where there is one.
+    `step`: of a rollout.
     """
 
     scheduled: float
@@ -37,6 +46,7 @@ class Request:
     spans: list[Span] = field(default_factory=list)
     finish: str | None = None
     error: str | None = None
+    said: str | None = None
     counted: str = "ids"
     step: int | None = None
 
@@ -56,7 +66,8 @@ class Update:
     """One change of weights under load.
 
     `began`: the push began. `commit_sent`, `committed`: around the call that exchanged the weights; for a server without
-    commits, the whole call. `epoch`: the server's, if it has one; a reload of stock vLLM has none. `error`: why it failed.
+    commits, the whole call. `epoch`: the server's, if it has one; a reload of stock vLLM has none. `error`: kind of failure;
+    `said`: its text.
     """
 
     version: str
@@ -66,6 +77,7 @@ class Update:
     epoch: int | None = None
     pause_seconds: float | None = None
     error: str | None = None
+    said: str | None = None
     step: int | None = None
 
 

@@ -7,12 +7,15 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import httpx
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vllm_fp8ext.loadtest.analysis import analyse
@@ -23,7 +26,9 @@ from vllm_fp8ext.loadtest.series import series
 from vllm_fp8ext.loadtest.slo import Slo, verdicts
 
 BROKEN_SLO, INVALID = 1, 2
-"""Exit codes."""
+"""Exit codes. A run that is refused before it begins ends as an invalid one does."""
+UNBOUNDED = 10_000
+"""Columns where the output is no terminal: tables are as wide as they need to be."""
 LATENCIES = {
     "ttft": "time to first token",
     "itl": "inter-token latency",
@@ -47,7 +52,7 @@ def write(run: Run, folder: Path | None, console: Console | None = None) -> int:
         "slos": kept,
         "series": series(run),
     }
-    show(report, console or Console())
+    show(report, console or Console(width=None if sys.stdout.isatty() else UNBOUNDED))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -88,6 +93,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     if measured["updates"]:
         console.print(_updates(measured["updates"]))
         console.print(_staleness(measured["staleness"]))
+    for remark in measured["remarks"]:
+        console.print(f"[yellow]{escape(remark)}[/]", highlight=False)
     for verdict in report["slos"]:
         color = "green" if verdict["kept"] else "bold red"
         value = "not measured" if verdict["found"] is None else f"{verdict['found']:.4g}"
@@ -95,15 +102,15 @@ def show(report: dict[str, Any], console: Console) -> None:
             f"[{color}]{verdict['slo']}: {value}{'' if verdict['kept'] else ', broken'}[/]", highlight=False
         )
     for reason in measured["invalid"]:
-        console.print(f"[bold red]INVALID: {reason}[/]", highlight=False)
+        console.print(f"[bold red]INVALID: {escape(reason)}[/]", highlight=False)
     for reason in sorted(set(measured["lies"]))[:10]:
-        console.print(f"[red]{reason}[/]", highlight=False)
+        console.print(f"[red]{escape(reason)}[/]", highlight=False)
 
 
 def _totals(measured: dict[str, Any]) -> Table:
-    table = Table(title="load", title_justify="left")
-    for title in ("seconds", "requests", "failed", "output tok/s", "requests/s", "goodput/s"):
-        table.add_column(title, justify="right")
+    table = _table(
+        "load", ("seconds", "requests", "failed", "output tok/s", "requests/s", "goodput/s"), left=()
+    )
     errors = ", ".join(f"{count} {kind}" for kind, count in measured["errors"].items())
     table.add_row(
         f"{measured['seconds']:.1f}",
@@ -117,10 +124,8 @@ def _totals(measured: dict[str, Any]) -> Table:
 
 
 def _latencies(measured: dict[str, Any]) -> Table:
-    table = Table(title="latencies, ms", title_justify="left")
     names = [percentile_name(p) for p in PERCENTILES]
-    for title in ("", "count", "mean", *names, "max"):
-        table.add_column(title, justify="left" if not title else "right")
+    table = _table("latencies, ms", ("", "count", "mean", *names, "max"), left=("",))
     for key, title in LATENCIES.items():
         found = measured[key]
         if found.get("count"):
@@ -130,31 +135,38 @@ def _latencies(measured: dict[str, Any]) -> Table:
 
 
 def _updates(updates: list[dict[str, Any]]) -> Table:
-    table = Table(title="updates", title_justify="left")
     columns = ("version", "push s", "stall ms", "pause ms", "tokens lost", "recovered s", "new token s")
-    for title in (*columns, "running", "mixed", "aborted", "failed", "error"):
-        table.add_column(title, justify="left" if title in ("version", "error") else "right")
+    requests = ("running", "mixed", "aborted", "failed")
+    table = _table("updates", (*columns, *requests, "error"), left=("version", "error"))
     for update in updates:
         table.add_row(
-            update["version"],
+            escape(update["version"]),
             f"{update['push_seconds']:.2f}",
             f"{update['stall_seconds'] * 1e3:.1f}",
             _number(update["pause_seconds"], 1e3),
             _number(update["tokens_lost"]),
             _number(update["recovery_seconds"]),
             _number(update["first_new_token_seconds"]),
-            *(str(update[name]) for name in ("running", "mixed", "aborted", "failed")),
-            update["error"] or "",
+            *(str(update[name]) for name in requests),
+            escape(update["error"] or ""),
         )
     return table
 
 
 def _staleness(found: dict[str, Any]) -> Table:
-    title = "staleness of tokens, epochs" + (" (estimated from push times)" if found["estimated"] else "")
-    table = Table(title=title, title_justify="left")
-    for behind in found["tokens"]:
-        table.add_column(behind, justify="right")
-    table.add_row(*(str(count) for count in found["tokens"].values()))
+    label = "tokens" + (" (estimated from push times)" if found["estimated"] else "")
+    table = _table("staleness", ("epochs behind", *found["tokens"]), left=("epochs behind",))
+    table.add_row(label, *(str(count) for count in found["tokens"].values()))
+    return table
+
+
+def _table(title: str, columns: Iterable[str], left: tuple[str, ...]) -> Table:
+    """Without rows. Where the terminal is too narrow, cells go on in further lines: no digit is left out."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     return table
 
 

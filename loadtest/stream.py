@@ -6,6 +6,7 @@ by `usage`. Kinds of failure: `connect`, `timeout`, `http-CODE`, `truncated` (th
 `server-error` (an error inside the stream), `aborted` (finish reason `abort`), `broken` (anything that is not a stream).
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -18,9 +19,11 @@ from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError
 
 from vllm_fp8ext.loadtest.prompts import Prompt
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Span
+from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Span, short
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+LONGEST_REFUSAL = 16_384
+"""Bytes read of the body of an answer that is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,11 @@ class Target:
 
 
 class Failure(Exception):
-    """A request failed; the message is the kind."""
+    """A request failed. `said`: what the server, or the error, said."""
+
+    def __init__(self, kind: str, said: str = "") -> None:
+        super().__init__(kind)
+        self.said = said
 
 
 class Asker:
@@ -90,13 +97,13 @@ class Asker:
             request.error = UNFINISHED
             raise
         except Failure as failure:
-            request.error = str(failure)
+            request.error, request.said = str(failure), short(failure.said) or None
         except (TimeoutError, gevent.Timeout):
             request.error = "timeout"
-        except HTTPParseError:
-            request.error = "truncated" if request.events else "broken"
-        except OSError:
-            request.error = "truncated" if request.events else "connect"
+        except HTTPParseError as error:
+            request.error, request.said = "truncated" if request.events else "broken", short(str(error))
+        except OSError as error:
+            request.error, request.said = "truncated" if request.events else "connect", short(str(error))
         finally:
             request.ended = time.monotonic()
             done(request)
@@ -123,7 +130,7 @@ class Asker:
         response = self._client.post(self._path, body=body)
         with response:
             if response.status_code != 200:
-                raise Failure(f"http-{response.status_code}")
+                raise Failure(f"http-{response.status_code}", _refusal(response))
             done = False
             while line := response.readline(b"\n"):
                 if line.startswith(b"data:"):
@@ -138,14 +145,30 @@ class Asker:
             raise Failure("aborted")
 
 
+def _refusal(response: Any) -> str:
+    body = b""
+    with contextlib.suppress(OSError, HTTPParseError):  # the status is known: that is the failure
+        body = bytes(response.read(LONGEST_REFUSAL))
+    try:
+        return _message(json.loads(body))
+    except ValueError:
+        return body.decode(errors="replace")
+
+
+def _message(body: Any) -> str:
+    """The text in an error of the OpenAI API, or else all of it."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
 def _take(data: bytes, request: Request) -> None:
     at = time.monotonic()
     try:
         part = json.loads(data)
     except ValueError:
-        raise Failure("broken") from None
+        raise Failure("broken", f"expected JSON in an event, found {data!r}") from None
     if not isinstance(part, dict) or "error" in part:
-        raise Failure("server-error")
+        raise Failure("server-error", _message(part))
     for choice in part.get("choices") or ():
         ids = choice.get("token_ids")
         if ids:

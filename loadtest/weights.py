@@ -8,8 +8,10 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import signal
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,34 @@ from typing import Any
 import gevent.subprocess
 import httpx
 
-from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.loadtest.records import Update
+from vllm_fp8ext.environment import ADMIN_KEY
+from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.loadtest.records import Update, short
 from vllm_fp8ext.serve.client import Client
+
+READY = "ready"
+"""First answer of a process that can push."""
+GIVE_UP_SECONDS = 10.0
+"""For giving up an update that is under way when a run ends."""
 
 
 class Fp8ext:
-    """Alternates checkpoints through `/fp8ext/v1`: folders on this machine, or on the server's with `files`."""
+    """Alternates checkpoints through `/fp8ext/v1`: on this machine, or on the server's with `files`.
+
+    Raises:
+        ValueError: a checkpoint that is not on this machine, and not `files`.
+        UpdateError: the server refuses the key, or has no such routes.
+        httpx.HTTPError: the server can't be reached.
+    """
 
     def __init__(
         self, url: str, key: str, checkpoints: list[Path], *, running: str = "keep", files: bool = False
     ) -> None:
+        missing = [str(path) for path in checkpoints if not files and not _is_there(path)]
+        if missing:
+            raise ValueError(
+                f"expected checkpoints on this machine, found no *.safetensors in {', '.join(missing)}"
+            )
         self._client = Client(url, key)
         self._client.weights()  # a wrong key or host is told at the start of a run, not at its first update
         self._turn: Iterator[Path] = itertools.cycle(checkpoints)
@@ -35,34 +54,29 @@ class Fp8ext:
         self._number = itertools.count(1)
 
     def push(self, step: int | None = None) -> Update:
-        """The next checkpoint, from opening the update to the answer of its commit."""
+        """The next checkpoint, from opening the update to the answer of its commit; never raises for what goes wrong."""
         checkpoint = next(self._turn)
         update = Update(f"{checkpoint.name}-{next(self._number)}", time.monotonic(), step=step)
         try:
             self._push(checkpoint, update)
-        except UpdateError as error:
-            update.error = error.kind
-            update.commit_sent = update.commit_sent or time.monotonic()
-            update.committed = time.monotonic()
+        except Exception as error:
+            _failed(update, error)
         return update
 
     def _push(self, checkpoint: Path, update: Update) -> None:
         running: Any = self._running
-        if self._files:
-            id = self._client.open(version=update.version, running=running).id
-            try:
+        id = uuid.uuid4().hex
+        try:
+            if self._files:
+                self._client.open(id=id, version=update.version, running=running)
                 self._client.files(id, checkpoint)
                 self._client.prepare(id)
-            except UpdateError:
-                self._client.abandon(id)
-                raise
-        else:
-            id = self._client.push(checkpoint, version=update.version, running=running, commit=False).id
-        update.commit_sent = time.monotonic()
-        try:
+            else:
+                self._client.push(checkpoint, id=id, version=update.version, running=running, commit=False)
+            update.commit_sent = time.monotonic()
             done = self._client.commit(id)
-        except UpdateError:
-            with contextlib.suppress(UpdateError):
+        except BaseException:
+            with contextlib.suppress(UpdateError, httpx.HTTPError):
                 self._client.abandon(id)
             raise
         update.committed = time.monotonic()
@@ -81,7 +95,7 @@ class Stock:
         self._http = httpx.Client(timeout=600)
 
     def push(self, step: int | None = None) -> Update:
-        """Pause, reload, reset the prefix cache, resume."""
+        """Pause, reload, reset the prefix cache, resume; never raises for what goes wrong."""
         checkpoint = next(self._turn)
         update = Update(f"{checkpoint.name}-{next(self._number)}", time.monotonic(), step=step)
         update.commit_sent = update.began
@@ -93,35 +107,64 @@ class Stock:
                 self._call("/reset_prefix_cache")
             finally:
                 self._call("/resume")
-        except httpx.HTTPError as error:
-            update.error = type(error).__name__
-        update.committed = time.monotonic()
+            update.committed = time.monotonic()
+        except Exception as error:
+            _failed(update, error)
         return update
 
     def _call(self, path: str, **arguments: Any) -> None:
         self._http.post(self._url + path, **arguments).raise_for_status()
 
 
+def _is_there(checkpoint: Path) -> bool:
+    return checkpoint.is_file() or any(checkpoint.glob("*.safetensors"))
+
+
+def _failed(update: Update, error: Exception) -> None:
+    """Write down that an update has failed now, for whatever reason: the run goes on, and its report says so."""
+    update.committed = time.monotonic()
+    update.commit_sent = update.commit_sent or update.committed
+    update.error = error.kind if isinstance(error, UpdateError) else type(error).__name__
+    update.said = short(str(error))
+
+
 class Pusher:
     """Pushes from a process of its own, which one greenlet at a time talks to.
 
     `options`: `through` (`fp8ext` or `stock`), `url`, `checkpoints`, and for `fp8ext` `key`, `running` and `files`.
+
+    Raises:
+        ConfigError: what is known at once: no key or a wrong one, a checkpoint that is not there, or a server without these
+            routes.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         line = [sys.executable, "-m", "vllm_fp8ext.loadtest.weights"]
         pipe = gevent.subprocess.PIPE
         self._process = gevent.subprocess.Popen(line, stdin=pipe, stdout=pipe)
-        self._ask(options)
+        self._pushes = itertools.count(1)
+        answer = self._ask(options)
+        if answer != READY:
+            self.close()
+            raise ConfigError(answer)
 
     def push(self, step: int | None = None) -> Update:
-        """Change the weights once."""
-        return Update(**self._ask({"step": step}))
+        """Change the weights once. An update that fails, even by the end of the process, is told by its `error`."""
+        update = Update(f"update-{next(self._pushes)}", time.monotonic(), step=step)
+        try:
+            return Update(**self._ask({"step": step}))
+        except Exception as error:
+            _failed(update, error)
+            return update
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+        """End the process. It gives up an update that is under way, which would keep others out."""
+        self._process.terminate()
+        try:
+            self._process.wait(GIVE_UP_SECONDS)
+        except gevent.subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _ask(self, question: Any) -> Any:
         self._process.stdin.write(json.dumps(question).encode() + b"\n")
@@ -133,20 +176,33 @@ class Pusher:
 
 
 def main() -> None:
-    """Do what the lines on the standard input ask for."""
+    """Do what the lines on the standard input ask for. The first answer is `READY`, or why there is nothing to be done."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C: the update is given up
+    with contextlib.suppress(KeyboardInterrupt):
+        _answer()
+
+
+def _answer() -> None:
     options = json.loads(sys.stdin.readline())
-    checkpoints = [Path(path) for path in options["checkpoints"]]
-    pusher: Fp8ext | Stock
-    if options["through"] == "stock":
-        pusher = Stock(options["url"], checkpoints)
-    else:
-        pusher = Fp8ext(
-            options["url"], options["key"], checkpoints, running=options["running"], files=options["files"]
+    try:
+        pusher = _changer(options)
+    except (UpdateError, httpx.HTTPError, ValueError) as error:
+        hint = "" if options["key"] else f" ({ADMIN_KEY} is not set, and no --key-file given)"
+        print(
+            json.dumps(f"--update-every: {error}{hint if isinstance(error, UpdateError) else ''}"), flush=True
         )
-    print(json.dumps("ready"), flush=True)
+        return
+    print(json.dumps(READY), flush=True)
     for line in sys.stdin:
         update = pusher.push(json.loads(line)["step"])
         print(json.dumps(dataclasses.asdict(update)), flush=True)
+
+
+def _changer(options: dict[str, Any]) -> Fp8ext | Stock:
+    url, checkpoints = options["url"], [Path(path) for path in options["checkpoints"]]
+    if options["through"] == "stock":
+        return Stock(url, checkpoints)
+    return Fp8ext(url, options["key"], checkpoints, running=options["running"], files=options["files"])
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ def load(server: Server, folder: Path, *more: str) -> dict[str, Any]:
     return measured
 
 
+def made(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """All updates but the one that the end of the run cut off, if it did."""
+    updates: list[dict[str, Any]] = measured["updates"]
+    return [update for update in updates if update["error"] != "unfinished"]
+
+
 @pytest.mark.parametrize("how", [[], ["--one-step-off"]], ids=["synchronous", "one step off"])
 def test_rollout_steps_with_an_update_after_each(single: Server, tmp_path: Path, how: list[str]):
     measured = load(
@@ -69,7 +75,7 @@ def test_rollout_steps_with_an_update_after_each(single: Server, tmp_path: Path,
     )
     assert measured["steps"]["count"] == 3
     assert measured["e2e"]["count"] == 18
-    epochs = [update["epoch"] for update in measured["updates"]]
+    epochs = [update["epoch"] for update in made(measured)]
     assert epochs == list(range(epochs[0], epochs[0] + len(epochs)))
     assert len(epochs) >= 2
     assert not measured["staleness"]["estimated"]
@@ -82,7 +88,7 @@ def test_updates_by_the_clock_under_a_closed_loop(single: Server, tmp_path: Path
         *(single, tmp_path, "--users", "3", "--time", "14s", "--output-tokens", "uniform:60,200"),
         *("--update-every", "2", "--slo", "failed_requests<=0"),
     )
-    updates = measured["updates"]
+    updates = made(measured)
     assert updates
     assert all(update["pause_seconds"] > 0 for update in updates)
     assert all(update["push_seconds"] >= update["pause_seconds"] for update in updates)

@@ -26,6 +26,13 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     mood = asked["model"]
     if mood.startswith("http-"):
         writer.write(f"HTTP/1.1 {mood[5:]} No\r\nContent-Length: 0\r\n\r\n".encode())
+    elif mood == "refusal":
+        problem = b'{"error": {"message": "Token id 742 is out\\n of vocabulary", "code": 400}}'
+        writer.write(b"HTTP/1.1 400 No\r\nContent-Length: %d\r\n\r\n%s" % (len(problem), problem))
+    elif mood == "plain refusal":
+        writer.write(b"HTTP/1.1 503 No\r\nContent-Length: 304\r\n\r\nbusy" + 300 * b"!")
+    elif mood == "half a refusal":
+        writer.write(b"HTTP/1.1 502 No\r\nContent-Length: 304\r\n\r\nbusy")
     elif mood == "hang":
         await asyncio.sleep(3600)
     elif mood == "garbage":

@@ -160,6 +160,33 @@ def test_nothing_asked_is_no_valid_run() -> None:
     assert analyse(run(), [])["invalid"] == ["nothing was asked"]
 
 
+@pytest.mark.parametrize("error", ["http-400", UNFINISHED])
+def test_a_run_without_a_single_success_is_not_valid(error: str) -> None:
+    lost = stream(100, 105)
+    lost.error = error
+    [reason] = analyse(run(lost), [])["invalid"]
+    assert reason.startswith("no request succeeded: ")
+
+
+def refused(said: str, error: str = "http-400") -> Request:
+    return Request(100.0, 100.0, 101.0, error=error, said=said)
+
+
+def test_the_most_frequent_error_is_told_in_its_own_words() -> None:
+    failed = [refused("too long"), refused("out of vocabulary"), refused("too long"), refused("", "connect")]
+    whole = run(
+        stream(100, 105), *failed, updates=(dataclasses.replace(UPDATE, error="internal", said="why"),)
+    )
+    measured = analyse(whole, [])
+    error = {"kind": "http-400", "status": 400, "count": 3, "text": "too long"}
+    assert measured["most_frequent_error"] == error
+    assert measured["remarks"] == [
+        "3 of 5 requests failed with http-400: too long",
+        "1 of 1 updates failed with internal: why",
+    ]
+    assert analyse(run(stream(100, 105)), [])["most_frequent_error"] is None
+
+
 def test_series_over_time() -> None:
     whole = run(stream(100, 110), updates=(UPDATE,))
     whole.scrapes = [Scrape(101.0, {"running": 3.0})]

@@ -122,6 +122,8 @@ def test_slos_that_are_none(text: str) -> None:
         ({"update_every": "soon", "checkpoints": ("a",)}, "expected seconds or 'step'"),
         ({"update_every": "0", "checkpoints": ("a",)}, "expected seconds or 'step'"),
         ({"update_every": "5"}, "at least one"),
+        ({"vocabulary": 10}, "vocabulary: expected more than 10 token ids, found 10"),
+        ({"profile": "poisson", "rate": 0.0}, "rate: expected more than 0"),
         ({"update_every": "step", "checkpoints": ("a",)}, "only the profile rollout"),
         ({"slos": ("ttft<1",)}, "SLO: expected"),
         ({"input_tokens": "many"}, "lengths: expected"),

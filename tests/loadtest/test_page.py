@@ -55,6 +55,45 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert report.write(late, None, Console(file=io.StringIO())) == report.INVALID
 
 
+def busy() -> Run:
+    """A run with numbers of many digits."""
+    run = made_up(slos=("ttft_p99<0.1",))
+    run.updates[0].version = "checkpoint-1234567890"
+    run.updates.append(
+        Update("b", 105.0, 105.1, 105.2, error="internal", said="[no] room for 123456789 bytes")
+    )
+    run.requests += [
+        Request(100.0, 100.0, 101.0, error="http-400", said="found [987654]") for _ in range(1234)
+    ]
+    return run
+
+
+def shown(width: int) -> str:
+    seen = io.StringIO()
+    report.write(busy(), None, Console(file=seen, width=width))
+    return seen.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_no_digit_is_lost_in_a_narrow_terminal(width: int) -> None:
+    narrow, wide = shown(width), shown(1000)
+    assert "…" not in narrow
+    assert max(map(len, narrow.splitlines())) <= width
+    assert sorted(filter(str.isdigit, narrow)) == sorted(filter(str.isdigit, wide))
+
+
+def test_tables_are_as_wide_as_they_need_to_be_where_nobody_has_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    report.write(busy(), None)
+    seen = capsys.readouterr().out
+    assert any("checkpoint-1234567890" in line and "internal" not in line for line in seen.splitlines())
+    assert "1234 of 1235 requests failed with http-400: found [987654]" in seen
+    assert "failed with internal: [no] room for 123456789 bytes" in seen
+    assert max(map(len, seen.splitlines())) < 200
+
+
 def test_runs_stand_side_by_side(tmp_path: Path) -> None:
     write(tmp_path / "a", label="stock")
     write(tmp_path / "b", label="ours")

@@ -2,6 +2,8 @@
 """Whole runs of the load generator, as its users start them, against a server that does nothing but send tokens."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from vllm_fp8ext.checkpoints import EARLY
+from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.loadtest.command import LOCUSTFILE
+from vllm_fp8ext.loadtest.weights import Pusher
 
 pytestmark = pytest.mark.alone
 INTERVAL = 0.02
@@ -48,6 +53,13 @@ def trivial(unused_port: int) -> Iterator[Trivial]:
 @pytest.fixture
 def mortal(unused_port: int) -> Iterator[Trivial]:
     server = Trivial(unused_port, str(Path(__file__).with_name("mortal.py")))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def strict(unused_port: int) -> Iterator[Trivial]:
+    server = Trivial(unused_port, str(Path(__file__).with_name("strict.py")))
     yield server
     server.stop()
 
@@ -157,21 +169,160 @@ def test_rollout_steps_end_by_themselves(trivial: Trivial, tmp_path: Path, proce
     assert measured["seconds"] < 30
 
 
+def refused(url: str, folder: Path, *more: str) -> str:
+    """The line of a run that is refused before any user starts."""
+    start = time.monotonic()
+    code, report, said = load(url, folder, "--time", "300s", *more)
+    assert (code, report) == (2, {}), said
+    assert time.monotonic() - start < 100
+    assert "Traceback" not in said
+    assert "ERROR/locust" not in said
+    assert "users spawned" not in said
+    assert "Type     Name" not in said, "locust's own tables, of nothing"
+    [line] = re.findall("^fp8ext: .*", said, re.MULTILINE)
+    return line
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--slo", "ttft<1"), "SLO: expected"),
+        (("--slo", "foo<1"), "SLO: expected NAME<VALUE"),
+        (("--slo", "ttft<1", "--processes", "2"), "found 'ttft<1'"),
         (("--input-tokens", "many"), "lengths: expected"),
-        (("--update-every", "5"), "at least one"),
+        (("--vocabulary", "5"), "vocabulary: expected more than 10 token ids, found 5"),
+        (("--update-every", "5"), "expected at least one for --update-every 5, found none"),
     ],
 )
-def test_what_is_wrong_with_the_options_is_said(
+def test_options_that_are_wrong_are_refused(
     trivial: Trivial, tmp_path: Path, more: tuple[str, ...], message: str
 ) -> None:
-    code, report, said = load(trivial.url, tmp_path, "--time", "2s", *more)
-    assert code != 0
-    assert report == {}
-    assert message in said
+    assert message in refused(trivial.url, tmp_path, *more)
+
+
+@pytest.mark.parametrize("more", [(), ("--model", "trivial")])
+def test_nobody_there(unused_port: int, tmp_path: Path, more: tuple[str, ...]) -> None:
+    url = f"http://127.0.0.1:{unused_port}"
+    line = refused(url, tmp_path, *more)
+    assert f"expected a server at {url}, found none: " in line
+    assert "Connection refused" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "more", "message"),
+    [
+        (None, (), "FP8EXT_ADMIN_KEY is not set"),
+        ("wrong", (), "the admin key is wrong"),
+        ("right", ("--checkpoints", "nosuch"), "found no *.safetensors in /"),
+    ],
+)
+def test_updates_that_can_not_be_made_are_refused_before_any_load(
+    strict: Trivial,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str | None,
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    if key is None:
+        monkeypatch.delenv(ADMIN_KEY, raising=False)
+    else:
+        monkeypatch.setenv(ADMIN_KEY, key)
+    line = refused(strict.url, tmp_path, "--update-every", "1", "--checkpoints", str(EARLY), *more)
+    assert line.startswith("fp8ext: --update-every: ")
+    assert message in line
+
+
+SMALL = ("--users", "1", "--input-tokens", "5", "--output-tokens", "5")
+
+
+def test_updates_that_fail_later_are_counted_and_shown(
+    strict: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY, "right")
+    code, report, said = load(
+        *(strict.url, tmp_path, *SMALL, "--vocabulary", "100", "--time", "8s", "--update-every", "1"),
+        *("--checkpoints", str(EARLY), "--slo", "failed_updates<=0"),
+    )
+    assert code in (1, 2), said
+    measured = report["measured"]
+    ended = [update for update in measured["updates"] if update["error"] != "unfinished"]
+    assert measured["failed_updates"] == len(ended) >= max(1, len(measured["updates"]) - 1)
+    assert measured["seconds"] < 20
+    assert {(update["error"], update["said"]) for update in ended} == {("internal", "no room for [weights]")}
+    assert "updates failed with internal: no room for [weights]" in said
+    assert "failed_updates<=0: " in said
+    assert "broken" in said
+
+
+@pytest.fixture
+def fleeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint that is there when a run begins, and no more once a server of that test answers."""
+    folder = tmp_path / "fleeting"
+    shutil.copytree(EARLY, folder)
+    monkeypatch.setenv("FORGET", str(folder))
+    return folder
+
+
+def test_any_error_of_an_update_is_a_failed_update(
+    fleeting: Path, strict: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY, "right")
+    code, report, said = load(
+        *(strict.url, tmp_path, *SMALL, "--vocabulary", "100", "--time", "8s", "--update-every", "1"),
+        *("--checkpoints", str(fleeting), "--slo", "failed_updates<=0"),
+    )
+    assert code in (1, 2), said
+    assert report["measured"]["failed_updates"] >= 2
+    assert "updates failed with ValueError: " in said
+    assert "Traceback" not in said
+
+
+@pytest.fixture
+def holding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of that test does not answer to an update that is opened."""
+    monkeypatch.setenv("HOLD", "1")
+
+
+def test_an_update_that_the_end_of_a_run_cuts_off_is_not_a_failed_one(
+    holding: None, strict: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY, "right")
+    _, report, said = load(
+        *(strict.url, tmp_path, *SMALL, "--vocabulary", "100", "--time", "6s", "--update-every", "1"),
+        *("--checkpoints", str(EARLY), "--slo", "failed_updates<=0"),
+    )
+    measured = report["measured"]
+    [update] = measured["updates"]
+    assert (update["version"], update["error"]) == ("update-1", "unfinished")
+    assert measured["failed_updates"] == 0
+    assert "the run ended during an update, which was given up" in said
+    assert "broken" not in said
+
+
+def test_an_update_whose_process_ends_is_a_failed_update(strict: Trivial) -> None:
+    options = {"through": "fp8ext", "url": strict.url, "key": "right", "running": "keep", "files": False}
+    pusher = Pusher({**options, "checkpoints": [str(EARLY)]})
+    pusher.close()
+    for number in (1, 2):
+        update = pusher.push(step=number)
+        assert (update.version, update.step) == (f"update-{number}", number)
+        assert update.error
+        assert update.began <= update.commit_sent <= update.committed
+
+
+def test_a_run_in_which_nothing_succeeds_is_invalid_and_says_why(strict: Trivial, tmp_path: Path) -> None:
+    code, report, said = load(strict.url, tmp_path, "--time", "5s", "--users", "2")
+    assert code == 2, said
+    measured = report["measured"]
+    error = measured["most_frequent_error"]
+    assert (error["kind"], error["status"]) == ("http-400", 400)
+    assert 0 < error["count"] == measured["failed_requests"]
+    assert measured["requests"] - measured["failed_requests"] == measured["unfinished_requests"] <= 2
+    assert re.fullmatch(r"Token id \d+ is out of vocabulary", error["text"])
+    assert any("no request succeeded" in reason for reason in measured["invalid"])
+    assert f"failed with http-400: {error['text']}" in said
+    assert "below --vocabulary, which is 1000: set --vocabulary to the size of the model's vocabulary" in said
+    assert "out of vocabulary" in (tmp_path / "report.html").read_text()
 
 
 def test_locust_alone_takes_the_file(trivial: Trivial) -> None:

@@ -69,6 +69,22 @@ def test_failures_have_names(url: str, model: str, kind: str, tokens: int) -> No
     assert (request.error, request.tokens) == (kind, tokens)
 
 
+@pytest.mark.parametrize(
+    ("model", "kind", "said"),
+    [
+        ("refusal", "http-400", "Token id 742 is out of vocabulary"),
+        ("plain refusal", "http-503", "busy" + 195 * "!" + "…"),
+        ("http-500", "http-500", None),
+        ("half a refusal", "http-502", None),
+        ("error event", "server-error", "no"),
+        ("garbage", "broken", "expected JSON in an event, found b'{nonsense'"),
+    ],
+)
+def test_what_the_server_says_of_a_failure_is_kept(url: str, model: str, kind: str, said: str | None) -> None:
+    request = ask(url, model)
+    assert (request.error, request.said) == (kind, said)
+
+
 def test_a_server_that_does_not_answer_in_time(url: str) -> None:
     request = ask(url, "hang", timeout=0.3)
     assert request.error == "timeout"
