@@ -54,3 +54,48 @@ def test_deep_gemm_is_run_for_every_number_of_its_blocks(
 
     run = {blocks(count) for count in _tokens(layer, method, most)}  # type: ignore[arg-type]  # all that it looks at
     assert {blocks(count) for count in range(few + 1, most + 1)} <= run
+
+
+@pytest.mark.parametrize("few", [0, 1, 16, 40, 700])
+@pytest.mark.parametrize("most", [1, 64, 700, 2048])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {8: "64x128"}, {1: "16x64", 16: "16x64", 48: "64x128", 512: "16x64", 4096: "128x128"}],
+    ids=("untuned", "one", "tuned"),
+)
+def test_every_variant_of_vllms_triton_kernel_is_run(few: int, most: int, sizes: dict[int, str]) -> None:
+    """It takes the blocks tuned for the nearest number of tokens; Triton compiles 1 and multiples of 16 apart."""
+    from vllm_fp8ext.compat.warmup import _triton_tokens
+
+    def variant(count: int) -> tuple[str, bool, bool]:
+        nearest = min(sizes, key=lambda tuned: abs(tuned - count), default=0)
+        return sizes.get(nearest, ""), count == 1, count % 16 == 0
+
+    run = _triton_tokens(sizes, few, most)
+    served = range(few + 1, most + 1)
+    assert set(run) <= set(served)
+    assert len({variant(count) for count in run}) == len(run)
+    assert {variant(count) for count in run} == {variant(count) for count in served}
+
+
+def test_blocks_are_those_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+    from pathlib import Path
+
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    from vllm_fp8ext.compat.gemm import triton_sizes
+
+    folder = Path(fp8_utils.__file__).parent / "configs"
+    name = "N=1536,K=7168,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json"
+    monkeypatch.setattr(fp8_utils, "get_device_name_as_file_name", lambda: "NVIDIA_H200")
+    fp8_utils.get_w8a8_block_fp8_configs.cache_clear()
+    try:
+        found = triton_sizes(1536, 7168)
+        tuned = json.loads((folder / name).read_text())
+        assert {str(count): json.loads(sizes) for count, sizes in found.items()} == tuned
+        assert triton_sizes(1536, 7169) == {}
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        assert triton_sizes(1536, 7168) == {}
+    finally:
+        fp8_utils.get_w8a8_block_fp8_configs.cache_clear()

@@ -38,14 +38,15 @@ def config(tmp_path_factory: pytest.TempPathFactory):
 
 
 def _layer(
-    config, weight: Tensor, scale_format: str, *, batch_invariant: bool = False
+    config, weight: Tensor, scale_format: str, *, batch_invariant: bool = False, gemm: str | None = None
 ) -> tuple[nn.Module, object]:
     from vllm_fp8ext.config import KernelSettings, Settings
     from vllm_fp8ext.linear import BlockFp8LinearMethod
 
     torch.set_default_dtype(torch.bfloat16)
     try:
-        kernels = KernelSettings(batch_invariant=batch_invariant)
+        shapes = {"*": {"gemm": gemm, "decode_tokens": 0}} if gemm else {}
+        kernels = KernelSettings(batch_invariant=batch_invariant, shapes=shapes)
         method = BlockFp8LinearMethod(Settings(scale_format=scale_format, kernels=kernels))
         layer = nn.Module()
         method.create_weights(
@@ -111,3 +112,20 @@ def test_one_kernel_path_makes_the_same_of_a_token_whatever_is_beside(config, sh
     alone = method.apply(layer, x[:1])
     for tokens in (2, 17, 64, 65, 300, 4096):
         assert torch.equal(method.apply(layer, x[:tokens])[:1], alone), tokens
+
+
+@pytest.mark.parametrize("gemm", ["triton", "cutlass"])
+def test_nothing_compiles_after_the_warm_up(config, gemm):
+    from vllm_fp8ext.compat.warmup import warm_up
+    from vllm_fp8ext.kernels import compiled
+
+    layer, method = _layer(
+        config, torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda"), "fp32", gemm=gemm
+    )
+    layer.quant_method = method
+    warm_up(layer, 2048)
+    before = compiled.counts.copy()
+    x = torch.ones(2048, 4096, dtype=torch.bfloat16, device="cuda")
+    for tokens in (*range(1, 150), 160, 200, 256, 300, 512, 777, 1000, 1024, 1536, 2000, 2048):
+        method.apply(layer, x[:tokens])
+    assert compiled.counts == before

@@ -5,9 +5,11 @@ Replaces: `init_fp8_linear_kernel`, which may take a kernel that repacks weights
 comes with each of its kernels. Can go once this project has kernels of its own for every shape.
 """
 
+import json
 from functools import cache
 
 import torch
+import vllm.envs as envs
 from torch import Tensor
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
@@ -58,6 +60,17 @@ def triton(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dty
         x.codes, codes_NK, x.scales.contiguous(), scales_NbKb, [BLOCK, BLOCK], dtype
     )
     return out
+
+
+def triton_sizes(n: int, k: int) -> dict[int, str]:
+    """Sizes of the Triton kernel's blocks, as text, by the number of tokens that vLLM tuned them for on this GPU. Empty where
+    it takes the same for all."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import get_w8a8_block_fp8_configs
+
+    if envs.VLLM_BATCH_INVARIANT:
+        return {}
+    tuned = get_w8a8_block_fp8_configs(n, k, BLOCK, BLOCK) or {}
+    return {count: json.dumps(sizes, sort_keys=True) for count, sizes in tuned.items()}
 
 
 GEMMS.update({"deep_gemm": deep_gemm, "cutlass": cutlass, "triton": triton})

@@ -17,6 +17,7 @@ from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup
 
 from vllm_fp8ext.compat.deep_gemm_compile import Sizes, compile_ahead
 from vllm_fp8ext.compat.expert_warmup import expert_layers, expert_sizes, run_experts
+from vllm_fp8ext.compat.gemm import triton_sizes
 from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers, warm_up_together
 from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
@@ -96,7 +97,20 @@ def _tokens(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> 
     if name == "deep_gemm" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
         found = _generate_optimal_warmup_m_values(max_tokens, layer.weight.shape[0], layer.weight.device)
         counts |= {count for count in found if count > few}
+    if name == "triton":
+        counts |= set(_triton_tokens(triton_sizes(*layer.weight.shape), few, max_tokens))
     return sorted(counts)
+
+
+def _triton_tokens(sizes: dict[int, str], few: int, most: int) -> list[int]:
+    """One number of tokens from `few` + 1 to `most` for each variant of vLLM's kernel: its sizes, which are those of the
+    nearest number that was tuned, and what Triton compiles apart, which is 1, multiples of 16, and all others."""
+    variants: dict[tuple[str, str], int] = {}
+    for count in range(few + 1, most + 1):
+        size = sizes[min(sizes, key=lambda tuned: abs(tuned - count))] if sizes else ""
+        compiled_as = "1" if count == 1 else "of 16" if count % 16 == 0 else "other"
+        variants.setdefault((size, compiled_as), count)
+    return sorted(variants.values())
 
 
 def _deep_gemm_sizes(layers: Layers, max_tokens: int) -> Sizes:
