@@ -17,6 +17,10 @@ class AdminKey:
         """Raises `UpdateError` with status 401 without a key, 403 with a wrong one."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise UpdateError("no-key", "expected the header 'Authorization: Bearer ADMIN_KEY'", status=401)
+            raise UpdateError(
+                "no-key",
+                "expected the header 'Authorization: Bearer ADMIN_KEY', found none (the client's FP8EXT_ADMIN_KEY)",
+                status=401,
+            )
         if not hmac.compare_digest(hashlib.sha256(token.strip().encode()).digest(), self._digest):
             raise UpdateError("wrong-key", "the admin key is wrong (it is not the --api-key)", status=403)

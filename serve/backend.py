@@ -4,6 +4,7 @@
 import asyncio
 import math
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ class Backend:
     """What the routes need; filled once the engine is there."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self.started = uuid.uuid4().hex
+        """Names this start of the server."""
         self.engine: EngineCalls
         self.spool: Spool
         self.world_size: int

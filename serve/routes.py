@@ -76,7 +76,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     async def open_update(body: schema.OpenUpdate) -> Any:
         opened = await backend.engine("open", **body.model_dump())
         limits = {"max_chunk_bytes": backend.spool.limit, "max_receive_bytes": backend.receive_bytes}
-        return opened | limits
+        return opened | limits | {"started": backend.started}
 
     @routes.get("/updates/{id}", response_model=schema.Update, summary="Where an update stands")
     async def get_update(id: schema.UpdateId) -> Any:

@@ -6,6 +6,8 @@ with it: nothing is read from its connection meanwhile.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import mmap
 import os
 import shutil
@@ -20,6 +22,7 @@ from vllm_fp8ext.serve.batch_writer import BatchWriter
 from vllm_fp8ext.serve.content_digest import ContentDigest
 
 _PAGE = 4096
+_NAME = "fp8ext-", ".spool"
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,13 @@ class Spool:
     def __init__(self, folder: str, limit: int, idle_seconds: float = 60.0) -> None:
         if not os.path.isdir(folder):
             raise ConfigError(f"spool_dir: expected a folder, found none at {folder}")
+        _remove_left(folder)
         self.limit = min(limit, shutil.disk_usage(folder).free) // _PAGE * _PAGE
         if not self.limit:
             raise ConfigError(f"spool_dir: {folder} is full")
-        descriptor, name = tempfile.mkstemp(prefix="fp8ext-", suffix=".spool", dir=folder)
-        self.path = Path(name)
-        self._descriptor = descriptor
-        os.ftruncate(descriptor, self.limit)
-        self._content = memoryview(mmap.mmap(descriptor, self.limit))
+        self._descriptor, self.path = _created(folder)
+        os.ftruncate(self._descriptor, self.limit)
+        self._content = memoryview(mmap.mmap(self._descriptor, self.limit))
         self._idle_seconds = idle_seconds
         self._extents: list[tuple[int, int]] = []
         self._turn = asyncio.Lock()
@@ -153,3 +155,24 @@ class Spool:
             )
         if digest is not None:
             await digest.verify(extent.content)
+
+
+def _created(folder: str) -> tuple[int, Path]:
+    """A file that is locked for as long as its server lives."""
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=_NAME[0], suffix=_NAME[1], dir=folder)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.exists(
+            name
+        ):  # else another server began at this moment, and took it for one that was left
+            return descriptor, Path(name)
+        os.close(descriptor)
+
+
+def _remove_left(folder: str) -> None:
+    """What servers left there that were killed: nobody holds its lock."""
+    for path in Path(folder).glob("*".join(_NAME)):
+        with contextlib.suppress(OSError), path.open("rb") as file:  # locked, or somebody else's
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()

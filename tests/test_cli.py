@@ -2,6 +2,9 @@
 """`fp8ext push`: its options become the client's arguments."""
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from vllm_fp8ext.cli import cli
-from vllm_fp8ext.environment import DEFAULT_URL, URL
+from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
+from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve import client as client_module
 from vllm_fp8ext.serve.schema import Update
 
@@ -44,6 +48,9 @@ class Recorded:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def update(self, id: str) -> Any:
+        self.found = id
+
     def push(self, checkpoint: Path, **options: Any) -> Any:
         options.pop("progress")(1, 2)
         self.pushed.append({"checkpoint": checkpoint, **options})
@@ -57,6 +64,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr(client_module, "Client", recorded)
     monkeypatch.setattr(client_module, "Replicas", recorded)
     monkeypatch.delenv(URL, raising=False)
+    monkeypatch.setenv(ADMIN_KEY, "secret")
     return recorded
 
 
@@ -71,6 +79,7 @@ def test_options_are_handed_on(recorded: Recorded, tmp_path: Path) -> None:
     arguments += ["--partial", "--fp8"]
     push(tmp_path, "--key", "k", "--version", "v", "--base-epoch", "2", *arguments)
     assert recorded.made == [(DEFAULT_URL, "k")]
+    assert recorded.found == "u1"
     assert recorded.pushed == [
         {
             "checkpoint": tmp_path,
@@ -107,15 +116,82 @@ def test_several_servers(
         monkeypatch.setenv(URL, " ".join(urls))
     given = [] if by_variable else [word for url in urls for word in ("--url", url)]
     found = json.loads(push(tmp_path, "--json", *given).stdout)
-    assert recorded.made == [(urls, None)]
+    assert recorded.made == [(urls, "secret")]
     assert {url: update["id"] for url, update in found.items()} == dict.fromkeys(urls, "u1")
 
 
 def test_one_server_is_printed_by_itself(recorded: Recorded, tmp_path: Path) -> None:
     found = json.loads(push(tmp_path, "--json", "--url", "http://a:1").stdout)
-    assert (recorded.made, found["id"]) == ([("http://a:1", None)], "u1")
+    assert (recorded.made, found["id"]) == ([("http://a:1", "secret")], "u1")
+
+
+def test_a_key_is_asked_for_before_anything_is_sent(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ADMIN_KEY)
+    (tmp_path / "empty.key").write_text("\n")
+    for line, why in (
+        ([], "none of them was given"),
+        (["--key-file", str(tmp_path / "empty.key")], "is empty"),
+    ):
+        with pytest.raises(ConfigError, match=f"--key-file FILE, --key KEY or {ADMIN_KEY}: .*{why}"):
+            CliRunner().invoke(cli, ["push", str(tmp_path), *line], catch_exceptions=False)
+    assert recorded.made == []
+
+
+def test_seconds_to_wait_go_with_waiting(recorded: Recorded, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["push", str(tmp_path), "--wait-seconds", "5"])
+    assert (result.exit_code, recorded.pushed) == (2, [])
+    assert "--wait-seconds goes with --running wait, found keep" in result.output
+
+
+def run(script: str, *line: str) -> subprocess.CompletedProcess[str]:
+    """The console script in a process of its own, after a line of Python."""
+    program = f"import sys; {script}; from vllm_fp8ext.cli import main; main()"
+    command = [sys.executable, "-P", "-c", program, *line]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("torch", ["digest", "."]),
+        ("torch", ["demo"]),
+        ("torch", ["bench", "update", "--help"]),
+        ("vllm", ["serve", "model"]),
+        ("locust", ["bench", "load"]),
+    ],
+)
+def test_a_package_that_is_not_there_is_named(package: str, line: list[str]) -> None:
+    done = run(f"sys.modules[{package!r}] = None", *line)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"{package}" in done.stderr
+    assert "pip install" in done.stderr
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        done = run(
+            "import vllm_fp8ext.serve.client.clients as c; c.RETRIES = 0",
+            "status",
+            "--url",
+            url,
+            "--key",
+            "k",
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"fp8ext: {url}/fp8ext/v1/weights: ")
 
 
 def test_what_becomes_of_running_requests_is_checked(recorded: Recorded, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["push", str(tmp_path), "--running", "never"])
     assert (result.exit_code, recorded.pushed) == (2, [])
+
+
+def test_options_of_vllm_come_after_the_model() -> None:
+    result = CliRunner().invoke(cli, ["serve", "--port", "8001", "model"])
+    assert result.exit_code == 2
+    assert "expected MODEL before the options, found --port" in result.output

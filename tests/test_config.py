@@ -188,3 +188,10 @@ def test_what_vllm_is_told_of_batch_invariance_is_the_default(
     assert Settings.parse({}).kernels.batch_invariant is invariant
     section = {"fp8ext": {"kernels": {"batch_invariant": not invariant}}}
     assert Settings.parse(section).kernels.batch_invariant is not invariant
+
+
+def test_settings_outside_their_section_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r'expected allowed_dirs, staging inside "fp8ext", as in .*found outside'
+    ):
+        Settings.parse({"staging": "none", "allowed_dirs": ["/a"], "of another plugin": 1})

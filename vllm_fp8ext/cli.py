@@ -1,40 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fp8ext serve | push | digest | plan | calibrate | demo | bench`: delegates only."""
+"""`fp8ext serve | push | status | abandon | rollback | verify | digest | plan | calibrate | demo | bench`: delegates only."""
 
+import importlib.util
 import json
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 import httpx
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
+from rich.progress import Progress
 
 from vllm_fp8ext import __version__
 from vllm_fp8ext.calibrate.command import calibrate
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.plan.command import plan
+from vllm_fp8ext.serve.client.command import (
+    abandon,
+    key_file_option,
+    key_of,
+    key_option,
+    push,
+    rollback,
+    status,
+    verify,
+)
 
 errors = Console(stderr=True)
 
-key_option = click.option("--key", envvar=ADMIN_KEY, help=f"The admin key [{ADMIN_KEY}].")
-key_file_option = click.option(
-    "--key-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file that holds the admin key.",
-)
+_SERVER = "pip install 'vllm-fp8ext[cuda]', or [cpu] on a machine without a GPU"
+PACKAGES = {
+    **dict.fromkeys(("vllm", "torch", "transformers", "safetensors", "fastapi", "numpy"), _SERVER),
+    **dict.fromkeys(("locust", "plotly", "hdrh"), "pip install 'vllm-fp8ext[loadtest]'"),
+    "triton": "it comes with [cuda]",
+}
+"""What some commands need, and how it is had."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -43,96 +46,26 @@ def cli() -> None:
     """Blockwise-FP8 rollouts for vLLM, with live weight updates."""
 
 
-@cli.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@cli.command(context_settings={"ignore_unknown_options": True}, options_metavar="")
 @click.argument("model")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def serve(context: click.Context, model: str) -> None:
-    """Serve MODEL with vLLM in blockwise FP8, with the weight-update routes. All of `vllm serve`'s options are taken."""
+def serve(context: click.Context, model: str, options: tuple[str, ...]) -> None:
+    """Serve MODEL with vLLM in blockwise FP8, with the weight-update routes.
+
+    OPTIONS are those of `vllm serve` (`vllm serve --help=all` lists them), such as --port 8001 --tensor-parallel-size 2.
+    """
+    if model.startswith("-"):
+        raise click.UsageError(f"expected MODEL before the options, found {model}", context)
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError(name="vllm")
     from vllm_fp8ext.serve.launch import command, environment
 
     env, key_file = environment(os.environ)
     if key_file:
         errors.print(f"fp8ext: the admin key is in {key_file}")
-    arguments = command(model, context.args)
+    arguments = command(model, options)
     os.execve(arguments[0], arguments, env)
-
-
-@cli.command()
-@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--url",
-    "urls",
-    envvar=URL,
-    multiple=True,
-    default=[DEFAULT_URL],
-    show_default=True,
-    help="The server's root. Given several times: all of them, or none.",
-)
-@key_option
-@key_file_option
-@click.option("--version", help="Label of these weights (the training step, say).")
-@click.option("--base-epoch", type=int, help="Refuse unless this epoch is served.")
-@click.option(
-    "--partial", is_flag=True, help="What CHECKPOINT lacks keeps its served weights. Needs --base-epoch."
-)
-@click.option(
-    "--running",
-    type=click.Choice(["keep", "recompute", "wait", "abort"]),
-    default="keep",
-    show_default=True,
-    help="What becomes of running requests.",
-)
-@click.option("--wait-seconds", type=float, help="With --running wait: how long to wait for them.")
-@click.option("--no-checksum", is_flag=True, help="Send no SHA-256 of the chunks.")
-@click.option(
-    "--fp8", is_flag=True, help="Quantize here, on the GPU if there is one, and send half the bytes."
-)
-@click.option("--resume", metavar="ID", help="Go on with an update that was interrupted.")
-@click.option("--json", "as_json", is_flag=True, help="Print the final state as JSON.")
-def push(
-    checkpoint: Path,
-    urls: tuple[str, ...],
-    key: str | None,
-    key_file: Path | None,
-    as_json: bool,
-    no_checksum: bool,
-    resume: str | None,
-    **options: Any,
-) -> None:
-    """Send CHECKPOINT (a folder of safetensors, or one file) to a server, or to several, and serve it."""
-    from vllm_fp8ext.serve.client import Client, Replicas
-
-    columns = (
-        TextColumn("sending"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=errors) as bar:
-        task = bar.add_task("sending", total=None)
-        options["progress"] = lambda sent, total: bar.update(task, completed=sent, total=total)
-        options |= {"checksum": not no_checksum, "id": resume}
-        if len(urls) == 1:
-            with Client(urls[0], _key(key, key_file)) as client:
-                updates = {urls[0]: client.push(checkpoint, **options)}
-        else:
-            with Replicas(urls, _key(key, key_file)) as replicas:
-                updates = replicas.push(checkpoint, **options)
-    if as_json:
-        found = {url: update.model_dump(mode="json") for url, update in updates.items()}
-        click.echo(json.dumps(found if len(urls) > 1 else found[urls[0]], indent=2))
-        return
-    for url, update in updates.items():
-        result = update.result or {}
-        table = Table(
-            title=f"epoch {result.get('epoch')} is served, version {result.get('version')}", caption=url
-        )
-        table.add_column("phase")
-        table.add_column("ms", justify="right")
-        for phase, seconds in update.seconds.items():
-            table.add_row(phase, f"{seconds * 1e3:.2f}")
-        Console().print(table)
 
 
 @cli.command()
@@ -164,7 +97,7 @@ def digest(
     if manifest:
         layout = Manifest.from_dict(json.loads(manifest.read_text()))
     elif url:
-        with Client(url, _key(key, key_file)) as client:
+        with Client(url, key_of(key, key_file)) as client:
             layout = Manifest.from_dict(client.manifest())
     with Progress(console=errors, transient=True) as bar:
         task = bar.add_task("hashing", total=None)
@@ -191,8 +124,8 @@ def demo(problems: int, json_file: Path | None) -> None:
     sys.exit(run(problems, json_file))
 
 
-cli.add_command(calibrate)
-cli.add_command(plan)
+for command in (push, status, abandon, rollback, verify, calibrate, plan):
+    cli.add_command(command)
 
 
 @cli.group()
@@ -298,17 +231,30 @@ def bench_report(reports: tuple[Path, ...], out: Path) -> None:
     click.echo(out)
 
 
-def _key(key: str | None, key_file: Path | None) -> str | None:
-    return key_file.read_text().strip() if key_file else key
-
-
 def main() -> None:
-    """The console script: errors of ours are one line, not a traceback."""
+    """The console script: errors of ours, and packages that are not there, are one line, not a traceback."""
     try:
         cli(standalone_mode=True)
     except (Fp8ExtError, httpx.HTTPError, ValueError) as error:
-        errors.print(f"fp8ext: {error}", style="red", markup=False, highlight=False)
-        sys.exit(1)
+        _end(f"{_where(error)}{error}")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in PACKAGES:
+            raise
+        _end(f"this needs the package {package}: {PACKAGES[package]}")
+
+
+def _where(error: Exception) -> str:
+    """Who could not be reached: httpx does not say."""
+    try:
+        return f"{error.request.url}: " if isinstance(error, httpx.RequestError) else ""
+    except RuntimeError:  # not known
+        return ""
+
+
+def _end(message: str) -> None:
+    errors.print(f"fp8ext: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -165,6 +165,12 @@ class Settings(BaseModel):
         Raises:
             ConfigError: naming every unknown key and wrong value, with what is valid.
         """
+        beside = sorted(set(additional_config or {}) & set(cls.model_fields))
+        if beside:
+            raise ConfigError(
+                f'--additional-config: expected {", ".join(beside)} inside "{SECTION}", as in '
+                f'{{"{SECTION}": {{"{beside[0]}": …}}}}, found outside'
+            )
         section = (additional_config or {}).get(SECTION, {})
         if not isinstance(section, Mapping):
             raise ConfigError(f'--additional-config "{SECTION}": expected an object, found {section!r}')

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's side of `/fp8ext/v1`: the one place that knows the HTTP API. Needs neither torch nor numpy nor vLLM."""
 
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.client.clients import AsyncClient, AsyncReplicas, Client, Replicas
 from vllm_fp8ext.serve.client.group import Group
@@ -19,4 +20,5 @@ __all__ = [
     "Pushable",
     "Replicas",
     "Transport",
+    "UpdateError",
 ]

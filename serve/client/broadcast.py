@@ -66,9 +66,10 @@ def _broadcast(
     limits = (update.max_receive_bytes for update in updates.values())
     limit = min([limit, *(most for most in limits if most)])
     ranks = {endpoint.url: update.world_size for endpoint, update in updates.items()}
+    starts = [update.started for update in updates.values()]
     sent = size = 0
     for bucket in buckets(tensors, limit):
-        places = group.meet(ranks, bucket.tensors[0].device)
+        places = group.meet(ranks, bucket.tensors[0].device, starts)
         data = yield from work(partial(group.pack, sent, bucket))
         yield from _on_all(
             calls.receive(

@@ -5,14 +5,16 @@ import base64
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Sent
 from vllm_fp8ext.serve.client.repeat import call
 from vllm_fp8ext.serve.safetensors_body import PIECE, Body
+
+M = TypeVar("M", bound=BaseModel)
 
 Content = bytes | Iterable[bytes]
 """A body to send. What is no iterator can be read again, and so be sent again."""
@@ -59,7 +61,7 @@ def open(
     endpoint: Endpoint,
     /,
     *,
-    version: str | None = None,
+    version: str | int | None = None,
     base_epoch: int | None = None,
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
@@ -69,10 +71,15 @@ def open(
     kv_scales: schema.KvScales | None = None,
     id: str | None = None,
 ) -> Flow[schema.Update]:
-    """Open an update, or find the one of this `id` again; without one, an id is made up."""
-    body = schema.OpenUpdate(
+    """Open an update, or find the one of this `id` again; without one, an id is made up.
+
+    Raises:
+        ValueError: an argument that is not what it should be.
+    """
+    body = _body(
+        schema.OpenUpdate,
         id=id or uuid.uuid4().hex,
-        version=version,
+        version=None if version is None else str(version),
         base_epoch=base_epoch,
         running=running,
         wait_seconds=wait_seconds,
@@ -82,6 +89,17 @@ def open(
         kv_scales=kv_scales,
     )
     return call(endpoint, endpoint.request("POST", "/updates", json=_plain(body)), _UPDATE)
+
+
+def _body(model: type[M], **fields: Any) -> M:
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, part['loc']))}: {part['msg']}, found {part['input']!r}"
+            for part in error.errors()
+        ]
+        raise ValueError("; ".join(wrong)) from None
 
 
 def update(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
@@ -195,7 +213,7 @@ def load(
     /,
     path: str | Path,
     *,
-    version: str | None = None,
+    version: str | int | None = None,
     base_epoch: int | None = None,
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
@@ -203,9 +221,10 @@ def load(
     kv_scales: schema.KvScales | None = None,
 ) -> Flow[schema.Update]:
     """Update from the server's own disk in one call."""
-    body = schema.Load(
+    body = _body(
+        schema.Load,
         path=str(path),
-        version=version,
+        version=None if version is None else str(version),
         base_epoch=base_epoch,
         running=running,
         wait_seconds=wait_seconds,

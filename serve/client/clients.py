@@ -25,9 +25,9 @@ RETRIES = 5
 class _Blocking(Generic[S]):
     """Runs flows on whom they are about, a server or several; holds the connections."""
 
-    def __init__(self, subject: S) -> None:
+    def __init__(self, subject: S, transport: httpx.BaseTransport | None = None) -> None:
         self._subject = subject
-        self._driver = BlockingDriver()
+        self._driver = BlockingDriver(transport)
 
     def close(self) -> None:
         """Close the connections."""
@@ -80,6 +80,12 @@ def _awaited(
     return method
 
 
+def _endpoints(urls: Iterable[str], key: str | None, timeout: float, retries: int) -> tuple[Endpoint, ...]:
+    if isinstance(urls, str):
+        raise ValueError(f"expected the URLs of several servers, found one text, {urls!r}")
+    return tuple(Endpoint.of(url, key, timeout=timeout, retries=retries) for url in urls)
+
+
 class Client(_Blocking[Endpoint]):
     """One server's weights.
 
@@ -97,8 +103,9 @@ class Client(_Blocking[Endpoint]):
         *,
         timeout: float = TIMEOUT,
         retries: int = RETRIES,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
-        super().__init__(Endpoint.of(url, key, timeout=timeout, retries=retries))
+        super().__init__(Endpoint.of(url, key, timeout=timeout, retries=retries), transport)
 
     weights = _blocking(calls.weights)
     manifest = _blocking(calls.manifest)
@@ -171,7 +178,7 @@ class Replicas(_Blocking[tuple[Endpoint, ...]]):
         timeout: float = TIMEOUT,
         retries: int = RETRIES,
     ) -> None:
-        super().__init__(tuple(Endpoint.of(url, key, timeout=timeout, retries=retries) for url in urls))
+        super().__init__(_endpoints(urls, key, timeout, retries))
 
     push = _blocking(push_everywhere)
 
@@ -187,6 +194,6 @@ class AsyncReplicas(_Awaited[tuple[Endpoint, ...]]):
         timeout: float = TIMEOUT,
         retries: int = RETRIES,
     ) -> None:
-        super().__init__(tuple(Endpoint.of(url, key, timeout=timeout, retries=retries) for url in urls))
+        super().__init__(_endpoints(urls, key, timeout, retries))
 
     push = _awaited(push_everywhere)

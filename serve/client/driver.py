@@ -25,10 +25,11 @@ class _Stopped(Exception):
 
 
 class BlockingDriver:
-    """Runs a flow on the caller's thread; flows that run at the same time get a thread each."""
+    """Runs a flow on the caller's thread; flows that run at the same time get a thread each. `transport`: how requests reach
+    their server, when that is no network."""
 
-    def __init__(self) -> None:
-        self._http = httpx.Client(limits=_LIMITS)
+    def __init__(self, transport: httpx.BaseTransport | None = None) -> None:
+        self._http = httpx.Client(limits=_LIMITS, transport=transport)
 
     def close(self) -> None:
         """Close the connections."""
@@ -92,8 +93,7 @@ class BlockingDriver:
 
 
 class AsyncDriver:
-    """Runs a flow as a coroutine. Work, and the reading of bodies, is done in a thread. `transport`: how requests reach their
-    server, when that is no network."""
+    """Runs a flow as a coroutine. Work, and the reading of bodies, is done in a thread. `transport`: as of the other."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._http = httpx.AsyncClient(limits=_LIMITS, transport=transport)

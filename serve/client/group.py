@@ -5,7 +5,7 @@ import base64
 import contextlib
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -25,7 +25,8 @@ class Group:
     between CPUs through Gloo.
 
     It is made by the first push, which takes seconds, and serves the next ones to the same servers from tensors on the same
-    device; for others, and after a push that failed, it is made anew. Of several threads, one may push through it at a time.
+    device. It is made anew for others, after a push that failed, and after a server's restart. Of several threads, one may
+    push through it at a time.
 
     `seconds`: longest time to wait for the servers, and for each bucket. `host`: address under which servers reach this
     machine, for Gloo; by default that from which it reaches the first server. (NCCL has `NCCL_SOCKET_IFNAME`.)
@@ -55,10 +56,12 @@ class Group:
     ) -> None:
         self.close()
 
-    def meet(self, ranks: Mapping[str, int], device: Any) -> dict[str, BroadcastGroup]:
+    def meet(
+        self, ranks: Mapping[str, int], device: Any, starts: Iterable[str | None] = ()
+    ) -> dict[str, BroadcastGroup]:
         """Where each of the servers (ranks by URL) stands in the group, for it to be told before `joined`; a new group if
-        this is not the one of these servers and this device."""
-        members = (device, *ranks.items())
+        this is not the one of these servers, of these `starts` of them, and this device."""
+        members = (device, *ranks.items(), *starts)
         if members != self._members:
             self.close()
             backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"

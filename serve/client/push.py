@@ -37,7 +37,7 @@ def push(
     /,
     weights: Pushable,
     *,
-    version: str | None = None,
+    version: str | int | None = None,
     base_epoch: int | None = None,
     partial: bool = False,
     running: schema.Running = "keep",
@@ -56,14 +56,14 @@ def push(
 ) -> Flow[schema.Update]:
     """Send weights and commit them: a checkpoint's path, a mapping of names to tensors, or an iterable of such pairs.
 
-    `partial`: what is not sent keeps its served weights; needs `base_epoch`, and of each parameter all of its tensors.
-    `wait_seconds`: with `running="wait"`, how long the commit may wait for running requests. `chunk_bytes`: of tensors in
-    one chunk (`CHUNK_BYTES`, `IPC_CHUNK_BYTES` or `BUCKET_BYTES`). `chunks_in_flight`: how many are under way at the same
-    time over HTTP; tensors are copied to host memory for it. `checksum`: the server checks a SHA-256 of each chunk that comes
-    over HTTP. `group`: what `nccl` broadcasts through, kept between pushes by the caller; without it one is made for each.
-    `fp8`: quantize here what the server takes quantized (needs torch), and send half the bytes.
-    `id`: of an update that was interrupted, to go on with it; chunks of a checkpoint on disk that have been staged are not
-    sent again.
+    `version`: the label; a number becomes its digits. `partial`: what is not sent keeps its served weights; needs
+    `base_epoch`, and of each parameter all of its tensors. `wait_seconds`: with `running="wait"`, how long the commit may
+    wait for running requests. `chunk_bytes`: of tensors in one chunk (`CHUNK_BYTES`, `IPC_CHUNK_BYTES` or `BUCKET_BYTES`).
+    `chunks_in_flight`: how many are under way at the same time over HTTP; tensors are copied to host memory for it.
+    `checksum`: the server checks a SHA-256 of each chunk that comes over HTTP. `group`: what `nccl` broadcasts through, kept
+    between pushes by the caller; without it one is made for each. `fp8`: quantize here what the server takes quantized (needs
+    torch), and send half the bytes. `id`: of an update that was interrupted, to go on with it; chunks of a checkpoint on disk
+    that have been staged are not sent again.
 
     `commit`: without it the update is only prepared, for a `commit(id)` at a time of the caller's choice.
 
@@ -114,6 +114,11 @@ def push(
     except (UpdateError, httpx.TransportError) as error:
         if lost(error) and not unsent(error):
             raise _interrupted(endpoint, id, error) from error
+        raise
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException:  # given up: it may have been opened all the same
+        yield from abandon_quietly(endpoint, id)
         raise
     if update.state == "committed":
         return update

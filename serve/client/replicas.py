@@ -26,7 +26,7 @@ def push_everywhere(
     /,
     weights: Pushable,
     *,
-    version: str | None = None,
+    version: str | int | None = None,
     base_epoch: int | None = None,
     partial: bool = False,
     running: schema.Running = "keep",

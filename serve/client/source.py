@@ -46,6 +46,7 @@ def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> 
     Raises:
         ValueError: a checkpoint that can't be read, or a tensor that can't be sent.
     """
+    _require_weights(weights)
     if fp8:
         found = yield from manifests()
         pairs = _quantized((yield from _pairs(weights)), found)
@@ -63,8 +64,19 @@ def tensors_of(
     weights: Pushable, manifests: Manifests, *, fp8: bool = False
 ) -> Flow[Iterable[tuple[str, TensorLike]]]:
     """The tensors themselves, for a server that reads them where they are. Arguments and errors as `source_of`'s."""
+    _require_weights(weights)
     pairs = yield from _pairs(weights)
     return _quantized(pairs, (yield from manifests())) if fp8 else pairs
+
+
+def _require_weights(weights: Any) -> None:
+    if isinstance(weights, str | PathLike | Iterable):
+        return
+    hint = " (its .state_dict()?)" if hasattr(weights, "state_dict") else ""
+    raise ValueError(
+        "expected a checkpoint's path, a mapping of names to tensors, or an iterable of such pairs, found "
+        f"{type(weights).__name__}{hint}"
+    )
 
 
 def _taken(manifests: list[dict[str, Any]]) -> tuple[list[str], frozenset[str]]:

@@ -11,13 +11,20 @@ from typing import Any
 import pytest
 
 SCRIPT = """
-import json, multiprocessing, os, signal, sys, zmq
+import json, multiprocessing.connection, os, signal, sys, time, zmq
 from types import SimpleNamespace
 from vllm.v1.engine.core_client import BackgroundResources
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_fp8ext.compat.engine_client import EngineCalls
 
 def end(how):
+    if how.startswith("stopped"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+    if how.startswith("ending"):
+        os.closerange(3, 1000)
+        time.sleep(0.5)
+        os._exit(int(how.split()[1]))
     if how.startswith("killed"):
         number = getattr(signal, how.split()[1])
         if number != signal.SIGKILL:
@@ -29,7 +36,7 @@ def serve(told, how):
     engine = multiprocessing.get_context("fork").Process(target=end, args=(how,))
     engine.start()
     resources = BackgroundResources(ctx=None)
-    resources.engine_manager = SimpleNamespace(processes=[engine])
+    resources.engine_manager = SimpleNamespace(processes=[engine], shutdown=engine.kill)
     calls = EngineCalls(SimpleNamespace(engine_core=SimpleNamespace(resources=resources)), 1.0)
     resources.validate_alive([zmq.Frame(b"output"), zmq.Frame(b"of a step")])
     if told == "told":
@@ -37,7 +44,15 @@ def serve(told, how):
             resources.validate_alive([zmq.Frame(b"ENGINE_CORE_DEAD")])
         except EngineDeadError:
             pass
+    if how == "stopped":
+        time.sleep(0.1)
+        resources.engine_manager.shutdown()
+    if how.startswith("ending"):
+        multiprocessing.connection.wait([engine.sentinel])
+        resources.engine_manager.shutdown()
     engine.join()
+    if how == "killed SIGKILL":
+        resources.engine_manager.shutdown()
     calls.require_clean_end()
 
 codes = []
@@ -59,6 +74,11 @@ CASES = {
     ("untold", "code 1"): 70,
     ("untold", "killed SIGKILL"): 70,
     ("told", "code 1"): 70,
+    ("told", "stopped"): 70,
+    # vLLM's server sees the end of its engine, and stops it, before the engine has a code
+    ("untold", "ending 70"): 70,
+    # it takes longer to end than vLLM's server waits
+    ("untold", "stopped"): 0,
     # vLLM's server stops an engine that is about to end by itself
     ("told", "killed SIGTERM"): 70,
 }

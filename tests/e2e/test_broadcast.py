@@ -95,6 +95,19 @@ def test_the_same_bytes_are_served(server: Server, late: dict[str, Tensor]) -> N
         assert client.digests().digests == wanted
 
 
+def test_a_server_names_its_start(servers: dict[str, Server]) -> None:
+    """By which a kept group knows that a server is not the one it was made with."""
+    starts = []
+    for server in [*servers.values()] * 2:
+        with server.client() as client:
+            opened = client.open()
+            client.abandon(opened.id)
+            starts.append(opened.started)
+    assert None not in starts
+    assert starts == starts[: len(servers)] * 2
+    assert len(set(starts)) == len(servers)
+
+
 def test_one_broadcast_for_two_servers(servers: dict[str, Server], late: dict[str, Tensor]) -> None:
     for server in servers.values():
         on_early(server)

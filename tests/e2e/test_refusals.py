@@ -389,6 +389,10 @@ def test_wrong_states(unchanged: Server):
     with unchanged.client() as client:
         update = client.open(id="mine")
         assert client.open(id="mine") == update
+        for other in ({"version": "another"}, {"base_epoch": 99}, {"partial": True}):
+            with pytest.raises(UpdateError, match="was opened with") as refused:
+                client.push(LATE, id="mine", **other)
+            assert (refused.value.kind, refused.value.status) == ("other-update", 409)
         with pytest.raises(UpdateError) as refused:
             client.open()
         assert (refused.value.kind, refused.value.status) == ("update-open", 409)

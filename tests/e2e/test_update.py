@@ -10,8 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from click.testing import CliRunner
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
+from vllm_fp8ext.cli import cli
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.safetensors_body import bodies
@@ -169,18 +171,42 @@ def test_digest_command_needs_no_vllm_and_agrees(single: Server, tmp_path: Path)
         assert json.loads(done.stdout) == client.digests().digests
 
 
-def test_push_command(single: Server):
-    from click.testing import CliRunner
-
-    from vllm_fp8ext.cli import cli
-
-    done = CliRunner().invoke(
-        cli, ["push", str(LATE), "--url", single.url, "--key", single.key, "--version", "late"]
-    )
+def command(server: Server, *line: str) -> str:
+    done = CliRunner().invoke(cli, [*line, "--url", server.url, "--key", server.key])
     assert done.exit_code == 0, done.output
-    assert "version late" in done.output
+    return done.output
+
+
+def test_push_command(single: Server):
+    assert "version late" in command(single, "push", str(LATE), "--version", "late")
     with single.client() as client:
         assert client.weights().version == "late"
+
+
+def test_commands_about_what_is_served(single: Server):
+    with single.client() as client:
+        client.push(EARLY, version="before")
+        client.push(LATE, version="after")
+        epoch = client.weights().epoch
+        update = client.open(version="half")
+        shown = command(single, "status")
+        assert all(
+            text in shown for text in (f"{epoch}, after", f"epoch {epoch - 1}, before", update.id, "half")
+        )
+        assert command(single, "abandon") == f"update {update.id}, half: abandoned\n"
+        assert command(single, "abandon") == "no update is open\n"
+        assert f"serves epoch {epoch}, version after" in command(single, "verify")
+        assert command(single, "rollback") == f"epoch {epoch + 1} is served, version before\n"
+        assert client.weights().version == "before"
+
+
+def test_to_resume_what_is_not_there_sends_nothing(single: Server):
+    with single.client() as client:
+        before = client.weights()
+        line = ["push", str(LATE), "--resume", "nosuch", "--url", single.url, "--key", single.key]
+        with pytest.raises(UpdateError, match="no update nosuch"):
+            CliRunner().invoke(cli, line, catch_exceptions=False)
+        assert client.weights() == before
 
 
 def test_base_epoch_guards(server: Server):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fp8ext plan`: what it prints, for people and for programs."""
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +69,43 @@ def test_table_and_json_say_the_same(qwen8b: str) -> None:
         assert row[8] == f"{found['ratio']:.2f}"
     assert (data["gpu"], data["serving"]["context"]) == ("H200", 20480)
     assert data["overhead_bytes"] == pytest.approx(2.33 * GIB, rel=0.01)
+
+
+def shown(width: int, *arguments: str) -> str:
+    """What a terminal of that many columns is sent."""
+    line = [sys.executable, "-P", "-m", "vllm_fp8ext.cli", "plan", *arguments]
+    main, side = os.openpty()
+    with subprocess.Popen(
+        line, stdout=side, env={**os.environ, "COLUMNS": str(width), "NO_COLOR": "1"}
+    ) as done:
+        os.close(side)
+        seen = b""
+        with contextlib.suppress(OSError):  # as Linux tells that the other side is closed
+            while part := os.read(main, 4096):
+                seen += part
+    os.close(main)
+    assert done.returncode == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", seen.decode())
+
+
+def test_no_digit_is_lost_in_a_narrow_terminal(qwen8b: str) -> None:
+    arguments = (qwen8b, "--memory-gib", "20000", "--context", "2048")
+    narrow, piped = shown(60, *arguments), plan(*arguments)
+    assert "…" not in narrow
+    table = narrow.partition("GiB of weights")[0]
+    assert max(map(len, table.splitlines())) <= 60
+    assert sorted(filter(str.isdigit, narrow)) == sorted(filter(str.isdigit, piped))
+
+
+def test_the_table_is_as_wide_as_it_needs_to_be_where_nobody_has_a_terminal(
+    qwen8b: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    arguments = (qwen8b, "--memory-gib", "20000", "--context", "2048")
+    text = plan(*arguments)
+    for row in planned(*arguments)["rows"]:
+        assert f" {row['tokens']:,} " in text
+    assert len(cells(text)) == 6
 
 
 def test_what_does_not_fit_is_said_by_how_much(qwen8b: str) -> None:

@@ -171,19 +171,16 @@ def test_an_invalid_request_is_a_problem_document_too(http: TestClient, body: di
     ],
     ids=lambda error: error.kind,
 )
-def test_the_client_raises_what_the_server_raised(
-    error: UpdateError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_client_raises_what_the_server_raised(error: UpdateError) -> None:
     document = problem(error)
 
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(document.status_code, content=document.body, headers=dict(document.headers))
 
-    original = httpx.Client
-    monkeypatch.setattr(
-        httpx, "Client", lambda **options: original(transport=httpx.MockTransport(answer), **options)
-    )
-    with Client("http://server") as client, pytest.raises(UpdateError) as caught:
+    with (
+        Client("http://server", transport=httpx.MockTransport(answer)) as client,
+        pytest.raises(UpdateError) as caught,
+    ):
         client.weights()
     assert caught.value.as_dict() == error.as_dict()
     assert UpdateError.from_dict(json.loads(json.dumps(error.as_dict()))).as_dict() == error.as_dict()

@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -448,3 +450,19 @@ def test_ranks_that_have_it_mapped_keep_it(tmp_path: Path) -> None:
 
     asyncio.run(main())
     os.close(descriptor)
+
+
+def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
+    alive = Spool(str(tmp_path), 1 << 20)
+    other = tmp_path / "fp8ext-notes.txt"
+    other.touch()
+    script = (
+        "import os, sys; from vllm_fp8ext.serve.spool import Spool; Spool(sys.argv[1], 1 << 20); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", script, str(tmp_path)], check=False).returncode == 9
+    assert len([*tmp_path.glob("*.spool")]) == 2
+    own = Spool(str(tmp_path), 1 << 20)
+    assert {*tmp_path.iterdir()} == {alive.path, own.path, other}
+    alive.close()
+    own.close()
+    assert [*tmp_path.iterdir()] == [other]

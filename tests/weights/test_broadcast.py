@@ -29,6 +29,13 @@ LONGEST = SECONDS + 20
 """How long it waits for what comes, and how long anything may take on a busy machine."""
 
 
+def test_a_kept_group_is_not_that_of_a_server_that_was_started_anew() -> None:
+    with Group() as group:
+        first = group.meet({URL: 1}, CPU, ["one start"])[URL]
+        assert group.meet({URL: 1}, CPU, ["one start"])[URL] == first
+        assert group.meet({URL: 1}, CPU, ["another"])[URL] != first
+
+
 class Trainer:
     """Sends tensors through one group."""
 

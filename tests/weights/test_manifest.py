@@ -228,3 +228,9 @@ def test_targets_of_one_name_on_two_ranks_are_not_one_parameter() -> None:
     tensors = {name: replace(spec, name=name) for name in pieces}
     whole = Manifest(tensors, frozenset(), pieces, "fp32", 2)
     assert whole.completed(["experts.2"]) == {"experts.2"}
+
+
+@pytest.mark.parametrize("name", ["module.q", "module._orig_mod.q"])
+def test_what_a_wrapper_puts_before_names_is_seen(name: str) -> None:
+    [problem] = manifest().problems([TensorSpec(name, (256, 64), "bfloat16")])
+    assert problem == {"kind": "unknown-tensor", "tensor": name, "detail": "is q meant?"}

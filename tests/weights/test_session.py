@@ -520,7 +520,7 @@ def test_refusals_carry_all_problems() -> None:
     problems = [{"kind": "wrong-shape", "tensor": "a", "expected": [1], "found": [2]}]
     error = refusal(problems)
     assert (error.kind, error.status, error.details) == ("wrong-shape", 422, {"problems": problems})
-    assert str(error) == "1 problems: wrong-shape: tensor a expected [1] found [2]"
+    assert str(error) == "1 problem: wrong-shape: tensor a expected [1] found [2]"
 
 
 # --- any sequence of calls

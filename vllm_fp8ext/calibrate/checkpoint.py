@@ -106,8 +106,10 @@ def write_calibrated(model: Path, out: Path, parts: list[Range], scales: Scales)
             else:
                 loaded = load_file(file)
                 save_file({name: loaded[name] for name in kept}, folder / file.name, {"format": "pt"})
+                shutil.copymode(file, folder / file.name)  # safetensors writes for the owner alone
             where |= dict.fromkeys(kept, file.name)
         save_file(tensors, folder / SCALES_FILE, {"format": "pt"})
+        shutil.copymode(parts[0].file, folder / SCALES_FILE)
         where |= dict.fromkeys(tensors, SCALES_FILE)
         (folder / INDEX).write_text(json.dumps(_index(folder, where), indent=1) + "\n")
         folder.rename(out)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the engine core from the API server.
 
-Uses the asynchronous utility call that vLLM's own client methods use. Replaces, on an instance,
-`BackgroundResources.validate_alive`, to note that an engine told of its death. Can go once `EngineClient` has a public way to
-call a plugin's utility method, and vLLM's server an exit code when its engine died.
+Uses the asynchronous utility call that vLLM's own client methods use. Replaces, on instances,
+`BackgroundResources.validate_alive`, to note that an engine told of its death, and `CoreEngineProcManager.shutdown`, to note
+which had ended before they were stopped. Can go once `EngineClient` has a public way to call a plugin's utility method, and
+vLLM's server an exit code when its engine died.
 """
 
 import asyncio
 import logging
+import multiprocessing.connection
 import os
 import signal
 import time
@@ -27,6 +29,9 @@ _LOOK_SECONDS = 0.25
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 """Seconds between two polls of a job: a twentieth of the time that it has taken, within these."""
 
+_END_SECONDS = 10.0
+"""How long a process that has begun to end may take for the rest: memory of a GPU is given back then."""
+
 
 class EngineCalls:
     """Operations of the update engine, awaited; each answers within its deadline or raises."""
@@ -38,13 +43,17 @@ class EngineCalls:
         self._note_death()
         self._deadline = deadline_seconds
         self._processes = list(self._core.resources.engine_manager.processes)
+        self._ended: list[int | None] | None = None
+        """Exit codes when the processes were stopped."""
+        self._note_stop()
 
     def require_clean_end(self) -> None:
         """To be called when this process ends: end it with `EXIT_CODE` when the engine's process failed.
 
-        vLLM's server ends with 0 when its engine died, which a supervisor takes for a wish.
+        vLLM's server ends with 0 when its engine died, which a supervisor takes for a wish. An engine that it stops itself,
+        by force if that takes long, did not fail.
         """
-        codes = [process.exitcode for process in self._processes]
+        codes = self._exit_codes() if self._ended is None else self._ended
         failed = [code for code in codes if code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)]
         if failed or self._died:
             logger.critical(
@@ -66,6 +75,25 @@ class EngineCalls:
                 raise
 
         resources.validate_alive = validate_alive
+
+    def _note_stop(self) -> None:
+        manager = self._core.resources.engine_manager
+        shutdown = manager.shutdown
+
+        def noted(*arguments: Any, **named: Any) -> None:
+            if self._ended is None:
+                self._ended = self._exit_codes()
+            shutdown(*arguments, **named)
+
+        manager.shutdown = noted
+
+    def _exit_codes(self) -> list[int | None]:
+        # a process that ends closes its sentinel, by which vLLM's monitor sees the end, before it has a code
+        ended = multiprocessing.connection.wait([process.sentinel for process in self._processes], timeout=0)
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join(_END_SECONDS)
+        return [process.exitcode for process in self._processes]
 
     async def __call__(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation.

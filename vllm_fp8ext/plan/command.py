@@ -2,6 +2,7 @@
 """`fp8ext plan`."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from vllm_fp8ext.plan.memory import UTILIZATION, Row, Serving, overhead, rows
 from vllm_fp8ext.plan.model import Model, read_model
 
 _POSITIVE = click.IntRange(min=1)
+UNBOUNDED = 10_000
+"""Columns where the output is no terminal: the table is as wide as it needs to be."""
 
 
 @click.command()
@@ -75,7 +78,7 @@ def plan(
     if as_json:
         click.echo(json.dumps(_data(shape, device.name if device else None, serving, found), indent=2))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
     console.print(_table(shape, device.name if device else None, serving, found))
     for line in _notes(shape, serving, found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -105,9 +108,9 @@ def _table(model: Model, gpu_name: str | None, serving: Serving, found: list[Row
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
     for heading in ("weights", "KV"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, overflow="fold")
     for heading in ("GiB", "twin", "KV B/token", "blocks", "KV tokens", "batch", "× BF16"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")  # no digit is left out
     for row in found:
         ratio = _ratio(row, found)
         table.add_row(

@@ -145,6 +145,9 @@ class Manifest:
             known = scale.shape if scale else self.shape_of(spec.name)
             if known is None:
                 found.append({"kind": "unknown-tensor", "tensor": spec.name})
+                meant = self._without_prefix(spec.name)
+                if meant:
+                    found[-1]["detail"] = f"is {meant} meant?"
                 continue
             if spec.shape != known:
                 shapes = {"expected": list(known), "found": list(spec.shape)}
@@ -164,6 +167,12 @@ class Manifest:
                     }
                 )
         return found
+
+    def _without_prefix(self, name: str) -> str | None:
+        """The tensor that a name means which a wrapper of the model has put something before (`module.`, say)."""
+        parts = name.split(".")
+        rests = (".".join(parts[first:]) for first in range(1, len(parts)))
+        return next((rest for rest in rests if rest in self.tensors), None)
 
     def dtypes_of(self, name: str) -> list[str]:
         """Dtypes in which a tensor may come."""

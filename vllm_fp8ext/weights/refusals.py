@@ -15,7 +15,10 @@ def refusal(problems: list[dict[str, Any]]) -> UpdateError:
     described = [f"{problem['kind']}: {line}" for problem, line in zip(problems, lines, strict=True)]
     kind = kinds.pop() if len(kinds) == 1 else "invalid-tensors"
     return UpdateError(
-        kind, f"{len(problems)} problems: {_some(described, '; ')}", status=422, problems=problems
+        kind,
+        f"{len(problems)} problem{'s' * (len(problems) != 1)}: {_some(described, '; ')}",
+        status=422,
+        problems=problems,
     )
 
 

@@ -45,10 +45,12 @@ class Updates:
         """Open one. With an `id` that was opened before, that one is returned.
 
         Raises:
-            UpdateError: `invalid-request`, `poisoned`, `update-open`, `stale-base`, or what is wrong with the `tensors` that
-                are announced.
+            UpdateError: `invalid-request`, `poisoned`, `update-open`, `stale-base`, `other-update` (what has this id was
+                opened with something else), or what is wrong with the `tensors` that are announced.
         """
         if id is not None and id in self.sessions:
+            asked = {"version": version, "base_epoch": base_epoch, "partial": partial or None}
+            _require_same(self.sessions[id], asked)
             return self.sessions[id]
         if partial and base_epoch is None:
             raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
@@ -63,7 +65,11 @@ class Updates:
             raise UpdateError("invalid-request", message, status=422)
         busy = self.under_way
         if busy is not None:
-            raise UpdateError("update-open", f"update {busy.id} is open: one at a time", open=busy.id)
+            message = (
+                f"update {busy.id} (version {busy.version}) is open: one at a time. Commit it, or give it up: "
+                f"DELETE /fp8ext/v1/updates/{busy.id} (fp8ext abandon {busy.id})"
+            )
+            raise UpdateError("update-open", message, open=busy.id)
         claims = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
         problems = opening_problems(claims, manifest)
         if problems:
@@ -99,3 +105,14 @@ class Updates:
     def under_way(self) -> Session | None:
         """The one that has not ended."""
         return next((session for session in self.sessions.values() if session.live), None)
+
+
+def _require_same(session: Session, asked: Mapping[str, Any]) -> None:
+    """Of what is said, nothing may be otherwise: other weights would be taken for those of this update."""
+    for name, value in asked.items():
+        found = getattr(session, name)
+        if value is not None and value != found:
+            message = (
+                f"update {session.id} was opened with {name} {found!r}: expected the same, found {value!r}"
+            )
+            raise UpdateError("other-update", message, expected=found, found=value)

@@ -4,6 +4,8 @@
 import _thread
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -257,6 +259,31 @@ def test_an_interrupt_ends_what_is_under_way(server: Server) -> None:
         _interrupted(server)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_command_that_is_told_to_end_gives_its_update_up(server: Server, six: Path) -> None:
+    """As by `timeout`, or by a cluster that wants its node back."""
+    server.faults[chunk(0)] = [slow(1.0)]
+    line = [
+        sys.executable,
+        "-P",
+        "-m",
+        "vllm_fp8ext.cli",
+        "push",
+        str(six),
+        "--url",
+        server.url,
+        "--key",
+        KEY,
+    ]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        while not puts(server):
+            time.sleep(0.01)
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the update was given up, what is served is as it was" in said
+    assert server.states == ["abandoned"]
 
 
 def _interrupted(server: Server) -> None:

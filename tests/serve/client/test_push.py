@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pushing: from what, in which calls, and what is left behind when it fails."""
 
+import _thread
 import asyncio
 import json
+import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,12 @@ from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.client import AsyncClient
+from vllm_fp8ext.serve.client import AsyncClient, Replicas
 from vllm_fp8ext.serve.client.source import Pushable
 from vllm_fp8ext.serve.schema import Canary
 
 from .conftest import Caller
-from .server import KEY, Handler, Server, answer, drop, drop_answer, slow
+from .server import KEY, Fault, Handler, Server, answer, drop, drop_answer, slow
 
 CHUNK_1 = "PUT /updates/*/chunks/1"
 COMMIT = "POST /updates/*/commit"
@@ -339,6 +341,81 @@ def test_a_cancelled_push_is_abandoned(server: Server, checkpoint: Path) -> None
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run())
     assert server.states == ["abandoned"]
+
+
+def opened_and(then: Callable[[], object]) -> Fault:
+    """The update is opened, `then` something happens, and the answer comes late."""
+
+    def fault(handler: Handler) -> bool:
+        update = handler.scripted.handle("POST /updates", handler.body(), handler.headers)
+        then()
+        time.sleep(0.3)
+        handler.respond(201, update.model_dump_json().encode())
+        return True
+
+    return fault
+
+
+def test_a_push_that_is_cancelled_while_it_opens_is_abandoned(server: Server, checkpoint: Path) -> None:
+    async def run() -> None:
+        async with AsyncClient(server.url, KEY) as client:
+            push = asyncio.create_task(client.push(checkpoint))
+            loop = asyncio.get_running_loop()
+            server.faults["POST /updates"] = [opened_and(lambda: loop.call_soon_threadsafe(push.cancel))]
+            await push
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    assert server.states == ["abandoned"]
+
+
+def test_a_push_that_is_interrupted_while_it_opens_is_abandoned(server: Server, checkpoint: Path) -> None:
+    server.faults["POST /updates"] = [opened_and(_thread.interrupt_main)]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Caller("blocking")(server.url, "push", checkpoint)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert server.states == ["abandoned"]
+
+
+def test_a_number_is_a_version(caller: Caller, server: Server, checkpoint: Path) -> None:
+    assert caller(server.url, "push", checkpoint, version=7).version == "7"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"running": "drain"}, r"^running: Input should be 'keep', .*, found 'drain'$"),
+        ({"version": ""}, r"^version: .*at least 1 character, found ''$"),
+        (
+            {"base_epoch": -1, "kv_scales": "calibrate"},
+            r"^base_epoch: .*, found -1; kv_scales: .*'calibrate'$",
+        ),
+    ],
+)
+def test_arguments_that_are_wrong_open_nothing(
+    caller: Caller, server: Server, checkpoint: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        caller(server.url, "push", checkpoint, **options)
+    assert "POST /updates" not in server.calls
+
+
+@pytest.mark.parametrize("wrong", [None, 7, torch.nn.Linear(2, 2)], ids=["nothing", "a number", "a model"])
+def test_what_is_no_weights_is_named(caller: Caller, server: Server, wrong: Any) -> None:
+    hint = r" \(its \.state_dict\(\)\?\)" if isinstance(wrong, torch.nn.Module) else ""
+    with pytest.raises(
+        ValueError, match=f"expected a checkpoint's path, .* found {type(wrong).__name__}{hint}$"
+    ):
+        caller(server.url, "push", wrong)
+    assert server.calls == []
+
+
+def test_one_text_is_not_several_servers() -> None:
+    with pytest.raises(ValueError, match=r"expected the URLs of several servers, found one text, 'http://a'"):
+        Replicas("http://a")
 
 
 @pytest.mark.parametrize("fault", [drop(0), drop(30), drop(), drop_answer, answer(502), answer(503)])

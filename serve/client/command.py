@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fp8ext push | status | abandon | rollback | verify`: a server's weights from a shell."""
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import BaseModel
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
+from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.serve import client, schema
+
+_errors = Console(stderr=True)
+
+key_option = click.option("--key", envvar=ADMIN_KEY, help=f"The admin key [{ADMIN_KEY}].")
+key_file_option = click.option(
+    "--key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file that holds the admin key.",
+)
+_url_option = click.option(
+    "--url", envvar=URL, default=DEFAULT_URL, show_default=True, help="The server's root."
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, as the server does.")
+
+
+def key_of(key: str | None, key_file: Path | None) -> str:
+    """The admin key.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = key_file.read_text().strip() if key_file else key
+    if not found:
+        where = f"{key_file} is empty" if key_file else "none of them was given"
+        raise ConfigError(
+            f"expected the server's admin key in --key-file FILE, --key KEY or {ADMIN_KEY}: {where}"
+        )
+    return found
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--url",
+    "urls",
+    envvar=URL,
+    multiple=True,
+    default=[DEFAULT_URL],
+    show_default=True,
+    help="The server's root. Given several times: all of them, or none.",
+)
+@key_option
+@key_file_option
+@click.option("--version", help="Label of these weights (the training step, say).")
+@click.option("--base-epoch", type=int, help="Refuse unless this epoch is served.")
+@click.option(
+    "--partial", is_flag=True, help="What CHECKPOINT lacks keeps its served weights. Needs --base-epoch."
+)
+@click.option(
+    "--running",
+    type=click.Choice(["keep", "recompute", "wait", "abort"]),
+    default="keep",
+    show_default=True,
+    help="What becomes of running requests.",
+)
+@click.option("--wait-seconds", type=float, help="With --running wait: how long to wait for them.")
+@click.option("--no-checksum", is_flag=True, help="Send no SHA-256 of the chunks.")
+@click.option(
+    "--fp8", is_flag=True, help="Quantize here, on the GPU if there is one, and send half the bytes."
+)
+@click.option("--resume", metavar="ID", help="Go on with an update that was interrupted.")
+@click.option("--json", "as_json", is_flag=True, help="Print the final state as JSON.")
+def push(
+    checkpoint: Path,
+    urls: tuple[str, ...],
+    key: str | None,
+    key_file: Path | None,
+    as_json: bool,
+    no_checksum: bool,
+    resume: str | None,
+    **options: Any,
+) -> None:
+    """Send CHECKPOINT (a folder of safetensors, or one file) to a server, or to several, and serve it."""
+    if options["wait_seconds"] is not None and options["running"] != "wait":
+        raise click.UsageError(f"--wait-seconds goes with --running wait, found {options['running']}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C: the update is given up
+    columns = (
+        TextColumn("sending"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=_errors) as bar:
+        task = bar.add_task("sending", total=None)
+        options["progress"] = lambda sent, total: bar.update(task, completed=sent, total=total)
+        options |= {"checksum": not no_checksum, "id": resume}
+        try:
+            if len(urls) == 1:
+                with client.Client(urls[0], key_of(key, key_file)) as server:
+                    if resume:
+                        server.update(resume)
+                    updates = {urls[0]: server.push(checkpoint, **options)}
+            else:
+                with client.Replicas(urls, key_of(key, key_file)) as replicas:
+                    updates = replicas.push(checkpoint, **options)
+        except KeyboardInterrupt:
+            _errors.print("fp8ext: interrupted; the update was given up, what is served is as it was")
+            raise
+    if as_json:
+        found = {url: update.model_dump(mode="json") for url, update in updates.items()}
+        click.echo(json.dumps(found if len(urls) > 1 else found[urls[0]], indent=2))
+        return
+    for url, update in updates.items():
+        result = update.result or {}
+        title = f"epoch {result.get('epoch')} is served, version {result.get('version')}"
+        _phases(title, url, update.seconds)
+
+
+def _phases(title: str, url: str, seconds: Mapping[str, float]) -> None:
+    table = Table(title=title, caption=url)
+    table.add_column("phase")
+    table.add_column("ms", justify="right")
+    for phase, taken in seconds.items():
+        table.add_row(phase, f"{taken * 1e3:.2f}")
+    Console().print(table)
+
+
+@click.command()
+@_url_option
+@key_option
+@key_file_option
+@_json_option
+def status(url: str, key: str | None, key_file: Path | None, as_json: bool) -> None:
+    """What a server serves, and which update is open."""
+    with client.Client(url, key_of(key, key_file)) as server:
+        served = server.weights()
+        update = server.update(served.update) if served.update else None
+    if as_json:
+        _print_json(served)
+        return
+    rows = {
+        "epoch, version": f"{served.epoch}, {served.version}",
+        "state": f"poisoned: {served.poisoned}" if served.poisoned else served.state,
+        "a rollback serves": _named(served.previous_epoch, served.previous_version),
+        "open update": _opened(update),
+        "staging, scales": f"{served.staging}, {served.scale_format}",
+        "KV cache": f"{served.kv_cache_dtype}, {served.kv_scales.policy if served.kv_scales else 'no scales'}",
+    }
+    table = Table(show_header=False, caption=url)
+    for row in rows.items():
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _named(epoch: int | None, version: str | None) -> str:
+    return "nothing" if version is None else f"epoch {epoch}, {version}"
+
+
+def _opened(update: schema.Update | None) -> str:
+    if update is None:
+        return "none"
+    sent = update.tensors_required - update.tensors_missing
+    return f"{update.id}, {update.version}: {update.state}, {sent} of {update.tensors_required} tensors"
+
+
+@click.command()
+@click.argument("id", required=False)
+@_url_option
+@key_option
+@key_file_option
+def abandon(id: str | None, url: str, key: str | None, key_file: Path | None) -> None:
+    """Give up the update ID, by default the open one. What is served stays."""
+    with client.Client(url, key_of(key, key_file)) as server:
+        id = id or server.weights().update
+        if id is None:
+            click.echo("no update is open")
+            return
+        update = server.abandon(id)
+    click.echo(f"update {update.id}, {update.version}: {update.state}")
+
+
+@click.command()
+@_url_option
+@key_option
+@key_file_option
+@_json_option
+def rollback(url: str, key: str | None, key_file: Path | None, as_json: bool) -> None:
+    """Serve the weights from before the last commit again."""
+    with client.Client(url, key_of(key, key_file)) as server:
+        done = server.rollback()
+    if as_json:
+        _print_json(done)
+        return
+    click.echo(f"epoch {done.epoch} is served, version {done.version}")
+
+
+@click.command()
+@_url_option
+@key_option
+@key_file_option
+@_json_option
+def verify(url: str, key: str | None, key_file: Path | None, as_json: bool) -> None:
+    """Does every rank still serve what was committed? Exit code 1 if not."""
+    with client.Client(url, key_of(key, key_file)) as server:
+        done = server.verify()
+    if as_json:
+        _print_json(done)
+        return
+    click.echo(f"every rank serves epoch {done.epoch}, version {done.version}, as it was committed")
+
+
+def _print_json(model: BaseModel) -> None:
+    click.echo(model.model_dump_json(indent=2))
