@@ -2,6 +2,7 @@
 """What the routes are about: one engine, the room for uploads, and what is known of both."""
 
 import asyncio
+import contextlib
 import math
 import os
 import uuid
@@ -37,14 +38,25 @@ class Backend:
         self.allowed_dirs: tuple[Path, ...] = ()
         self.poisoned: str | None = None
         self.metrics = Metrics(registry)
+        self._held = contextlib.ExitStack()
 
     def connect(self, engine_client: Any) -> None:
-        """Be about this engine, with the settings that it was started with."""
+        """Be about this engine, with the settings that it was started with.
+
+        Raises:
+            ConfigError: another one is about it, or uploads find no place.
+        """
         settings = Settings.parse(engine_client.vllm_config.additional_config)
         self.engine = EngineCalls(engine_client, settings.deadline_seconds)
+        self._held.callback(self.engine.end.close)
         self.spool = Spool(settings.spool_dir, settings.spool_bytes, settings.upload_idle_seconds)
+        self._held.callback(self.spool.close)
         self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
         self.allowed_dirs = tuple(Path(os.path.realpath(folder)) for folder in settings.allowed_dirs)
+
+    def close(self) -> None:
+        """Leave the engine as it was found, and give back the room."""
+        self._held.close()
 
     async def require_room(self) -> None:
         """Make room for the largest tensor, whichever way it comes.

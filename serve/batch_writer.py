@@ -14,12 +14,13 @@ _BATCH_PIECES = 512
 
 
 class BatchWriter:
-    """Appends to the open file `descriptor` of this `path` from `offset` on; `written` bytes are there."""
+    """Appends to the open file `descriptor` of this `path` from `offset` on, until `stop`; `written` bytes are there. The
+    descriptor may be closed meanwhile."""
 
     def __init__(self, descriptor: int, path: Path, offset: int) -> None:
         self.written = 0
         self._path = path
-        self._descriptor = descriptor
+        self._descriptor = os.dup(descriptor)
         self._offset = offset
         self._batch: list[bytes] = []
         self._size = 0
@@ -50,6 +51,7 @@ class BatchWriter:
         if self._writing is not None:
             await asyncio.wait({self._writing})
             self._writing.exception()  # it was told, or nobody asks
+        os.close(self._descriptor)
 
     async def _flush(self) -> None:
         await self._settle()

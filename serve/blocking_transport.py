@@ -10,7 +10,8 @@ from anyio.from_thread import BlockingPortal
 
 
 class BlockingTransport(httpx.BaseTransport):
-    """`inner`, a transport of the event loop behind `portal`, for clients that block. Answers are read whole."""
+    """`inner`, a transport of the event loop behind `portal`, for clients that block. Answers are read whole. What reading a
+    body raises, the request raises."""
 
     def __init__(self, portal: BlockingPortal, inner: httpx.AsyncBaseTransport) -> None:
         self._portal, self._inner = portal, inner
@@ -26,15 +27,25 @@ class BlockingTransport(httpx.BaseTransport):
         )
         answer = await self._inner.handle_async_request(asked)
         content = await answer.aread()
+        if body.error is not None:
+            raise body.error
         return httpx.Response(answer.status_code, headers=answer.headers, content=content)
 
 
 class _ReadInThread(httpx.AsyncByteStream):
-    """A body that blocks while it is read."""
+    """A body that blocks while it is read. One that fails just ends, as over a connection; `error` tells why."""
 
     def __init__(self, stream: Any) -> None:
+        self.error: Exception | None = None
         self._pieces: Iterator[bytes] = iter(stream)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (piece := await to_thread.run_sync(next, self._pieces, None)) is not None:
+        while (piece := await to_thread.run_sync(self._next)) is not None:
             yield piece
+
+    def _next(self) -> bytes | None:
+        try:
+            return next(self._pieces, None)
+        except Exception as error:
+            self.error = error
+            return None

@@ -4,11 +4,17 @@ network.
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model, quantization="blockfp8"))
     async with embedded(engine) as weights:
-        await weights.push(model.state_dict(), transport="ipc", version="step-1")
+        for step in range(100):
+            ...
+            await weights.push(model.state_dict(), transport="ipc", version=f"step-{step}")
 
     llm = LLM(model, quantization="blockfp8")
     with embedded_blocking(llm) as weights:
-        weights.push(model.state_dict(), transport="ipc", version="step-1")
+        for step in range(100):
+            ...
+            weights.push(model.state_dict(), transport="ipc", version=f"step-{step}")
+
+To be entered once for as long as the engine is updated, and left before the engine is let go.
 """
 
 import asyncio
@@ -35,10 +41,10 @@ _URL = "http://fp8ext.embedded"
 @contextlib.asynccontextmanager
 async def embedded(engine: Any) -> AsyncIterator[AsyncClient]:
     """A client of the weights of this `AsyncLLM`, which was made with `quantization="blockfp8"`, on the event loop that it
-    runs on. Settings are those of its `additional_config`. To be entered once for the life of the engine.
+    runs on. Settings are those of its `additional_config`. One at a time for an engine.
 
     Raises:
-        ConfigError: the largest tensor would not fit where uploads wait.
+        ConfigError: there is one already, or the largest tensor would not fit where uploads wait.
         UpdateError: `updates-unavailable`: an engine that takes no updates.
     """
     async with (
@@ -58,8 +64,10 @@ def embedded_blocking(llm: Any) -> Iterator[Client]:
     from vllm_fp8ext.compat.blocking_client import BlockingEngine  # a server has no use for it
 
     with contextlib.ExitStack() as stack:
+        engine = BlockingEngine(llm)
+        stack.callback(engine.close)
         portal = stack.enter_context(start_blocking_portal())
-        key, routes = stack.enter_context(portal.wrap_async_context_manager(_routes(BlockingEngine(llm))))
+        key, routes = stack.enter_context(portal.wrap_async_context_manager(_routes(engine)))
         transport = BlockingTransport(portal, routes)
         yield stack.enter_context(Client(_URL, key, retries=0, transport=transport))
 
@@ -68,10 +76,10 @@ def embedded_blocking(llm: Any) -> Iterator[Client]:
 async def _routes(engine: Any) -> AsyncIterator[tuple[str, httpx.AsyncBaseTransport]]:
     """The routes on this engine: the key to them, and the way."""
     backend, key, app = Backend(CollectorRegistry()), secrets.token_urlsafe(16), FastAPI()
-    backend.connect(engine)
     app.include_router(router(AdminKey(key), backend))
     with contextlib.ExitStack() as stack:
-        stack.callback(backend.spool.close)
+        stack.callback(backend.close)
+        backend.connect(engine)
         await backend.require_room()
         looking = asyncio.create_task(backend.keep_looking())
         stack.callback(looking.cancel)

@@ -48,7 +48,7 @@ class Fp8ExtEndpoints:
             return
         backend = self._backend
         backend.connect(engine_client)
-        atexit.register(backend.engine.require_clean_end)
+        atexit.register(backend.engine.end.require_clean)
         atexit.register(backend.spool.close)
         if os.environ.get(ADMIN_KEY):
             try:

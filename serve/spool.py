@@ -67,8 +67,12 @@ class Spool:
             )
 
     def close(self) -> None:
-        """Remove the file; ranks that have it mapped keep what they read."""
+        """Remove the file; ranks that have it mapped keep what they read, bodies under way their extents."""
         self.path.unlink(missing_ok=True)
+        self._content = memoryview(b"")
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     @asynccontextmanager
     async def receive(
@@ -161,13 +165,20 @@ def _created(folder: str) -> tuple[int, Path]:
     """A file that is locked for as long as its server lives."""
     while True:
         descriptor, name = tempfile.mkstemp(prefix=_NAME[0], suffix=_NAME[1], dir=folder)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.exists(
-            name
-        ):  # else another server began at this moment, and took it for one that was left
+        if _locked(descriptor) and os.path.exists(name):
             return descriptor, Path(name)
-        os.close(descriptor)
+        os.close(descriptor)  # another server begins at this moment, and takes it for one that was left
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether nobody else has the lock. A file system without locks has nobody."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _remove_left(folder: str) -> None:

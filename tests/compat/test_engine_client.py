@@ -15,7 +15,7 @@ import json, multiprocessing.connection, os, signal, sys, time, zmq
 from types import SimpleNamespace
 from vllm.v1.engine.core_client import BackgroundResources
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm_fp8ext.compat.engine_client import EngineCalls
+from vllm_fp8ext.compat import engine_end
 
 def end(how):
     if how.startswith("stopped"):
@@ -25,6 +25,9 @@ def end(how):
         os.closerange(3, 1000)
         time.sleep(0.5)
         os._exit(int(how.split()[1]))
+    if how == "hanging":
+        os.closerange(3, 1000)
+        time.sleep(60)
     if how.startswith("killed"):
         number = getattr(signal, how.split()[1])
         if number != signal.SIGKILL:
@@ -37,7 +40,7 @@ def serve(told, how):
     engine.start()
     resources = BackgroundResources(ctx=None)
     resources.engine_manager = SimpleNamespace(processes=[engine], shutdown=engine.kill)
-    calls = EngineCalls(SimpleNamespace(engine_core=SimpleNamespace(resources=resources)), 1.0)
+    noted = engine_end.EngineEnd(resources)
     resources.validate_alive([zmq.Frame(b"output"), zmq.Frame(b"of a step")])
     if told == "told":
         try:
@@ -47,13 +50,15 @@ def serve(told, how):
     if how == "stopped":
         time.sleep(0.1)
         resources.engine_manager.shutdown()
-    if how.startswith("ending"):
+    if how == "hanging":
+        engine_end._END_SECONDS = 0.5
+    if how.startswith("ending") or how == "hanging":
         multiprocessing.connection.wait([engine.sentinel])
         resources.engine_manager.shutdown()
     engine.join()
     if how == "killed SIGKILL":
         resources.engine_manager.shutdown()
-    calls.require_clean_end()
+    noted.require_clean()
 
 codes = []
 for case in json.loads(sys.argv[1]):
@@ -77,6 +82,8 @@ CASES = {
     ("told", "stopped"): 70,
     # vLLM's server sees the end of its engine, and stops it, before the engine has a code
     ("untold", "ending 70"): 70,
+    # it began to end, and has no code for seconds
+    ("untold", "hanging"): 70,
     # it takes longer to end than vLLM's server waits
     ("untold", "stopped"): 0,
     # vLLM's server stops an engine that is about to end by itself

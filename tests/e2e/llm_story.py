@@ -12,7 +12,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.serve.embedded import embedded_blocking
 from vllm_fp8ext.weights.wire import stored
 
@@ -43,6 +43,15 @@ def kind(call: Callable[[], Any]) -> str | None:
     return None
 
 
+def refusal(call: Callable[[], Any]) -> str | None:
+    """What a call said that was refused for how things are set up."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def main(out: Path) -> None:
     llm = LLM(**OPTIONS)
     early, late = dict(stored(EARLY)), dict(stored(LATE))
@@ -53,6 +62,9 @@ def main(out: Path) -> None:
         weights.push(late, version="late")
         facts["sampled late"] = sample(llm)
         facts["verified"] = weights.verify().epoch
+        facts["session beside"] = refusal(lambda: embedded_blocking(llm).__enter__())
+    with embedded_blocking(llm) as weights:
+        facts["epoch in another session"] = weights.weights().epoch
 
         del late["model.norm.weight"]
         facts["incomplete"] = kind(lambda: weights.push(late))
@@ -61,7 +73,7 @@ def main(out: Path) -> None:
         facts["sampled after refusals"] = sample(llm)
 
         beside: list[int] = []
-        generating = threading.Thread(target=lambda: beside.extend(sample(llm, 400)))
+        generating = threading.Thread(target=lambda: beside.extend(sample(llm, 1900)))
         generating.start()
         weights.push(early)
         weights.rollback()

@@ -108,6 +108,11 @@ def test_an_engine_whose_calls_block_is_updated_between_them(blocking: dict[str,
     assert blocking["verified"] == 1
 
 
+def test_a_blocking_engine_has_one_session_after_the_other(blocking: dict[str, Any]) -> None:
+    assert "one session of updates for an engine at a time" in blocking["session beside"]
+    assert blocking["epoch in another session"] == 1
+
+
 def test_what_is_refused_leaves_a_blocking_engine_as_it_was(blocking: dict[str, Any]) -> None:
     assert (blocking["incomplete"], blocking["infinite"]) == ("incomplete", "non-finite")
     assert blocking["sampled after refusals"] == blocking["sampled late"]
@@ -115,7 +120,7 @@ def test_what_is_refused_leaves_a_blocking_engine_as_it_was(blocking: dict[str, 
 
 def test_a_blocking_engine_is_updated_while_another_thread_generates(blocking: dict[str, Any]) -> None:
     assert blocking["beside requests"] == [4, True]
-    assert blocking["went on"] == 400
+    assert blocking["went on"] == 1900
 
 
 def test_a_blocking_engine_sleeps_and_wakes(blocking: dict[str, Any]) -> None:

@@ -4,11 +4,13 @@
 import asyncio
 import base64
 import contextlib
+import fcntl
 import hashlib
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -466,3 +468,37 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
     alive.close()
     own.close()
     assert [*tmp_path.iterdir()] == [other]
+
+
+def test_one_that_is_closed_takes_no_memory(tmp_path: Path) -> None:
+    def used() -> bool:
+        opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return str(tmp_path) in "".join(opened) + Path("/proc/self/maps").read_text()
+
+    async def main() -> None:
+        spool = Spool(str(tmp_path), LIMIT)
+        await takes_everything(spool)
+        assert used()
+        spool.close()
+        assert not used()
+
+    asyncio.run(main())
+
+
+def test_a_file_that_another_server_is_about_to_remove_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, created = [], tempfile.mkstemp
+
+    def taken_at_once(**where: str) -> tuple[int, str]:
+        descriptor, name = created(**where)
+        if not made:
+            made.append(os.open(name, os.O_RDONLY))
+            fcntl.flock(made[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", taken_at_once)
+    spool = Spool(str(tmp_path), LIMIT)
+    assert os.fstat(made[0]).st_ino != spool.path.stat().st_ino
+    os.close(made[0])
+    spool.close()

@@ -43,6 +43,19 @@ def stamped(file: Path) -> Source:
     return Source(str(file), 0, stamp_of(file.stat()))
 
 
+def test_another_buffer_takes_the_place_of_the_former(tmp_path: Path) -> None:
+    """A trainer that calls its engine anew has another: none of the former's memory is held."""
+    stored, sources = StoredTensor(TensorSpec("a", (2,), "float32"), 0, 8), Sources()
+    for name in ("first", "second", "first"):
+        (tmp_path / name).write_bytes(bytes(4096))
+        with sources.open(Source(str(tmp_path / name), 0), [stored]) as parts:
+            for rows in parts:
+                assert same(rows.values, torch.zeros(2))
+            del rows, parts
+        maps = Path("/proc/self/maps").read_text()
+        assert [other for other in ("first", "second") if f"{tmp_path}/{other}" in maps] == [name]
+
+
 @given(st.integers(0, 9000))
 def test_mapped_and_read_tensors_are_equal(tmp_path_factory: pytest.TempPathFactory, offset: int) -> None:
     """Wherever a body lies in the buffer: also where no element of its dtype is aligned."""

@@ -51,6 +51,8 @@ def _together(
     report: Report, kernel: str, shape: tuple[int | str, ...], shapes: Sequence[tuple[int, int]]
 ) -> None:
     """Weights of these shapes one after the other: of a whole model, or of all experts of a layer."""
+    if report.late(kernel):
+        return
     parts = [(cases.weight(n, k, "cuda"), *_destination(n, k)) for n, k in shapes]
     sums = [torch.empty(*scales.shape, 3, device="cuda") for _, _, scales in parts]
 

@@ -15,11 +15,12 @@ from typing import Any
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core_client import SyncMPClient
 
+from vllm_fp8ext.compat.engine_end import replace
 from vllm_fp8ext.errors import ConfigError
 
 
 class BlockingEngine:
-    """What `EngineCalls` needs of an `AsyncLLM`, from an `LLM`.
+    """What `EngineCalls` needs of an `AsyncLLM`, from an `LLM`, until `close`.
 
     Raises:
         ConfigError: its engine core is not a process of its own.
@@ -36,7 +37,7 @@ class BlockingEngine:
         self.vllm_config = self._engine.vllm_config
         self.engine_core = self
         self.resources = self._core.resources
-        self._core._send_input = _one_at_a_time(self._core._send_input)
+        self.close = replace(self._core, "_send_input", _one_at_a_time(self._core._send_input))
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core."""
@@ -48,12 +49,20 @@ class BlockingEngine:
         return await asyncio.shield(asyncio.wrap_future(result))
 
     async def sleep(self, level: int, mode: str) -> None:
-        """`LLM.sleep`."""
-        await asyncio.to_thread(self._engine.sleep, level, mode)
+        """As `LLM.sleep`, which a dead engine would never end."""
+        if level >= 1:
+            self._engine.renderer.clear_mm_cache()
+        await self.call_utility_async("sleep", level, mode)
+        self._record_sleep(1, level)
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        """`LLM.wake_up`."""
-        await asyncio.to_thread(self._engine.wake_up, tags)
+        """As `LLM.wake_up`, which a dead engine would never end."""
+        if await self.call_utility_async("wake_up", tags):
+            self._record_sleep(0, 0)
+
+    def _record_sleep(self, asleep: int, level: int) -> None:
+        if self._engine.logger_manager is not None:
+            self._engine.logger_manager.record_sleep_state(asleep, level)
 
 
 def _one_at_a_time(send: Any) -> Any:

@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the engine core from the API server.
 
-Uses the asynchronous utility call that vLLM's own client methods use. Replaces, on instances,
-`BackgroundResources.validate_alive`, to note that an engine told of its death, and `CoreEngineProcManager.shutdown`, to note
-which had ended before they were stopped. Can go once `EngineClient` has a public way to call a plugin's utility method, and
-vLLM's server an exit code when its engine died.
+Uses the asynchronous utility call that vLLM's own client methods use. Can go once `EngineClient` has a public way to call a
+plugin's utility method.
 """
 
 import asyncio
-import logging
-import multiprocessing.connection
-import os
-import signal
+import math
 import time
+from collections.abc import Awaitable
 from typing import Any
 
-from vllm.v1.engine.exceptions import EngineDeadError
-
-from vllm_fp8ext.compat.watchdog import EXIT_CODE
+from vllm_fp8ext.compat.engine_end import EngineEnd
 from vllm_fp8ext.errors import UpdateError
-
-logger = logging.getLogger("vllm.fp8ext")
 
 _LOOK_SECONDS = 0.25
 """How often a call looks whether the engine still lives: vLLM leaves open utility calls waiting when it dies."""
@@ -29,71 +21,19 @@ _LOOK_SECONDS = 0.25
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 """Seconds between two polls of a job: a twentieth of the time that it has taken, within these."""
 
-_END_SECONDS = 10.0
-"""How long a process that has begun to end may take for the rest: memory of a GPU is given back then."""
-
 
 class EngineCalls:
-    """Operations of the update engine, awaited; each answers within its deadline or raises."""
+    """Operations of the update engine, awaited; each answers within its deadline or raises. `end`: how its processes end.
+
+    Raises:
+        ConfigError: an engine that somebody else calls.
+    """
 
     def __init__(self, engine_client: Any, deadline_seconds: float) -> None:
         self._client = engine_client
         self._core = engine_client.engine_core
-        self._died = False
-        self._note_death()
         self._deadline = deadline_seconds
-        self._processes = list(self._core.resources.engine_manager.processes)
-        self._ended: list[int | None] | None = None
-        """Exit codes when the processes were stopped."""
-        self._note_stop()
-
-    def require_clean_end(self) -> None:
-        """To be called when this process ends: end it with `EXIT_CODE` when the engine's process failed.
-
-        vLLM's server ends with 0 when its engine died, which a supervisor takes for a wish. An engine that it stops itself,
-        by force if that takes long, did not fail.
-        """
-        codes = self._exit_codes() if self._ended is None else self._ended
-        failed = [code for code in codes if code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)]
-        if failed or self._died:
-            logger.critical(
-                "fp8ext: the engine died (code %s); so this server ends with %d", failed or codes, EXIT_CODE
-            )
-            logging.shutdown()
-            os._exit(EXIT_CODE)
-
-    def _note_death(self) -> None:
-        """An engine that fails says so before it ends; vLLM's server may stop it then, and its code is that of a wish."""
-        resources = self._core.resources
-        check = resources.validate_alive
-
-        def validate_alive(frames: Any) -> None:
-            try:
-                check(frames)
-            except EngineDeadError:
-                self._died = True
-                raise
-
-        resources.validate_alive = validate_alive
-
-    def _note_stop(self) -> None:
-        manager = self._core.resources.engine_manager
-        shutdown = manager.shutdown
-
-        def noted(*arguments: Any, **named: Any) -> None:
-            if self._ended is None:
-                self._ended = self._exit_codes()
-            shutdown(*arguments, **named)
-
-        manager.shutdown = noted
-
-    def _exit_codes(self) -> list[int | None]:
-        # a process that ends closes its sentinel, by which vLLM's monitor sees the end, before it has a code
-        ended = multiprocessing.connection.wait([process.sentinel for process in self._processes], timeout=0)
-        for process in self._processes:
-            if process.sentinel in ended:
-                process.join(_END_SECONDS)
-        return [process.exitcode for process in self._processes]
+        self.end = EngineEnd(self._core.resources)
 
     async def __call__(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation.
@@ -101,22 +41,29 @@ class EngineCalls:
         Raises:
             UpdateError: what the operation refused, or `engine-timeout`, or `engine-dead`.
         """
-        call = asyncio.ensure_future(self._core.call_utility_async("fp8ext", operation, arguments))
-        until = time.monotonic() + self._deadline
+        call = self._core.call_utility_async("fp8ext", operation, arguments)
         try:
-            while not (await asyncio.wait({call}, timeout=_LOOK_SECONDS))[0]:
-                if self._core.resources.engine_dead:
-                    raise UpdateError("engine-dead", "the engine has ended", status=500)
-                if time.monotonic() > until:
-                    message = f"the engine did not answer {operation} within {self._deadline:g} s"
-                    raise UpdateError("engine-timeout", message, status=504)
-        finally:
-            call.cancel()
-        try:
-            result: dict[str, Any] = call.result()
+            result: dict[str, Any] = await self._answer(call, operation, self._deadline)
+        except UpdateError:
+            raise
         except Exception as error:
             raise UpdateError("engine-dead", f"the engine failed: {error}", status=500) from error
         return _unwrapped(result)
+
+    async def _answer(self, call: Awaitable[Any], what: str, seconds: float = math.inf) -> Any:
+        """What a call of the engine returns or raises, unless the engine ends before, or that takes longer."""
+        task = asyncio.ensure_future(call)
+        until = time.monotonic() + seconds
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                if self._core.resources.engine_dead:
+                    raise UpdateError("engine-dead", "the engine has ended", status=500)
+                if time.monotonic() > until:
+                    message = f"the engine did not answer {what} within {seconds:g} s"
+                    raise UpdateError("engine-timeout", message, status=504)
+        finally:
+            task.cancel()
+        return task.result()
 
     async def job(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation that may start a job (which may go on in another one), and wait for its result.
@@ -151,21 +98,25 @@ class EngineCalls:
             await asyncio.sleep(0 if result.get("again") else pause)
 
     async def sleep(self, level: int, mode: str) -> None:
-        """Give memory back (`AsyncLLM.sleep`).
+        """Give memory back (`AsyncLLM.sleep`). No deadline: running requests may be waited for.
 
         Raises:
-            UpdateError: `sleep-unavailable`.
+            UpdateError: `sleep-unavailable`, or `engine-dead`.
         """
         if not self._client.vllm_config.model_config.enable_sleep_mode:
             raise UpdateError(
                 "sleep-unavailable",
                 "this server was started without --enable-sleep-mode: it can't give memory back",
             )
-        await self._client.sleep(level, mode)
+        await self._answer(self._client.sleep(level, mode), "sleep")
 
     async def wake(self, tags: list[str] | None) -> None:
-        """Take memory again (`AsyncLLM.wake_up`)."""
-        await self._client.wake_up(tags)
+        """Take memory again (`AsyncLLM.wake_up`).
+
+        Raises:
+            UpdateError: `engine-dead`.
+        """
+        await self._answer(self._client.wake_up(tags), "wake")
 
     async def patiently(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """`job`, of an operation that may have to wait for running requests, which have a deadline of their own."""

@@ -116,6 +116,16 @@ INTERFACES: tuple[Interface, ...] = (
         why="call the engine core of an LLM",
     ),
     Interface(
+        module="vllm.v1.engine.llm_engine",
+        name="LLMEngine.logger_manager",
+        why="put an LLM to sleep without waiting for a dead engine",
+    ),
+    Interface(
+        module="vllm.v1.engine.llm_engine",
+        name="LLMEngine.renderer",
+        why="put an LLM to sleep without waiting for a dead engine",
+    ),
+    Interface(
         module="vllm.v1.engine.async_llm",
         name="AsyncLLM.engine_core",
         why="call the engine core from the API server",

@@ -93,7 +93,7 @@ class Sources:
     def __init__(self, rank: int = 0, device: torch.device = CPU) -> None:
         self._rank = rank
         self._device = device
-        self._maps: dict[str, mmap.mmap] = {}
+        self._shared: _Shared | None = None
         self._later: list[Callable[[], None]] = []
         self._gather = Gather(device)
 
@@ -173,16 +173,12 @@ class Sources:
         return Receiver(self._rank, self._device)
 
     def _mapped(self, path: str) -> mmap.mmap:
-        found = self._maps.get(path)
-        if found is None:
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                found = self._maps[path] = mmap.mmap(descriptor, 0)
-            finally:
-                os.close(descriptor)
-            if self._device.type == "cuda":
-                _page_lock(found)
-        return found
+        """One at a time: a trainer that calls its engine anew has another, and nothing comes by the former any more."""
+        if self._shared is None or self._shared.path != path:
+            if self._shared is not None:
+                self._shared.close()
+            self._shared = _Shared(path, page_lock=self._device.type == "cuda")
+        return self._shared.content
 
 
 def mapped_parts(mapped: mmap.mmap, offset: int, wanted: Iterable[Wanted]) -> Iterator[Rows | Raw]:
@@ -211,17 +207,41 @@ def _filler(descriptor: int, source: Source) -> Fill:
     return fill
 
 
-def _page_lock(mapped: mmap.mmap) -> None:
-    """Without it copies to the GPU go through a buffer of the driver's: slower, not wrong. By the driver, which refuses a
-    file on a disk: the runtime would report that once more at whatever comes next."""
-    from vllm_fp8ext.kernels import cuda
+class _Shared:
+    """The shared buffer of uploads, mapped.
 
-    raw = torch.frombuffer(mapped, dtype=torch.uint8)
-    try:
-        address, size = ctypes.c_void_p(raw.data_ptr()), ctypes.c_size_t(raw.numel())
-        cuda.call("cuMemHostRegister_v2", address, size, _PORTABLE)
-    except cuda.CudaError as error:
-        logger.warning("fp8ext: the shared buffer of %d bytes is not page-locked: %s", raw.numel(), error)
+    Without `page_lock` copies to the GPU go through a buffer of the driver's: slower, not wrong. By the driver, which refuses
+    a file on a disk: the runtime would report that once more at whatever comes next.
+    """
+
+    def __init__(self, path: str, *, page_lock: bool) -> None:
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self.content = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        self._locked = page_lock and self._driver(
+            "cuMemHostRegister_v2", ctypes.c_size_t(len(self.content)), _PORTABLE
+        )
+
+    def close(self) -> None:
+        """Give its memory back, once no tensor is a view of it."""
+        if self._locked:
+            self._driver("cuMemHostUnregister")
+        del self.content
+
+    def _driver(self, function: str, *arguments: Any) -> bool:
+        from vllm_fp8ext.kernels import cuda
+
+        address = torch.frombuffer(self.content, dtype=torch.uint8).data_ptr()
+        try:
+            cuda.call(function, ctypes.c_void_p(address), *arguments)
+        except cuda.CudaError as error:
+            size = len(self.content)
+            logger.warning("fp8ext: the shared buffer of %d bytes can't be page-locked: %s", size, error)
+            return False
+        return True
 
 
 def _view(mapped: mmap.mmap, start: int, tensor: StoredTensor) -> Tensor:
