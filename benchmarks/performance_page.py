@@ -128,7 +128,13 @@ def _weights(cases: Cases) -> str:
 
 
 def _fused(cases: Cases) -> str:
-    kernels = ("rmsnorm_quantize", "silu_mul_quantize", "gelu_mul_quantize", "gelu_tanh_mul_quantize")
+    kernels = (
+        "rmsnorm_quantize",
+        "silu_mul_quantize",
+        "gelu_mul_quantize",
+        "gelu_tanh_mul_quantize",
+        "norm_rope",
+    )
     counts = (1, 16, 64, 8192)
     lines = ["| kernel | " + " | ".join(f"M={m}" for m in counts) + " |", "|---|" + "---|" * len(counts)]
     for kernel in kernels:

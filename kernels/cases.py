@@ -2,7 +2,7 @@
 """What tests and benchmarks run the kernels on, and how exact they must be."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from vllm_fp8ext.kernels import reference
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.reference import BLOCK
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.kernels.norm_rope import Norms
 
 LINEAR = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "o": (4096, 4096)}
 """Projections of Qwen3-8B, `(N, K)`."""
@@ -69,6 +72,20 @@ def activations(m: int, k: int, device: str, seed: int = 0) -> Tensor:
     values = torch.randn(m, k, generator=noise, device=device)
     values[:, ::61] *= 30
     return values.bfloat16()
+
+
+def rotary(m: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, "Norms", Tensor]:
+    """Positions, table, norms and scale of the queries of a layer of Qwen3-8B."""
+    from vllm_fp8ext.kernels.norm_rope import Norms
+
+    noise = torch.Generator(device).manual_seed(seed)
+    positions = torch.randint(4096, (m,), generator=noise, device=device)
+    angles = torch.outer(
+        torch.arange(4096.0, device=device), 1e6 ** -(torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
+    )
+    table = torch.cat((angles.cos(), angles.sin()), -1).bfloat16()
+    weights = torch.rand(2, HEAD_DIM, generator=noise, device=device).bfloat16() + 0.5
+    return positions, table, Norms(weights[0], weights[1], 1e-6), torch.full((), 0.02, device=device)
 
 
 KINDS = ("normal", "heavy", "zeros", "floor", "subnormal", "large", "edge")

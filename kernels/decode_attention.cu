@@ -27,7 +27,7 @@
 // That token is a block's last; who reads such a block, a lent one, takes it from the other request's K and V instead.
 //
 // So nothing that is read from the cache is new, and a launch that begins before the previous kernel has ended
-// (griddepcontrol) waits for Q, K and V alone.
+// (griddepcontrol) waits for Q, K and V alone. The kernel behind both may likewise begin to fetch its weights.
 //
 // Shared memory: for each warp a ring of STAGES tiles, each TILE x D codes of K, then of V, whose 16-byte chunks are swizzled
 // so that neither copies nor loads meet in a bank; then the lent blocks, and where each request's tiles begin.
@@ -44,6 +44,7 @@ constexpr u32 SIDE_BYTES = TILE * D;    // of K or of V
 constexpr u32 STAGE_BYTES = 2 * SIDE_BYTES;
 constexpr u32 EVERY = 0xFFFFFFFFu;
 constexpr u32 PARTS = 8;  // that a warp of combine_attention has in flight
+constexpr u32 EARLY_REQUESTS = 8;  // fewer are waited for: what the next kernel fetches ahead would hold theirs up
 
 struct Cache {
   u8* bytes;  // a token of a head: D codes of K, then D of V
@@ -545,6 +546,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float2* told = reinterpret_cast<float2*>(sums + WARPS * 32);
   u32* starts = reinterpret_cast<u32*>(told + WARPS);
   Lent none{};
+  if (requests >= EARLY_REQUESTS) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   lay_end_to_end(lengths_R, nullptr, 0, requests, starts, none, of_warp);
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32 item = blockIdx.x * (WARPS / spread) + warp / spread, member = warp % spread;

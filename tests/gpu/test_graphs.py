@@ -12,8 +12,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 LAYERS = 28
-JOINED = {"rmsnorm_linear 4096x1024", "rmsnorm_linear 6144x1024", "gated_linear 1024x3072"}
-"""In the shape of Qwen3-0.6B: Q, K and V; gate and up; down."""
+JOINED = {"rmsnorm_linear 4096x1024", "rmsnorm_linear 6144x1024", "gated_linear 1024x3072", "norm_rope 0x0"}
+"""In the shape of Qwen3-0.6B: Q, K and V; gate and up; down; what stands between the first and attention."""
 APART = "linear 1024x2048"
 """What attention makes, times `o_proj`."""
 

@@ -17,6 +17,7 @@ from vllm_fp8ext.kernels import (
     decode_gemm,
     decode_gemm_triton,
     gated_quantize,
+    norm_rope,
     quantize_activation,
     quantize_weight,
     reference,
@@ -72,6 +73,7 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
         found.append((f"rmsnorm {form} {m}x{k}", partial(rmsnorm, form, m, k)))
         for activated in gated_quantize.ACTIVATIONS:
             found.append((f"{activated}_mul {form} {m}x{k}", partial(gated, activated, form, m, k)))
+    found += [(f"norm_rope {m}", partial(turned, m)) for m in (1, 7, 300)]
     for case in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
         found.append((f"triton {case}", partial(triton, *case)))
     for config, (m, n, k, bias) in itertools.product(cases.CUTS, cases.DECODE_SHAPES):
@@ -133,6 +135,24 @@ def gated(name: Activation, form: ScaleFormat, m: int, k: int) -> Verdict:
     gate_up = cases.activations(m, 2 * k, "cuda") / 8
     found = gated_quantize.gated_quantize(gate_up, name, form)
     return _nearly(found, gated_quantize.gated_quantize_reference(gate_up, name, form))
+
+
+def turned(m: int) -> Verdict:
+    """Queries and keys of a layer, normed, turned, the former quantized."""
+    heads, kv_heads = cases.Q_HEADS, cases.KV_HEADS
+    qkv = cases.activations(m, (heads + 2 * kv_heads) * cases.HEAD_DIM, "cuda")
+    arguments = (qkv, *cases.rotary(m, "cuda"), heads, kv_heads)
+    found, expected = norm_rope.norm_rope(*arguments), norm_rope.norm_rope_reference(*arguments)
+    differing = [
+        float((a.view(torch.uint8) != b.view(torch.uint8)).float().mean())
+        for a, b in zip(found, expected, strict=True)
+    ]
+    distance = [
+        float((a.double() - b.double()).norm() / b.double().norm())
+        for a, b in zip(found, expected, strict=True)
+    ]
+    good = max(differing) < 2e-3 and max(distance) < 2e-3
+    return good, f"differing {[f'{part:.1e}' for part in differing]} distance {distance}"
 
 
 def kv_rescale() -> Verdict:

@@ -8,11 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.bench.correct import gated, rmsnorm
+from vllm_fp8ext.bench import rivals
+from vllm_fp8ext.bench.correct import gated, rmsnorm, turned
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.bench.rivals import add_rms_norm, gate
 from vllm_fp8ext.kernels import bench, cases, reference
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, Activation, gated_quantize
+from vllm_fp8ext.kernels.norm_rope import norm_rope, norm_rope_reference
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantize_weight_triton import launch
 from vllm_fp8ext.kernels.reference import ScaleFormat, blocks
@@ -88,13 +90,15 @@ def quantizes_right(
 
 
 def fused(report: Report) -> None:
-    """Norms and gated activation functions that quantize, against vLLM's kernels and a launch that quantizes (`separate`)."""
+    """Norms, gated activation functions and rotary embedding that quantize, against vLLM's kernels and a launch that
+    quantizes (`separate`)."""
     for m in (*cases.DECODE_TOKENS, *cases.PREFILL_TOKENS):
         if report.late(f"fused kernels m={m}"):
             return
         _norm(report, m, 4096)
         for activation in ACTIVATIONS:
             _gate(report, activation, m, 12288)
+        _heads(report, m)
 
 
 def _quantize(
@@ -161,3 +165,24 @@ def _gate(report: Report, activation: Activation, m: int, k: int) -> None:
     timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
     exact = {"blockfp8": gated(activation, "fp32", min(m, 64), k)[0]}
     report.add(f"{activation}_mul_quantize", (k,), m, timings, moved, baseline="separate", exact=exact)
+
+
+def _heads(report: Report, m: int) -> None:
+    """`compiled`: what Inductor makes of the reference, as it does in a compiled model."""
+    heads, kv_heads, size = cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM
+    columns = (heads + 2 * kv_heads) * size
+    positions, table, norms, scale = cases.rotary(m, "cuda")
+    sets = [cases.activations(m, columns, "cuda") for _ in range(min(64, bench.copies(m * columns * 2)))]
+    others = [qkv.clone() for qkv in sets]  # vLLM's kernel writes into them
+    compiled = torch.compile(norm_rope_reference, dynamic=True)
+    calls: Calls = {
+        "blockfp8": lambda i: norm_rope(sets[i], positions, table, norms, scale, heads, kv_heads),
+        "separate": lambda i: rivals.norm_rope(
+            others[i], positions, table, norms.query_D, norms.key_D, scale, heads, kv_heads
+        ),
+        "compiled": lambda i: compiled(sets[i], positions, table, norms, scale, heads, kv_heads),
+    }
+    moved = dict.fromkeys(calls, m * (columns * 2 + heads * size + kv_heads * size * 2))
+    timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
+    exact = {"blockfp8": turned(min(m, 64))[0]}
+    report.add("norm_rope", (heads, kv_heads, size), m, timings, moved, baseline="separate", exact=exact)

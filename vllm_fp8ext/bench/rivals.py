@@ -156,6 +156,27 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     _custom_ops.fused_add_rms_norm(x, residual, weight, epsilon)
 
 
+def norm_rope(
+    qkv_MN: Tensor,
+    positions_M: Tensor,
+    cos_sin_PD: Tensor,
+    q_norm_D: Tensor,
+    k_norm_D: Tensor,
+    q_scale: Tensor,
+    heads: int,
+    kv_heads: int,
+) -> Tensor:
+    """vLLM's kernels: norm of heads and rotary embedding, in place, then quantization of the queries."""
+    from vllm import _custom_ops
+
+    size = cos_sin_PD.shape[1]
+    _custom_ops.fused_qk_norm_rope(
+        *(qkv_MN, heads, kv_heads, kv_heads, size, 1e-6, q_norm_D, k_norm_D, cos_sin_PD, True, positions_M)
+    )
+    codes: Tensor = _custom_ops.scaled_fp8_quant(qkv_MN[:, : heads * size], q_scale)[0]
+    return codes
+
+
 def gate(activation: str, out_MK: Tensor, x_M2K: Tensor) -> None:
     """vLLM's kernel of `silu`, `gelu` or `gelu_tanh` of one half times the other."""
     import vllm._custom_ops  # noqa: F401  # registers it

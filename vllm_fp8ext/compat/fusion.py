@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins linear layers of compiled graphs with the norm or the activation function before them, so that activations are
-quantized where they are made.
+quantized where they are made; and what stands between the projection to Q, K and V and attention (`fusion_rope`).
 
 A post-grad pass, added under Inductor's own key in vLLM's compilation config. vLLM's fusions do not fire for our operators;
 this can go once they take operators of a plugin.
@@ -20,8 +20,9 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.utils.import_utils import has_deep_gemm
 
+from vllm_fp8ext.compat import fusion_rope
 from vllm_fp8ext.compat.deep_gemm import compiler
-from vllm_fp8ext.kernels import linear, selection
+from vllm_fp8ext.kernels import linear, rotary, selection
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -60,18 +61,25 @@ def _baked_in() -> str:
 
 class JoinLinear(InductorPass):
     """`fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of a gated activation function
-    `fp8ext::gated_linear`."""
+    `fp8ext::gated_linear`; norms of heads and their rotary embedding become `fp8ext::norm_rope`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         found = 0
+        turned = fusion_rope.join_rope(graph)
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is torch.ops.fp8ext.linear.default:
                 found += _join_norm(graph, node) or _join_gate(graph, node)
         graph.eliminate_dead_code()
-        logger.debug("fp8ext: joined %d linear layers with what comes before them", found)
+        logger.debug(
+            "fp8ext: joined %d linear layers with what comes before them, %d attention layers' inputs",
+            found,
+            turned,
+        )
 
     def uuid(self) -> str:
-        return self.hash_source(inspect.getsource(sys.modules[__name__]), inspect.getsource(linear))
+        return self.hash_source(
+            *(inspect.getsource(module) for module in (sys.modules[__name__], fusion_rope, linear, rotary))
+        )
 
 
 def _join_norm(graph: fx.Graph, node: fx.Node) -> bool:

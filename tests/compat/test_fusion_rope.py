@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass that joins norms of heads, rotary embedding and quantization of queries, on graphs that Inductor makes of
+vLLM's own layers."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+from vllm.config import VllmConfig, set_current_vllm_config
+
+M, H, G, D = 5, 8, 2, 128
+EPSILON = 1e-6
+
+
+class Model(NamedTuple):
+    """What an attention layer does before attention, as vLLM's Qwen3 does it."""
+
+    heads: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+
+
+def model(
+    *,
+    normed: bool = True,
+    scale: Tensor | None = None,
+    size: int = D,
+    rotary: int | None = None,
+    neox: bool = True,
+    shifted: bool = False,
+    read_twice: bool = False,
+) -> Model:
+    import vllm.ir.ops  # noqa: F401  its operators
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotary = rotary or size
+    with set_current_vllm_config(VllmConfig()):
+        table = RotaryEmbedding(size, rotary, 64, 1e4, neox, torch.bfloat16).cos_sin_cache
+        one = scale is None or scale.numel() == 1
+        quantize = QuantFP8(
+            static=True, group_shape=GroupShape.PER_TENSOR if one else GroupShape(-1, H // G * size)
+        )
+    noise = torch.Generator().manual_seed(0)
+    qkv = torch.randn(M, (H + 2 * G) * size, generator=noise).bfloat16()
+    positions = torch.randint(60, (M,), generator=noise)
+    q_norm, k_norm = (torch.randn(2, size, generator=noise) * 0.2 + 1).bfloat16()
+
+    def heads(qkv: Tensor, positions: Tensor, table: Tensor, q_norm: Tensor, k_norm: Tensor, *scales: Tensor):
+        query, key, value = qkv.split([H * size, G * size, G * size], dim=-1)
+        if normed:
+            parts = [(query, q_norm), (key, k_norm)]
+            query, key = (
+                torch.ops.vllm_ir.rms_norm(part.view(part.shape[0], -1, size), norm, EPSILON, None).view(
+                    part.shape
+                )
+                for part, norm in parts
+            )
+        places = positions + 1 if shifted else positions
+        query, key = RotaryEmbedding.forward_static(places, query, key, size, rotary, table, neox)
+        plain = query
+        if scales:
+            query, _ = quantize.forward_native(query, scales[0])
+        found = query.view(-1, H, size), key.view(-1, G, size), value.view(-1, G, size)
+        return (*found, plain * 2) if read_twice else found
+
+    scales = () if scale is None else (scale,)
+    return Model(heads, (qkv, positions, table, q_norm, k_norm, *scales))
+
+
+def joined(layer: Model) -> tuple[int, Any]:
+    """How many of our operators are in the compiled graph, and what it computes."""
+    from torch._inductor.compile_fx import compile_fx
+
+    from vllm_fp8ext.compat.fusion import PASS, JoinLinear
+
+    counts = []
+
+    class Counted(JoinLinear):
+        def __call__(self, graph: fx.Graph) -> None:
+            super().__call__(graph)
+            graph.lint()
+            counts.append(sum(str(node.target) == "fp8ext.norm_rope.default" for node in graph.nodes))
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Any:
+        options = {PASS: Counted(), "fx_graph_cache": False, "enable_auto_functionalized_v2": False}
+        return compile_fx(module, inputs, config_patches=options)
+
+    torch._dynamo.reset()
+    for tokens in layer.inputs[:2]:
+        torch._dynamo.mark_dynamic(tokens, 0)
+    found = torch.compile(layer.heads, fullgraph=True, backend=backend)(*layer.inputs)
+    return sum(counts), found
+
+
+SCALES = {
+    "16 bits": None,
+    "one scale": torch.tensor(0.02),
+    "a scale for each head": torch.tensor([0.02, 0.05]),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("normed", [True, False], ids=["norms", "no norms"])
+def test_a_layers_heads(normed: bool, scale: Tensor | None):
+    layer = model(normed=normed, scale=scale)
+    count, found = joined(layer)
+    assert count == 1
+    for mine, expected in zip(found, layer.heads(*layer.inputs), strict=True):
+        assert (mine.dtype, mine.shape, mine.is_contiguous()) == (
+            expected.dtype,
+            expected.shape,
+            expected.is_contiguous(),
+        )
+        assert apart(mine, expected) < 0.01
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Of the whole: eager rotary embedding rounds twice more, which shows where its two terms cancel."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def test_queries_that_another_reads_are_quantized_after():
+    layer = model(scale=torch.tensor(0.02), read_twice=True)
+    count, found = joined(layer)
+    assert count == 1
+    assert [apart(*pair) < 0.01 for pair in zip(found, layer.heads(*layer.inputs), strict=True)] == [True] * 4
+
+
+STAY = {
+    "part of a head": {"rotary": D // 2},
+    "pairs side by side": {"neox": False},
+    "places made in the graph": {"shifted": True},
+    "heads of another size": {"size": 96},
+}
+
+
+@pytest.mark.parametrize("why", STAY)
+def test_layers_that_stay(why: str):
+    layer = model(**STAY[why])
+    count, found = joined(layer)
+    assert count == 0
+    assert [apart(*pair) < 0.01 for pair in zip(found, layer.heads(*layer.inputs), strict=True)] == [True] * 3
