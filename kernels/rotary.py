@@ -23,6 +23,7 @@ def norm_rope(
     from vllm_fp8ext.kernels import norm_rope as kernel
 
     norms = None if q_norm_D is None or k_norm_D is None else kernel.Norms(q_norm_D, k_norm_D, epsilon)
+    qkv_MN = qkv_MN if qkv_MN.stride(1) == 1 else qkv_MN.contiguous()
     return kernel.norm_rope(qkv_MN, positions_M, cos_sin_PD, norms, q_scale, heads, kv_heads)
 
 

@@ -5,13 +5,15 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from vllm_fp8ext.bench.engines import Engine, EngineError
+from vllm_fp8ext.bench.engines import Engine, EngineError, in_turn
 from vllm_fp8ext.checkpoints import LATE
 
 PATIENCE = 30.0
+SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 16 << 20, "gpu_memory_utilization": 0.1}
 
 
 def lives(group: int) -> bool:
@@ -45,3 +47,30 @@ def test_an_engine_that_is_still_loading_ends_at_once_with_its_processes() -> No
     while lives(group) and time.monotonic() < give_up + PATIENCE:
         time.sleep(0.05)
     assert not lives(group)
+
+
+@pytest.mark.alone
+def test_an_engine_that_waits_for_its_turn_ends_with_the_one_before_it() -> None:
+    made: list[Engine] = []
+
+    def held() -> Iterator[Engine]:
+        for name in ("first", "second", "third"):
+            made.append(Engine(LATE, name, SMALL, held=True))
+            yield made[-1]
+
+    engines = in_turn(held())
+    engine, seconds = next(engines)
+    assert (engine.name, len(made)) == ("first", 2)
+    assert seconds > 0
+    assert engine.seconds(1, 4, 2, 0) > 0
+    engines.close()
+    for engine in made:
+        engine._process.join(PATIENCE)
+        assert engine._process.exitcode is not None
+
+
+@pytest.mark.alone
+def test_an_engine_that_does_not_start_is_named() -> None:
+    engines = in_turn(iter([Engine(LATE, "wrong", {"max_model_len": -2}, held=True)]))
+    with pytest.raises(EngineError, match="the engine wrong ended"):
+        next(engines)

@@ -51,6 +51,7 @@ async def main(early: str, late: str, out: str) -> None:
             kv_cache_memory_bytes=256 << 20,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
+            jit_monitor_verbose=True,  # its log says what Triton compiles late
         )
     )
     facts: dict[str, Any] = {"early": await answers(engine, "early")}

@@ -292,15 +292,11 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     story = Path(__file__).with_name("attention_story.py")
     modes = ("eager", "graphs", "pieces", "flash")
     files = [tmp_path / f"{mode}.json" for mode in modes]
-    logs = [(tmp_path / f"{mode}.log").open("w") for mode in modes]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(story), mode, str(tmp_path / "model"), str(file)],
-            stdout=log,
-            stderr=log,
-        )
-        for mode, file, log in zip(modes, files, logs, strict=True)
-    ]
+    running = []
+    for mode, file in zip(modes, files, strict=True):
+        line = [sys.executable, "-P", str(story), mode, str(tmp_path / "model"), str(file)]
+        with (tmp_path / f"{mode}.log").open("w") as log:
+            running.append(subprocess.Popen(line, stdout=log, stderr=log))
     for process, mode in zip(running, modes, strict=True):
         assert process.wait(900) == 0, (tmp_path / f"{mode}.log").read_text()[-4000:]
     eager, graphs, pieces, flash = (json.loads(file.read_text()) for file in files)

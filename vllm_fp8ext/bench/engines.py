@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,22 +31,38 @@ class EngineError(Fp8ExtError):
 
 
 class Engine:
-    """One engine; `arguments` are those of `vllm.LLM`. With `profile` it tells the times of its kernels instead."""
+    """One engine; `arguments` are those of `vllm.LLM`. With `profile` it tells the times of its kernels instead. One that is
+    `held` touches no GPU before it may `begin`: what it imports takes many seconds, beside another engine's work."""
 
-    def __init__(self, checkpoint: Path, name: str, arguments: Mapping[str, Any], *, profile: bool = False):
+    def __init__(
+        self,
+        checkpoint: Path,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        profile: bool = False,
+        held: bool = False,
+    ):
         context = multiprocessing.get_context("spawn")
         self.name = name
         self._end, there = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(str(checkpoint), dict(arguments), profile, there)
+            target=_serve, args=(str(checkpoint), dict(arguments), profile, held, there)
         )
         self._process.start()
         there.close()
         self._started = time.monotonic()
         self._answered = True
+        self._held = held
+
+    def begin(self) -> None:
+        """Let one that was held go on."""
+        assert self._held
+        self._held, self._started = False, time.monotonic()
+        self._end.send("begin")
 
     def wait(self) -> float:
-        """Until it is ready; seconds since its start."""
+        """Until it is ready; seconds since its start, or since it began."""
         self._ask()
         return time.monotonic() - self._started
 
@@ -100,7 +116,24 @@ class Engine:
             raise EngineError(f"the engine {self.name} ended: exit code {self._process.exitcode}") from None
 
 
-def _serve(checkpoint: str, arguments: dict[str, Any], profile: bool, end: Connection) -> None:
+def in_turn(held: Iterator[Engine]) -> Generator[tuple[Engine, float]]:
+    """Engines that were held, one at a time, each as soon as it is ready, and after how many seconds that was. The next one
+    is made meanwhile, so that it has imported everything when its turn comes."""
+    following = next(held, None)
+    try:
+        while following:
+            with contextlib.closing(following) as engine:
+                following = None
+                engine.begin()
+                seconds = engine.wait()
+                following = next(held, None)
+                yield engine, seconds
+    finally:
+        if following:
+            following.close()
+
+
+def _serve(checkpoint: str, arguments: dict[str, Any], profile: bool, held: bool, end: Connection) -> None:
     os.setsid()
     if profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -109,6 +142,8 @@ def _serve(checkpoint: str, arguments: dict[str, Any], profile: bool, end: Conne
 
     from vllm_fp8ext.bench.steady import Load, Steady, kv_tokens
 
+    if held and end.recv() is None:
+        return
     engine = LLM(checkpoint, **arguments)
     vocabulary = engine.model_config.get_vocab_size()
     end.send("ready")

@@ -14,12 +14,13 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from vllm_fp8ext.bench.engines import Engine
+from vllm_fp8ext.bench.engines import Engine, in_turn
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
@@ -49,12 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     origin = provenance()
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
-        for variant in options.variants:
-            engine = Engine(folder, variant, _arguments(variant, cases, options))
-            with contextlib.closing(engine):
-                console.print(f"{variant}: ready after {engine.wait():.0f} s")
+        made = (
+            Engine(folder, variant, _arguments(variant, cases, options), held=True)
+            for variant in options.variants
+        )
+        with contextlib.closing(in_turn(made)) as engines:
+            for engine, seconds in engines:
+                console.print(f"{engine.name}: ready after {seconds:.0f} s")
                 for case in cases:
-                    found.append(_measured(engine, variant, case, found, options))
+                    found.append(_measured(engine, case, options))
+                    _compare(found)
+                    _tell(found[-1])
                     # as far as it came, whatever happens to the next
                     write_cases(options.out, origin, found)
     return 0
@@ -113,23 +119,17 @@ def _arguments(
     }
 
 
-def _measured(
-    engine: Engine,
-    variant: str,
-    case: tuple[int, int, int],
-    before: list[dict[str, Any]],
-    options: argparse.Namespace,
-) -> dict[str, Any]:
+def _measured(engine: Engine, case: tuple[int, int, int], options: argparse.Namespace) -> dict[str, Any]:
     from vllm_fp8ext.bench.steady import Load
 
-    requests, tokens, output = case
+    (requests, tokens, output), variant = case, engine.name
     load = Load(
         requests=requests, tokens=tokens, output=output, windows=options.repeats, seconds=options.seconds
     )
     windows: list[Window] = engine.steady(load)
     rates = [window.tokens / window.seconds for window in windows]
     ours = variant.startswith("blockfp8")
-    result = {
+    return {
         "model": options.checkpoint.name if options.checkpoint else options.shape,
         "requests": requests,
         "input": tokens,
@@ -147,20 +147,21 @@ def _measured(
         "tokens_per_s": statistics.median(rates),
         "samples": rates,
     }
-    same = ("requests", "input", "output")
-    base = next(
-        (
-            other["tokens_per_s"]
-            for other in [*before, result]
-            if other["variant"] == "bf16" and all(other[key] == result[key] for key in same)
-        ),
-        None,
-    )
-    if base:
-        result["ratio_bf16"] = result["tokens_per_s"] / base
+
+
+def _compare(found: list[dict[str, Any]]) -> None:
+    """Give each its ratio to BF16, which may be measured after it."""
+    case = itemgetter("requests", "input", "output")
+    base = {case(other): other["tokens_per_s"] for other in found if other["variant"] == "bf16"}
+    for result in found:
+        if case(result) in base:
+            result["ratio_bf16"] = result["tokens_per_s"] / base[case(result)]
+
+
+def _tell(result: dict[str, Any]) -> None:
     console.print(
-        f"{requests:4} x {tokens}/{output} {variant:14} {result['tokens_per_s']:9.0f} tok/s "
-        f"{result.get('ratio_bf16', math.nan):5.2f}x  {result['kv_tokens']:9,} tokens of K and V, "
-        f"{result['running']:6.1f} requests running, {result['preemptions']} preemptions"
+        f"{result['requests']:4} x {result['input']}/{result['output']} {result['variant']:14} "
+        f"{result['tokens_per_s']:9.0f} tok/s {result.get('ratio_bf16', math.nan):5.2f}x  "
+        f"{result['kv_tokens']:9,} tokens of K and V, {result['running']:6.1f} requests running, "
+        f"{result['preemptions']} preemptions"
     )
-    return result

@@ -15,13 +15,13 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
 
-from vllm_fp8ext.bench.engines import VARIANTS, Engine
+from vllm_fp8ext.bench.engines import VARIANTS, Engine, in_turn
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
@@ -66,8 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
-        for group in [[kind] for kind in kinds] if options.apart else [kinds]:
-            with _alive(group, folder, options) as engines:
+        alive = _apart if options.apart else _together
+        with contextlib.closing(alive(kinds, folder, options)) as groups:
+            for engines in groups:
                 for case in cases:
                     if options.profile:
                         _profile(options.profile, case, engines)
@@ -78,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _alive(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Iterator[Engines]:
+def _together(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Generator[Engines]:
     """Engines beside each other, all of them ready."""
     with contextlib.ExitStack() as stack:
         engines: Engines = {}
@@ -89,6 +89,18 @@ def _alive(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Iter
         for engine in engines.values():
             console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
         yield engines
+
+
+def _apart(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Generator[Engines]:
+    """One engine after the other."""
+    profile = options.profile is not None
+    made = (
+        Engine(folder, str(kind), _arguments(kind, options), profile=profile, held=True) for kind in kinds
+    )
+    with contextlib.closing(in_turn(made)) as engines:
+        for kind, (engine, seconds) in zip(kinds, engines, strict=True):
+            console.print(f"{engine.name}: ready after {seconds:.0f} s")
+            yield {kind: engine}
 
 
 def _parser() -> argparse.ArgumentParser:

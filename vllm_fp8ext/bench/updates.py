@@ -52,13 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folder = Path(scratch)
         checkpoints = two_checkpoints(options.checkpoints, options.shape, folder)
-        for variant in options.variants:
-            with _server(variant, options, checkpoints[0], folder) as server:
-                server.wait(1200)
-                console.print(f"{variant} is ready")
-                for found in _measure(variant, options, server, checkpoints):
-                    cases += found
-                    write_cases(options.out, origin, cases)
+        start = partial(_server, options=options, model=checkpoints[0], folder=folder)
+        with contextlib.ExitStack() as stack:
+            ahead = {}
+            if options.together:
+                ahead = {variant: stack.enter_context(start(variant)) for variant in options.variants}
+            for variant in options.variants:
+                with contextlib.nullcontext(ahead[variant]) if ahead else start(variant) as server:
+                    server.wait(1200)
+                    console.print(f"{variant} is ready")
+                    for found in _measure(variant, options, server, checkpoints):
+                        cases += found
+                        write_cases(options.out, origin, cases)
     _show(cases)
     return 0
 
@@ -83,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         "--busy-seconds", type=float, default=10.0, help="of updates beside requests at a time, at least"
     )
     parser.add_argument("--windows", type=int, default=3, help="how often that is repeated")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="start all servers at once, where they have room beside each other",
+    )
     parser.add_argument("--settings", type=json.loads, default={}, help="more settings of fp8ext, as JSON")
     parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
     parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")

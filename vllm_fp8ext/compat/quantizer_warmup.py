@@ -8,17 +8,23 @@ from vllm_fp8ext.kernels.copy_blocks import CopyBlocks
 from vllm_fp8ext.kernels.copy_together import CopyTogether
 from vllm_fp8ext.kernels.quantize_together import Place, QuantizeTogether
 from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of tensors that are quantized."""
 
 
-def warm_up_quantizers(weight_NK: Tensor, scale_format: ScaleFormat) -> None:
-    """Quantize values for weights as wide as this one."""
-    few = weight_NK[: min(weight_NK.shape[0], BLOCK) + weight_NK.shape[0] % BLOCK]
+def warm_up_quantizers(codes_NK: Tensor, scales_NbKb: Tensor, scale_format: ScaleFormat) -> None:
+    """Quantize values for weights as wide as this one whose codes and scales lie as its do: kernels differ by whether blocks
+    are whole, and by whether sizes and distances are multiples of 16."""
+    rows = codes_NK.shape[0]
+    few = codes_NK[: min(rows, BLOCK) + rows % BLOCK]
+    codes = torch.empty_strided(few.shape, few.stride(), dtype=few.dtype, device=few.device)
+    of_few = scales_NbKb[: blocks(few.shape[0])]
+    scales = torch.empty_strided(of_few.shape, of_few.stride(), dtype=of_few.dtype, device=few.device)
     for source in SOURCES:
-        quantize_weight(torch.zeros_like(few, dtype=source), *empty_like(few), scale_format)
+        values = torch.zeros(few.shape, dtype=source, device=few.device)
+        quantize_weight(values, codes, scales, scale_format)
 
 
 def warm_up_together(device: torch.device, scale_format: ScaleFormat) -> None:

@@ -127,7 +127,7 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     assert method.route is not None
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
     k = weight.shape[1]
-    warm_up_quantizers(weight, form)
+    warm_up_quantizers(weight, scales, form)
     dtype = method.out_dtype
     x = torch.zeros(max_tokens, k, dtype=dtype, device=weight.device)
     norm = torch.ones(k, dtype=dtype, device=weight.device)
