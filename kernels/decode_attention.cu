@@ -27,7 +27,8 @@
 // That token is a block's last; who reads such a block, a lent one, takes it from the other request's K and V instead.
 //
 // So nothing that is read from the cache is new, and a launch that begins before the previous kernel has ended
-// (griddepcontrol) waits for Q, K and V alone. The kernel behind both may likewise begin to fetch its weights.
+// (griddepcontrol) waits for Q, K and V alone. With EARLY_REQUESTS or more the kernel behind both may likewise
+// begin to fetch its weights.
 //
 // Shared memory: for each warp a ring of STAGES tiles, each TILE x D codes of K, then of V, whose 16-byte chunks are swizzled
 // so that neither copies nor loads meet in a bank; then the lent blocks, and where each request's tiles begin.

@@ -147,7 +147,10 @@ def norm_rope(
     """Queries `[M, H, D]`, E4M3 with a `q_scale` (fp32, one or one for each KV head), and keys `[M, G, D]`.
 
     `qkv_MN`: BF16 or FP16, columns contiguous, heads of the queries, the keys, the values. `cos_sin_PD`: cosines, then sines,
-    contiguous; D is a power of two. `positions_M` are not written by a kernel that may still run beside the one before this.
+    D a power of two; a position that is not in it is not looked for. All else is contiguous.
+
+    In a step all kernels from the first layer's on may begin before those ahead have ended. So what is read here before the
+    wait, positions and table, must have been there before the step, not only before the kernel ahead.
     """
     (m, _), size, device = qkv_MN.shape, cos_sin_PD.shape[1], qkv_MN.device
     query = torch.empty(m, heads, size, dtype=qkv_MN.dtype if q_scale is None else FP8_DTYPE, device=device)

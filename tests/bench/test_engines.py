@@ -74,3 +74,11 @@ def test_an_engine_that_does_not_start_is_named() -> None:
     engines = in_turn(iter([Engine(LATE, "wrong", {"max_model_len": -2}, held=True)]))
     with pytest.raises(EngineError, match="the engine wrong ended"):
         next(engines)
+
+
+@pytest.mark.alone
+def test_an_engine_that_ends_before_its_turn_is_named() -> None:
+    engine = Engine(LATE, "gone", SMALL, held=True)
+    engine._process.kill()
+    with pytest.raises(EngineError, match="the engine gone ended"):
+        engine.begin()

@@ -25,14 +25,22 @@ class Model(NamedTuple):
 
 def model(
     *,
-    normed: bool = True,
+    normed: tuple[str, ...] = ("query", "key"),
     scale: Tensor | None = None,
     size: int = D,
     rotary: int | None = None,
     neox: bool = True,
     shifted: bool = False,
     read_twice: bool = False,
+    by_rows: bool = False,
+    by_head: bool = False,
+    plus_one: bool = False,
+    epsilons: tuple[float, float] = (EPSILON, EPSILON),
+    variance: int | None = None,
+    factor: float | None = None,
+    apart: str = "",
 ) -> Model:
+    """`apart`: an input whose values do not lie side by side."""
     import vllm.ir.ops  # noqa: F401  its operators
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -46,30 +54,41 @@ def model(
             static=True, group_shape=GroupShape.PER_TENSOR if one else GroupShape(-1, H // G * size)
         )
     noise = torch.Generator().manual_seed(0)
-    qkv = torch.randn(M, (H + 2 * G) * size, generator=noise).bfloat16()
     positions = torch.randint(60, (M,), generator=noise)
-    q_norm, k_norm = (torch.randn(2, size, generator=noise) * 0.2 + 1).bfloat16()
+    norms = (torch.randn(H + G, size, generator=noise) * 0.2 + 1).bfloat16()
+    named = {
+        "qkv": torch.randn(M, (H + 2 * G) * size, generator=noise).bfloat16(),
+        "positions": positions,
+        "table": table,
+        "query": norms[:H] if by_head else norms[0],
+        "key": norms[H:] if by_head else norms[1],
+        **({} if scale is None else {"scale": scale}),
+    }
+    if apart:
+        named[apart] = torch.stack((named[apart], named[apart] * 3), -1)[..., 0]
 
     def heads(qkv: Tensor, positions: Tensor, table: Tensor, q_norm: Tensor, k_norm: Tensor, *scales: Tensor):
         query, key, value = qkv.split([H * size, G * size, G * size], dim=-1)
-        if normed:
-            parts = [(query, q_norm), (key, k_norm)]
-            query, key = (
-                torch.ops.vllm_ir.rms_norm(part.view(part.shape[0], -1, size), norm, EPSILON, None).view(
-                    part.shape
-                )
-                for part, norm in parts
-            )
+
+        def normalized(name: str, part: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+            if name not in normed:
+                return part
+            weight = weight + 1 if plus_one else weight
+            rows = part.view(part.shape[0], -1, size)
+            return torch.ops.vllm_ir.rms_norm(rows, weight, epsilon, variance).view(part.shape)
+
+        query = normalized("query", query, q_norm, epsilons[0])
+        key = normalized("key", key, k_norm, epsilons[1])
         places = positions + 1 if shifted else positions
+        table = table if factor is None else table * factor
         query, key = RotaryEmbedding.forward_static(places, query, key, size, rotary, table, neox)
         plain = query
         if scales:
-            query, _ = quantize.forward_native(query, scales[0])
+            query, _ = quantize.forward_native(query.view(-1, size) if by_rows else query, scales[0])
         found = query.view(-1, H, size), key.view(-1, G, size), value.view(-1, G, size)
         return (*found, plain * 2) if read_twice else found
 
-    scales = () if scale is None else (scale,)
-    return Model(heads, (qkv, positions, table, q_norm, k_norm, *scales))
+    return Model(heads, tuple(named.values()))
 
 
 def joined(layer: Model) -> tuple[int, Any]:
@@ -107,7 +126,7 @@ SCALES = {
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("normed", [True, False], ids=["norms", "no norms"])
 def test_a_layers_heads(normed: bool, scale: Tensor | None):
-    layer = model(normed=normed, scale=scale)
+    layer = model(normed=("query", "key") if normed else (), scale=scale)
     count, found = joined(layer)
     assert count == 1
     for mine, expected in zip(found, layer.heads(*layer.inputs), strict=True):
@@ -124,18 +143,31 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def test_queries_that_another_reads_are_quantized_after():
-    layer = model(scale=torch.tensor(0.02), read_twice=True)
+@pytest.mark.parametrize("way", ["read_twice", "by_rows", "apart"])
+def test_queries_that_are_quantized_after(way: str):
+    """Another reads them; rows of them are quantized; or the scales do not lie side by side."""
+    scale = SCALES["a scale for each head" if way == "apart" else "one scale"]
+    layer = model(scale=scale, **{way: "scale" if way == "apart" else True})
     count, found = joined(layer)
     assert count == 1
-    assert [apart(*pair) < 0.01 for pair in zip(found, layer.heads(*layer.inputs), strict=True)] == [True] * 4
+    expected = layer.heads(*layer.inputs)
+    assert [apart(*pair) < 0.01 for pair in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
-STAY = {
+STAY: dict[str, dict[str, Any]] = {
     "part of a head": {"rotary": D // 2},
     "pairs side by side": {"neox": False},
     "places made in the graph": {"shifted": True},
+    "places apart": {"apart": "positions"},
     "heads of another size": {"size": 96},
+    "a norm for each head": {"by_head": True},
+    "a norm's weight apart": {"apart": "key"},
+    "a norm's weight made in the graph": {"plus_one": True},
+    "other epsilons": {"epsilons": (1e-6, 1e-5)},
+    "one norm": {"normed": ("query",)},
+    "a norm of half a head": {"variance": D // 2},
+    "another table": {"factor": 0.5},
+    "a table apart": {"apart": "table"},
 }
 
 

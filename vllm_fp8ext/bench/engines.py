@@ -53,13 +53,20 @@ class Engine:
         there.close()
         self._started = time.monotonic()
         self._answered = True
-        self._held = held
+        self._held, self._imported = held, False
+
+    def imported(self) -> None:
+        """Until one that is held waits for nothing but its turn."""
+        if self._held and not self._imported:
+            self._ask()
+            self._imported = True
 
     def begin(self) -> None:
         """Let one that was held go on."""
-        assert self._held
+        self.imported()
         self._held, self._started = False, time.monotonic()
-        self._end.send("begin")
+        with contextlib.suppress(OSError):  # whoever waits for it is told
+            self._end.send("begin")
 
     def wait(self) -> float:
         """Until it is ready; seconds since its start, or since it began."""
@@ -93,8 +100,9 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """End it and the processes that it started: at once where an answer is no longer waited for."""
-        if self._answered:
+        """End it and the processes that it started: at once where an answer is no longer waited for, or it was never let go
+        on."""
+        if self._answered and not self._held:
             with contextlib.suppress(OSError):
                 self._end.send(None)
             self._process.join(60)
@@ -118,15 +126,17 @@ class Engine:
 
 def in_turn(held: Iterator[Engine]) -> Generator[tuple[Engine, float]]:
     """Engines that were held, one at a time, each as soon as it is ready, and after how many seconds that was. The next one
-    is made meanwhile, so that it has imported everything when its turn comes."""
+    is made, and has imported everything, before this one works."""
     following = next(held, None)
     try:
         while following:
             with contextlib.closing(following) as engine:
                 following = None
                 engine.begin()
-                seconds = engine.wait()
                 following = next(held, None)
+                seconds = engine.wait()
+                if following:
+                    following.imported()
                 yield engine, seconds
     finally:
         if following:
@@ -142,8 +152,9 @@ def _serve(checkpoint: str, arguments: dict[str, Any], profile: bool, held: bool
 
     from vllm_fp8ext.bench.steady import Load, Steady, kv_tokens
 
-    if held and end.recv() is None:
-        return
+    if held:
+        end.send("imported")
+        end.recv()
     engine = LLM(checkpoint, **arguments)
     vocabulary = engine.model_config.get_vocab_size()
     end.send("ready")

@@ -11,7 +11,6 @@ find room. Weights are generated (or given, --checkpoint); token ids go in and c
 import argparse
 import contextlib
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from operator import itemgetter
@@ -159,9 +158,10 @@ def _compare(found: list[dict[str, Any]]) -> None:
 
 
 def _tell(result: dict[str, Any]) -> None:
+    ratio = f"{result['ratio_bf16']:5.2f}x" if "ratio_bf16" in result else "     –"
     console.print(
         f"{result['requests']:4} x {result['input']}/{result['output']} {result['variant']:14} "
-        f"{result['tokens_per_s']:9.0f} tok/s {result.get('ratio_bf16', math.nan):5.2f}x  "
+        f"{result['tokens_per_s']:9.0f} tok/s {ratio}  "
         f"{result['kv_tokens']:9,} tokens of K and V, {result['running']:6.1f} requests running, "
         f"{result['preemptions']} preemptions"
     )

@@ -182,7 +182,7 @@ def _heads(report: Report, m: int) -> None:
         ),
         "compiled": lambda i: compiled(sets[i], positions, table, norms, scale, heads, kv_heads),
     }
-    moved = dict.fromkeys(calls, m * (columns * 2 + heads * size + kv_heads * size * 2))
+    moved = dict.fromkeys(calls, m * size * ((heads + kv_heads) * 2 + heads + kv_heads * 2))
     timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
     exact = {"blockfp8": turned(min(m, 64))[0]}
     report.add("norm_rope", (heads, kv_heads, size), m, timings, moved, baseline="separate", exact=exact)

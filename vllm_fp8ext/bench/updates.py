@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ahead = {}
             if options.together:
                 ahead = {variant: stack.enter_context(start(variant)) for variant in options.variants}
+            for server in ahead.values():  # none starts beside what is measured
+                server.wait(1200)
             for variant in options.variants:
                 with contextlib.nullcontext(ahead[variant]) if ahead else start(variant) as server:
                     server.wait(1200)

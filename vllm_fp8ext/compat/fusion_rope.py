@@ -61,9 +61,12 @@ def _join(graph: fx.Graph, table: _Table, query: _Heads, key: _Heads) -> bool:
     normed = (query.weight is None, query.epsilon) == (key.weight is None, key.epsilon)
     if not normed or heads % kv_heads or size not in _SIZES or dimension not in ([-1], [1]):
         return False
-    if columns != [heads * size, kv_heads * size, kv_heads * size] or not _alike(
-        projected, table.cos_sin, query.weight or projected, key.weight or projected
-    ):
+    if columns != [heads * size, kv_heads * size, kv_heads * size] or _value(projected).dim() != 2:
+        return False
+    weights = [weight for weight in (query.weight, key.weight) if weight is not None]
+    if any(_value(weight).shape != (size,) for weight in weights):
+        return False
+    if not _alike(projected, table.cos_sin, *weights):
         return False
     quantized, scale = _quantized(query.out, kv_heads) or (None, None)
     first = min(query.out, key.out)
@@ -107,6 +110,8 @@ def _heads(cat: fx.Node, table: _Table) -> _Heads | None:
         return None
     if not (_calls(low, getitem) and _calls(high, getitem) and low.args[0] is high.args[0]):
         return None
+    if not _calls(low.args[0], _aten.split.Tensor):
+        return None
     source = low.args[0].args[0]
     if _halves(source) != (low, high) or len(_value(source).shape) != 3:
         return None
@@ -127,9 +132,10 @@ def _heads(cat: fx.Node, table: _Table) -> _Heads | None:
 def _quantized(out: fx.Node, kv_heads: int) -> tuple[fx.Node, fx.Node] | None:
     """The codes of turned queries, `QuantFP8` with a given scale, and that scale: one, or one for each KV head. None if
     anything else reads the queries."""
-    node = out
+    node, (heads, size) = out, _value(out).shape[1:]
+    flat = heads * size
     steps: tuple[tuple[Any, Callable[[fx.Node], bool]], ...] = (
-        (_aten.reshape.default, lambda _: True),
+        (_aten.reshape.default, lambda node: _value(node).dim() == 2 and _value(node).shape[1] == flat),
         (_prims.convert_element_type.default, lambda node: node.args[1] == torch.float32),
         (_aten.mul.Tensor, lambda node: _calls(node.args[1], _aten.reciprocal.default)),
         (_aten.clamp_min.default, lambda node: node.args[1] == -_LARGEST),
@@ -146,12 +152,14 @@ def _quantized(out: fx.Node, kv_heads: int) -> tuple[fx.Node, fx.Node] | None:
             return None
         if target is _aten.mul.Tensor:
             scale = node.args[1].args[0]
-    heads, size = _value(out).shape[1:]
-    expanded = [1, kv_heads, heads // kv_heads * size]
     by_head = False
     while _calls(scale, *_SPREAD):
-        by_head |= _calls(scale, _aten.expand.default) and list(scale.args[1]) == expanded
-        scale = scale.args[0]
+        spread, scale = scale, scale.args[0]
+        if _calls(spread, _aten.expand.default):
+            by_head = (tuple(_value(scale).shape), tuple(_value(spread).shape)) == (
+                (1, kv_heads, 1),
+                (1, kv_heads, heads // kv_heads * size),
+            )
     if not _given(scale) or _value(scale).dtype != torch.float32:
         return None
     count = _value(scale).numel()
@@ -194,8 +202,8 @@ def _users(cos: fx.Node) -> list[fx.Node]:
 
 
 def _given(node: Any) -> bool:
-    """Whether it comes from outside the graph, and so before everything in it."""
-    return isinstance(node, fx.Node) and node.op == "placeholder"
+    """Whether it comes from outside the graph, and so before everything in it, and lies there as kernels read it."""
+    return isinstance(node, fx.Node) and node.op == "placeholder" and _value(node).is_contiguous()
 
 
 def _calls(node: Any, *targets: Any) -> bool:

@@ -37,13 +37,14 @@ class EpochPrefixCache:
         if recompute:
             self._scheduler.reset_prefix_cache(reset_running_requests=True)
 
-    def _computed_blocks(self, request: Any) -> Any:
+    def _computed_blocks(self, request: Any, *limit: Any) -> Any:
+        """`limit`: of the hit's length, which vLLM 0.33 passes."""
         if getattr(request, "fp8ext_epoch", None) != self.epoch:
             request._block_hasher = self._hash
             request.fp8ext_epoch = self.epoch
             request.block_hashes.clear()
             request.update_block_hashes()
-        return self._look_up(request)
+        return self._look_up(request, *limit)
 
     def _hash(self, request: Any) -> list[Any]:
         """New block hashes of a request, on a chain whose root holds its epoch."""
