@@ -114,7 +114,8 @@ def test_a_kept_request_leaves_nothing_behind_in_the_cache(single: Server):
     assert 0 < _cached(single, whole) <= len(found["prompt_token_ids"])
 
 
-def test_weight_versions_with_the_openai_client(server: Server):
+@pytest.mark.parametrize("asked", [False, True], ids=["always", "as vLLM 0.33 is asked"])
+def test_weight_versions_with_the_openai_client(server: Server, asked: bool):
     with server.client() as client:
         client.push(EARLY, version="step 7")
         epoch = client.weights().epoch
@@ -124,7 +125,7 @@ def test_weight_versions_with_the_openai_client(server: Server):
         "model": MODEL,
         "max_tokens": 5,
         "temperature": 0,
-        "extra_body": {"ignore_eos": True},
+        "extra_body": {"ignore_eos": True, **({"return_weight_versions": True} if asked else {})},
     }
     messages: Any = [{"role": "user", "content": "123+456="}]
     completion = openai.completions.create(prompt=["1+", "2+"], n=2, **{**options, "temperature": 1})
@@ -136,8 +137,8 @@ def test_weight_versions_with_the_openai_client(server: Server):
         openai.chat.completions.create(messages=messages, stream=True, **options),
     ):
         choices = [choice for event in events for choice in event.choices]
-        carrying = [choice for choice in choices if hasattr(choice, "weight_versions")]
-        assert [choice.weight_versions for choice in carrying] == [expected]
+        carrying = [choice for choice in choices if getattr(choice, "weight_versions", None)]
+        assert [choice.weight_versions for choice in carrying] == [expected]  # type: ignore[attr-defined]  # our field
         assert carrying[0].finish_reason == "length"
     openai.close()
 

@@ -589,6 +589,15 @@ INTERFACES: tuple[Interface, ...] = (
         parameters=("result_generator",),
         why="show weight versions",
     ),
+    *(
+        Interface(module=f"vllm.entrypoints.openai.{module}.protocol", name=name, why="show weight versions")
+        for module, name in (
+            ("completion", "CompletionResponse"),
+            ("completion", "CompletionResponseChoice"),
+            ("chat_completion", "ChatCompletionResponse"),
+            ("chat_completion", "ChatCompletionResponseChoice"),
+        )
+    ),
     Interface(
         module="vllm.v1.attention.backends.flash_attn",
         name="FlashAttentionImpl.forward",

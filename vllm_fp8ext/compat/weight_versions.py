@@ -3,8 +3,8 @@
 
 Each finished choice gets `weight_versions`: `[{"version", "epoch", "start", "end"}, …]` over its output tokens, in its
 final chunk when streaming. Replaces: the response builders of both endpoints, and `RequestState._weight_version_spans`,
-which knows no epochs. Can go once vLLM reports `CompletionOutput.weight_versions` on these endpoints as it does on
-`/inference/v1/generate`.
+which knows no epochs. vLLM 0.33 has the field too, without epochs, and fills it where a request asks. Can go once vLLM's
+spans have epochs and every response can have them.
 """
 
 import functools
@@ -30,16 +30,32 @@ class EpochSpan(WeightVersionSpan):
     epoch: int = 0
 
 
+_SPANS = list[EpochSpan] | None
+
+
 def install() -> None:
     """Idempotent."""
+    from vllm.entrypoints.openai.chat_completion import protocol as chat
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion import protocol as completion
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
+    _declare(completion.CompletionResponseChoice, completion.CompletionResponse)
+    _declare(chat.ChatCompletionResponseChoice, chat.ChatCompletionResponse)
     _wrap(RequestState, "_weight_version_spans", _with_epochs)
     _wrap(OpenAIServingCompletion, "completion_stream_generator", _streaming)
     _wrap(OpenAIServingCompletion, "request_output_to_completion_response", _completion)
     _wrap(OpenAIServingChat, "chat_completion_stream_generator", _streaming)
     _wrap(OpenAIServingChat, "chat_completion_full_generator", _chat)
+
+
+def _declare(choice: Any, response: Any) -> None:
+    """Give the field, where a choice has it, its type, by which it is serialized."""
+    field = choice.model_fields.get("weight_versions")
+    if field is not None and field.annotation != _SPANS:
+        field.annotation = _SPANS
+        choice.model_rebuild(force=True)
+        response.model_rebuild(force=True)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -115,7 +131,9 @@ def _call(original: Any, self: Any, tap: Callable[[Any], Any], args: Any, kwargs
 def _attach(response: Any, outputs: Iterable[Any]) -> None:
     for choice, output in zip(getattr(response, "choices", ()), outputs, strict=False):
         if output.weight_versions is not None:
-            choice.weight_versions = [asdict(span) for span in output.weight_versions]
+            declared = "weight_versions" in type(choice).model_fields
+            spans = output.weight_versions
+            choice.weight_versions = spans if declared else [asdict(span) for span in spans]
 
 
 def _annotated(event: str, spans: dict[int, Any]) -> str:
