@@ -69,6 +69,8 @@ part rollout_8b_256_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --a
   --cases 256x1024x1024 --out \$O/rollout_8b_256_auto.json"
 part batch_invariant "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \
   --settings '{}' '{\"kernels\": {\"batch_invariant\": true}}' --cases 8x1024x1024 128x1024x1024 --out \$O/batch_invariant.json"
+part norm_rope "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \
+  --settings '{}' '{\"kernels\": {\"norm_rope\": false}}' --cases 8x1024x1024 32x1024x1024 128x1024x256 --out \$O/norm_rope.json"
 part kv "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --out \$O/kv.json"
 # so many short responses that BF16 preempts; few sizes of CUDA graphs, as capturing them takes longer than the windows
 part kv_short "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants blockfp8_kv bf16 blockfp8 fp8_per_block --cases 1024x512x1024 \

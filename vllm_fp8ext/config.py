@@ -78,6 +78,10 @@ class KernelSettings(BaseModel):
     decode_attention: bool = True
     """Steps that decode alone attend over an FP8 KV cache by our own kernel, where it takes the layers; else by vLLM's."""
 
+    norm_rope: bool = True
+    """In compiled graphs, norms of heads, rotary embedding and the quantization of queries are one launch of our own, where
+    it takes them; else what Inductor makes of them."""
+
     batch_invariant: bool = Field(
         default_factory=lambda: os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
     )

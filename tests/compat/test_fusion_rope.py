@@ -2,7 +2,9 @@
 """The pass that joins norms of heads, rotary embedding and quantization of queries, on graphs that Inductor makes of
 vLLM's own layers."""
 
+import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -91,7 +93,7 @@ def model(
     return Model(heads, tuple(named.values()))
 
 
-def joined(layer: Model) -> tuple[int, Any]:
+def joined(layer: Model, *, wanted: bool = True) -> tuple[int, Any]:
     """How many of our operators are in the compiled graph, and what it computes."""
     from torch._inductor.compile_fx import compile_fx
 
@@ -106,7 +108,11 @@ def joined(layer: Model) -> tuple[int, Any]:
             counts.append(sum(str(node.target) == "fp8ext.norm_rope.default" for node in graph.nodes))
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Any:
-        options = {PASS: Counted(), "fx_graph_cache": False, "enable_auto_functionalized_v2": False}
+        options = {
+            PASS: Counted(norm_rope=wanted),
+            "fx_graph_cache": False,
+            "enable_auto_functionalized_v2": False,
+        }
         return compile_fx(module, inputs, config_patches=options)
 
     torch._dynamo.reset()
@@ -177,3 +183,19 @@ def test_layers_that_stay(why: str):
     count, found = joined(layer)
     assert count == 0
     assert [apart(*pair) < 0.01 for pair in zip(found, layer.heads(*layer.inputs), strict=True)] == [True] * 3
+
+
+def test_a_layer_stays_where_that_is_set():
+    from vllm_fp8ext.compat import fusion
+
+    assert joined(model(), wanted=False)[0] == 0
+    keys = set()
+    for wanted in (True, False):
+        compilation = SimpleNamespace(inductor_compile_config={}, custom_ops=[])
+        fusion.configure(
+            SimpleNamespace(compilation_config=compilation, additional_config=None), norm_rope=wanted
+        )
+        found = compilation.inductor_compile_config[fusion.PASS]
+        assert found.norm_rope is wanted
+        keys.add(pickle.loads(pickle.dumps(found)).uuid())
+    assert len(keys) == 2

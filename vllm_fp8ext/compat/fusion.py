@@ -33,7 +33,7 @@ CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul")
 """vLLM's layers that call them."""
 
 
-def configure(config: Any) -> None:
+def configure(config: Any, *, norm_rope: bool) -> None:
     """Add the pass to a `VllmConfig` before anything is compiled; a pass of the user's stays, without ours."""
     compilation = config.compilation_config
     if PASS in compilation.inductor_compile_config:
@@ -41,7 +41,7 @@ def configure(config: Any) -> None:
             "fp8ext: norms and activation functions are not fused with linear layers: %s is taken", PASS
         )
         return
-    compilation.inductor_compile_config[PASS] = JoinLinear()
+    compilation.inductor_compile_config[PASS] = JoinLinear(norm_rope=norm_rope)
     # vLLM's cache of compiled graphs asks for the configuration alone
     config.additional_config = {**(config.additional_config or {}), "fp8ext_graphs": _baked_in()}
     for name in CUSTOM_OPS:  # each as one node, so that it is found below
@@ -61,11 +61,14 @@ def _baked_in() -> str:
 
 class JoinLinear(InductorPass):
     """`fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of a gated activation function
-    `fp8ext::gated_linear`; norms of heads and their rotary embedding become `fp8ext::norm_rope`."""
+    `fp8ext::gated_linear`; norms of heads and their rotary embedding become `fp8ext::norm_rope`, if that is wanted."""
+
+    def __init__(self, *, norm_rope: bool = True) -> None:
+        self.norm_rope = norm_rope
 
     def __call__(self, graph: fx.Graph) -> None:
         found = 0
-        turned = fusion_rope.join_rope(graph)
+        turned = fusion_rope.join_rope(graph) if self.norm_rope else 0
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is torch.ops.fp8ext.linear.default:
                 found += _join_norm(graph, node) or _join_gate(graph, node)
@@ -78,7 +81,8 @@ class JoinLinear(InductorPass):
 
     def uuid(self) -> str:
         return self.hash_source(
-            *(inspect.getsource(module) for module in (sys.modules[__name__], fusion_rope, linear, rotary))
+            *(inspect.getsource(module) for module in (sys.modules[__name__], fusion_rope, linear, rotary)),
+            str(self.norm_rope),
         )
 
 

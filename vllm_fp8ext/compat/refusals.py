@@ -31,9 +31,10 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
     def create(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         if config.model_config.quantization == METHOD:
-            refuse_unsupported(config, Settings.parse(config.additional_config))
+            settings = Settings.parse(config.additional_config)
+            refuse_unsupported(config, settings)
             if current_platform.is_cuda():
-                fusion.configure(config)
+                fusion.configure(config, norm_rope=settings.kernels.norm_rope)
         return config
 
     setattr(create, _MARK, original)
