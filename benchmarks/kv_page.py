@@ -36,7 +36,9 @@ def main() -> None:
     accuracy, long, kernels = (_cases(name) for name in ("kv_accuracy", "kv_h200", "kernels_h200"))
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
     _picture(accuracy)
+    models = list(dict.fromkeys(case["model"] for case in long))
     long = [case for case in long if "ratio_bf16" in case]
+    long.sort(key=lambda case: (models.index(case["model"]), case["output"], case["requests"]))
     _long_picture([case for case in long if case["model"] == "Qwen3-8B"])
     fill(PAGE, {"accuracy": _table(accuracy), "long": _long(long), "attention": _attention(kernels)})
 
@@ -86,14 +88,20 @@ def _attention(cases: Cases) -> str:
 
 
 def _long_picture(cases: Cases) -> None:
-    outputs = list(dict.fromkeys(case["output"] for case in cases))
+    loads = sorted({(case["output"], case["requests"]) for case in cases})
     figure, axis = pyplot.subplots(figsize=(8, 3.6))
     for offset, (variant, label) in enumerate(VARIANTS.items()):
-        found = {case["output"]: case["ratio_bf16"] for case in cases if case["variant"] == variant}
-        places = [index + 0.2 * offset - 0.3 for index, output in enumerate(outputs) if output in found]
-        bars = axis.bar(places, list(found.values()), 0.18, label=label.replace("`", ""))
+        found = {
+            (case["output"], case["requests"]): case["ratio_bf16"]
+            for case in cases
+            if case["variant"] == variant
+        }
+        places = {load: index + 0.2 * offset - 0.3 for index, load in enumerate(loads) if load in found}
+        bars = axis.bar(
+            list(places.values()), [found[load] for load in places], 0.18, label=label.replace("`", "")
+        )
         axis.bar_label(bars, fmt="%.2f", fontsize=8)
-    axis.set_xticks(range(len(outputs)), [f"{output:,} tokens of response" for output in outputs])
+    axis.set_xticks(range(len(loads)), [f"{requests:,} × {output:,} tokens" for output, requests in loads])
     axis.set_ylabel("output tokens/s by BF16's")
     axis.set_ylim(0, 2.6)
     axis.legend(loc="upper left", ncols=4, frameon=False, fontsize=8)
