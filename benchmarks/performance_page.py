@@ -138,9 +138,9 @@ def _fused(cases: Cases) -> str:
     counts = (1, 16, 64, 8192)
     lines = ["| kernel | " + " | ".join(f"M={m}" for m in counts) + " |", "|---|" + "---|" * len(counts)]
     for kernel in kernels:
-        cells = []
         if not _of(cases, kernel):  # not measured yet
             continue
+        cells = []
         for m in counts:
             ours = _of(cases, kernel, m=m, variant="blockfp8")[0]
             apart = _of(cases, kernel, m=m, variant="separate")[0]

@@ -74,6 +74,23 @@ def activations(m: int, k: int, device: str, seed: int = 0) -> Tensor:
     return values.bfloat16()
 
 
+def integers(*shape: int, exponent: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Small integers times a power of two, on the CPU, zeros of both signs among them: squares of 2,500 that are twice as
+    large stay below 2^24 in sum, which is exact in any order."""
+    noise = torch.Generator().manual_seed(seed)
+    values = torch.randint(-32, 33, shape, generator=noise).float() * 2.0**exponent
+    values[..., ::5] *= -0.0
+    return values.to(dtype)
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Equal bit for bit, and of one dtype and shape."""
+    bits = [
+        part.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for part in (first, second)
+    ]
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(*bits)
+
+
 def rotary(m: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, "Norms", Tensor]:
     """Positions, table, norms and scale of the queries of a layer of Qwen3-8B."""
     from vllm_fp8ext.kernels.norm_rope import Norms

@@ -117,22 +117,14 @@ def _norm_rope(
     if SCALES:
         head = tl.where(of_query, heads // (H // G), 0) if SCALES > 1 else heads * 0
         by = tl.div_rn(1.0, tl.load(q_scale + head))[:, None]
-        tl.store(query, encoded(_clamped(first * by), HARDWARE), mask=to_query)
-        tl.store(query + HALF, encoded(_clamped(second * by), HARDWARE), mask=to_query)
+        tl.store(query, encoded(first * by, HARDWARE), mask=to_query)
+        tl.store(query + HALF, encoded(second * by, HARDWARE), mask=to_query)
     else:
         tl.store(query, first.to(dtype), mask=to_query)
         tl.store(query + HALF, second.to(dtype), mask=to_query)
     key = key_MGD + token * (G * 2 * HALF) + columns - H * 2 * HALF
     tl.store(key, first.to(dtype), mask=to_key)
     tl.store(key + HALF, second.to(dtype), mask=to_key)
-
-
-@triton.jit
-def _clamped(x):
-    """Within E4M3's range; NaN stays."""
-    return tl.minimum(
-        tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL), 448.0, propagate_nan=tl.PropagateNan.ALL
-    )
 
 
 def norm_rope(

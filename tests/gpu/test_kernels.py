@@ -18,11 +18,6 @@ pytestmark = pytest.mark.gpu
 FORMATS = ("fp32", "pow2")
 
 
-def same(first: Tensor, second: Tensor) -> bool:
-    first, second = (part.cpu().clone(memory_format=torch.contiguous_format) for part in (first, second))
-    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-
-
 def cut(config: Config) -> str:
     return f"{config.rows}x{config.splits}"
 
@@ -38,8 +33,8 @@ def test_a_models_weights_are_quantized_as_the_reference_does(
     codes, scales = empty_like(weight)
     error, norm = quantize_weight(weight, codes, scales, scale_format)
     expected = reference.quantize_weight(weight.cpu(), scale_format)
-    assert same(codes, expected[0])
-    assert same(scales, expected[1])
+    assert cases.same(codes, expected[0])
+    assert cases.same(scales, expected[1])
     lost = reference.dequantize_weight(codes, scales).double() - weight.double()
     assert error == pytest.approx(float(lost.square().sum()), rel=1e-3)
     assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
@@ -57,8 +52,8 @@ def test_a_models_weights_are_quantized_together_as_the_reference_does(scale_for
         sums = QuantizeTogether(places, part[0].dtype, scale_format).queue(addresses).tolist()
         for weight, place, (error, norm, wrong) in zip(part, places, sums, strict=True):
             expected = reference.quantize_weight(weight.cpu(), scale_format)
-            assert same(place.codes_NK, expected[0])
-            assert same(place.scales_NbKb, expected[1])
+            assert cases.same(place.codes_NK, expected[0])
+            assert cases.same(place.scales_NbKb, expected[1])
             lost = reference.dequantize_weight(place.codes_NK, place.scales_NbKb).double() - weight.double()
             assert error == pytest.approx(float(lost.square().sum()), rel=1e-3)
             assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
@@ -83,8 +78,8 @@ def test_a_models_codes_are_copied_together(scale_format: ScaleFormat) -> None:
         wrong = copied.queue(addresses[:count]).tolist()
         assert wrong == [[0.0, float(index == 1)] for index in range(count)]
     for (codes, scales), place in zip(sent, places, strict=True):
-        assert same(place.codes_NK, codes)
-        assert same(place.scales_NbKb, scales)
+        assert cases.same(place.codes_NK, codes)
+        assert cases.same(place.scales_NbKb, scales)
 
 
 def test_an_embedding_is_copied_with_norms_in_one_launch() -> None:
@@ -111,8 +106,8 @@ def test_codes_of_every_pair_of_mantissas(dtype: torch.dtype, steps: int, expone
     rest = smaller.view(1, groups, BLOCK - 1).expand(steps, -1, -1)
     x = torch.cat((mantissas[:, None, None].expand(-1, groups, 1), rest), 2).flatten(1).to(dtype)
     found, expected = quantize_activation(x, "fp32"), reference.quantize_activation(x.cpu(), "fp32")
-    assert same(found[0], expected[0])
-    assert same(found[1], expected[1])
+    assert cases.same(found[0], expected[0])
+    assert cases.same(found[1], expected[1])
 
 
 def _assert_nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -176,11 +171,11 @@ def test_decode_gemm_stays_within_the_bound_and_repeats(
     outs = [decode_gemm.decode_gemm(x, codes, scales, bias, scale_format, config) for _ in range(4)]
     expected = reference.quantize_activation(x, scale_format)
     assert cases.gemm_error(outs[0], *expected, codes, scales, bias) < 1
-    assert all(same(outs[0], out) for out in outs[1:])
+    assert all(cases.same(outs[0], out) for out in outs[1:])
     before = quantize_activation(x, scale_format)
     for stream in (False, True):
         cut = dataclasses.replace(config, stream=stream)
-        assert same(outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, cut))
+        assert cases.same(outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, cut))
 
 
 @pytest.mark.parametrize("m", cases.DECODE_TOKENS)

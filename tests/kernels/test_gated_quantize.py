@@ -43,11 +43,6 @@ def decided(gate: Tensor, activation: Activation = "silu") -> Tensor:
     return torch.where(low == high, gate, torch.zeros_like(gate))
 
 
-def same(first: Tensor, second: Tensor) -> bool:
-    first, second = (part.cpu().clone(memory_format=torch.contiguous_format) for part in (first, second))
-    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @given(
     st.integers(1, 4),
@@ -79,16 +74,16 @@ def test_codes_and_scales_are_the_references(
     gate_up = torch.cat((gate, up), 1)
     codes, scales = gated_quantize(gate_up.to(device), activation, scale_format)
     expected = gated_quantize_reference(gate_up, activation, scale_format)
-    assert same(codes, expected[0])
-    assert same(scales, expected[1])
+    assert cases.same(codes, expected[0])
+    assert cases.same(scales, expected[1])
 
 
 def test_rows_may_lie_apart(device: str) -> None:
     wide = decided(cases.awkward(3, 900, "normal", torch.bfloat16))
     codes, scales = gated_quantize(wide.to(device)[:, 100:700], "silu", "fp32")
     expected = gated_quantize_reference(wide[:, 100:700], "silu", "fp32")
-    assert same(codes, expected[0])
-    assert same(scales, expected[1])
+    assert cases.same(codes, expected[0])
+    assert cases.same(scales, expected[1])
 
 
 def test_no_tokens_make_no_codes(device: str) -> None:
@@ -107,7 +102,7 @@ def test_scales_show_what_is_not_finite(device: str, value: float, column: int) 
     expected = gated_quantize_reference(gate_up, "silu", "fp32")
     torch.testing.assert_close(scales.cpu(), expected[1], rtol=0, atol=0, equal_nan=True)
     assert torch.isfinite(scales).tolist() == [[True, True, True], [True, False, True]]
-    assert same(codes[0], expected[0][0])
+    assert cases.same(codes[0], expected[0][0])
 
 
 def test_rows_that_are_not_named_are_left_alone(device: str) -> None:
@@ -117,5 +112,5 @@ def test_rows_that_are_not_named_are_left_alone(device: str) -> None:
     expected = gated_quantize_reference(gate_up, "silu", "fp32")
     assert (codes.shape, scales.shape) == ((4, 300), (4, 3))
     for row in (0, 2):
-        assert same(codes[row], expected[0][row])
-        assert same(scales[row], expected[1][row])
+        assert cases.same(codes[row], expected[0][row])
+        assert cases.same(scales[row], expected[1][row])

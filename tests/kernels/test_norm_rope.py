@@ -18,14 +18,6 @@ pytest.importorskip("triton", reason="needs Triton, which the CPU build does not
 from vllm_fp8ext.kernels.norm_rope import Norms, norm_rope, norm_rope_reference
 
 POSITIONS = 64
-LARGEST = 32
-
-
-def integers(*shape: int, exponent: int, dtype: torch.dtype, seed: int) -> Tensor:
-    noise = torch.Generator().manual_seed(seed)
-    values = torch.randint(-LARGEST, LARGEST + 1, shape, generator=noise).float() * 2.0**exponent
-    values[..., ::5] *= -0.0
-    return values.to(dtype)
 
 
 def cos_sin(size: int, dtype: torch.dtype) -> Tensor:
@@ -39,15 +31,6 @@ def on(device: str, value: Any) -> Any:
     if isinstance(value, Norms):
         return Norms(value.query_D.to(device), value.key_D.to(device), value.epsilon)
     return value.to(device) if isinstance(value, Tensor) else value
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    first, second = first.cpu().contiguous(), second.contiguous()
-    return (
-        first.dtype == second.dtype
-        and first.shape == second.shape
-        and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-    )
 
 
 @given(
@@ -76,7 +59,7 @@ def test_everything_is_the_references(
     seed: int,
 ) -> None:
     columns = (heads[0] + 2 * heads[1]) * size
-    qkv = integers(m, columns, exponent=exponent, dtype=dtype, seed=seed)
+    qkv = cases.integers(m, columns, exponent=exponent, dtype=dtype, seed=seed)
     noise = torch.Generator().manual_seed(seed + 1)
     positions = torch.randint(POSITIONS, (m,), generator=noise)
     weights = cases.awkward(2, size, "normal", dtype, seed).clamp(-500, 500)
@@ -89,16 +72,16 @@ def test_everything_is_the_references(
     arguments = (qkv, positions, cos_sin(size, dtype), norms, scale, *heads)
     found = norm_rope(*(on(device, value) for value in arguments))
     expected = norm_rope_reference(*arguments)
-    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
 
 
 def test_rows_further_apart_and_no_tokens(device: str) -> None:
-    wide = integers(3, 6 * 64 + 48, exponent=0, dtype=torch.bfloat16, seed=3).to(device)
+    wide = cases.integers(3, 6 * 64 + 48, exponent=0, dtype=torch.bfloat16, seed=3).to(device)
     qkv, table = wide[:, : 6 * 64], cos_sin(64, torch.bfloat16)
     positions = torch.tensor([5, 0, 63])
     found = norm_rope(qkv, positions.to(device), table.to(device), None, None, 4, 1)
     expected = norm_rope_reference(qkv.cpu(), positions, table, None, None, 4, 1)
-    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
     query, key = norm_rope(qkv[:0], positions[:0].to(device), table.to(device), None, None, 4, 1)
     assert (query.shape, key.shape) == ((0, 4, 64), (0, 1, 64))
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from vllm_fp8ext.kernels import cases, reference
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
@@ -15,11 +14,6 @@ from vllm_fp8ext.kernels.quantize_activation import GROUPS, quantize_activation,
 
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
 DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    first, second = (part.cpu().clone(memory_format=torch.contiguous_format) for part in (first, second))
-    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 @given(
@@ -39,8 +33,8 @@ def test_codes_and_scales_are_the_references(
     x = cases.awkward(m, k, kind, dtype, seed)
     codes, scales = quantize_activation(x.to(device), scale_format)
     expected = reference.quantize_activation(x, scale_format)
-    assert same(codes, expected[0])
-    assert same(scales, expected[1])
+    assert cases.same(codes, expected[0])
+    assert cases.same(scales, expected[1])
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
@@ -52,16 +46,16 @@ def test_scales_at_every_power_boundary(device: str, scale_format: ScaleFormat) 
     x[:, 1::BLOCK] = largest.bfloat16()
     codes, scales = quantize_activation(x.to(device), scale_format)
     expected = reference.quantize_activation(x, scale_format)
-    assert same(codes, expected[0])
-    assert same(scales, expected[1])
+    assert cases.same(codes, expected[0])
+    assert cases.same(scales, expected[1])
 
 
 def test_rows_may_lie_apart(device: str) -> None:
     wide = cases.awkward(5, 900, "heavy", torch.bfloat16)
     codes, scales = quantize_activation(wide.to(device)[::2, 100:400], "fp32")
     expected = reference.quantize_activation(wide[::2, 100:400], "fp32")
-    assert same(codes, expected[0])
-    assert same(scales, expected[1])
+    assert cases.same(codes, expected[0])
+    assert cases.same(scales, expected[1])
 
 
 def test_no_tokens_make_no_codes(device: str) -> None:
@@ -84,9 +78,9 @@ def test_only_the_groups_scale_shows_what_is_not_finite(
     )
     assert not torch.isfinite(scales[1, 1])
     scales[1, 1] = expected[1][1, 1]
-    assert same(scales, expected[1])
+    assert cases.same(scales, expected[1])
     codes.view(torch.uint8)[1, BLOCK : 2 * BLOCK] = expected[0].view(torch.uint8)[1, BLOCK : 2 * BLOCK]
-    assert same(codes, expected[0])
+    assert cases.same(codes, expected[0])
 
 
 def test_tokens_are_written_to_the_rows_that_are_named(device: str) -> None:
@@ -96,5 +90,5 @@ def test_tokens_are_written_to_the_rows_that_are_named(device: str) -> None:
     expected = reference.quantize_activation(x, "fp32")
     assert (codes.shape, scales.shape) == ((8, 300), (8, 3))
     for token, row in ((0, 5), (0, 0), (1, 3)):
-        assert same(codes[row], expected[0][token])
-        assert same(scales[row], expected[1][token])
+        assert cases.same(codes[row], expected[0][token])
+        assert cases.same(scales[row], expected[1][token])

@@ -29,11 +29,6 @@ def addresses(weights: list[Tensor]) -> Tensor:
     return torch.tensor([weight.data_ptr() for weight in weights])
 
 
-def same(first: Tensor, second: Tensor) -> bool:
-    first, second = (part.cpu().contiguous().view(torch.uint8) for part in (first, second))
-    return torch.equal(first, second)
-
-
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES, ids=["whole", "others"])
@@ -48,8 +43,8 @@ def test_each_is_what_it_is_by_itself(
     sums = QuantizeTogether(places, dtype, scale_format).queue(addresses(weights))
     for weight, place, (error, norm, wrong) in zip(weights, places, sums.tolist(), strict=True):
         expected = reference.quantize_weight(weight.cpu(), scale_format)
-        assert same(place.codes_NK, expected[0])
-        assert same(place.scales_NbKb, expected[1])
+        assert cases.same(place.codes_NK, expected[0])
+        assert cases.same(place.scales_NbKb, expected[1])
         lost = reference.dequantize_weight(*expected).double() - weight.cpu().double()
         assert error == pytest.approx(float(lost.square().sum()), rel=1e-3)
         assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
@@ -66,8 +61,8 @@ def test_several_launches_are_one(device: str, monkeypatch: pytest.MonkeyPatch) 
     assert sizes == [2 * 128 * 128 * 2, 2 * 128 * 128 * 2, 128 * 128 * 2]
     assert torch.equal(whole, sliced)
     for one, other in zip(*places, strict=True):
-        assert same(one.codes_NK, other.codes_NK)
-        assert same(one.scales_NbKb, other.scales_NbKb)
+        assert cases.same(one.codes_NK, other.codes_NK)
+        assert cases.same(one.scales_NbKb, other.scales_NbKb)
 
 
 def test_the_same_places_take_other_weights(device: str) -> None:
@@ -77,7 +72,7 @@ def test_the_same_places_take_other_weights(device: str) -> None:
     found = [together.queue(addresses([weight])).cpu() for weight in (one, other, one)]
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
-    assert same(place.codes_NK, reference.quantize_weight(one.cpu(), "fp32")[0])
+    assert cases.same(place.codes_NK, reference.quantize_weight(one.cpu(), "fp32")[0])
 
 
 def test_what_lies_beside_a_part_stays_as_it_is(device: str) -> None:
@@ -88,8 +83,8 @@ def test_what_lies_beside_a_part_stays_as_it_is(device: str) -> None:
     assert place.takes(weight.dtype)
     QuantizeTogether([place], weight.dtype, "fp32").queue(addresses([weight]))
     expected = reference.quantize_weight(weight.cpu(), "fp32")
-    assert same(codes[:192, :96], expected[0])
-    assert same(scales, expected[1])
+    assert cases.same(place.codes_NK, expected[0])
+    assert cases.same(scales, expected[1])
     assert (codes[192:] == 0x55).all()
     assert (codes[:, 96:] == 0x55).all()
 
@@ -103,8 +98,8 @@ def test_parts_of_larger_matrices_are_read_and_written_in_place(device: str) -> 
     assert place.takes(weight.dtype)
     QuantizeTogether([place], weight.dtype, "fp32").queue(addresses([weight]))
     expected = reference.quantize_weight(weight.cpu(), "fp32")
-    assert same(inside, expected[0])
-    assert same(scales[1:3, 1:3], expected[1])
+    assert cases.same(inside, expected[0])
+    assert cases.same(scales[1:3, 1:3], expected[1])
     inside.view(torch.uint8).zero_()
     scales[1:3, 1:3] = 0
     assert not codes.any()

@@ -25,11 +25,6 @@ def filled(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales.fill_(float("nan"))
 
 
-def same(first: Tensor, second: Tensor) -> bool:
-    first, second = (part.cpu().clone(memory_format=torch.contiguous_format) for part in (first, second))
-    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-
-
 @given(
     SIZES,
     SIZES,
@@ -56,8 +51,8 @@ def test_codes_and_scales_are_the_references(
     codes, scales = filled(weight.to(device))
     quantize_weight_triton.launch(weight.to(device), codes, scales, scale_format)
     expected = reference.quantize_weight(weight, scale_format)
-    assert same(codes, expected[0])
-    assert same(scales, expected[1])
+    assert cases.same(codes, expected[0])
+    assert cases.same(scales, expected[1])
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
@@ -86,8 +81,8 @@ def test_views_are_read_and_written_in_place(device: str) -> None:
     inside = codes[128:, 32:172].view(torch.float8_e4m3fn)
     quantize_weight_triton.launch(weight, inside, scales[1:, 1:3], "pow2")
     expected = reference.quantize_weight(weight.cpu(), "pow2")
-    assert same(inside, expected[0])
-    assert same(scales[1:, 1:3], expected[1])
+    assert cases.same(inside, expected[0])
+    assert cases.same(scales[1:, 1:3], expected[1])
     inside.view(torch.uint8).zero_()
     scales[1:, 1:3] = 0
     assert not codes.any()
@@ -118,6 +113,6 @@ def test_only_the_blocks_scale_shows_what_is_not_finite(
     assert sums[..., 2].tolist() == [[0, 0, 0], [0, 1, 0]]
     others = torch.ones(200, 300, dtype=torch.bool)
     others[BLOCK:, BLOCK : 2 * BLOCK] = False
-    assert same(codes.cpu().view(torch.uint8)[others], expected[0].view(torch.uint8)[others])
+    assert cases.same(codes.cpu().view(torch.uint8)[others], expected[0].view(torch.uint8)[others])
     finite = torch.isfinite(scales.cpu())
-    assert same(scales.cpu()[finite], expected[1][finite])
+    assert cases.same(scales.cpu()[finite], expected[1][finite])

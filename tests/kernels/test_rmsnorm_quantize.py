@@ -21,26 +21,12 @@ from vllm_fp8ext.kernels import rmsnorm_quantize as kernel
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize_reference
 
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
-LARGEST = 32
-"""Twice of it squared, times 2500 columns, stays below 2^24."""
-
-
-def integers(m: int, k: int, exponent: int, dtype: torch.dtype, seed: int) -> Tensor:
-    noise = torch.Generator().manual_seed(seed)
-    values = torch.randint(-LARGEST, LARGEST + 1, (m, k), generator=noise).float() * 2.0**exponent
-    values[:, ::5] *= -0.0
-    return values.to(dtype)
 
 
 def rmsnorm_quantize(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and the new residual, as the reference returns them."""
     (codes, scales), added = kernel.rmsnorm_quantize(*arguments)
     return codes, scales, added
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    first, second = (part.cpu().clone(memory_format=torch.contiguous_format) for part in (first, second))
-    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 @given(
@@ -67,14 +53,14 @@ def test_everything_is_the_references(
     scale_format: ScaleFormat,
     seed: int,
 ) -> None:
-    x = integers(m, k, exponent, dtype, seed)
-    residual = integers(m, k, exponent, dtype, seed + 1) if add else None
+    x = cases.integers(m, k, exponent=exponent, dtype=dtype, seed=seed)
+    residual = cases.integers(m, k, exponent=exponent, dtype=dtype, seed=seed + 1) if add else None
     # products with up to sqrt(k) stay finite
     weight = cases.awkward(1, k, kind, dtype, seed)[0].clamp(-500, 500)
     here = x.to(device), None if residual is None else residual.to(device), weight.to(device)
     found = rmsnorm_quantize(*here, 1e-6, scale_format)
     expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, scale_format)
-    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
 
 
 def test_a_token_of_zeros_stays_zero(device: str) -> None:
@@ -82,25 +68,25 @@ def test_a_token_of_zeros_stays_zero(device: str) -> None:
     weight = torch.ones(200, dtype=torch.bfloat16)
     found = rmsnorm_quantize(x.to(device), None, weight.to(device), 1e-6, "fp32")
     expected = rmsnorm_quantize_reference(x, None, weight, 1e-6, "fp32")
-    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
     assert not found[0].view(torch.uint8).any()
 
 
 def test_rows_may_lie_apart(device: str) -> None:
-    wide = integers(3, 700, 0, torch.bfloat16, 1)
+    wide = cases.integers(3, 700, exponent=0, dtype=torch.bfloat16, seed=1)
     x, residual = wide[:, :300], wide[:, 400:]
     weight = cases.awkward(1, 300, "normal", torch.bfloat16)[0]
     there = wide.to(device)
     found = rmsnorm_quantize(there[:, :300], there[:, 400:], weight.to(device), 1e-6, "pow2")
     expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, "pow2")
-    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_only_the_token_with_what_is_not_finite_is_lost(device: str, value: float) -> None:
     """NaN and infinity reach the mean, hence the whole token."""
-    x = integers(3, 300, 0, torch.bfloat16, 2)
+    x = cases.integers(3, 300, exponent=0, dtype=torch.bfloat16, seed=2)
     weight = torch.ones(300, dtype=torch.bfloat16)
     expected = rmsnorm_quantize_reference(x, None, weight, 1e-6, "fp32")
     x[1, 200] = value
@@ -109,5 +95,5 @@ def test_only_the_token_with_what_is_not_finite_is_lost(device: str, value: floa
     assert torch.isfinite(found[1]).tolist() == torch.isfinite(wanted[1]).tolist()
     assert not torch.isfinite(found[1][1]).all()
     for row in (0, 2):
-        assert same(found[0][row], expected[0][row])
-        assert same(found[1][row], expected[1][row])
+        assert cases.same(found[0][row], expected[0][row])
+        assert cases.same(found[1][row], expected[1][row])

@@ -88,14 +88,6 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
     return found
 
 
-def same(first: Tensor, second: Tensor) -> bool:
-    """Equal bit for bit."""
-    first, second = (
-        part.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for part in (first, second)
-    )
-    return torch.equal(first, second)
-
-
 def weight(form: ScaleFormat, dtype: torch.dtype, shape: tuple[int, int]) -> Verdict:
     noise = torch.Generator("cuda").manual_seed(1)
     values, sizes = (torch.randn(shape, generator=noise, device="cuda") for _ in range(2))
@@ -111,14 +103,16 @@ def weight(form: ScaleFormat, dtype: torch.dtype, shape: tuple[int, int]) -> Ver
     sums = all(
         math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-20) for a, b in zip((error, norm), wanted, strict=True)
     )
-    equal = same(codes, expected[0]), same(scales, expected[1])
+    equal = cases.same(codes, expected[0]), cases.same(scales, expected[1])
     return all(equal) and sums, f"codes and scales equal {equal}, sums close {sums}"
 
 
 def activation(form: ScaleFormat, m: int, k: int) -> Verdict:
     x = cases.activations(m, k, "cuda")
     found = quantize_activation.quantize_activation(x, form)
-    equal = [same(a, b) for a, b in zip(found, reference.quantize_activation(x.cpu(), form), strict=True)]
+    equal = [
+        cases.same(a, b) for a, b in zip(found, reference.quantize_activation(x.cpu(), form), strict=True)
+    ]
     return all(equal), f"codes and scales equal {equal}"
 
 
@@ -143,10 +137,7 @@ def turned(m: int) -> Verdict:
     qkv = cases.activations(m, (heads + 2 * kv_heads) * cases.HEAD_DIM, "cuda")
     arguments = (qkv, *cases.rotary(m, "cuda"), heads, kv_heads)
     found, expected = norm_rope.norm_rope(*arguments), norm_rope.norm_rope_reference(*arguments)
-    differing = [
-        float((a.view(torch.uint8) != b.view(torch.uint8)).float().mean())
-        for a, b in zip(found, expected, strict=True)
-    ]
+    differing = _differing(found, expected)
     distance = [
         float((a.double() - b.double()).norm() / b.double().norm())
         for a, b in zip(found, expected, strict=True)
@@ -165,7 +156,10 @@ def kv_rescale() -> Verdict:
         [CachedLayer(*pair, *ratios) for pair in cases.kv_views(part)] for part in (memory, twin)
     )
     counts = rescale_kv(layers, blocks)
-    equal = counts == rescale_kv_reference(others, torch.tensor(blocks, device="cuda")), same(memory, twin)
+    equal = (
+        counts == rescale_kv_reference(others, torch.tensor(blocks, device="cuda")),
+        cases.same(memory, twin),
+    )
     return all(equal), f"counts and codes equal {equal}, {counts}"
 
 
@@ -180,12 +174,17 @@ def kv_amax(tokens: int) -> Verdict:
     return equal and counts, f"amaxes and counts equal {(equal, counts)}"
 
 
-def _nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
-    """Sums in another order and another exponential move a rounding to BF16 here and there, nothing more."""
-    differing = [
+def _differing(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
+    """Of each pair, the share of bytes that are not the same."""
+    return [
         float((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).float().mean())
         for a, b in zip(found, expected, strict=True)
     ]
+
+
+def _nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
+    """Sums in another order and another exponential move a rounding to BF16 here and there, nothing more."""
+    differing = _differing(found, expected)
     values, wanted = (reference.dequantize_activation(*parts[:2]) for parts in (found, expected))
     distance = float((values - wanted).norm() / wanted.norm())
     good = max([differing[0], *differing[2:]]) < 2e-3 and distance < 2e-3
@@ -200,10 +199,10 @@ def decode(form: ScaleFormat, config: Config, m: int, n: int, k: int, biased: bo
     torch.cuda.synchronize()
     expected = reference.quantize_activation(x, form)
     error = cases.gemm_error(outs[0], *expected, codes, scales, bias)
-    repeatable = all(same(outs[0], out) for out in outs[1:])
+    repeatable = all(cases.same(outs[0], out) for out in outs[1:])
     before = quantize_activation.quantize_activation(x, form)
     outs.append(decode_gemm.decode_gemm(before, codes, scales, bias, form, config))
-    repeatable &= same(outs[0], outs[-1])
+    repeatable &= cases.same(outs[0], outs[-1])
     text = f"error/bound {error:.3f} repeatable {repeatable}"
     if not error < 1:
         text += _where(outs[0], reference.gemm(*expected, codes, scales))

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.bench import rivals
 from vllm_fp8ext.bench.correct import gated, rmsnorm, turned
 from vllm_fp8ext.bench.report import Calls, Report
-from vllm_fp8ext.bench.rivals import add_rms_norm, gate
+from vllm_fp8ext.bench.rivals import add_rms_norm, gate, turn_heads
 from vllm_fp8ext.kernels import bench, cases, reference
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, Activation, gated_quantize
 from vllm_fp8ext.kernels.norm_rope import norm_rope, norm_rope_reference
@@ -177,7 +176,7 @@ def _heads(report: Report, m: int) -> None:
     compiled = torch.compile(norm_rope_reference, dynamic=True)
     calls: Calls = {
         "blockfp8": lambda i: norm_rope(sets[i], positions, table, norms, scale, heads, kv_heads),
-        "separate": lambda i: rivals.norm_rope(
+        "separate": lambda i: turn_heads(
             others[i], positions, table, norms.query_D, norms.key_D, scale, heads, kv_heads
         ),
         "compiled": lambda i: compiled(sets[i], positions, table, norms, scale, heads, kv_heads),

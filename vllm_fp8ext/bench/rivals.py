@@ -156,7 +156,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     _custom_ops.fused_add_rms_norm(x, residual, weight, epsilon)
 
 
-def norm_rope(
+def turn_heads(
     qkv_MN: Tensor,
     positions_M: Tensor,
     cos_sin_PD: Tensor,

@@ -20,8 +20,9 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.utils.import_utils import has_deep_gemm
 
-from vllm_fp8ext.compat import fusion_rope
+from vllm_fp8ext.compat import fusion_rope, graph_nodes
 from vllm_fp8ext.compat.deep_gemm import compiler
+from vllm_fp8ext.compat.graph_nodes import alike
 from vllm_fp8ext.kernels import linear, rotary, selection
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -81,7 +82,8 @@ class JoinLinear(InductorPass):
 
     def uuid(self) -> str:
         return self.hash_source(
-            *(inspect.getsource(module) for module in (sys.modules[__name__], fusion_rope, linear, rotary)),
+            *(inspect.getsource(module) for module in (sys.modules[__name__], fusion_rope, graph_nodes)),
+            *(inspect.getsource(module) for module in (linear, rotary)),
             str(self.norm_rope),
         )
 
@@ -103,7 +105,7 @@ def _join_norm(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     if weight is None or any(part is not None for part in rest) or norm.kwargs:
         return False
-    if not _alike(x, weight) or (residual is not None and not _alike(x, residual)):
+    if not alike(x, weight) or (residual is not None and not alike(x, residual)):
         return False
     with graph.inserting_before(node):
         joined = graph.call_function(
@@ -151,9 +153,3 @@ def _gates() -> dict[Any, str]:
 
 def _items(node: fx.Node, index: int) -> Iterator[fx.Node]:
     yield from [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
-
-
-def _alike(first: Any, second: Any) -> bool:
-    values = [getattr(node, "meta", {}).get("val") for node in (first, second)]
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    return None not in values and len(dtypes) == 1

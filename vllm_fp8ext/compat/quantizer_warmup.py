@@ -19,9 +19,10 @@ def warm_up_quantizers(codes_NK: Tensor, scales_NbKb: Tensor, scale_format: Scal
     are whole, and by whether sizes and distances are multiples of 16."""
     rows = codes_NK.shape[0]
     few = codes_NK[: min(rows, BLOCK) + rows % BLOCK]
-    codes = torch.empty_strided(few.shape, few.stride(), dtype=few.dtype, device=few.device)
-    of_few = scales_NbKb[: blocks(few.shape[0])]
-    scales = torch.empty_strided(of_few.shape, of_few.stride(), dtype=of_few.dtype, device=few.device)
+    codes, scales = (
+        torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
+        for part in (few, scales_NbKb[: blocks(few.shape[0])])
+    )
     for source in SOURCES:
         values = torch.zeros(few.shape, dtype=source, device=few.device)
         quantize_weight(values, codes, scales, scale_format)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node of a compiled graph is. Replaces nothing; needed as long as `fusion` is."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def calls(node: Any, *targets: Any) -> bool:
+    """Whether it is a call of one of these."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def value(node: Any) -> torch.Tensor:
+    """The fake tensor that it makes."""
+    found = node.meta["val"]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def alike(*nodes: Any) -> bool:
+    """Whether all are known, and make tensors of one dtype."""
+    values = [getattr(node, "meta", {}).get("val") for node in nodes]
+    dtypes = {found.dtype for found in values if isinstance(found, torch.Tensor)}
+    return None not in values and len(dtypes) == 1
