@@ -40,7 +40,9 @@ large="--serve kv-cache-memory-bytes=4000000000 gpu-memory-utilization=0.4"
 part update_8b "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --variants blockfp8 stock \
   --transports ipc http files ipc-fp8 --running 0 128 --out \$O/update_8b.json"
 part update_8b_ipc "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $beside --variants blockfp8 stock \
-  --transports ipc --running 0 128 --policy keep recompute --out \$O/update_8b_ipc.json"
+  --transports ipc --running 0 128 --out \$O/update_8b_ipc.json"
+part update_8b_recompute "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
+  --transports ipc --running 128 --policy recompute --out \$O/update_8b_recompute.json"
 part update_8b_inplace "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc \
   --settings '{\"staging\": \"inplace\"}' --running 0 128 --out \$O/update_8b_inplace.json"
 part update_17b "fp8ext bench update --shape Qwen3-1.7B --checkpoints \$(two Qwen3-1.7B) $beside --variants blockfp8 stock \
@@ -69,11 +71,11 @@ part rollout_8b_256_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --a
   --cases 256x1024x1024 --out \$O/rollout_8b_256_auto.json"
 part batch_invariant "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \
   --settings '{}' '{\"kernels\": {\"batch_invariant\": true}}' --cases 8x1024x1024 128x1024x1024 --out \$O/batch_invariant.json"
-part norm_rope "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \
-  --settings '{}' '{\"kernels\": {\"norm_rope\": false}}' --cases 8x1024x1024 32x1024x1024 128x1024x256 --out \$O/norm_rope.json"
+part norm_rope "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv-gib 6 \
+  --settings '{}' '{\"kernels\": {\"norm_rope\": false}}' --cases 8x1024x1024 32x1024x1024 1x1024x1024 --out \$O/norm_rope.json"
 part kv "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --out \$O/kv.json"
 # so many short responses that BF16 preempts; few sizes of CUDA graphs, as capturing them takes longer than the windows
-part kv_short "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants blockfp8_kv bf16 blockfp8 fp8_per_block --cases 1024x512x1024 \
+part kv_short "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants blockfp8_kv blockfp8 bf16 fp8_per_block --cases 1024x512x1024 \
   --seconds 10 --repeats 3 --engine '{\"compilation_config\": {\"cudagraph_capture_sizes\": [512, 640, 768, 896, 1024]}}' --out \$O/kv_short.json"
 part kv_inplace "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants bf16 blockfp8_kv --cases 64x512x1024 \
   --settings '{\"staging\": \"inplace\"}' --out \$O/kv_inplace.json"
