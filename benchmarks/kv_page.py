@@ -38,7 +38,13 @@ def main() -> None:
     _picture(accuracy)
     models = list(dict.fromkeys(case["model"] for case in long))
     long = [case for case in long if "ratio_bf16" in case]
-    long.sort(key=lambda case: (models.index(case["model"]), case["output"], case["requests"]))
+    variants = list(VARIANTS)
+    long.sort(
+        key=lambda case: (
+            *(models.index(case["model"]), case["output"], case["requests"]),
+            variants.index(case["variant"]),
+        )
+    )
     _long_picture([case for case in long if case["model"] == "Qwen3-8B"])
     fill(PAGE, {"accuracy": _table(accuracy), "long": _long(long), "attention": _attention(kernels)})
 

@@ -169,7 +169,7 @@ def norm_rope(
             SCALES=0 if q_scale is None else q_scale.numel(),
             HARDWARE=early,
             EARLY=early,
-            num_warps=2,
+            num_warps=4,
             **({"launch_pdl": True} if early else {}),
         )
     return query, key

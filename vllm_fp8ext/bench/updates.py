@@ -199,6 +199,7 @@ def _pusher(
         in_memory = set(checkpoints) if way in ("ipc", "nccl") else set()
         held = {path: _in_memory(path, way, fused=options.fused) for path in in_memory}
         sources: dict[str, Any] = {name: held.get(path, path) for name, path in folders.items()}
+        del held
 
         def push(name: str) -> dict[str, float]:
             if way == "files":
@@ -214,7 +215,10 @@ def _pusher(
                 )
             return {"bytes": float(done.bytes), **done.seconds}
 
-        yield push
+        try:
+            yield push
+        finally:  # what pushed outlives this, and another trainer's tensors need the room
+            sources.clear()
 
 
 def _in_memory(checkpoint: Path, way: str, *, fused: bool) -> dict[str, Any]:
