@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.operators import operator
 from vllm_fp8ext.kernels.reference import ScaleFormat
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -27,7 +28,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions of the gate, by the name that vLLM gives them."""
 
 
-@torch.library.custom_op("fp8ext::reference_experts", mutates_args=())
+def _like_experts(x_MK: Tensor, *_rest: object) -> Tensor:
+    return torch.empty_like(x_MK)
+
+
+@operator(_like_experts)
 def reference_experts(
     x_MK: Tensor,
     gate_up_E2PK: Tensor,
@@ -64,8 +69,3 @@ def reference_experts(
 
 def _values(weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
     return weights[expert] if scales is None else reference.dequantize_weight(weights[expert], scales[expert])
-
-
-@reference_experts.register_fake
-def _(x_MK: Tensor, *_rest: object) -> Tensor:
-    return torch.empty_like(x_MK)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels import decode_cuts, decode_gemm, reference
+from vllm_fp8ext.kernels.operators import operator
 from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import ScaleFormat
 
@@ -37,7 +38,27 @@ GEMMS: dict[str, Gemm] = {"decode_gemm": in_slices}
 """Kernels for many tokens, by name. An engine adds those that it has."""
 
 
-@torch.library.custom_op("fp8ext::linear", mutates_args=())
+def _like_linear(x_MK: Tensor, codes_NK: Tensor, *_rest: object) -> Tensor:
+    return x_MK.new_empty(x_MK.shape[0], codes_NK.shape[0])
+
+
+def _like_rmsnorm_linear(
+    x_MK: Tensor,
+    residual_MK: Tensor | None,
+    _norm_K: Tensor,
+    _epsilon: float,
+    codes_NK: Tensor,
+    *_rest: object,
+) -> tuple[Tensor, Tensor]:
+    added = x_MK.new_empty(0) if residual_MK is None else x_MK.new_empty(x_MK.shape)
+    return x_MK.new_empty(x_MK.shape[0], codes_NK.shape[0]), added
+
+
+def _like_gated_linear(gate_up_M2K: Tensor, _activation: str, codes_NK: Tensor, *_rest: object) -> Tensor:
+    return gate_up_M2K.new_empty(gate_up_M2K.shape[0], codes_NK.shape[0])
+
+
+@operator(_like_linear)
 def linear(
     x_MK: Tensor,
     codes_NK: Tensor,
@@ -62,7 +83,7 @@ def linear(
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
 
 
-@torch.library.custom_op("fp8ext::rmsnorm_linear", mutates_args=())
+@operator(_like_rmsnorm_linear)
 def rmsnorm_linear(
     x_MK: Tensor,
     residual_MK: Tensor | None,
@@ -83,7 +104,7 @@ def rmsnorm_linear(
     return out, x_MK.new_empty(0) if residual_MK is None else added
 
 
-@torch.library.custom_op("fp8ext::gated_linear", mutates_args=())
+@operator(_like_gated_linear)
 def gated_linear(
     gate_up_M2K: Tensor,
     activation: str,
@@ -129,7 +150,7 @@ def _many(
     return out if bias_N is None else out.add_(bias_N)
 
 
-@torch.library.custom_op("fp8ext::reference_linear", mutates_args=())
+@operator(_like_linear)
 def reference_linear(x_MK: Tensor, weight_NK: Tensor, scale_format: str) -> Tensor:
     """Quantize `x_MK` (BF16 or FP16) per token and 128 columns, multiply by a dequantized fp32 weight.
 
@@ -143,31 +164,3 @@ def reference_linear(x_MK: Tensor, weight_NK: Tensor, scale_format: str) -> Tens
         quantized = reference.quantize_activation(x_MK[rows], cast("ScaleFormat", scale_format))
         out[rows] = torch.nn.functional.linear(reference.dequantize_activation(*quantized), weight_NK)
     return out
-
-
-@linear.register_fake
-def _(x_MK: Tensor, codes_NK: Tensor, *_rest: object) -> Tensor:
-    return x_MK.new_empty(x_MK.shape[0], codes_NK.shape[0])
-
-
-@rmsnorm_linear.register_fake
-def _(
-    x_MK: Tensor,
-    residual_MK: Tensor | None,
-    _norm_K: Tensor,
-    _epsilon: float,
-    codes_NK: Tensor,
-    *_rest: object,
-) -> tuple[Tensor, Tensor]:
-    added = x_MK.new_empty(0) if residual_MK is None else x_MK.new_empty(x_MK.shape)
-    return x_MK.new_empty(x_MK.shape[0], codes_NK.shape[0]), added
-
-
-@gated_linear.register_fake
-def _(gate_up_M2K: Tensor, _activation: str, codes_NK: Tensor, *_rest: object) -> Tensor:
-    return gate_up_M2K.new_empty(gate_up_M2K.shape[0], codes_NK.shape[0])
-
-
-@reference_linear.register_fake
-def _(x_MK: Tensor, weight_NK: Tensor, scale_format: str) -> Tensor:
-    return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])

@@ -23,5 +23,6 @@ class Quantized(NamedTuple):
 def empty(m: int, k: int, device: torch.device) -> Quantized:
     """Room for `m` tokens of `k` columns."""
     codes = torch.empty(m, k, dtype=FP8_DTYPE, device=device)
-    scales = torch.empty(blocks(k), -(-m // 4) * 4, dtype=torch.float32, device=device)
-    return Quantized(codes, scales.t()[:m])
+    column = -(-m // 4) * 4
+    scales = torch.empty_strided((column, blocks(k)), (1, column), dtype=torch.float32, device=device)
+    return Quantized(codes, scales if column == m else scales[:m])
