@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_fp8ext.kernels.launch import Launcher
+
 SMALL, CHUNK = 512, 4096
 """Slots of a program: where there are few, or more."""
 NOBODY = 1 << 30
@@ -67,7 +69,7 @@ def expert_rows_reference(experts_MT: Tensor, experts: int, align: int) -> Rows:
 
 
 @triton.jit(do_not_specialize=["S"])
-def _count(experts_S, counts_CE, S, E, EARLY: tl.constexpr, SIZE: tl.constexpr):
+def _count(experts_S, counts_CE, E, S, EARLY: tl.constexpr, SIZE: tl.constexpr):
     """One program: how many of a chunk's slots go to one expert."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -95,10 +97,10 @@ def _place(
     places_S,
     ends_E,
     used,
+    E,
     S,
     B,
     C,
-    E,
     ALIGN: tl.constexpr,
     EXPERTS: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -144,6 +146,9 @@ def _place(
             _fill(owners_B, stop // ALIGN, B, -1, 128)
 
 
+_launch_count, _launch_place = Launcher(_count), Launcher(_place)
+
+
 def expert_rows(experts_MT: Tensor, experts: int, align: int) -> Rows:
     """Rows for the experts (integers, contiguous) that each token goes to, in two launches."""
     s, device = experts_MT.numel(), experts_MT.device
@@ -153,16 +158,15 @@ def expert_rows(experts_MT: Tensor, experts: int, align: int) -> Rows:
     size = SMALL if s <= SMALL else CHUNK
     chunks = max(1, -(-s // size))
     early = experts_MT.is_cuda
-    common = {"EARLY": early, "SIZE": size, "num_warps": 8 if size == CHUNK else 4}
-    common |= {"launch_pdl": True} if early else {}
+    grid, warps = (experts, chunks, 1), 8 if size == CHUNK else 4
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
-    _count[(experts, chunks)](experts_MT, counts, s, experts, **common)
-    _place[(experts, chunks)](
-        *(experts_MT, counts, *rows, s, r // align, chunks, experts),
-        ALIGN=align,
-        EXPERTS=triton.next_power_of_2(experts),
-        COUNTED=_COUNTED,
-        NOBODY=NOBODY,
-        **common,
+    _launch_count(grid, (experts_MT, counts), (experts,), (s,), (early, size), warps)
+    _launch_place(
+        grid,
+        (experts_MT, counts, *rows),
+        (experts,),
+        (s, r // align, chunks),
+        (align, triton.next_power_of_2(experts), _COUNTED, NOBODY, early, size),
+        warps,
     )
     return rows

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_fp8ext.kernels.launch import Launcher
 from vllm_fp8ext.kernels.triton_numerics import rounded
 
 WIDTH = 1024
@@ -64,6 +65,9 @@ def _expert_sum(
     tl.store(out_MK + token * K + columns, total.to(out_MK.dtype.element_ty), mask=inside)
 
 
+_launch = Launcher(_expert_sum)
+
+
 def expert_sum(
     parts_RK: Tensor,
     places_MT: Tensor | None,
@@ -77,19 +81,13 @@ def expert_sum(
     out = torch.empty(m, k, dtype=dtype, device=parts_RK.device)
     early = parts_RK.is_cuda
     if m:
-        _expert_sum[(m, -(-k // WIDTH))](
-            parts_RK,
-            experts_MT if places_MT is None else places_MT,
-            weights_MT,
-            experts_MT,
-            out,
-            k,
-            CHOSEN=t,
-            PLACED=places_MT is not None,
-            HARDWARE=early,
-            EARLY=early,
-            WIDTH=WIDTH,
-            num_warps=4,
-            **({"launch_pdl": True} if early else {}),
+        places = experts_MT if places_MT is None else places_MT
+        _launch(
+            (m, -(-k // WIDTH), 1),
+            (parts_RK, places, weights_MT, experts_MT, out),
+            (k,),
+            (),
+            (t, places_MT is not None, early, early, WIDTH),
+            4,
         )
     return out

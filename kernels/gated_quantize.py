@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.launch import Launcher
 from vllm_fp8ext.kernels.quantized import Quantized, empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
@@ -83,6 +84,9 @@ def _gated_quantize(
     tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 
 
+_launch = Launcher(_gated_quantize)
+
+
 def gated_quantize(
     gate_up_M2K: Tensor, activation: Activation, scale_format: ScaleFormat, rows_S: Tensor | None = None
 ) -> Quantized:
@@ -93,22 +97,12 @@ def gated_quantize(
     early = gate_up_M2K.is_cuda
     count = m if rows_S is None else rows_S.numel()
     if count:
-        _gated_quantize[(count, -(-blocks(k) // GROUPS))](
-            gate_up_M2K,
-            codes.view(torch.uint8),
-            scales,
-            scales if rows_S is None else rows_S,
-            k,
-            gate_up_M2K.stride(0),
-            scales.stride(1),
-            ACTIVATION=activation,
-            POW2=scale_format == "pow2",
-            HARDWARE=early,
-            EARLY=early,
-            CHOSEN=rows_S is not None,
-            GROUPS=GROUPS,
-            SIZE=BLOCK,
-            num_warps=4,
-            **({"launch_pdl": True} if early else {}),
+        _launch(
+            (count, -(-blocks(k) // GROUPS), 1),
+            (gate_up_M2K, codes.view(torch.uint8), scales, scales if rows_S is None else rows_S),
+            (k, gate_up_M2K.stride(0)),
+            (scales.stride(1),),
+            (activation, scale_format == "pow2", early, early, rows_S is not None, GROUPS, BLOCK),
+            4,
         )
     return Quantized(codes, scales)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_fp8ext.kernels.launch import Launcher
 from vllm_fp8ext.kernels.reference import FP8_DTYPE
 from vllm_fp8ext.kernels.triton_numerics import encoded, rounded
 
@@ -127,6 +128,9 @@ def _norm_rope(
     tl.store(key + HALF, second.to(dtype), mask=to_key)
 
 
+_launch = Launcher(_norm_rope)
+
+
 def norm_rope(
     qkv_MN: Tensor,
     positions_M: Tensor,
@@ -149,27 +153,20 @@ def norm_rope(
     key = torch.empty(m, kv_heads, size, dtype=qkv_MN.dtype, device=device)
     early = qkv_MN.is_cuda
     if m:
-        _norm_rope[(m, -(-(heads + kv_heads) // HEADS))](
-            qkv_MN,
-            positions_M,
-            cos_sin_PD,
-            cos_sin_PD if norms is None else norms.query_D,
-            cos_sin_PD if norms is None else norms.key_D,
-            cos_sin_PD if q_scale is None else q_scale,
-            query if q_scale is None else query.view(torch.uint8),
-            key,
-            qkv_MN.stride(0),
-            cos_sin_PD.stride(0),
-            0.0 if norms is None else norms.epsilon,
-            H=heads,
-            G=kv_heads,
-            HALF=size // 2,
-            HEADS=HEADS,
-            NORM=norms is not None,
-            SCALES=0 if q_scale is None else q_scale.numel(),
-            HARDWARE=early,
-            EARLY=early,
-            num_warps=4,
-            **({"launch_pdl": True} if early else {}),
+        none = cos_sin_PD  # stands for what there is not
+        q_norm, k_norm, epsilon = (none, none, 0.0) if norms is None else norms
+        _launch(
+            (m, -(-(heads + kv_heads) // HEADS), 1),
+            (
+                *(qkv_MN, positions_M, cos_sin_PD, q_norm, k_norm, none if q_scale is None else q_scale),
+                *(query if q_scale is None else query.view(torch.uint8), key),
+            ),
+            (qkv_MN.stride(0), cos_sin_PD.stride(0)),
+            (epsilon,),
+            (
+                *(heads, kv_heads, size // 2, HEADS, norms is not None),
+                *(0 if q_scale is None else q_scale.numel(), early, early),
+            ),
+            4,
         )
     return query, key

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_fp8ext.kernels.launch import Launcher
 from vllm_fp8ext.kernels.quantized import Quantized, empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, scale_of
@@ -72,6 +73,9 @@ def _quantize_activation(
         tl.store(scales_MKb + token + groups * scales_column, scale, mask=scaled)
 
 
+_launcher = Launcher(_quantize_activation)
+
+
 def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat, rows: int | None = None) -> Quantized:
     """Codes and scales of `x_MK` (BF16, FP16 or fp32, columns contiguous). `rows`: with room for so many tokens, those behind
     uninitialized."""
@@ -89,22 +93,13 @@ def _launch(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tenso
     codes, scales = empty(rows, k, x_MK.device)
     early = x_MK.is_cuda
     if m:
-        _quantize_activation[(m, -(-blocks(k) // GROUPS))](
-            x_MK,
-            codes.view(torch.uint8),
-            scales,
-            scales if places_MT is None else places_MT,
-            k,
-            x_MK.stride(0),
-            scales.stride(1),
-            POW2=scale_format == "pow2",
-            SHORT=x_MK.dtype.itemsize == 2,
-            HARDWARE=early,
-            EARLY=early,
-            PLACES=0 if places_MT is None else places_MT.shape[1],
-            GROUPS=GROUPS,
-            SIZE=BLOCK,
-            num_warps=4,
-            **({"launch_pdl": True} if early else {}),
+        short, places = x_MK.dtype.itemsize == 2, 0 if places_MT is None else places_MT.shape[1]
+        _launcher(
+            (m, -(-blocks(k) // GROUPS), 1),
+            (x_MK, codes.view(torch.uint8), scales, scales if places_MT is None else places_MT),
+            (k, x_MK.stride(0)),
+            (scales.stride(1),),
+            (scale_format == "pow2", short, early, early, places, GROUPS, BLOCK),
+            4,
         )
     return Quantized(codes, scales)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.launch import Launcher
 from vllm_fp8ext.kernels.quantized import Quantized, empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
@@ -69,6 +70,9 @@ def _rmsnorm_quantize(
     tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 
 
+_launch = Launcher(_rmsnorm_quantize)
+
+
 def rmsnorm_quantize(
     x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, epsilon: float, scale_format: ScaleFormat
 ) -> tuple[Quantized, Tensor]:
@@ -82,25 +86,14 @@ def rmsnorm_quantize(
     added = x_MK if residual_MK is None else torch.empty(m, k, dtype=x_MK.dtype, device=x_MK.device)
     groups = triton.next_power_of_2(blocks(k))
     if m:
-        _rmsnorm_quantize[(m,)](
-            x_MK,
-            x_MK if residual_MK is None else residual_MK,
-            weight_K,
-            codes.view(torch.uint8),
-            scales,
-            added,
-            k,
-            x_MK.stride(0),
-            0 if residual_MK is None else residual_MK.stride(0),
-            scales.stride(1),
-            epsilon,
-            POW2=scale_format == "pow2",
-            HARDWARE=early,
-            EARLY=early,
-            ADD=residual_MK is not None,
-            GROUPS=groups,
-            SIZE=BLOCK,
-            num_warps=min(16, max(1, groups * BLOCK // 512)),
-            **({"launch_pdl": True} if early else {}),
+        add = residual_MK is not None
+        summand = x_MK if residual_MK is None else residual_MK
+        _launch(
+            (m, 1, 1),
+            (x_MK, summand, weight_K, codes.view(torch.uint8), scales, added),
+            (k, x_MK.stride(0), summand.stride(0)),
+            (scales.stride(1), epsilon),
+            (scale_format == "pow2", early, early, add, groups, BLOCK),
+            min(16, max(1, groups * BLOCK // 512)),
         )
     return Quantized(codes, scales), added

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches kernels of Triton in a fraction of the time that Triton takes for it.
+
+Triton looks at every argument of every launch to find the kernel that it compiled for such arguments. In a step without CUDA
+graphs that is most of what a kernel costs the host, and what a step of some hundred tokens waits for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+ALIGNED = 16
+"""Bytes that Triton takes a pointer to be a multiple of, or not."""
+MOST_KERNELS = 1024
+"""That are remembered; a program has some dozens."""
+
+
+class Launcher:
+    """Launches one function of Triton, by the kernel that it was compiled into for arguments like these.
+
+    Its parameters are in this order: tensors, numbers by which kernels differ, numbers by which they do not (floats, or
+    `do_not_specialize`), constants.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._kernels: dict[Any, Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        tensors: Sequence[Tensor],
+        numbers: tuple[int, ...],
+        others: tuple[float, ...],
+        constants: tuple[Any, ...],
+        warps: int,
+    ) -> None:
+        """On the current stream of the current device, where the tensors are. `grid`: three numbers. On a GPU the kernel may
+        begin before those ahead have ended: it waits for them itself."""
+        place = 0
+        for tensor in tensors:
+            place |= tensor.data_ptr()
+        if place % ALIGNED:
+            self._launch(grid, tensors, numbers, others, constants, warps)
+            return
+        key = (tensors[0].get_device(), numbers, constants, warps, *[tensor.dtype for tensor in tensors])
+        kernel = self._kernels.get(key)
+        if kernel is not None:
+            kernel[grid](*tensors, *numbers, *others, *constants)
+            return
+        kernel = self._launch(grid, tensors, numbers, others, constants, warps)
+        if kernel is not None:  # in Triton's interpreter there is none
+            if len(self._kernels) == MOST_KERNELS:
+                self._kernels.clear()
+            self._kernels[key] = kernel
+
+    def _launch(self, grid: tuple[int, ...], tensors: Sequence[Tensor], *arguments: Any) -> Any:
+        *scalars, constants, warps = arguments
+        early = {"launch_pdl": True} if tensors[0].is_cuda else {}
+        values = (value for group in (*scalars, constants) for value in group)
+        return self._function[grid](*tensors, *values, num_warps=warps, **early)
