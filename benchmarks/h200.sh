@@ -55,6 +55,7 @@ part load "python3 -P \$HERE/load_compare.py --shape Qwen3-8B --checkpoints \$(t
   --traffic updates --steps 4 --processes 4 --out \$O/load.json --page \$O/load.html"
 export VLLM_DEEP_GEMM_WARMUP=skip
 part check "fp8ext bench kernels --check"
+part host_time "python3 -P \$HERE/host_time.py --out \$O/host_time.json"
 part crossover "python3 -P \$HERE/crossover.py --table \$O/crossover.json"
 part kernels "fp8ext bench kernels --out \$O/kernels.json"
 for kv in auto fp8; do

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer's operators take the host in a step without CUDA graphs: microseconds of each call, many queued at a time.
+
+    python benchmarks/host_time.py --out host_time.json
+
+Of Qwen3-8B's layer, for more tokens than `decode_gemm` takes; on a GPU beside vLLM's quantization and DeepGEMM. Without a
+GPU the launches themselves and the GEMM are left out: what is left is Python and torch, and what Triton does before it
+launches.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from vllm_fp8ext.bench.provenance import provenance, write_cases
+from vllm_fp8ext.kernels import cases, linear
+
+HIDDEN, WIDE, FUSED = 4096, 12288, 6144
+"""Columns: of a token, of the MLP, of Q, K and V."""
+TOKENS = 1024
+QUEUED = 100
+"""Calls in a row: a GPU's queue holds a thousand launches."""
+VLLM = "vLLM's quantization and DeepGEMM"
+console = Console()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument(
+        "--variant", default="blockfp8", help="what these operators are called in the results"
+    )
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    origin = provenance()
+    real = torch.cuda.is_available()
+    if not real:
+        _without_launches()
+    with torch.inference_mode():
+        calls = operators("cuda" if real else "cpu", TOKENS if real else 4)
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for repeat in range(options.repeats + 1):
+            for name, call in calls.items():
+                us = _timed(call)
+                if repeat:  # the first compiles
+                    samples[name].append(us)
+    found: list[dict[str, Any]] = [
+        {
+            "kernel": name,
+            "variant": "vllm" if name.startswith(VLLM) else options.variant,
+            "launches": real,
+            "us": statistics.median(times),
+            "samples": times,
+        }
+        for name, times in samples.items()
+    ]
+    write_cases(options.out, origin, found)
+    table = Table("operator", "us")
+    for case in found:
+        table.add_row(case["kernel"], f"{case['us']:.1f}")
+    ours = sum(case["us"] for case in found if case["variant"] == options.variant)
+    table.add_row("a layer of ours", f"{ours:.1f}")
+    console.print(table)
+
+
+def operators(device: str, tokens: int) -> dict[str, Callable[[], object]]:
+    """Those of a layer, by name and place."""
+    import vllm_fp8ext.kernels.rotary  # registers one
+
+    ops = torch.ops.fp8ext
+    real = device == "cuda"
+
+    def weight(n: int, k: int) -> tuple[Tensor, Tensor]:
+        codes = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device=device)
+        return codes, torch.ones(n // 128, k // 128, device=device)
+
+    if real:
+        import vllm_fp8ext.compat.gemm  # noqa: F401  # brings DeepGEMM
+    qkv, out, gate_up, down = (
+        weight(*shape) for shape in ((FUSED, HIDDEN), (HIDDEN, HIDDEN), (2 * WIDE, HIDDEN), (HIDDEN, WIDE))
+    )
+    x, active, fused, wide = (
+        torch.ones(tokens, columns, dtype=torch.bfloat16, device=device)
+        for columns in (HIDDEN, WIDE, FUSED, 2 * WIDE)
+    )
+    norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device=device)
+    positions, table, norms, scale = cases.rotary(tokens, device)
+    rest = (None, "fp32", 1, "deep_gemm" if real else "none")
+    calls: dict[str, Callable[[], object]] = {
+        "rmsnorm_linear, Q, K and V": lambda: ops.rmsnorm_linear.default(x, x, norm, 1e-6, *qkv, *rest),
+        "norm_rope": lambda: ops.norm_rope.default(
+            fused, positions, table, norms.query_D, norms.key_D, 1e-6, scale, 32, 8
+        ),
+        "linear, output": lambda: ops.linear.default(x, *out, *rest),
+        "rmsnorm_linear, gate and up": lambda: ops.rmsnorm_linear.default(x, x, norm, 1e-6, *gate_up, *rest),
+        "gated_linear, down": lambda: ops.gated_linear.default(wide, "silu", *down, *rest),
+    }
+    if real:
+        from vllm_fp8ext.bench.rivals import rivals
+
+        gemm: Any = rivals(["deep_gemm"])["deep_gemm"]
+        for name, matrix, tokens_MK in (("output", out, x), ("down", down, active)):
+            calls[f"{VLLM}, {name}"] = partial(gemm(*matrix), tokens_MK)
+    return calls
+
+
+def _timed(call: Callable[[], object]) -> float:
+    """Microseconds of one call, while the GPU is behind."""
+    start = time.perf_counter()
+    for _ in range(QUEUED):
+        call()
+    us = (time.perf_counter() - start) / QUEUED * 1e6
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return us
+
+
+def _without_launches() -> None:
+    """A GPU for Triton that compiles and runs nothing, and a GEMM that gives room for its result alone."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver, jit
+
+    class Kernel:
+        function = packed_metadata = None
+
+        def launch_metadata(self, *_: Any) -> None:
+            return None
+
+        def run(self, *_: Any) -> None:
+            pass
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *values: self.run(grid, *values)
+
+    def compiled(self: Any, key: str, *_: Any, **__: Any) -> Kernel:
+        kernel = self.device_caches[0][0][key] = Kernel()
+        return kernel
+
+    jit.JITFunction._do_compile = compiled
+    gpu = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    driver.set_active(gpu)
+    linear.GEMMS["none"] = lambda x, codes, _, dtype: torch.empty(
+        x.codes.shape[0], codes.shape[0], dtype=dtype
+    )
+
+
+if __name__ == "__main__":
+    main()
