@@ -38,16 +38,18 @@ class Launcher:
     ) -> None:
         """On the current stream of the current device, where the tensors are. `grid`: three numbers. On a GPU the kernel may
         begin before those ahead have ended: it waits for them itself."""
-        place = 0
-        for tensor in tensors:
-            place |= tensor.data_ptr()
-        if place % ALIGNED:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        together = 0
+        for address in addresses:
+            together |= address
+        if together % ALIGNED:
             self._launch(grid, tensors, numbers, others, constants, warps)
             return
         key = (tensors[0].get_device(), numbers, constants, warps, *[tensor.dtype for tensor in tensors])
         kernel = self._kernels.get(key)
         if kernel is not None:
-            kernel[grid](*tensors, *numbers, *others, *constants)
+            # of a tensor Triton asks the driver whether a GPU may read it
+            kernel[grid](*addresses, *numbers, *others, *constants)
             return
         kernel = self._launch(grid, tensors, numbers, others, constants, warps)
         if kernel is not None:  # in Triton's interpreter there is none
