@@ -8,6 +8,7 @@ graphs that is most of what a kernel costs the host, and what a step of some hun
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 ALIGNED = 16
@@ -45,14 +46,16 @@ class Launcher:
         if together % ALIGNED:
             self._launch(grid, tensors, numbers, others, constants, warps)
             return
-        key = (tensors[0].get_device(), numbers, constants, warps, *[tensor.dtype for tensor in tensors])
+        device = tensors[0].get_device()
+        key = (device, numbers, constants, warps, *[tensor.dtype for tensor in tensors])
         kernel = self._kernels.get(key)
         if kernel is not None:
             # of a tensor Triton asks the driver whether a GPU may read it
             kernel[grid](*addresses, *numbers, *others, *constants)
             return
         kernel = self._launch(grid, tensors, numbers, others, constants, warps)
-        if kernel is not None:  # in Triton's interpreter there is none
+        # it was loaded on the current device; in Triton's interpreter there is none
+        if kernel is not None and (device < 0 or device == torch.cuda.current_device()):
             if len(self._kernels) == MOST_KERNELS:
                 self._kernels.clear()
             self._kernels[key] = kernel
