@@ -180,6 +180,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C: the update is given up
     with contextlib.suppress(KeyboardInterrupt):
         _answer()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself
 
 
 def _answer() -> None:

@@ -310,6 +310,25 @@ def test_an_update_whose_process_ends_is_a_failed_update(strict: Trivial) -> Non
         assert update.began <= update.commit_sent <= update.committed
 
 
+def test_a_process_that_has_refused_says_no_more_when_it_is_told_to_end() -> None:
+    """As late as that may come: while its interpreter shuts down."""
+    late = "atexit.register(os.kill, os.getpid(), signal.SIGTERM)"
+    code = f"import atexit, os, signal; from vllm_fp8ext.loadtest import weights; {late}; weights.main()"
+    options = {
+        "through": "fp8ext",
+        "url": "http://127.0.0.1:9",
+        "key": "right",
+        "running": "keep",
+        "files": False,
+    }
+    asked = json.dumps({**options, "checkpoints": ["nosuch"]})
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=asked, capture_output=True, text=True, timeout=100
+    )
+    assert "--update-every: " in json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_run_in_which_nothing_succeeds_is_invalid_and_says_why(strict: Trivial, tmp_path: Path) -> None:
     code, report, said = load(strict.url, tmp_path, "--time", "5s", "--users", "2")
     assert code == 2, said
