@@ -43,11 +43,9 @@ class Launcher:
         together = 0
         for address in addresses:
             together |= address
-        if together % ALIGNED:
-            self._launch(grid, tensors, numbers, others, constants, warps)
-            return
+        askew = together % ALIGNED and tuple(address % ALIGNED == 0 for address in addresses)
         device = tensors[0].get_device()
-        key = (device, numbers, constants, warps, *[tensor.dtype for tensor in tensors])
+        key = (device, askew, numbers, constants, warps, *[tensor.dtype for tensor in tensors])
         kernel = self._kernels.get(key)
         if kernel is not None:
             # of a tensor Triton asks the driver whether a GPU may read it

@@ -84,20 +84,18 @@ def _values(arguments: tuple[Any, ...]) -> list[Any]:
     return [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
 
 
-TENSORS = st.builds(
-    tensor, st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), st.sampled_from([0, 0, 0, 4, 8])
-)
-NUMBERS = st.sampled_from([0, 1, 15, 16, 17, 4096, 2**31, 2**31 + 1])
+# few of each, so that calls are often alike but for one of them
+TENSORS = st.builds(tensor, st.sampled_from([torch.bfloat16, torch.float32]), st.sampled_from([0, 4]))
 CALLS = st.tuples(
     st.tuples(TENSORS, TENSORS),
-    st.tuples(NUMBERS, NUMBERS),
+    st.tuples(st.sampled_from([1, 15, 16, 2**31]), st.just(16)),
     st.tuples(st.integers(0, 2**20), st.floats(0, 1)),
-    st.tuples(st.booleans(), st.sampled_from([64, 128])),
+    st.tuples(st.booleans(), st.just(64)),
     st.sampled_from([1, 4]),
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=200)
 @given(calls=st.lists(CALLS, min_size=1, max_size=30))
 def test_every_launch_is_tritons(calls: list[Any]) -> None:
     function = Compiled(body, do_not_specialize=["free"])
@@ -114,8 +112,8 @@ def test_every_launch_is_tritons(calls: list[Any]) -> None:
         taken[0].launched.clear()
 
 
-def test_kernels_are_remembered_for_aligned_tensors() -> None:
-    """Triton is asked once for each kind of argument, and each time where a tensor lies askew."""
+def test_kernels_are_remembered() -> None:
+    """Triton is asked once for each kind of argument."""
     asked: list[Any] = []
     function = Compiled(body, do_not_specialize=["free"])
 
@@ -133,4 +131,6 @@ def test_kernels_are_remembered_for_aligned_tensors() -> None:
     assert len(asked) == 2
     for _ in range(3):
         launch((1, 1, 1), (even, askew), (16, 4), (0, 1.0), (True, 64), 4)
-    assert len(asked) == 5
+    assert len(asked) == 3
+    launch((1, 1, 1), (askew, even), (16, 4), (0, 1.0), (True, 64), 4)
+    assert len(asked) == 4
