@@ -2,6 +2,7 @@
 """What a layer's operators take the host in a step without CUDA graphs: microseconds of each call, many queued at a time.
 
     python benchmarks/host_time.py --out host_time.json
+    PYTHONPATH=.venv/beside python benchmarks/host_time.py    # after make test on a machine without a GPU
 
 Of Qwen3-8B's layer, for more tokens than `decode_gemm` takes; on a GPU beside vLLM's quantization and DeepGEMM. Without a
 GPU the launches themselves and the GEMM are left out: what is left is Python and torch, and what Triton does before it
