@@ -40,26 +40,18 @@ class Launcher:
         """On the current stream of the current device, where the tensors are. `grid`: three numbers. On a GPU the kernel may
         begin before those ahead have ended: it waits for them itself."""
         addresses = [tensor.data_ptr() for tensor in tensors]
-        together = 0
-        for address in addresses:
-            together |= address
-        askew = together % ALIGNED and tuple(address % ALIGNED == 0 for address in addresses)
+        aligned = [address % ALIGNED == 0 for address in addresses]
         device = tensors[0].get_device()
-        key = (device, askew, numbers, constants, warps, *[tensor.dtype for tensor in tensors])
+        key = (device, numbers, constants, warps, *aligned, *[tensor.dtype for tensor in tensors])
         kernel = self._kernels.get(key)
         if kernel is not None:
             # of a tensor Triton asks the driver whether a GPU may read it
             kernel[grid](*addresses, *numbers, *others, *constants)
             return
-        kernel = self._launch(grid, tensors, numbers, others, constants, warps)
+        early = {"launch_pdl": True} if tensors[0].is_cuda else {}
+        kernel = self._function[grid](*tensors, *numbers, *others, *constants, num_warps=warps, **early)
         # it was loaded on the current device; in Triton's interpreter there is none
         if kernel is not None and (device < 0 or device == torch.cuda.current_device()):
             if len(self._kernels) == MOST_KERNELS:
                 self._kernels.clear()
             self._kernels[key] = kernel
-
-    def _launch(self, grid: tuple[int, ...], tensors: Sequence[Tensor], *arguments: Any) -> Any:
-        *scalars, constants, warps = arguments
-        early = {"launch_pdl": True} if tensors[0].is_cuda else {}
-        values = (value for group in (*scalars, constants) for value in group)
-        return self._function[grid](*tensors, *values, num_warps=warps, **early)

@@ -73,28 +73,28 @@ def _quantize_activation(
         tl.store(scales_MKb + token + groups * scales_column, scale, mask=scaled)
 
 
-_launcher = Launcher(_quantize_activation)
+_launch = Launcher(_quantize_activation)
 
 
 def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat, rows: int | None = None) -> Quantized:
     """Codes and scales of `x_MK` (BF16, FP16 or fp32, columns contiguous). `rows`: with room for so many tokens, those behind
     uninitialized."""
-    return _launch(x_MK, scale_format, x_MK.shape[0] if rows is None else rows, None)
+    return _quantized(x_MK, scale_format, x_MK.shape[0] if rows is None else rows, None)
 
 
 def quantize_to_rows(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor) -> Quantized:
     """The same, each token written to the rows that `places_MT` (int32, contiguous) names, of so many; -1 names none. Rows
     that nobody names stay uninitialized."""
-    return _launch(x_MK, scale_format, rows, places_MT)
+    return _quantized(x_MK, scale_format, rows, places_MT)
 
 
-def _launch(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor | None) -> Quantized:
+def _quantized(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor | None) -> Quantized:
     m, k = x_MK.shape
     codes, scales = empty(rows, k, x_MK.device)
     early = x_MK.is_cuda
     if m:
         short, places = x_MK.dtype.itemsize == 2, 0 if places_MT is None else places_MT.shape[1]
-        _launcher(
+        _launch(
             (m, -(-blocks(k) // GROUPS), 1),
             (x_MK, codes.view(torch.uint8), scales, scales if places_MT is None else places_MT),
             (k, x_MK.stride(0)),

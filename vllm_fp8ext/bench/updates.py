@@ -198,15 +198,14 @@ def _pusher(
     with server.client() as client, Group() as group:
         in_memory = set(checkpoints) if way in ("ipc", "nccl") else set()
         held = {path: _in_memory(path, way, fused=options.fused) for path in in_memory}
-        sources: dict[str, Any] = {name: held.get(path, path) for name, path in folders.items()}
-        del held
 
         def push(name: str) -> dict[str, float]:
+            folder = folders[name]
             if way == "files":
-                done = client.load(sources[name], version=name, running=policy)
+                done = client.load(folder, version=name, running=policy)
             else:
                 done = client.push(
-                    *(sources[name],),
+                    held.get(folder, folder),
                     version=name,
                     running=policy,
                     transport=way,
@@ -218,7 +217,7 @@ def _pusher(
         try:
             yield push
         finally:  # what pushed outlives this, and another trainer's tensors need the room
-            sources.clear()
+            held.clear()
 
 
 def _in_memory(checkpoint: Path, way: str, *, fused: bool) -> dict[str, Any]:
