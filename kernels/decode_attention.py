@@ -93,8 +93,9 @@ class Step(NamedTuple):
     """int32 blocks of each request."""
     lengths_R: Tensor
     """int32 tokens of each, the new one among them."""
-    slots_R: Tensor
-    """int64 place of each new token in the cache, `block * block tokens + token`; below 0, it is not cached."""
+    slots_R: Tensor | None
+    """int64 place of each new token in the cache, `block * block tokens + token`; below 0, it is not cached. None: a kernel
+    ahead of this one has cached them all, and what else the step brings."""
     scales: tuple[Tensor, Tensor, Tensor]
     """fp32 of Q, K and V, one or one for each KV head."""
     softmax_scale: float
@@ -132,6 +133,7 @@ class DecodeAttention:
         slots = self.shares + requests
         self._parts = torch.empty(slots, heads, HEAD_DIMENSION, dtype=torch.float32, device=device)
         self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
+        self._nowhere = torch.full((requests,), -1, device=device)
 
     def __call__(self, step: Step, out_RHD: Tensor) -> None:
         """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out_RHD`, BF16, zero where it has no tokens,
@@ -140,9 +142,10 @@ class DecodeAttention:
         """
         self._check(step, out_RHD)
         requests, cache = step.lengths_R.shape[0], step.cache
+        slots = self._nowhere if step.slots_R is None else step.slots_R
         fresh = _Fresh(
             *(step.key_RGD.data_ptr(), step.value_RGD.data_ptr()),
-            *(step.key_RGD.stride(0), step.value_RGD.stride(0), step.slots_R.data_ptr()),
+            *(step.key_RGD.stride(0), step.value_RGD.stride(0), slots.data_ptr()),
         )
         paged = _Cache(
             *(cache.data_ptr(), step.table_RB.data_ptr(), step.table_RB.stride(0)),
@@ -164,7 +167,7 @@ class DecodeAttention:
                 *(fresh, paged, lengths, count, q, k, v, scale_stride, ctypes.c_float(step.softmax_scale)),
                 *(*out, parts, sums, shares),
             ),
-            early=True,
+            early=step.slots_R is not None,
         )
         spread = self._spread(requests)
         self._combine.launch(
@@ -217,10 +220,11 @@ class DecodeAttention:
                 (
                     "int32 lengths, int64 slots, and a table with a row for each",
                     lengths_R.dtype != torch.int32
-                    or slots_R.dtype != torch.int64
                     or table_RB.dtype != torch.int32
                     or table_RB.shape[0] < requests
-                    or slots_R.shape[0] < requests,
+                    or (
+                        slots_R is not None and (slots_R.dtype != torch.int64 or slots_R.shape[0] < requests)
+                    ),
                 ),
                 (
                     f"fp32 scales, all 1 or all {self.kv_heads}",

@@ -9,6 +9,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 
 from vllm_fp8ext.compat import decode_attention
 
@@ -103,6 +104,7 @@ STEP = {
     [
         ({}, True),
         ({"max_query_len": 2}, False),
+        ({"max_query_len": 2, "fp8ext_single": 1, "causal": False}, False),
         ({"num_actual_tokens": 1}, False),
         ({"causal": False}, False),
         ({"mm_prefix_query_range_tensor": torch.zeros(1)}, False),
@@ -132,6 +134,87 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
     assert (cache, table, scales, scale) == ("cache", "table", ("q", "k", "v"), 0.5)
     assert lengths is metadata.seq_lens
     assert slots is metadata.slot_mapping
+
+
+def mixed() -> Any:
+    """Two requests of one token, then one of four and, last in a batch that is not sorted, one of one."""
+    metadata = FlashAttentionMetadata(
+        num_actual_tokens=7,
+        max_query_len=4,
+        query_start_loc=torch.tensor([0, 1, 2, 6, 7], dtype=torch.int32),
+        max_seq_len=40,
+        seq_lens=torch.tensor([33, 1, 4, 40], dtype=torch.int32),
+        block_table=torch.arange(8, dtype=torch.int32).view(4, 2),
+        slot_mapping=torch.arange(7),
+        scheduler_metadata=torch.zeros(5),
+    )
+    metadata.fp8ext_single = 2
+    return metadata
+
+
+def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel() -> None:
+    """FlashAttention has the others, whose tokens stay where they are; vLLM has cached all of them."""
+    calls: list[Any] = []
+    given, metadata = layer(), mixed()
+    given.impl.forward = lambda *args: calls.append(args)
+    decode_attention._replace(given, lambda *args: calls.append(args))  # type: ignore[arg-type]  # what it is called with
+    query, key, value, out = (torch.arange(8.0).view(8, 1, 1) for _ in range(4))
+    for _ in range(2):  # of two layers
+        assert given.impl.forward(given, query, key, value, "cache", metadata, out) is out
+    (*shown, prompts, written), (step, rows), (*_, again, _), _ = calls
+    assert all(one is other for one, other in zip(shown, (given, query, key, value, "cache"), strict=True))
+    assert written is out
+    assert again is prompts
+    assert prompts.query_start_loc.tolist() == [2, 6, 7]
+    assert prompts.seq_lens.tolist() == [4, 40]
+    assert prompts.block_table.tolist() == [[4, 5], [6, 7]]
+    assert prompts.scheduler_metadata is None
+    assert (prompts.num_actual_tokens, prompts.max_query_len, prompts.max_seq_len) == (7, 4, 40)
+    assert metadata.seq_lens.tolist() == [33, 1, 4, 40]
+    assert step.lengths_R.tolist() == [33, 1]
+    assert step.slots_R is None
+    assert [len(part) for part in (step.query_RHD, step.key_RGD, step.value_RGD, rows)] == [2] * 4
+
+
+def test_a_graph_that_holds_attention_is_for_any_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some the batches that vLLM captures begin with requests of one token."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    calls: list[Any] = []
+    given, metadata = layer(), mixed()
+    given.impl.forward = lambda *args: calls.append(args) or "theirs"
+    decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
+    assert given.impl.forward(given, *[torch.zeros(8, 1, 1)] * 3, "cache", metadata, "out") == "theirs"
+    assert calls[0][5] is metadata
+
+
+@pytest.mark.parametrize(
+    ("starts", "longest", "single"),
+    [
+        ([0, 1, 2, 6, 7, 7], 4, 2),
+        ([0, 4, 5], 4, 0),
+        ([0, 1, 2, 3, 3], 2, 3),
+        ([0, 1, 2], 2, 0),
+        ([0, 1, 2], 1, None),
+    ],
+)
+def test_with_how_many_of_one_token_a_step_begins(
+    starts: list[int], longest: int, single: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told where others follow alone; behind the requests of a batch lie starts of no request."""
+    built = SimpleNamespace()
+    build = FlashAttentionMetadataBuilder.build
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", lambda *_, **__: built)
+    decode_attention._count_single_tokens()
+    decode_attention._count_single_tokens()
+    step = SimpleNamespace(
+        max_query_len=longest,
+        num_reqs=len(starts) - 1,
+        query_start_loc_cpu=torch.tensor([*starts, 99, 99], dtype=torch.int32),
+    )
+    assert FlashAttentionMetadataBuilder.build(object(), 0, step, fast_build=True) is built  # type: ignore[arg-type]
+    assert getattr(built, "fp8ext_single", None) == single
+    assert build is not FlashAttentionMetadataBuilder.build
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose decoding steps attend by our own kernel; writes what it saw.
 
-attention_story.py eager|graphs|pieces|flash FOLDER FACTS
+attention_story.py eager|graphs|pieces|whole|flash FOLDER FACTS
 
 `eager` compares calls with the same in fp64 over the live cache. `pieces`: with graphs that are broken at attention, and not
-where vLLM caches. `flash`: with vLLM's own kernel.
+where vLLM caches. `whole`: with graphs of whole steps, those with prompts too. `flash`: with vLLM's own kernel.
 """
 
 import json
@@ -36,12 +36,20 @@ PIECES: dict[str, dict[str, Any]] = {
     "pieces": {
         "cudagraph_mode": "PIECEWISE",
         "splitting_ops": list(CompilationConfig._attention_ops),
-    }
+    },
+    "whole": {"cudagraph_mode": "FULL"},
 }
 
 
 def main(mode: str, folder: str, facts: str) -> None:
-    seen: dict[str, Any] = {"calls": 0, "error": 0.0, "joined": True, "lent": 0, "cached by vLLM": []}
+    seen: dict[str, Any] = {
+        "calls": 0,
+        "mixed": 0,
+        "error": 0.0,
+        "joined": True,
+        "lent": 0,
+        "cached by vLLM": [],
+    }
     original, cache = DecodeAttention.__call__, flash_attn.reshape_and_cache_flash
 
     def cached(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> None:
@@ -53,7 +61,8 @@ def main(mode: str, folder: str, facts: str) -> None:
     def watched(self: DecodeAttention, step: Step, out: Tensor) -> None:
         original(self, step, out)
         seen["calls"] += 1
-        if mode == "eager" and (_borrows(seen, step) or seen["calls"] % 7 == 1):
+        seen["mixed"] += step.slots_R is None
+        if mode == "eager" and (_borrows(seen, step) or step.slots_R is None or seen["calls"] % 7 == 1):
             _compare(seen, step, out)
 
     DecodeAttention.__call__ = watched  # type: ignore[method-assign]  # looked at on its way
@@ -66,7 +75,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         kv_cache_memory_bytes=512 << 20,
         gpu_memory_utilization=0.1,
         skip_tokenizer_init=True,
-        max_num_seqs=16,
+        max_num_seqs=6 if mode == "whole" else 16,
         block_size=BLOCK,
         async_scheduling=False,  # the scheduler knows tokens, and so what completes a block, before they are computed
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8], **PIECES.get(mode, {})},
@@ -84,6 +93,7 @@ def main(mode: str, folder: str, facts: str) -> None:
     ]
     outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], params)
     outputs += _lend(llm)
+    outputs += _join(llm)
     logprobs = [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
     Path(facts).write_text(json.dumps({**seen, "logprobs": logprobs}))
 
@@ -105,8 +115,23 @@ def _lend(llm: LLM) -> list[RequestOutput]:
     return sorted(finished, key=lambda output: output.request_id)
 
 
+def _join(llm: LLM) -> list[RequestOutput]:
+    """Requests that begin while others decode."""
+    engine, finished = llm.llm_engine, []
+    for index, count in enumerate((30, 5, 200, 4, 100)):
+        params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0, allowed_token_ids=[200 + index])
+        engine.add_request(f"{index}", {"prompt_token_ids": list(range(300, 300 + count))}, params)
+        if index:  # the first two begin together
+            finished += [output for output in engine.step() if output.finished]
+    while engine.has_unfinished_requests():
+        finished += [output for output in engine.step() if output.finished]
+    return sorted(finished, key=lambda output: output.request_id)
+
+
 def _borrows(seen: dict[str, Any], step: Step) -> bool:
     """Whether a request's context has a token that joins the cache in this step, not its own."""
+    if step.slots_R is None:
+        return False
     size, lengths = step.cache.shape[2], step.lengths_R.tolist()
     own = {int(slot) // size: row for row, slot in enumerate(step.slots_R.tolist()) if slot >= 0}
     found = [
@@ -129,7 +154,9 @@ def _compare(seen: dict[str, Any], step: Step, out: Tensor) -> None:
     error = (out[rows] - expected).norm() / expected.norm()
     seen["error"] = max(seen["error"], float(error.nan_to_num(nan=1e9)))
     for row in rows:
-        slot, size = int(slots[row]), cache.shape[2]
+        size = cache.shape[2]
+        last = int(lengths[row]) - 1
+        slot = int(table[row, last // size]) * size + last % size if slots is None else int(slots[row])
         if slot < 0:
             continue
         parts = zip((key, value), scales[1:], strict=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in a decode step, by length of the context: FlashAttention 3, as vLLM bundles it, over BF16 and FP8 K and V, and
-our own kernel over FP8."""
+our own kernel over FP8. In a step that also reads a prompt, ours has the requests that decode, FlashAttention the prompt."""
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ DECODES = (
     *((8, 1536), (8, 8192), (8, 20480), (1, 1536)),
 )
 """Requests, and tokens in the context of each."""
+MIXED = ((1024, 1024), (256, 1536), (32, 1536))
+"""Likewise, of those that decode beside a prompt."""
+PROMPT = 512
+"""Its tokens."""
 TOLERANCE = 0.1
 """Of the outputs, ‖FP8 - BF16‖ / ‖BF16‖: queries, K and V each have an error of 2.7 %."""
 BOUND = 4e-3
@@ -31,6 +35,81 @@ def attention(report: Report) -> None:
             return
         decode(report, requests, context)
         torch.cuda.empty_cache()
+    for requests, context in MIXED:
+        if report.late(f"attention_mixed {requests}x{context}"):
+            return
+        mixed(report, requests, context)
+        torch.cuda.empty_cache()
+
+
+def mixed(report: Report, requests: int, context: int) -> None:
+    """Requests that decode, and a prompt behind them."""
+    noise = torch.Generator("cuda").manual_seed(0)
+    each = -(-max(context, PROMPT) // cases.KV_BLOCK)
+    shape = ((requests + 1) * each, cases.KV_HEADS, cases.KV_BLOCK, 2 * cases.HEAD_DIM)
+    codes = torch.randint(0, 0x60, shape, dtype=torch.uint8, device="cuda", generator=noise)
+    codes = codes.view(torch.float8_e4m3fn)
+    table = torch.randperm(len(codes), device="cuda", generator=noise).view(requests + 1, each).int()
+    tokens = requests + PROMPT
+    query = torch.randn(tokens, cases.Q_HEADS, cases.HEAD_DIM, device="cuda", generator=noise)
+    query = query.to(torch.float8_e4m3fn)
+    starts = torch.tensor([*range(requests + 1), tokens], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([*[context] * requests, PROMPT], dtype=torch.int32, device="cuda")
+    scale = torch.full((1,), 0.05, device="cuda")
+    softmax_scale = cases.HEAD_DIM**-0.5
+    outs = {
+        name: torch.empty(query.shape, dtype=torch.bfloat16, device="cuda") for name in ("fp8", "blockfp8")
+    }
+
+    def flash(name: str, first: int) -> None:
+        key, value = codes.transpose(1, 2).split(cases.HEAD_DIM, -1)
+        by_head = scale.expand(requests + 1 - first, cases.KV_HEADS)
+        flash_attn_varlen_func(
+            *(query, key, value),
+            max_seqlen_q=PROMPT,
+            cu_seqlens_q=starts[first:],
+            max_seqlen_k=max(context, PROMPT),
+            seqused_k=lengths[first:],
+            softmax_scale=softmax_scale,
+            causal=True,
+            block_table=table[first:],
+            out=outs[name],
+            fa_version=3,
+            **dict.fromkeys(("q_descale", "k_descale", "v_descale"), by_head),
+        )
+
+    own = DecodeAttention(cases.Q_HEADS, cases.KV_HEADS, requests, query.device)
+    last = (context - 1) // cases.KV_BLOCK
+    newest = codes[table[:requests, last].long(), :, (context - 1) % cases.KV_BLOCK].float() * scale
+    key, value = (part.bfloat16().contiguous() for part in newest.split(cases.HEAD_DIM, -1))
+    step = Step(
+        query[:requests], key, value, codes, table, lengths[:requests], None, (scale,) * 3, softmax_scale
+    )
+
+    def apart(_: int) -> None:
+        flash("blockfp8", requests)
+        own(step, outs["blockfp8"][:requests])
+
+    calls: Calls = {"fp8": lambda _: flash("fp8", 0), "blockfp8": apart}
+    timings = bench.measure(calls, dict.fromkeys(calls, 1))
+    few = slice(min(CHECKED, requests))
+    exact = decode_attention_reference(
+        query[few], codes, table[few], lengths[few], (scale,) * 3, softmax_scale
+    )
+    right = bool((outs["blockfp8"][few] - exact).norm() <= BOUND * exact.norm())
+    alike, theirs = (outs[name][requests:].float() for name in ("blockfp8", "fp8"))
+    prompts = bool((alike - theirs).norm() <= 2 * BOUND * theirs.norm())
+    moved = dict.fromkeys(calls, codes.numel())
+    where = (context, cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM)
+    report.add(
+        "attention_mixed",
+        where,
+        requests,
+        timings,
+        moved,
+        baseline="fp8",
+        exact={"blockfp8": right and prompts},
+    )
 
 
 def decode(report: Report, requests: int, context: int) -> None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has steps that decode alone attend over an FP8 cache by our own kernel, which caches their K and V too; all others stay
-with FlashAttention 3.
+"""Has requests with one new token attend over an FP8 cache by our own kernel, which caches their K and V too in steps that
+decode alone; prompts stay with FlashAttention 3.
 
-Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation. Can go once FlashAttention
-reads an FP8 cache at memory speed.
+Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation; and
+`FlashAttentionMetadataBuilder.build`, which forgets how many tokens requests have. Can go once FlashAttention reads an FP8
+cache at memory speed.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.kernels.cuda import CudaError
@@ -36,7 +39,8 @@ def attach(layer: Attention, config: Any) -> None:
     if reason is not None:
         log_once(f"blockfp8: vLLM's attention decodes over the FP8 cache, for {reason}")
         return
-    log_once("blockfp8: steps that decode alone attend by our own kernel, others by FlashAttention 3")
+    log_once("blockfp8: requests that decode attend by our own kernel, prompts by FlashAttention 3")
+    _count_single_tokens()
     _replace(layer, kernel)
 
 
@@ -89,13 +93,19 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
     ) -> Any:
         # FlashAttention refuses a scaled output
         scaled = output_scale is not None or output_block_scale is not None
-        if scaled or not _decodes_alone(metadata):
+        if not scaled and _decodes_alone(metadata):
+            lengths, slots = metadata.seq_lens, metadata.slot_mapping
+        elif not scaled and _mixes(metadata):
+            lengths, prompts = _apart(metadata)
+            slots = None
+            attend(module, query, key, value, kv_cache, prompts, output)
+        else:
             asked = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
             return attend(*asked)
-        count = metadata.num_actual_tokens
+        count = lengths.shape[0]
         step = Step(
             *(query[:count], key[:count], value[:count], kv_cache),
-            *(metadata.block_table, metadata.seq_lens, metadata.slot_mapping),
+            *(metadata.block_table, lengths, slots),
             (module._q_scale, module._k_scale, module._v_scale),
             impl.scale,
         )
@@ -123,11 +133,81 @@ def _is_cached_by_attention(module: Any, slots: Tensor) -> bool:
 def _decodes_alone(metadata: Any) -> bool:
     """Whether the step has one token of each request and asks for plain causal attention. The same when a CUDA graph is
     captured and when it is replayed: vLLM replays a graph of such steps for such steps alone."""
-    return bool(
-        metadata is not None
+    return (
+        _is_plain(metadata)
         and metadata.max_query_len == 1
         and metadata.seq_lens.shape[0] == metadata.num_actual_tokens
+    )
+
+
+def _mixes(metadata: Any) -> bool:
+    """Whether the step begins with requests that have one token, before others, and asks for plain causal attention. A graph
+    that holds attention would be replayed for other numbers of them."""
+    return _is_plain(metadata) and getattr(metadata, _SINGLE, 0) > 0 and not _is_captured()
+
+
+def _is_captured() -> bool:
+    """Whether a graph takes up what is launched now. Graphs that are broken at attention do not while it runs."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether the step asks for causal attention and no more."""
+    return bool(
+        metadata is not None
         and metadata.causal is True
         and metadata.mm_prefix_query_range_tensor is None
         and metadata.rswa_prefix_lens is None
     )
+
+
+_SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
+"""What is kept with vLLM's metadata of a step: how many requests with one token it begins with, of those in which others
+follow, and `_Apart`."""
+
+
+class _Apart(NamedTuple):
+    """A step's first requests, each with one token, and the others."""
+
+    lengths_R: Tensor
+    """Of the former."""
+    prompts: Any
+    """Metadata of the latter: their tokens are where they were."""
+
+
+def _apart(metadata: Any) -> _Apart:
+    """Once for all layers that share the metadata."""
+    found: _Apart | None = getattr(metadata, _APART, None)
+    if found is None:
+        count = getattr(metadata, _SINGLE)
+        prompts = dataclasses.replace(
+            metadata,
+            query_start_loc=metadata.query_start_loc[count:],
+            seq_lens=metadata.seq_lens[count:],
+            block_table=metadata.block_table[count:],
+            scheduler_metadata=None,  # what vLLM computed ahead was for all of them
+        )
+        found = _Apart(metadata.seq_lens[:count], prompts)
+        setattr(metadata, _APART, found)
+    return found
+
+
+def _count_single_tokens() -> None:
+    """Have vLLM's metadata tell with how many requests of one token a step begins. Idempotent."""
+    build = FlashAttentionMetadataBuilder.build
+    if hasattr(build, _SINGLE):
+        return
+
+    @functools.wraps(build)
+    def counted(
+        self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **named: Any
+    ) -> Any:
+        metadata = build(self, common_prefix_len, common_attn_metadata, *args, **named)
+        if common_attn_metadata.max_query_len > 1:
+            starts = common_attn_metadata.query_start_loc_cpu[: common_attn_metadata.num_reqs + 1]
+            longer = (starts.diff() != 1).nonzero()  # on the CPU
+            setattr(metadata, _SINGLE, int(longer[0]) if len(longer) else 0)
+        return metadata
+
+    setattr(counted, _SINGLE, True)
+    FlashAttentionMetadataBuilder.build = counted

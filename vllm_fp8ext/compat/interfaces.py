@@ -610,11 +610,25 @@ INTERFACES: tuple[Interface, ...] = (
         parameters=(
             "num_actual_tokens",
             "max_query_len",
+            "query_start_loc",
             "seq_lens",
             "block_table",
             "slot_mapping",
+            "scheduler_metadata",
             "causal",
         ),
+        why="decode over an FP8 cache by our own kernel",
+    ),
+    Interface(
+        module="vllm.v1.attention.backends.flash_attn",
+        name="FlashAttentionMetadataBuilder.build",
+        parameters=("common_prefix_len", "common_attn_metadata"),
+        why="decode over an FP8 cache by our own kernel",
+    ),
+    Interface(
+        module="vllm.v1.attention.backend",
+        name="CommonAttentionMetadata",
+        parameters=("query_start_loc_cpu", "num_reqs", "max_query_len"),
         why="decode over an FP8 cache by our own kernel",
     ),
     Interface(
