@@ -17,6 +17,9 @@ MIN_CAPABILITY = 90
 SECTION = "fp8ext"
 """Key of our settings in vLLM's `--additional-config`."""
 
+GRAPH_TOKENS = 2048
+"""Up to which CUDA graphs reach by default: beyond, a GPU has enough to do while the host launches kernels."""
+
 GIB = 1 << 30
 
 
@@ -76,11 +79,16 @@ class KernelSettings(BaseModel):
     """Of mixtures of experts."""
 
     decode_attention: bool = True
-    """Steps that decode alone attend over an FP8 KV cache by our own kernel, where it takes the layers; else by vLLM's."""
+    """Requests with one new token attend over an FP8 KV cache by our own kernel, where it takes the layers; else all by
+    vLLM's."""
 
     norm_rope: bool = True
     """In compiled graphs, norms of heads, rotary embedding and the quantization of queries are one launch of our own, where
     it takes them; else what Inductor makes of them."""
+
+    graph_tokens: int | None = Field(default=None, ge=0)
+    """Steps of up to so many tokens replay CUDA graphs, broken at attention, beyond the sizes that vLLM captures; 0: none
+    beyond. By default 2048, where the user leaves it to vLLM what is captured."""
 
     batch_invariant: bool = Field(
         default_factory=lambda: os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose decoding steps attend by our own kernel; writes what it saw.
 
-attention_story.py eager|graphs|pieces|whole|flash FOLDER FACTS
+attention_story.py eager|graphs|longer|pieces|whole|flash FOLDER FACTS
 
-`eager` compares calls with the same in fp64 over the live cache. `pieces`: with graphs that are broken at attention, and not
-where vLLM caches. `whole`: with graphs of whole steps, those with prompts too. `flash`: with vLLM's own kernel.
+`eager` compares calls with the same in fp64 over the live cache. `longer`: with graphs for steps with prompts too. `pieces`:
+with graphs that are broken at attention, and not where vLLM caches. `whole`: with graphs of whole steps, those with prompts
+too. `flash`: with vLLM's own kernel.
 """
 
 import json
@@ -23,6 +24,7 @@ from vllm.v1.attention.backends import flash_attn
 
 from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step, decode_attention_reference
 from vllm_fp8ext.kernels.kv_cache import quantize
+from vllm_fp8ext.kernels.linear import GEMMS
 from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
 PROMPTS = [range(5, 5 + count) for count in (3, 40, 700, 15, 16, 17)]
@@ -49,6 +51,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         "joined": True,
         "lent": 0,
         "cached by vLLM": [],
+        "launched": 0,
     }
     original, cache = DecodeAttention.__call__, flash_attn.reshape_and_cache_flash
 
@@ -80,10 +83,23 @@ def main(mode: str, folder: str, facts: str) -> None:
         async_scheduling=False,  # the scheduler knows tokens, and so what completes a block, before they are computed
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8], **PIECES.get(mode, {})},
         additional_config={
-            "fp8ext": {"kv_scales": "calibrate", "kernels": {"decode_attention": mode != "flash"}}
+            "fp8ext": {
+                "kv_scales": "calibrate",
+                "kernels": {
+                    "decode_attention": mode != "flash",
+                    "graph_tokens": 1024 if mode == "longer" else 0,
+                },
+            }
         },
     )
     seen["at start"], seen["cached by vLLM"] = seen["calls"], []
+    multiply = GEMMS["deep_gemm"]
+
+    def launched(*given: Any) -> Tensor:
+        seen["launched"] += 1
+        return multiply(*given)
+
+    GEMMS["deep_gemm"] = launched
     # the next token is given, so that every mode reads the same
     params = [
         SamplingParams(
@@ -120,7 +136,8 @@ def _join(llm: LLM) -> list[RequestOutput]:
     engine, finished = llm.llm_engine, []
     for index, count in enumerate((30, 5, 200, 4, 100)):
         params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0, allowed_token_ids=[200 + index])
-        engine.add_request(f"{index}", {"prompt_token_ids": list(range(300, 300 + count))}, params)
+        begin = 300 * (index + 1)  # no prompt has another one's blocks
+        engine.add_request(f"{index}", {"prompt_token_ids": list(range(begin, begin + count))}, params)
         if index:  # the first two begin together
             finished += [output for output in engine.step() if output.finished]
     while engine.has_unfinished_requests():

@@ -300,12 +300,12 @@ def test_refusals() -> None:
 
 def test_in_a_real_engine(tmp_path: Path) -> None:
     """Eager, each call is right for what vLLM gives it, also where one request reads what another one's new token completes;
-    whole CUDA graphs and piecewise ones say the same, FlashAttention nearly."""
+    whole CUDA graphs and piecewise ones say the same, also where steps with prompts replay them, FlashAttention nearly."""
     from vllm_fp8ext.bench.generated import write_checkpoint
 
     write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
     story = Path(__file__).with_name("attention_story.py")
-    modes = ("eager", "graphs", "pieces", "whole", "flash")
+    modes = ("eager", "graphs", "longer", "pieces", "whole", "flash")
     files = [tmp_path / f"{mode}.json" for mode in modes]
     running = []
     for mode, file in zip(modes, files, strict=True):
@@ -314,19 +314,22 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
             running.append(subprocess.Popen(line, stdout=log, stderr=log))
     for process, mode in zip(running, modes, strict=True):
         assert process.wait(900) == 0, (tmp_path / f"{mode}.log").read_text()[-4000:]
-    eager, graphs, pieces, whole, flash = (json.loads(file.read_text()) for file in files)
+    eager, graphs, longer, pieces, whole, flash = (json.loads(file.read_text()) for file in files)
     assert eager["calls"] - eager["at start"] >= 28 * (TOKENS - 1)
     assert eager["error"] < 4e-3
     assert eager["joined"]
     assert eager["lent"] == 28
     assert len(eager["cached by vLLM"]) >= 28 * 2
     assert min(eager["cached by vLLM"]) > PROMPTS, "tokens: never of steps that decode alone"
-    assert eager["mixed"] == graphs["mixed"] == pieces["mixed"] >= 28 * 3
+    assert eager["mixed"] == graphs["mixed"] == longer["mixed"] == pieces["mixed"] >= 28 * 3
     assert graphs["at start"] >= 28 * 4
     assert graphs["calls"] == graphs["at start"] + graphs["mixed"], "decoding alone is replayed"
     assert pieces["calls"] - pieces["at start"] >= 28 * (TOKENS - 1)
     assert flash["calls"] == 0
+    assert graphs["launched"] >= 28 * 4 * 3
+    assert longer["launched"] == 0
     assert graphs["logprobs"] == pieces["logprobs"]
+    assert longer["logprobs"] == graphs["logprobs"]
     # a step that is compiled rounds elsewhere than an eager one; another kernel makes no more of a difference
     assert _apart(flash, graphs) < 1.5 * _apart(eager, graphs)
     assert _apart(flash, whole) < 1.5 * _apart(eager, graphs)

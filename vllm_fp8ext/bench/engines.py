@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_fp8ext.config import GRAPH_TOKENS
 from vllm_fp8ext.errors import Fp8ExtError
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What vLLM is told, by variant."""
 Kernels = list[tuple[str, float, int]]
 """Name, milliseconds and launches of each kernel, the longest first."""
+
+
+def with_graphs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ours for an engine that is told which sizes of CUDA graphs to capture: steps of more tokens replay some
+    all the same, as where vLLM chooses the sizes."""
+    kernels = {"graph_tokens": GRAPH_TOKENS, **settings.get("kernels", {})}
+    return {**settings, "kernels": kernels}
 
 
 class EngineError(Fp8ExtError):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from vllm_fp8ext.bench.engines import Engine, in_turn
+from vllm_fp8ext.bench.engines import Engine, in_turn, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
@@ -103,7 +103,7 @@ def _arguments(
 ) -> dict[str, Any]:
     chosen = VARIANTS[variant]
     scales = {"kv_scales": "calibrate"} if "kv_cache_dtype" in chosen else {}
-    settings = {**scales, **options.settings}
+    settings = with_graphs({**scales, **options.settings})
     return {
         **chosen,
         **({"additional_config": {"fp8ext": settings}} if variant.startswith("blockfp8") else {}),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
 
-from vllm_fp8ext.bench.engines import VARIANTS, Engine, in_turn
+from vllm_fp8ext.bench.engines import VARIANTS, Engine, in_turn, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
@@ -149,7 +149,7 @@ def _settings(text: str) -> str:
 
 def _arguments(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
     scales = {"kv_scales": {"policy": "static", "default": 1.0}} if kind.kv == "fp8" else {}
-    settings = {**scales, **json.loads(kind.settings)}
+    settings = with_graphs({**scales, **json.loads(kind.settings)})
     longest = max(sum(_case(text)[1:]) for text in options.cases)
     return {
         **VARIANTS[kind.variant],

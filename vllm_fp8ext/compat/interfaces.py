@@ -599,6 +599,28 @@ INTERFACES: tuple[Interface, ...] = (
         )
     ),
     Interface(
+        module="vllm.v1.worker.gpu.cudagraph_utils",
+        name="CudaGraphManager._init_candidates",
+        why="replay CUDA graphs in steps of more tokens",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.cudagraph_utils",
+        name="ModelCudaGraphManager",
+        parameters=("vllm_config", "cudagraph_mode"),
+        why="replay CUDA graphs in steps of more tokens",
+    ),
+    Interface(
+        module="vllm.config",
+        name="CUDAGraphMode.mixed_mode",
+        why="replay CUDA graphs in steps of more tokens",
+    ),
+    Interface(
+        module="vllm.engine.arg_utils",
+        name="EngineArgs",
+        parameters=("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"),
+        why="replay CUDA graphs in steps of more tokens",
+    ),
+    Interface(
         module="vllm.v1.attention.backends.flash_attn",
         name="FlashAttentionImpl.forward",
         parameters=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),

@@ -2,7 +2,8 @@
 """Combinations with vLLM's own settings that blockfp8 refuses at start, each with its reason.
 
 Replaces: `EngineArgs.create_engine_config`, so that the refusal comes before any process is started, and that graphs are
-compiled with `fusion`. Can go once vLLM asks a quantization method whether it takes a configuration.
+compiled with `fusion` and captured as `graph_sizes` says. Can go once vLLM asks a quantization method whether it takes a
+configuration.
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_fp8ext.compat import fusion
+from vllm_fp8ext.compat import fusion, graph_sizes
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError
 
@@ -35,6 +36,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
             refuse_unsupported(config, settings)
             if current_platform.is_cuda():
                 fusion.configure(config, norm_rope=settings.kernels.norm_rope)
+                graph_sizes.configure(config, self, settings.kernels.graph_tokens)
         return config
 
     setattr(create, _MARK, original)

@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from vllm_fp8ext.compat import graph_sizes
 from vllm_fp8ext.compat.compilations import counts
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UpdateError, described
@@ -33,6 +34,8 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     worker, config = self.worker, self.vllm_config
     if config.model_config.quantization != METHOD:
         return worker.load_model(*args, **kwargs)
+    if current_platform.is_cuda():
+        graph_sizes.install()
     if Settings.parse(config.additional_config).staging == "none":
         result = worker.load_model(*args, **kwargs)
     else:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps replay CUDA graphs: vLLM's own lists of graphs, with more sizes. That they say the same, `tests/gpu` shows."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+from vllm_fp8ext.compat import graph_sizes
+from vllm_fp8ext.config import GRAPH_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("captured", "most", "expected"),
+    [
+        (512, 2048, [640, 768, 896, 1024, 1280, 1536, 1792, 2048]),
+        (16, 300, [32, 64, 128, 160, 192, 224, 256, 300]),
+        (272, 512, [320, 384, 448, 512]),
+        (512, 512, []),
+        (512, 0, []),
+    ],
+)
+def test_sizes_beyond_those_that_are_captured(captured: int, most: int, expected: list[int]) -> None:
+    assert graph_sizes.sizes_beyond(captured, most) == expected
+
+
+@pytest.mark.parametrize("captured", [1, 7, 8, 24, 129, 500])
+def test_a_step_is_not_padded_by_more_than_a_quarter_where_that_costs(captured: int) -> None:
+    sizes = [captured, *graph_sizes.sizes_beyond(captured, 3000)]
+    assert sizes[-1] == 3000
+    for size, following in pairwise(sizes):
+        assert size < following <= max(128, size * 1.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "expected"),
+    [
+        ({}, None, GRAPH_TOKENS),
+        ({}, 0, 0),
+        ({"cudagraph_capture_sizes": [1, 2]}, None, 0),
+        ({"max_cudagraph_capture_size": 64}, None, 0),
+        ({"compilation_config": CompilationConfig(cudagraph_capture_sizes=[1])}, None, 0),
+        ({"compilation_config": CompilationConfig(max_cudagraph_capture_size=64)}, None, 0),
+        ({"cudagraph_capture_sizes": [1, 2]}, 1024, 1024),
+    ],
+)
+def test_sizes_that_the_user_gives_are_all(
+    arguments: dict[str, Any], asked: int | None, expected: int
+) -> None:
+    config = SimpleNamespace(additional_config={"other": 1})
+    graph_sizes.configure(config, EngineArgs(model="any", **arguments), asked)
+    assert config.additional_config == {"other": 1, graph_sizes.KEY: expected}
+
+
+def manager(
+    kind: type = ModelCudaGraphManager,
+    *,
+    tokens: int = 1000,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
+    sizes: tuple[int, ...] = (1, 64, 512),
+) -> Any:
+    """One of vLLM's, as far as its lists of graphs need it."""
+    made = object.__new__(kind)
+    made.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=list(sizes), max_cudagraph_capture_size=max(sizes, default=0)
+    )
+    made.vllm_config = SimpleNamespace(
+        additional_config={graph_sizes.KEY: tokens},
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        speculative_config=None,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+    made.max_num_reqs, made.decode_query_len, made.varlen_decode = 1024, 1, False
+    made.cudagraph_mode, made.lora_capture_cases, made.ubatch_runner = mode, [0], None
+    made._candidates, made._capture_descs = {}, {}
+    made._init_candidates()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Any:
+    original = CudaGraphManager._init_candidates
+    graph_sizes.install()
+    graph_sizes.install()
+    assert CudaGraphManager._init_candidates.__wrapped__ is original
+    yield
+    CudaGraphManager._init_candidates = original
+
+
+def captured(found: Any, mode: CUDAGraphMode) -> list[int]:
+    return [description.num_tokens for description in reversed(found._capture_descs.get(mode, []))]
+
+
+def test_pieces_for_more_tokens() -> None:
+    found = manager()
+    assert captured(found, CUDAGraphMode.PIECEWISE) == [1, 64, 512, 640, 768, 896, 1000]
+    assert captured(found, CUDAGraphMode.FULL) == [1, 64, 512]
+    (taken,) = found._candidates[600, 0]
+    assert (taken.cg_mode, taken.num_tokens) == (CUDAGraphMode.PIECEWISE, 640)
+    assert (1001, 0) not in found._candidates
+    assert found.compilation_config.cudagraph_capture_sizes == [1, 64, 512]
+
+
+@pytest.mark.parametrize(
+    "unchanged",
+    [
+        {"tokens": 0},
+        {"mode": CUDAGraphMode.FULL},
+        {"mode": CUDAGraphMode.FULL_DECODE_ONLY},
+        {"mode": CUDAGraphMode.NONE},
+        {"sizes": ()},
+        {"kind": CudaGraphManager},
+    ],
+)
+def test_where_nothing_is_added(unchanged: dict[str, Any]) -> None:
+    found = manager(**unchanged)
+    assert all(number <= 512 for number, _ in found._candidates)

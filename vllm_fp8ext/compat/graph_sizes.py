@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has steps of some hundred tokens, prompts among them, replay CUDA graphs too, broken at attention: to launch their kernels
+one by one takes the host longer than they run.
+
+Replaces `CudaGraphManager._init_candidates`, which sees more sizes than vLLM's configuration has: the largest of that stays
+what attention, and graphs of whole steps, go by. Can go once vLLM captures such sizes by default.
+"""
+
+import functools
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+
+from vllm_fp8ext.compat.log import log_once
+from vllm_fp8ext.config import GRAPH_TOKENS
+
+KEY = "fp8ext_graph_tokens"
+"""In vLLM's additional configuration: up to which they reach in this engine."""
+
+
+def configure(config: Any, arguments: Any, asked: int | None) -> None:
+    """Decide for a `VllmConfig` up to how many tokens: what was `asked`, else `GRAPH_TOKENS`, unless the `EngineArgs` that it
+    was made of say which sizes are captured."""
+    compilation = arguments.compilation_config
+    sizes = (
+        *(arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size),
+        *(compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size),
+    )
+    if asked is None:
+        asked = GRAPH_TOKENS if all(size is None for size in sizes) else 0
+    config.additional_config = {**(config.additional_config or {}), KEY: asked}
+
+
+def install() -> None:
+    """Have the engines that were configured for it capture more sizes. Idempotent."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+    original = CudaGraphManager._init_candidates
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def with_more(self: Any) -> None:
+        compilation = self.compilation_config
+        sizes = compilation.cudagraph_capture_sizes
+        more = _more(self) if sizes and isinstance(self, ModelCudaGraphManager) else []
+        compilation.cudagraph_capture_sizes = [*sizes, *more] if more else sizes
+        try:
+            original(self)
+        finally:
+            compilation.cudagraph_capture_sizes = sizes
+
+    CudaGraphManager._init_candidates = with_more
+
+
+def _more(manager: Any) -> list[int]:
+    if manager.cudagraph_mode.mixed_mode() != CUDAGraphMode.PIECEWISE:
+        return []
+    config = manager.vllm_config
+    captured = manager.compilation_config.max_cudagraph_capture_size
+    wanted = (config.additional_config or {}).get(KEY, 0)
+    more = sizes_beyond(captured, min(wanted, config.scheduler_config.max_num_batched_tokens))
+    if more:
+        log_once(
+            f"blockfp8: steps of {captured + 1} to {more[-1]} tokens replay CUDA graphs broken at attention"
+        )
+    return more
+
+
+def sizes_beyond(captured: int, most: int) -> list[int]:
+    """Sizes to capture beyond the largest that is captured: an eighth to a quarter larger each, so that little is computed
+    in vain, but twice as large where that costs nothing, as memory and not arithmetic limits such steps."""
+    sizes, size = [], captured
+    while size < most:
+        step = size if size <= 64 else 1 << (size.bit_length() - 3)
+        size = min(size - size % step + step, most)
+        sizes.append(size)
+    return sizes
