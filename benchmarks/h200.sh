@@ -76,7 +76,7 @@ part norm_rope "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv
   --settings '{}' '{\"kernels\": {\"norm_rope\": false}}' --cases 8x1024x1024 32x1024x1024 1x1024x1024 --out \$O/norm_rope.json"
 part kv "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --out \$O/kv.json"
 # so many short responses that BF16 preempts; few sizes of CUDA graphs, as capturing them takes longer than the windows
-part kv_short "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants blockfp8_kv blockfp8 bf16 fp8_per_block --cases 1024x512x1024 \
+part kv_short "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants blockfp8_kv fp8_per_block blockfp8 bf16 --cases 1024x512x1024 \
   --seconds 10 --repeats 3 --engine '{\"compilation_config\": {\"cudagraph_capture_sizes\": [512, 640, 768, 896, 1024]}}' --out \$O/kv_short.json"
 part kv_inplace "fp8ext bench kv --checkpoint \$(w Qwen3-8B 0) --variants bf16 blockfp8_kv --cases 64x512x1024 \
   --settings '{\"staging\": \"inplace\"}' --out \$O/kv_inplace.json"
