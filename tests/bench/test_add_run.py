@@ -47,6 +47,27 @@ def added(add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, *line: str | Pat
     return found
 
 
+def test_what_was_found_does_not_tell_cases_apart(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    results, found = files
+    for running in (7.25, 7.5):
+        case = {**BASE, "variant": "blockfp8_kv", "running": running, "tokens_per_s": running}
+        found.write_text(json.dumps(run("c", case)))
+        after = added(add_run, monkeypatch, results, found)
+    assert [case["running"] for case in after["cases"] if "running" in case] == [7.5]
+
+
+def test_an_fp8_cache_beside_bf16_throughout(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    results, found = files
+    plain = {**BASE, "kv_cache": "auto", "variant": "bf16", "tokens_per_s": 4.0}
+    found.write_text(json.dumps(run("c", plain, {**BASE, "variant": "blockfp8_kv", "tokens_per_s": 8.0})))
+    after = added(add_run, monkeypatch, results, found, "--bf16")
+    assert after["cases"][-1]["ratio_bf16"] == 2.0, "the BF16 with an FP8 cache made 10"
+
+
 def test_a_case_takes_the_place_of_its_like(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:

@@ -152,8 +152,9 @@ def _measure(
                     "variant": variant,
                     "load": running,
                 }
-                staging = options.settings.get("staging", "shadow")
-                case |= {"running": policy, "staging": staging, "settings": options.settings}
+                settings = {} if variant == "stock" else options.settings
+                staging = "none" if variant == "stock" else settings.get("staging", "shadow")
+                case |= {"running": policy, "staging": staging, "settings": settings}
                 case |= {"fused": True} if options.fused else {}
                 with (
                     _pusher(transport, policy, options, server, checkpoints) as push,
