@@ -68,6 +68,8 @@ part rollout_8b_128 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --varian
   --kv-gib 38.7 --cases 128x1024x1024 --out \$O/rollout_8b_128.json"
 part rollout_8b_256 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --apart --kv fp8 --kv-gib 37 \
   --cases 256x1024x1024 32x1024x1024 --out \$O/rollout_8b_256.json"
+part prompts "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv-gib 6 \
+  --cases 1x400x16 1x1024x16 4x1024x16 8x1024x16 --out \$O/prompts.json"
 part rollout_8b_256_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --apart --kv auto --kv-gib 74 \
   --cases 256x1024x1024 --out \$O/rollout_8b_256_auto.json"
 part batch_invariant "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \

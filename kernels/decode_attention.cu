@@ -396,7 +396,7 @@ struct Sums {
   }
 };
 
-// What joins the cache: BF16 rows of one token's KV heads, and where in the cache they go, or less than 0.
+// What joins the cache: BF16 rows of one token's KV heads, and where in the cache they go, or less than 0; if anywhere.
 struct Fresh {
   const bf16* k_RGD;
   const bf16* v_RGD;
@@ -413,7 +413,7 @@ struct NewToken {
     const u32 at = head * D + threadIdx.x % 32 * 4;
     k = *reinterpret_cast<const uint2*>(fresh.k_RGD + request * fresh.k_stride + at);
     v = *reinterpret_cast<const uint2*>(fresh.v_RGD + request * fresh.v_stride + at);
-    slot = fresh.slots_R[request];
+    slot = fresh.slots_R ? fresh.slots_R[request] : -1;
   }
 
   // Into a tile, at `row`; the thread's codes of K and V.

@@ -133,7 +133,6 @@ class DecodeAttention:
         slots = self.shares + requests
         self._parts = torch.empty(slots, heads, HEAD_DIMENSION, dtype=torch.float32, device=device)
         self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
-        self._nowhere = torch.full((requests,), -1, device=device)
 
     def __call__(self, step: Step, out_RHD: Tensor) -> None:
         """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out_RHD`, BF16, zero where it has no tokens,
@@ -142,10 +141,10 @@ class DecodeAttention:
         """
         self._check(step, out_RHD)
         requests, cache = step.lengths_R.shape[0], step.cache
-        slots = self._nowhere if step.slots_R is None else step.slots_R
         fresh = _Fresh(
             *(step.key_RGD.data_ptr(), step.value_RGD.data_ptr()),
-            *(step.key_RGD.stride(0), step.value_RGD.stride(0), slots.data_ptr()),
+            *(step.key_RGD.stride(0), step.value_RGD.stride(0)),
+            None if step.slots_R is None else step.slots_R.data_ptr(),
         )
         paged = _Cache(
             *(cache.data_ptr(), step.table_RB.data_ptr(), step.table_RB.stride(0)),
@@ -189,54 +188,48 @@ class DecodeAttention:
         requests = lengths_R.shape[0]
         by_query = (requests, self.heads, HEAD_DIMENSION)
         by_key = (requests, self.kv_heads, HEAD_DIMENSION)
-        problems = [
-            text
-            for text, wrong in (
-                (f"1 to {self.requests} requests, found {requests}", not 0 < requests <= self.requests),
-                (f"E4M3 queries {by_query}", query_RHD.dtype != FP8_DTYPE or query_RHD.shape != by_query),
-                (f"BF16 outputs {by_query}", out_RHD.dtype != torch.bfloat16 or out_RHD.shape != by_query),
-                (
-                    f"BF16 keys and values {by_key}",
-                    any(
-                        part.dtype != torch.bfloat16 or part.shape != by_key for part in (key_RGD, value_RGD)
-                    ),
-                ),
-                (
-                    f"a cache of bytes [blocks, {self.kv_heads}, a multiple of {TILE}, {2 * HEAD_DIMENSION}]",
-                    cache.element_size() != 1
-                    or (cache.shape[1], cache.shape[3]) != (self.kv_heads, 2 * HEAD_DIMENSION)
-                    or cache.shape[2] % TILE != 0
-                    or cache.stride(3) != 1,
-                ),
-                (
-                    "heads side by side, each at a multiple of 8 bytes, queries and outputs of 16",
-                    any(
-                        part.stride()[1:] != (HEAD_DIMENSION, 1)
-                        or part.data_ptr() % align
-                        or part.stride(0) * part.element_size() % align
-                        for part, align in ((query_RHD, 16), (out_RHD, 16), (key_RGD, 8), (value_RGD, 8))
-                    ),
-                ),
-                (
-                    "int32 lengths, int64 slots, and a table with a row for each",
-                    lengths_R.dtype != torch.int32
-                    or table_RB.dtype != torch.int32
-                    or table_RB.shape[0] < requests
-                    or (
-                        slots_R is not None and (slots_R.dtype != torch.int64 or slots_R.shape[0] < requests)
-                    ),
-                ),
-                (
-                    f"fp32 scales, all 1 or all {self.kv_heads}",
-                    len({scale.numel() for scale in scales}) != 1
-                    or scales[0].numel() not in (1, self.kv_heads)
-                    or any(scale.dtype != torch.float32 or not scale.is_contiguous() for scale in scales),
-                ),
-            )
-            if wrong
-        ]
+        problems = []
+        if not 0 < requests <= self.requests:
+            problems.append(f"1 to {self.requests} requests, found {requests}")
+        if query_RHD.dtype != FP8_DTYPE or query_RHD.shape != by_query:
+            problems.append(f"E4M3 queries {by_query}")
+        if out_RHD.dtype != torch.bfloat16 or out_RHD.shape != by_query:
+            problems.append(f"BF16 outputs {by_query}")
+        if any(part.dtype != torch.bfloat16 or part.shape != by_key for part in (key_RGD, value_RGD)):
+            problems.append(f"BF16 keys and values {by_key}")
+        _, heads, tokens, both = cache.shape
+        if (heads, both) != (self.kv_heads, 2 * HEAD_DIMENSION) or tokens % TILE or not _is_bytes(cache):
+            shape = f"[blocks, {self.kv_heads}, a multiple of {TILE}, {2 * HEAD_DIMENSION}]"
+            problems.append(f"a cache of bytes {shape}")
+        aligned = ((query_RHD, 16), (out_RHD, 16), (key_RGD, 8), (value_RGD, 8))
+        if not all(_lies_well(part, align) for part, align in aligned):
+            problems.append("heads side by side, each at a multiple of 8 bytes, queries and outputs of 16")
+        numbers = ((lengths_R, torch.int32), (table_RB, torch.int32), (slots_R, torch.int64))
+        if any(
+            part is not None and (part.dtype != dtype or part.shape[0] < requests) for part, dtype in numbers
+        ):
+            problems.append("int32 lengths, int64 slots, and a table with a row for each")
+        if (
+            len({scale.numel() for scale in scales}) != 1
+            or scales[0].numel() not in (1, self.kv_heads)
+            or any(scale.dtype != torch.float32 or not scale.is_contiguous() for scale in scales)
+        ):
+            problems.append(f"fp32 scales, all 1 or all {self.kv_heads}")
         if problems:
             raise ValueError(f"decode_attention: expected {'; '.join(problems)}")
+
+
+def _is_bytes(cache: Tensor) -> bool:
+    return cache.element_size() == 1 and cache.stride(3) == 1
+
+
+def _lies_well(part: Tensor, align: int) -> bool:
+    row, *within = part.stride()
+    return (
+        within == [HEAD_DIMENSION, 1]
+        and part.data_ptr() % align == 0
+        and row * part.element_size() % align == 0
+    )
 
 
 @functools.cache

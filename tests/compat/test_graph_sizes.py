@@ -62,6 +62,9 @@ def manager(
     tokens: int = 1000,
     mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
     sizes: tuple[int, ...] = (1, 64, 512),
+    requests: int = 1024,
+    longest: int = 4096,
+    varlen: bool = False,
 ) -> Any:
     """One of vLLM's, as far as its lists of graphs need it."""
     made = object.__new__(kind)
@@ -69,12 +72,13 @@ def manager(
         cudagraph_capture_sizes=list(sizes), max_cudagraph_capture_size=max(sizes, default=0)
     )
     made.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=longest),
         additional_config={graph_sizes.KEY: tokens},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         speculative_config=None,
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
     )
-    made.max_num_reqs, made.decode_query_len, made.varlen_decode = 1024, 1, False
+    made.max_num_reqs, made.decode_query_len, made.varlen_decode = requests, 1, varlen
     made.cudagraph_mode, made.lora_capture_cases, made.ubatch_runner = mode, [0], None
     made._candidates, made._capture_descs = {}, {}
     made._init_candidates()
@@ -105,6 +109,11 @@ def test_pieces_for_more_tokens() -> None:
     assert found.compilation_config.cudagraph_capture_sizes == [1, 64, 512]
 
 
+def test_a_captured_step_fits_into_its_requests() -> None:
+    found = manager(requests=2, longest=300, sizes=(1, 2, 4))
+    assert captured(found, CUDAGraphMode.PIECEWISE)[-1] == 600
+
+
 @pytest.mark.parametrize(
     "unchanged",
     [
@@ -113,9 +122,19 @@ def test_pieces_for_more_tokens() -> None:
         {"mode": CUDAGraphMode.FULL_DECODE_ONLY},
         {"mode": CUDAGraphMode.NONE},
         {"sizes": ()},
+        {"varlen": True},
         {"kind": CudaGraphManager},
     ],
 )
-def test_where_nothing_is_added(unchanged: dict[str, Any]) -> None:
-    found = manager(**unchanged)
-    assert all(number <= 512 for number, _ in found._candidates)
+def test_where_nothing_is_added(unchanged: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    seen = CudaGraphManager._init_candidates.__wrapped__
+
+    def watched(self: Any) -> None:
+        asked.extend(self.compilation_config.cudagraph_capture_sizes)
+        seen(self)
+
+    monkeypatch.setattr(CudaGraphManager, "_init_candidates", watched)
+    graph_sizes.install()
+    manager(**unchanged)
+    assert asked == list(unchanged.get("sizes", (1, 64, 512)))

@@ -16,7 +16,7 @@ DECODES = (
     *((8, 1536), (8, 8192), (8, 20480), (1, 1536)),
 )
 """Requests, and tokens in the context of each."""
-MIXED = ((1024, 1024), (256, 1536), (32, 1536))
+MIXED = ((1024, 1024), (256, 1536), (32, 1536), (8, 1536), (4, 20480))
 """Likewise, of those that decode beside a prompt."""
 PROMPT = 512
 """Its tokens."""

@@ -40,7 +40,7 @@ def attach(layer: Attention, config: Any) -> None:
         log_once(f"blockfp8: vLLM's attention decodes over the FP8 cache, for {reason}")
         return
     log_once("blockfp8: requests that decode attend by our own kernel, prompts by FlashAttention 3")
-    _count_single_tokens()
+    _note_single_tokens()
     _replace(layer, kernel)
 
 
@@ -143,7 +143,7 @@ def _decodes_alone(metadata: Any) -> bool:
 def _mixes(metadata: Any) -> bool:
     """Whether the step begins with requests that have one token, before others, and asks for plain causal attention. A graph
     that holds attention would be replayed for other numbers of them."""
-    return _is_plain(metadata) and getattr(metadata, _SINGLE, 0) > 0 and not _is_captured()
+    return _is_plain(metadata) and hasattr(metadata, _SINGLE) and not _is_captured()
 
 
 def _is_captured() -> bool:
@@ -162,8 +162,16 @@ def _is_plain(metadata: Any) -> bool:
 
 
 _SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
-"""What is kept with vLLM's metadata of a step: how many requests with one token it begins with, of those in which others
-follow, and `_Apart`."""
+"""What is kept with vLLM's metadata of a step that begins with requests of one token, before others: `_Single`, and `_Apart`,
+which holds for one block table."""
+LEAST_TOKENS = 16384
+"""In the contexts of these requests: with fewer FlashAttention, which is launched anyway, takes them along."""
+
+
+class _Single(NamedTuple):
+    requests: int
+    schedule: Tensor | None
+    """What FlashAttention computes once in a step, of the others."""
 
 
 class _Apart(NamedTuple):
@@ -179,35 +187,60 @@ def _apart(metadata: Any) -> _Apart:
     """Once for all layers that share the metadata."""
     found: _Apart | None = getattr(metadata, _APART, None)
     if found is None:
-        count = getattr(metadata, _SINGLE)
+        count, schedule = getattr(metadata, _SINGLE)
         prompts = dataclasses.replace(
             metadata,
             query_start_loc=metadata.query_start_loc[count:],
             seq_lens=metadata.seq_lens[count:],
             block_table=metadata.block_table[count:],
-            scheduler_metadata=None,  # what vLLM computed ahead was for all of them
+            scheduler_metadata=schedule,
         )
         found = _Apart(metadata.seq_lens[:count], prompts)
         setattr(metadata, _APART, found)
     return found
 
 
-def _count_single_tokens() -> None:
+def _note_single_tokens() -> None:
     """Have vLLM's metadata tell with how many requests of one token a step begins. Idempotent."""
     build = FlashAttentionMetadataBuilder.build
     if hasattr(build, _SINGLE):
         return
 
     @functools.wraps(build)
-    def counted(
-        self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **named: Any
-    ) -> Any:
+    def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **named: Any) -> Any:
         metadata = build(self, common_prefix_len, common_attn_metadata, *args, **named)
-        if common_attn_metadata.max_query_len > 1:
-            starts = common_attn_metadata.query_start_loc_cpu[: common_attn_metadata.num_reqs + 1]
-            longer = (starts.diff() != 1).nonzero()  # on the CPU
-            setattr(metadata, _SINGLE, int(longer[0]) if len(longer) else 0)
+        count = _leading(common_attn_metadata)
+        if count:
+            setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
         return metadata
 
-    setattr(counted, _SINGLE, True)
-    FlashAttentionMetadataBuilder.build = counted
+    setattr(noted, _SINGLE, True)
+    FlashAttentionMetadataBuilder.build = noted
+
+
+def _leading(step: Any) -> int:
+    """With how many requests of one token a step begins, if others follow and there is enough to read for them. Looks at what
+    lies on the CPU."""
+    if step.max_query_len == 1:
+        return 0
+    longer = (step.query_start_loc_cpu[: step.num_reqs + 1].diff() != 1).nonzero()
+    count = int(longer[0]) if len(longer) else 0
+    tokens = step.seq_lens_cpu_upper_bound
+    few = tokens is not None and int(tokens[:count].sum()) < LEAST_TOKENS
+    return 0 if few else count
+
+
+def _schedule(builder: Any, metadata: Any, count: int) -> Tensor | None:
+    if metadata.scheduler_metadata is None:
+        return None
+    found: Tensor | None = builder._get_scheduler_metadata(
+        aot_schedule=True,
+        batch_size=metadata.seq_lens.shape[0] - count,
+        cu_query_lens=metadata.query_start_loc[count:],
+        max_query_len=metadata.max_query_len,
+        seqlens=metadata.seq_lens[count:],
+        max_seq_len=metadata.max_seq_len,
+        causal=metadata.causal,
+        max_num_splits=metadata.max_num_splits,
+    )
+    return found

@@ -54,12 +54,15 @@ def install() -> None:
 
 
 def _more(manager: Any) -> list[int]:
-    if manager.cudagraph_mode.mixed_mode() != CUDAGraphMode.PIECEWISE:
+    # graphs of whole steps would grow too where requests may have several tokens
+    if manager.cudagraph_mode.mixed_mode() != CUDAGraphMode.PIECEWISE or manager.varlen_decode:
         return []
     config = manager.vllm_config
     captured = manager.compilation_config.max_cudagraph_capture_size
     wanted = (config.additional_config or {}).get(KEY, 0)
-    more = sizes_beyond(captured, min(wanted, config.scheduler_config.max_num_batched_tokens))
+    # a step that is captured has as many requests as there can be, none longer than there can be
+    longest = manager.max_num_reqs * config.model_config.max_model_len
+    more = sizes_beyond(captured, min(wanted, config.scheduler_config.max_num_batched_tokens, longest))
     if more:
         log_once(
             f"blockfp8: steps of {captured + 1} to {more[-1]} tokens replay CUDA graphs broken at attention"

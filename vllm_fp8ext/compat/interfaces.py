@@ -606,7 +606,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.v1.worker.gpu.cudagraph_utils",
         name="ModelCudaGraphManager",
-        parameters=("vllm_config", "cudagraph_mode"),
+        parameters=("vllm_config", "cudagraph_mode", "varlen_decode"),
         why="replay CUDA graphs in steps of more tokens",
     ),
     Interface(
@@ -637,6 +637,8 @@ INTERFACES: tuple[Interface, ...] = (
             "block_table",
             "slot_mapping",
             "scheduler_metadata",
+            "max_seq_len",
+            "max_num_splits",
             "causal",
         ),
         why="decode over an FP8 cache by our own kernel",
@@ -648,9 +650,18 @@ INTERFACES: tuple[Interface, ...] = (
         why="decode over an FP8 cache by our own kernel",
     ),
     Interface(
+        module="vllm.v1.attention.backends.flash_attn",
+        name="FlashAttentionMetadataBuilder._get_scheduler_metadata",
+        parameters=(
+            *("aot_schedule", "batch_size", "cu_query_lens", "max_query_len"),
+            *("seqlens", "max_seq_len", "causal", "max_num_splits"),
+        ),
+        why="decode over an FP8 cache by our own kernel",
+    ),
+    Interface(
         module="vllm.v1.attention.backend",
         name="CommonAttentionMetadata",
-        parameters=("query_start_loc_cpu", "num_reqs", "max_query_len"),
+        parameters=("query_start_loc_cpu", "num_reqs", "max_query_len", "seq_lens_cpu_upper_bound"),
         why="decode over an FP8 cache by our own kernel",
     ),
     Interface(
