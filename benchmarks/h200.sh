@@ -41,6 +41,8 @@ part update_8b "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-
   --transports ipc http files ipc-fp8 --running 0 128 --out \$O/update_8b.json"
 part update_8b_ipc "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $beside --variants blockfp8 stock \
   --transports ipc --running 0 128 --out \$O/update_8b_ipc.json"
+part update_8b_slower "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc --running 128 \
+  --settings '{\"busy_staging_rate\": 5e10}' --out \$O/update_8b_slower.json"
 part update_8b_recompute "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
   --transports ipc --running 128 --policy recompute --out \$O/update_8b_recompute.json"
 part update_8b_inplace "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc \
@@ -58,9 +60,11 @@ part check "fp8ext bench kernels --check"
 part host_time "python3 -P \$HERE/host_time.py --out \$O/host_time.json"
 part crossover "python3 -P \$HERE/crossover.py --table \$O/crossover.json"
 part kernels "fp8ext bench kernels --out \$O/kernels.json"
+few="8x1024x1024 1x1024x1024 8x512x256 32x1024x1024"
+part rollout_8b_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv auto --kv-gib 24 --cases $few --out \$O/rollout_8b_auto.json"
+part rollout_8b_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv-gib 20 --cases $few 128x1024x1024 \
+  --out \$O/rollout_8b_fp8.json"
 for kv in auto fp8; do
-  part "rollout_8b_$kv" "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv $kv --kv-gib 24 \
-    --cases 8x1024x1024 8x512x256 32x1024x1024 1x1024x1024 --out \$O/rollout_8b_$kv.json"
   part "rollout_17b_$kv" "fp8ext bench rollout --checkpoint \$(w Qwen3-1.7B 0) --kv $kv --kv-gib 34 --out \$O/rollout_17b_$kv.json"
 done
 # the K and V of two engines with 128 requests fit beside their weights, not of three; of 256, of one

@@ -7,8 +7,8 @@ Serves generated weights (or --checkpoints) and changes them back and forth, fro
 With running requests, updates follow each other without a break for --busy-seconds, and the rate of tokens is compared with
 those before and after; that is done --windows times, and their median is told, of gaps the longest. Without, `http` and
 `files` take turns with a baseline of the same bytes (`bare`), and `ratio_bare` is the update's time by the baseline's.
-`stock` is vLLM's own reload of `fp8_per_block`. With `nccl` the server is kept off the last GPU, from which the trainer
-broadcasts.
+`stock` is vLLM's own reload of `fp8_per_block` from files and, with `ipc` among the transports, its own weight transfer by
+CUDA IPC. With `nccl` the server is kept off the last GPU, from which the trainer broadcasts.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from rich.table import Table
 from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
+from vllm_fp8ext.bench.native import SERVE, VARIABLES, Native
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Group
@@ -110,8 +111,10 @@ def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path
     ]
     allowed = [str(path.resolve().parent) for path in options.checkpoints or [folder / "a"]]
     if variant == "stock":
-        arguments += ["--quantization", "fp8_per_block"]
-        return Server(model, folder / "stock.log", arguments=arguments, stock=True)
+        native = "ipc" in options.transports
+        arguments += ["--quantization", "fp8_per_block", *(SERVE if native else ())]
+        variables = VARIABLES if native else {}
+        return Server(model, folder / "stock.log", arguments=arguments, variables=variables, stock=True)
     settings = {"allowed_dirs": sorted(set(allowed)), **options.settings}
     variables = _without_the_last_gpu() if any(_way(name) == "nccl" for name in options.transports) else {}
     log = folder / "blockfp8.log"
@@ -138,7 +141,9 @@ def _measure(
     variant: str, options: argparse.Namespace, server: Server, checkpoints: list[Path]
 ) -> Iterator[list[dict[str, Any]]]:
     """Cases as they are measured."""
-    transports = ["reload"] if variant == "stock" else options.transports
+    transports = options.transports
+    if variant == "stock":
+        transports = ["reload", *(["ipc"] if "ipc" in transports else [])]
     weights = itertools.cycle(range(2))
     next(weights)  # the first is served
     for running in options.running:
@@ -157,7 +162,7 @@ def _measure(
                 case |= {"running": policy, "staging": staging, "settings": settings}
                 case |= {"fused": True} if options.fused else {}
                 with (
-                    _pusher(transport, policy, options, server, checkpoints) as push,
+                    _pusher(variant, transport, policy, options, server, checkpoints) as push,
                     contextlib.nullcontext() if running else baseline(transport) as bare,
                 ):
                     beside = partial(bare, checkpoints[0]) if bare else lambda: None
@@ -178,22 +183,17 @@ def _next(push: Push, weights: Iterator[int]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _pusher(
-    transport: str, policy: Running, options: argparse.Namespace, server: Server, checkpoints: list[Path]
+    variant: str,
+    transport: str,
+    policy: Running,
+    options: argparse.Namespace,
+    server: Server,
+    checkpoints: list[Path],
 ) -> Iterator[Push]:
     """What changes the weights to checkpoint "a" or "b" in this way."""
     folders = dict(zip("ab", checkpoints, strict=True))
-    if transport == "reload":
-        from vllm_fp8ext.loadtest.weights import Stock
-
-        stock = {name: Stock(server.url, [path]) for name, path in folders.items()}
-
-        def reload(name: str) -> dict[str, float]:
-            done = stock[name].push()
-            if done.error:
-                raise RuntimeError(f"stock vLLM's reload: {done.error}")
-            return {}
-
-        yield reload
+    if variant == "stock":
+        yield from _stock(transport, server, folders)
         return
     way: Any = _way(transport)
     with server.client() as client, Group() as group:
@@ -219,6 +219,34 @@ def _pusher(
             yield push
         finally:  # what pushed outlives this, and another trainer's tensors need the room
             held.clear()
+
+
+def _stock(transport: str, server: Server, folders: dict[str, Path]) -> Iterator[Push]:
+    """By vLLM's own means."""
+    if transport == "reload":
+        from vllm_fp8ext.loadtest.weights import Stock
+
+        stock = {name: Stock(server.url, [path]) for name, path in folders.items()}
+
+        def reload(name: str) -> dict[str, float]:
+            done = stock[name].push()
+            if done.error:
+                raise RuntimeError(f"stock vLLM's reload: {done.error}")
+            return {}
+
+        yield reload
+        return
+    native = Native(server.url)
+    held = {name: _in_memory(path, transport, fused=False) for name, path in folders.items()}
+
+    def transfer(name: str) -> dict[str, float]:
+        native.push(held[name])
+        return {}
+
+    try:
+        yield transfer
+    finally:
+        held.clear()
 
 
 def _in_memory(checkpoint: Path, way: str, *, fused: bool) -> dict[str, Any]:
