@@ -9,7 +9,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_fp8ext.compat import decode_attention
 
@@ -136,30 +136,12 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
     assert slots is metadata.slot_mapping
 
 
-SCHEDULE = torch.ones(3)
-"""FlashAttention's, of the requests that stay with it."""
-
-
-def mixed() -> Any:
-    """Two requests of one token, then one of four and, last in a batch that is not sorted, one of one."""
-    metadata = FlashAttentionMetadata(
-        num_actual_tokens=7,
-        max_query_len=4,
-        query_start_loc=torch.tensor([0, 1, 2, 6, 7], dtype=torch.int32),
-        max_seq_len=40,
-        seq_lens=torch.tensor([33, 1, 4, 40], dtype=torch.int32),
-        block_table=torch.arange(8, dtype=torch.int32).view(4, 2),
-        slot_mapping=torch.arange(7),
-        scheduler_metadata=torch.zeros(5),
-    )
-    metadata.fp8ext_single = decode_attention._Single(2, SCHEDULE)
-    return metadata
-
-
-def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel() -> None:
+def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel(
+    mixed: FlashAttentionMetadata,
+) -> None:
     """FlashAttention has the others, whose tokens stay where they are; vLLM has cached all of them."""
     calls: list[Any] = []
-    given, metadata = layer(), mixed()
+    given, metadata = layer(), mixed
     given.impl.forward = lambda *args: calls.append(args)
     decode_attention._replace(given, lambda *args: calls.append(args))  # type: ignore[arg-type]  # what it is called with
     query, key, value, out = (torch.arange(8.0).view(8, 1, 1) for _ in range(4))
@@ -172,7 +154,7 @@ def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel() -> Non
     assert prompts.query_start_loc.tolist() == [2, 6, 7]
     assert prompts.seq_lens.tolist() == [4, 40]
     assert prompts.block_table.tolist() == [[4, 5], [6, 7]]
-    assert prompts.scheduler_metadata is SCHEDULE
+    assert prompts.scheduler_metadata.tolist() == [1, 1, 1]
     assert (prompts.num_actual_tokens, prompts.max_query_len, prompts.max_seq_len) == (7, 4, 40)
     assert metadata.seq_lens.tolist() == [33, 1, 4, 40]
     assert step.lengths_R.tolist() == [33, 1]
@@ -180,112 +162,18 @@ def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel() -> Non
     assert [len(part) for part in (step.query_RHD, step.key_RGD, step.value_RGD, rows)] == [2] * 4
 
 
-def test_a_graph_that_holds_attention_is_for_any_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_holds_attention_is_for_any_number_of_them(
+    mixed: FlashAttentionMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of some the batches that vLLM captures begin with requests of one token."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     calls: list[Any] = []
-    given, metadata = layer(), mixed()
+    given, metadata = layer(), mixed
     given.impl.forward = lambda *args: calls.append(args) or "theirs"
     decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
     assert given.impl.forward(given, *[torch.zeros(8, 1, 1)] * 3, "cache", metadata, "out") == "theirs"
     assert calls[0][5] is metadata
-
-
-class Builder:
-    """What computes a schedule."""
-
-    def _get_scheduler_metadata(self, **asked: Any) -> Any:
-        return asked
-
-
-@pytest.mark.parametrize(
-    ("starts", "longest", "single"),
-    [
-        ([0, 1, 2, 6, 7, 7], 4, 2),
-        ([0, 4, 5], 4, None),
-        ([0, 1, 2, 3, 3], 2, 3),
-        ([0, 1, 2], 2, None),
-        ([0, 1, 2], 1, None),
-    ],
-)
-@pytest.mark.parametrize("upto", [None, 10_000])
-@pytest.mark.parametrize("ahead", [True, False])
-def test_with_how_many_of_one_token_a_step_begins(
-    starts: list[int],
-    longest: int,
-    single: int | None,
-    upto: int | None,
-    ahead: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Told where others follow alone; behind the requests of a batch lie starts of no request."""
-    count = len(starts) - 1
-    built = FlashAttentionMetadata(
-        num_actual_tokens=starts[-1],
-        max_query_len=longest,
-        query_start_loc=torch.tensor(starts),
-        max_seq_len=77,
-        seq_lens=torch.arange(count) + 50,
-        block_table=torch.zeros(count, 2),
-        slot_mapping=torch.zeros(starts[-1]),
-        scheduler_metadata=torch.zeros(5) if ahead else None,
-        max_num_splits=3,
-    )
-    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", lambda *_, **__: built)
-    decode_attention._note_single_tokens()
-    build = FlashAttentionMetadataBuilder.build
-    decode_attention._note_single_tokens()
-    assert FlashAttentionMetadataBuilder.build is build
-    step = SimpleNamespace(
-        max_query_len=longest,
-        num_reqs=count,
-        query_start_loc_cpu=torch.tensor([*starts, 99, 99], dtype=torch.int32),
-        seq_lens_cpu_upper_bound=None if upto is None else torch.full((count,), upto),
-    )
-    assert build(Builder(), 0, step, fast_build=True) is built  # type: ignore[arg-type]
-    found = getattr(built, "fp8ext_single", None)
-    assert (found and found.requests) == single
-    if not found:
-        return
-    assert (found.schedule is not None) == ahead
-    if ahead:
-        assert found.schedule.pop("cu_query_lens").tolist() == starts[found.requests :]
-        assert found.schedule.pop("seqlens").tolist() == [50 + row for row in range(found.requests, count)]
-        assert found.schedule == {
-            "aot_schedule": True,
-            "batch_size": count - found.requests,
-            "max_query_len": longest,
-            "max_seq_len": 77,
-            "causal": True,
-            "max_num_splits": 3,
-        }
-
-
-def test_few_short_contexts_stay_with_flash_attention() -> None:
-    step = SimpleNamespace(
-        max_query_len=4,
-        num_reqs=3,
-        query_start_loc_cpu=torch.tensor([0, 1, 2, 6]),
-        seq_lens_cpu_upper_bound=torch.tensor([8000, 8384, 99]),
-    )
-    assert decode_attention._leading(step) == 2
-    step.seq_lens_cpu_upper_bound[0] -= 1
-    assert decode_attention._leading(step) == 0
-
-
-def test_another_block_table_is_cut_anew() -> None:
-    """vLLM copies metadata for layers that share all but the table."""
-    first = mixed()
-    other = FlashAttentionMetadataBuilder.update_block_table(
-        None,  # type: ignore[arg-type]  # is not asked
-        first,
-        first.block_table + 10,
-        first.slot_mapping,
-    )
-    for metadata in (first, other):
-        prompts = decode_attention._apart(metadata).prompts
-        assert prompts.block_table.tolist() == metadata.block_table[2:].tolist()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import CompilationConfig
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_fp8ext.compat import decode_attention
+from vllm_fp8ext.compat import mixed_steps
 from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step, decode_attention_reference
 from vllm_fp8ext.kernels.kv_cache import quantize
 from vllm_fp8ext.kernels.linear import GEMMS
@@ -69,7 +69,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         if mode == "eager" and (_borrows(seen, step) or step.slots_R is None or seen["calls"] % 7 == 1):
             _compare(seen, step, out)
 
-    decode_attention.LEAST_TOKENS = 0
+    mixed_steps.LEAST_TOKENS = 0
     DecodeAttention.__call__ = watched  # type: ignore[method-assign]  # looked at on its way
     llm = LLM(
         folder,

@@ -2,14 +2,12 @@
 """Has requests with one new token attend over an FP8 cache by our own kernel, which caches their K and V too in steps that
 decode alone; prompts stay with FlashAttention 3.
 
-Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation; and
-`FlashAttentionMetadataBuilder.build`, which forgets how many tokens requests have. Can go once FlashAttention reads an FP8
-cache at memory speed.
+Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation. Can go once FlashAttention
+reads an FP8 cache at memory speed.
 """
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +16,8 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
+from vllm_fp8ext.compat import mixed_steps
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.kernels.decode_attention import HEAD_DIMENSION, MOST_GROUP, DecodeAttention, Step
@@ -40,7 +38,7 @@ def attach(layer: Attention, config: Any) -> None:
         log_once(f"blockfp8: vLLM's attention decodes over the FP8 cache, for {reason}")
         return
     log_once("blockfp8: requests that decode attend by our own kernel, prompts by FlashAttention 3")
-    _note_single_tokens()
+    mixed_steps.install()
     _replace(layer, kernel)
 
 
@@ -96,7 +94,7 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
         if not scaled and _decodes_alone(metadata):
             lengths, slots = metadata.seq_lens, metadata.slot_mapping
         elif not scaled and _mixes(metadata):
-            lengths, prompts = _apart(metadata)
+            lengths, prompts = mixed_steps.apart(metadata)
             slots = None
             attend(module, query, key, value, kv_cache, prompts, output)
         else:
@@ -143,7 +141,7 @@ def _decodes_alone(metadata: Any) -> bool:
 def _mixes(metadata: Any) -> bool:
     """Whether the step begins with requests that have one token, before others, and asks for plain causal attention. A graph
     that holds attention would be replayed for other numbers of them."""
-    return _is_plain(metadata) and hasattr(metadata, _SINGLE) and not _is_captured()
+    return _is_plain(metadata) and mixed_steps.mixes(metadata) and not _is_captured()
 
 
 def _is_captured() -> bool:
@@ -159,88 +157,3 @@ def _is_plain(metadata: Any) -> bool:
         and metadata.mm_prefix_query_range_tensor is None
         and metadata.rswa_prefix_lens is None
     )
-
-
-_SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
-"""What is kept with vLLM's metadata of a step that begins with requests of one token, before others: `_Single`, and `_Apart`,
-which holds for one block table."""
-LEAST_TOKENS = 16384
-"""In the contexts of these requests: with fewer FlashAttention, which is launched anyway, takes them along."""
-
-
-class _Single(NamedTuple):
-    requests: int
-    schedule: Tensor | None
-    """What FlashAttention computes once in a step, of the others."""
-
-
-class _Apart(NamedTuple):
-    """A step's first requests, each with one token, and the others."""
-
-    lengths_R: Tensor
-    """Of the former."""
-    prompts: Any
-    """Metadata of the latter: their tokens are where they were."""
-
-
-def _apart(metadata: Any) -> _Apart:
-    """Once for all layers that share the metadata."""
-    found: _Apart | None = getattr(metadata, _APART, None)
-    if found is None:
-        count, schedule = getattr(metadata, _SINGLE)
-        prompts = dataclasses.replace(
-            metadata,
-            query_start_loc=metadata.query_start_loc[count:],
-            seq_lens=metadata.seq_lens[count:],
-            block_table=metadata.block_table[count:],
-            scheduler_metadata=schedule,
-        )
-        found = _Apart(metadata.seq_lens[:count], prompts)
-        setattr(metadata, _APART, found)
-    return found
-
-
-def _note_single_tokens() -> None:
-    """Have vLLM's metadata tell with how many requests of one token a step begins. Idempotent."""
-    build = FlashAttentionMetadataBuilder.build
-    if hasattr(build, _SINGLE):
-        return
-
-    @functools.wraps(build)
-    def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **named: Any) -> Any:
-        metadata = build(self, common_prefix_len, common_attn_metadata, *args, **named)
-        count = _leading(common_attn_metadata)
-        if count:
-            setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
-        return metadata
-
-    setattr(noted, _SINGLE, True)
-    FlashAttentionMetadataBuilder.build = noted
-
-
-def _leading(step: Any) -> int:
-    """With how many requests of one token a step begins, if others follow and there is enough to read for them. Looks at what
-    lies on the CPU."""
-    if step.max_query_len == 1:
-        return 0
-    longer = (step.query_start_loc_cpu[: step.num_reqs + 1].diff() != 1).nonzero()
-    count = int(longer[0]) if len(longer) else 0
-    tokens = step.seq_lens_cpu_upper_bound
-    few = tokens is not None and int(tokens[:count].sum()) < LEAST_TOKENS
-    return 0 if few else count
-
-
-def _schedule(builder: Any, metadata: Any, count: int) -> Tensor | None:
-    if metadata.scheduler_metadata is None:
-        return None
-    found: Tensor | None = builder._get_scheduler_metadata(
-        aot_schedule=True,
-        batch_size=metadata.seq_lens.shape[0] - count,
-        cu_query_lens=metadata.query_start_loc[count:],
-        max_query_len=metadata.max_query_len,
-        seqlens=metadata.seq_lens[count:],
-        max_seq_len=metadata.max_seq_len,
-        causal=metadata.causal,
-        max_num_splits=metadata.max_num_splits,
-    )
-    return found

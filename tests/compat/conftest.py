@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+
+from vllm_fp8ext.compat import mixed_steps
+
+
+@pytest.fixture
+def mixed() -> FlashAttentionMetadata:
+    """Two requests of one token, then one of four and, last in a batch that is not sorted, one of one."""
+    metadata = FlashAttentionMetadata(
+        num_actual_tokens=7,
+        max_query_len=4,
+        query_start_loc=torch.tensor([0, 1, 2, 6, 7], dtype=torch.int32),
+        max_seq_len=40,
+        seq_lens=torch.tensor([33, 1, 4, 40], dtype=torch.int32),
+        block_table=torch.arange(8, dtype=torch.int32).view(4, 2),
+        slot_mapping=torch.arange(7),
+        scheduler_metadata=torch.zeros(5),
+    )
+    setattr(metadata, mixed_steps._SINGLE, mixed_steps._Single(2, torch.ones(3)))
+    return metadata

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a step's metadata apart: requests with one new token, which a batch begins with, and others.
+
+Replaces `FlashAttentionMetadataBuilder.build`, which forgets how many tokens requests have. Can go once FlashAttention's
+metadata keeps those apart, as other backends' does.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+_SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
+"""What is kept with vLLM's metadata of a step that begins with requests of one token, before others: `_Single`, and `Apart`,
+which holds for one block table."""
+LEAST_TOKENS = 16384
+"""In the contexts of these requests: with fewer FlashAttention, which is launched anyway, takes them along."""
+
+
+def mixes(metadata: Any) -> bool:
+    """Whether the step begins with requests that have one token, before others, with enough to read for them."""
+    return hasattr(metadata, _SINGLE)
+
+
+class _Single(NamedTuple):
+    requests: int
+    schedule: Tensor | None
+    """What FlashAttention computes once in a step, of the others."""
+
+
+class Apart(NamedTuple):
+    """A step's first requests, each with one token, and the others."""
+
+    lengths_R: Tensor
+    """Of the former."""
+    prompts: Any
+    """Metadata of the latter: their tokens are where they were."""
+
+
+def apart(metadata: Any) -> Apart:
+    """Once for all layers that share the metadata."""
+    found: Apart | None = getattr(metadata, _APART, None)
+    if found is None:
+        count, schedule = getattr(metadata, _SINGLE)
+        prompts = dataclasses.replace(
+            metadata,
+            query_start_loc=metadata.query_start_loc[count:],
+            seq_lens=metadata.seq_lens[count:],
+            block_table=metadata.block_table[count:],
+            scheduler_metadata=schedule,
+        )
+        found = Apart(metadata.seq_lens[:count], prompts)
+        setattr(metadata, _APART, found)
+    return found
+
+
+def install() -> None:
+    """Have vLLM's metadata tell with how many requests of one token a step begins. Idempotent."""
+    build = FlashAttentionMetadataBuilder.build
+    if hasattr(build, _SINGLE):
+        return
+
+    @functools.wraps(build)
+    def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **named: Any) -> Any:
+        metadata = build(self, common_prefix_len, common_attn_metadata, *args, **named)
+        count = _leading(common_attn_metadata)
+        if count:
+            setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
+        return metadata
+
+    setattr(noted, _SINGLE, True)
+    FlashAttentionMetadataBuilder.build = noted
+
+
+def _leading(step: Any) -> int:
+    """With how many requests of one token a step begins, if others follow and there is enough to read for them. Looks at what
+    lies on the CPU."""
+    if step.max_query_len == 1:
+        return 0
+    longer = (step.query_start_loc_cpu[: step.num_reqs + 1].diff() != 1).nonzero()
+    count = int(longer[0]) if len(longer) else 0
+    tokens = step.seq_lens_cpu_upper_bound
+    few = tokens is not None and int(tokens[:count].sum()) < LEAST_TOKENS
+    return 0 if few else count
+
+
+def _schedule(builder: Any, metadata: Any, count: int) -> Tensor | None:
+    if metadata.scheduler_metadata is None:
+        return None
+    found: Tensor | None = builder._get_scheduler_metadata(
+        aot_schedule=True,
+        batch_size=metadata.seq_lens.shape[0] - count,
+        cu_query_lens=metadata.query_start_loc[count:],
+        max_query_len=metadata.max_query_len,
+        seqlens=metadata.seq_lens[count:],
+        max_seq_len=metadata.max_seq_len,
+        causal=metadata.causal,
+        max_num_splits=metadata.max_num_splits,
+    )
+    return found
