@@ -162,6 +162,18 @@ def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel(
     assert [len(part) for part in (step.query_RHD, step.key_RGD, step.value_RGD, rows)] == [2] * 4
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_layer_that_is_run_again_without_k_and_v(alone: bool, mixed: FlashAttentionMetadata) -> None:
+    """Its tokens are cached: FlashAttention needs nothing else."""
+    metadata: Any = SimpleNamespace(**STEP) if alone else mixed
+    given, calls = layer(), []
+    given.impl.forward = lambda *args: calls.append(args) or "theirs"
+    decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
+    query = torch.zeros(8, 1, 1)
+    assert given.impl.forward(given, query, None, None, "cache", metadata, "out") == "theirs"
+    assert calls == [(given, query, None, None, "cache", metadata, "out", None, None)]
+
+
 def test_a_graph_that_holds_attention_is_for_any_number_of_them(
     mixed: FlashAttentionMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,19 +81,19 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
     def forward(
         module: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         metadata: Any,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Any:
-        # FlashAttention refuses a scaled output
-        scaled = output_scale is not None or output_block_scale is not None
-        if not scaled and _decodes_alone(metadata):
+        # FlashAttention refuses a scaled output; a layer that is run again may come without K and V, which are cached by then
+        plain = output_scale is None and output_block_scale is None and key is not None and value is not None
+        if plain and _decodes_alone(metadata):
             lengths, slots = metadata.seq_lens, metadata.slot_mapping
-        elif not scaled and _mixes(metadata):
+        elif plain and _mixes(metadata):
             lengths, prompts = mixed_steps.apart(metadata)
             slots = None
             attend(module, query, key, value, kv_cache, prompts, output)
