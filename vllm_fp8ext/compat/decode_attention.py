@@ -81,8 +81,8 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
     def forward(
         module: Any,
         query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
+        key: Any,
+        value: Any,
         kv_cache: Tensor,
         metadata: Any,
         output: Tensor,
