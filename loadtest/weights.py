@@ -22,6 +22,7 @@ import httpx
 from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.loadtest.records import Update, short
+from vllm_fp8ext.loadtest.stock import Routes
 from vllm_fp8ext.serve.client import Client
 
 READY = "ready"
@@ -89,10 +90,9 @@ class Stock:
     asks. Stock vLLM has no epochs, and tells nobody which weights sampled a token."""
 
     def __init__(self, url: str, checkpoints: list[Path]) -> None:
-        self._url = url.rstrip("/")
+        self._routes = Routes(url)
         self._turn: Iterator[Path] = itertools.cycle(checkpoints)
         self._number = itertools.count(1)
-        self._http = httpx.Client(timeout=600)
 
     def push(self, step: int | None = None) -> Update:
         """Pause, reload, reset the prefix cache, resume; never raises for what goes wrong."""
@@ -100,20 +100,13 @@ class Stock:
         update = Update(f"{checkpoint.name}-{next(self._number)}", time.monotonic(), step=step)
         update.commit_sent = update.began
         try:
-            self._call("/pause", params={"mode": "keep", "clear_cache": "false"})
-            try:
+            with self._routes.paused():
                 arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
-                self._call("/collective_rpc", json=arguments)
-                self._call("/reset_prefix_cache")
-            finally:
-                self._call("/resume")
+                self._routes.call("/collective_rpc", json=arguments)
             update.committed = time.monotonic()
         except Exception as error:
             _failed(update, error)
         return update
-
-    def _call(self, path: str, **arguments: Any) -> None:
-        self._http.post(self._url + path, **arguments).raise_for_status()
 
 
 def _is_there(checkpoint: Path) -> bool:

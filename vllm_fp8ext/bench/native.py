@@ -8,8 +8,9 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
 from torch import Tensor
+
+from vllm_fp8ext.loadtest.stock import Routes
 
 SERVE = ("--weight-transfer-config", json.dumps({"backend": "ipc"}))
 """What `vllm serve` is told."""
@@ -21,8 +22,8 @@ class Native:
     """A trainer whose tensors lie on the GPU of the server at `url`."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=600)
-        self._call("/init_weight_transfer_engine", json={"init_info": {"packed": False}})
+        self._routes = Routes(url)
+        self._routes.call("/init_weight_transfer_engine", json={"init_info": {"packed": False}})
 
     def push(self, tensors: Mapping[str, Tensor]) -> None:
         """Pause, hand over, reset the prefix cache, resume.
@@ -30,17 +31,10 @@ class Native:
         Raises:
             httpx.HTTPError: the server refused.
         """
-        self._call("/pause", params={"mode": "keep", "clear_cache": "false"})
-        try:
-            self._call("/start_weight_update")
-            self._call("/update_weights", json={"update_info": _handles(tensors)})
-            self._call("/finish_weight_update")
-            self._call("/reset_prefix_cache")
-        finally:
-            self._call("/resume")
-
-    def _call(self, path: str, **arguments: Any) -> None:
-        self._http.post(path, **arguments).raise_for_status()
+        with self._routes.paused():
+            self._routes.call("/start_weight_update")
+            self._routes.call("/update_weights", json={"update_info": _handles(tensors)})
+            self._routes.call("/finish_weight_update")
 
 
 def _handles(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
