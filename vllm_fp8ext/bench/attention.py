@@ -62,21 +62,8 @@ def mixed(report: Report, requests: int, context: int) -> None:
     }
 
     def flash(name: str, first: int) -> None:
-        key, value = codes.transpose(1, 2).split(cases.HEAD_DIM, -1)
-        by_head = scale.expand(requests + 1 - first, cases.KV_HEADS)
-        flash_attn_varlen_func(
-            *(query, key, value),
-            max_seqlen_q=PROMPT,
-            cu_seqlens_q=starts[first:],
-            max_seqlen_k=max(context, PROMPT),
-            seqused_k=lengths[first:],
-            softmax_scale=softmax_scale,
-            causal=True,
-            block_table=table[first:],
-            out=outs[name],
-            fa_version=3,
-            **dict.fromkeys(("q_descale", "k_descale", "v_descale"), by_head),
-        )
+        batch = starts[first:], lengths[first:], table[first:], (PROMPT, max(context, PROMPT))
+        _flash(outs[name], query, codes, *batch, (scale,) * 3)
 
     own = DecodeAttention(cases.Q_HEADS, cases.KV_HEADS, requests, query.device)
     last = (context - 1) // cases.KV_BLOCK
@@ -92,11 +79,7 @@ def mixed(report: Report, requests: int, context: int) -> None:
 
     calls: Calls = {"fp8": lambda _: flash("fp8", 0), "blockfp8": apart}
     timings = bench.measure(calls, dict.fromkeys(calls, 1))
-    few = slice(min(CHECKED, requests))
-    exact = decode_attention_reference(
-        query[few], codes, table[few], lengths[few], (scale,) * 3, softmax_scale
-    )
-    right = bool((outs["blockfp8"][few] - exact).norm() <= BOUND * exact.norm())
+    right = _is_right(outs["blockfp8"], step)
     alike, theirs = (outs[name][requests:].float() for name in ("blockfp8", "fp8"))
     prompts = bool((alike - theirs).norm() <= 2 * BOUND * theirs.norm())
     moved = dict.fromkeys(calls, codes.numel())
@@ -133,50 +116,65 @@ def decode(report: Report, requests: int, context: int) -> None:
     starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
     outs = {name: torch.empty_like(query) for name in ("bf16", "fp8", "blockfp8")}
-
-    def call(name: str, query_THD: Tensor, cache: Tensor, **scales: Tensor) -> None:
-        key, value = cache.transpose(1, 2).split(cases.HEAD_DIM, -1)
-        flash_attn_varlen_func(
-            query_THD,
-            key,
-            value,
-            max_seqlen_q=1,
-            cu_seqlens_q=starts,
-            max_seqlen_k=context,
-            seqused_k=lengths,
-            softmax_scale=cases.HEAD_DIM**-0.5,
-            causal=True,
-            block_table=table,
-            out=outs[name],
-            fa_version=3,
-            **scales,
-        )
-
-    by_head = (requests, cases.KV_HEADS)
-    descales = {
-        "q_descale": scale_q.expand(by_head),
-        "k_descale": scale_kv.expand(by_head),
-        "v_descale": scale_kv.expand(by_head),
-    }
     codes_q = quantize(query, scale_q)
     own = DecodeAttention(cases.Q_HEADS, cases.KV_HEADS, requests, query.device)
     newest = plain[table[:, -1], :, -1]  # cached already
     key, value = (part.contiguous() for part in newest.split(cases.HEAD_DIM, -1))
     slots = table[:, -1].long() * cases.KV_BLOCK + cases.KV_BLOCK - 1
     scales = (scale_q, scale_kv, scale_kv)
+    batch = starts, lengths, table, (1, context)
     softmax_scale = cases.HEAD_DIM**-0.5
     step = Step(codes_q, key, value, codes, table, lengths, slots, scales, softmax_scale)
     calls: Calls = {
-        "bf16": lambda _: call("bf16", query, plain),
-        "fp8": lambda _: call("fp8", codes_q, codes, **descales),
+        "bf16": lambda _: _flash(outs["bf16"], query, plain, *batch),
+        "fp8": lambda _: _flash(outs["fp8"], codes_q, codes, *batch, scales),
         "blockfp8": lambda _: own(step, outs["blockfp8"]),
     }
     timings = bench.measure(calls, dict.fromkeys(calls, 1))
     expected, found = outs["bf16"].float(), outs["fp8"].float()
     near = bool((found - expected).norm() <= TOLERANCE * expected.norm())
-    few = slice(min(CHECKED, requests))
-    exact = decode_attention_reference(codes_q[few], codes, table[few], lengths[few], scales, softmax_scale)
-    right = bool((outs["blockfp8"][few] - exact).norm() <= BOUND * exact.norm())
+    right = _is_right(outs["blockfp8"], step)
     moved = {"bf16": plain.numel() * 2, "fp8": codes.numel(), "blockfp8": codes.numel()}
     where = (context, cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM)
     report.add("attention_decode", where, requests, timings, moved, exact={"fp8": near, "blockfp8": right})
+
+
+def _flash(
+    out: Tensor,
+    query_THD: Tensor,
+    cache: Tensor,
+    starts: Tensor,
+    lengths_R: Tensor,
+    table_RB: Tensor,
+    longest: tuple[int, int],
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """FlashAttention 3 of requests whose tokens begin at `starts`; `longest`: most new tokens of one, and tokens in a
+    context. `scales`: of Q, K and V in FP8."""
+    key, value = cache.transpose(1, 2).split(cases.HEAD_DIM, -1)
+    descales = {}
+    if scales is not None:
+        names = ("q_descale", "k_descale", "v_descale")
+        by_head = (scale.expand(len(lengths_R), cases.KV_HEADS) for scale in scales)
+        descales = dict(zip(names, by_head, strict=True))
+    flash_attn_varlen_func(
+        *(query_THD, key, value),
+        max_seqlen_q=longest[0],
+        cu_seqlens_q=starts,
+        max_seqlen_k=longest[1],
+        seqused_k=lengths_R,
+        softmax_scale=cases.HEAD_DIM**-0.5,
+        causal=True,
+        block_table=table_RB,
+        out=out,
+        fa_version=3,
+        **descales,
+    )
+
+
+def _is_right(out: Tensor, step: Step) -> bool:
+    """Whether ours made of a step's first requests what is exact."""
+    few = slice(min(CHECKED, len(step.lengths_R)))
+    shown = (step.query_RHD[few], step.cache, step.table_RB[few], step.lengths_R[few])
+    exact = decode_attention_reference(*shown, step.scales, step.softmax_scale)
+    return bool((out[few] - exact).norm() <= BOUND * exact.norm())
