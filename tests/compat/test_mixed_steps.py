@@ -62,7 +62,7 @@ def test_with_how_many_of_one_token_a_step_begins(
         query_start_loc_cpu=torch.tensor([*starts, 99, 99], dtype=torch.int32),
         seq_lens_cpu_upper_bound=None if upto is None else torch.full((count,), upto),
     )
-    assert build(Builder(), 0, step, fast_build=True) is built  # type: ignore[arg-type]
+    assert build(Builder(), 0, step, fast_build=True) is built  # type: ignore[arg-type]  # all that is asked
     found = getattr(built, mixed_steps._SINGLE, None)
     assert (found and found.requests) == single
     if not found:

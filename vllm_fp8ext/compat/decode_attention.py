@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_fp8ext.compat import mixed_steps
+from vllm_fp8ext.compat.capture import is_captured
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.kernels.decode_attention import HEAD_DIMENSION, MOST_GROUP, DecodeAttention, Step
@@ -141,12 +142,7 @@ def _decodes_alone(metadata: Any) -> bool:
 def _mixes(metadata: Any) -> bool:
     """Whether the step begins with requests that have one token, before others, and asks for plain causal attention. A graph
     that holds attention would be replayed for other numbers of them."""
-    return _is_plain(metadata) and mixed_steps.mixes(metadata) and not _is_captured()
-
-
-def _is_captured() -> bool:
-    """Whether a graph takes up what is launched now. Graphs that are broken at attention do not while it runs."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _is_plain(metadata) and mixed_steps.mixes(metadata) and not is_captured()
 
 
 def _is_plain(metadata: Any) -> bool:

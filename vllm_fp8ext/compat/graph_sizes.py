@@ -6,12 +6,12 @@ Replaces `CudaGraphManager._init_candidates`, which sees more sizes than vLLM's 
 what attention, and graphs of whole steps, go by. Can go once vLLM captures such sizes by default.
 """
 
-import functools
 from typing import Any
 
 from vllm.config import CUDAGraphMode
 
 from vllm_fp8ext.compat.log import log_once
+from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import GRAPH_TOKENS
 
 KEY = "fp8ext_graph_tokens"
@@ -35,22 +35,20 @@ def install() -> None:
     """Have the engines that were configured for it capture more sizes. Idempotent."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
-    original = CudaGraphManager._init_candidates
-    if hasattr(original, "__wrapped__"):
-        return
+    def wrapper(original: Any) -> Any:
+        def with_more(self: Any) -> None:
+            compilation = self.compilation_config
+            sizes = compilation.cudagraph_capture_sizes
+            more = _more(self) if sizes and isinstance(self, ModelCudaGraphManager) else []
+            compilation.cudagraph_capture_sizes = [*sizes, *more] if more else sizes
+            try:
+                original(self)
+            finally:
+                compilation.cudagraph_capture_sizes = sizes
 
-    @functools.wraps(original)
-    def with_more(self: Any) -> None:
-        compilation = self.compilation_config
-        sizes = compilation.cudagraph_capture_sizes
-        more = _more(self) if sizes and isinstance(self, ModelCudaGraphManager) else []
-        compilation.cudagraph_capture_sizes = [*sizes, *more] if more else sizes
-        try:
-            original(self)
-        finally:
-            compilation.cudagraph_capture_sizes = sizes
+        return with_more
 
-    CudaGraphManager._init_candidates = with_more
+    wrap(CudaGraphManager, "_init_candidates", wrapper)
 
 
 def _more(manager: Any) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 
+from vllm_fp8ext.compat.capture import is_captured
 from vllm_fp8ext.kernels.kv_amax import Seen, Tally
 from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
@@ -71,7 +72,7 @@ class Recorder:
             if first:
                 self._recording = self._steps % self._every == 0
                 self._steps += 1
-            if self._recording and metadata is not None and not _capturing(query):
+            if self._recording and metadata is not None and not is_captured():
                 _add(tally, layer, query, key, value, metadata.slot_mapping)
             return original(module, query, key, value, kv_cache, metadata, *args, **named)
 
@@ -97,7 +98,3 @@ def _warm_up(layer: Attention, tally: Tally) -> None:
     slots = torch.full((1,), -1, dtype=torch.int64, device=where)
     key, value = (part.view(1, layer.num_kv_heads, -1) for part in (key, value))
     _add(tally, layer, query.view(1, layer.num_heads, -1), key, value, slots)
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -6,11 +6,12 @@ metadata keeps those apart, as other backends' does.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+from vllm_fp8ext.compat.wrapping import wrap
 
 _SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
 """What is kept with vLLM's metadata of a step that begins with requests of one token, before others: `_Single`, and `Apart`,
@@ -58,11 +59,10 @@ def apart(metadata: Any) -> Apart:
 
 def install() -> None:
     """Have vLLM's metadata tell with how many requests of one token a step begins. Idempotent."""
-    build = FlashAttentionMetadataBuilder.build
-    if hasattr(build, _SINGLE):
-        return
+    wrap(FlashAttentionMetadataBuilder, "build", _noting)
 
-    @functools.wraps(build)
+
+def _noting(build: Any) -> Any:
     def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **named: Any) -> Any:
         metadata = build(self, common_prefix_len, common_attn_metadata, *args, **named)
         count = _leading(common_attn_metadata)
@@ -70,8 +70,7 @@ def install() -> None:
             setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
         return metadata
 
-    setattr(noted, _SINGLE, True)
-    FlashAttentionMetadataBuilder.build = noted
+    return noted
 
 
 def _leading(step: Any) -> int:

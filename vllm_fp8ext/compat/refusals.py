@@ -6,7 +6,6 @@ compiled with `fusion` and captured as `graph_sizes` says. Can go once vLLM asks
 configuration.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +14,17 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from vllm_fp8ext.compat import fusion, graph_sizes
+from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError
-
-_MARK = "fp8ext_original"
 
 
 def install() -> None:
     """Check every configuration that vLLM makes. Idempotent."""
-    if not hasattr(EngineArgs.create_engine_config, _MARK):
-        EngineArgs.create_engine_config = _checked(EngineArgs.create_engine_config)
+    wrap(EngineArgs, "create_engine_config", _checked)
 
 
 def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def create(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         if config.model_config.quantization == METHOD:
@@ -39,7 +35,6 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
                 graph_sizes.configure(config, self, settings.kernels.graph_tokens)
         return config
 
-    setattr(create, _MARK, original)
     return create
 
 

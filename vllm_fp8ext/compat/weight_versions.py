@@ -7,7 +7,6 @@ which knows no epochs. vLLM 0.33 has the field too, without epochs, and fills it
 spans have epochs and every response can have them.
 """
 
-import functools
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -17,9 +16,9 @@ from typing import Any
 from vllm.outputs import WeightVersionSpan
 from vllm.v1.engine.output_processor import RequestState
 
+from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.weights.labels import Label
 
-_MARK = "fp8ext_original"
 _FINISHED = '"finish_reason":"'
 
 
@@ -42,11 +41,11 @@ def install() -> None:
 
     _declare(completion.CompletionResponseChoice, completion.CompletionResponse)
     _declare(chat.ChatCompletionResponseChoice, chat.ChatCompletionResponse)
-    _wrap(RequestState, "_weight_version_spans", _with_epochs)
-    _wrap(OpenAIServingCompletion, "completion_stream_generator", _streaming)
-    _wrap(OpenAIServingCompletion, "request_output_to_completion_response", _completion)
-    _wrap(OpenAIServingChat, "chat_completion_stream_generator", _streaming)
-    _wrap(OpenAIServingChat, "chat_completion_full_generator", _chat)
+    wrap(RequestState, "_weight_version_spans", _with_epochs)
+    wrap(OpenAIServingCompletion, "completion_stream_generator", _streaming)
+    wrap(OpenAIServingCompletion, "request_output_to_completion_response", _completion)
+    wrap(OpenAIServingChat, "chat_completion_stream_generator", _streaming)
+    wrap(OpenAIServingChat, "chat_completion_full_generator", _chat)
 
 
 def _declare(choice: Any, response: Any) -> None:
@@ -56,14 +55,6 @@ def _declare(choice: Any, response: Any) -> None:
         field.annotation = _SPANS
         choice.model_rebuild(force=True)
         response.model_rebuild(force=True)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    if not hasattr(original, _MARK):
-        wrapped = functools.wraps(original)(wrapper(original))
-        setattr(wrapped, _MARK, original)
-        setattr(owner, name, wrapped)
 
 
 def _with_epochs(original: Any) -> Any:
