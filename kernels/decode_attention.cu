@@ -396,7 +396,8 @@ struct Sums {
   }
 };
 
-// What joins the cache: BF16 rows of one token's KV heads, and where in the cache they go, or less than 0; if anywhere.
+// What joins the cache: BF16 rows of one token's KV heads, and where in the cache they go, or less than 0; nowhere without
+// `slots_R`.
 struct Fresh {
   const bf16* k_RGD;
   const bf16* v_RGD;
