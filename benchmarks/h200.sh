@@ -64,17 +64,16 @@ few="8x1024x1024 1x1024x1024 8x512x256 32x1024x1024"
 part rollout_8b_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv auto --kv-gib 24 --cases $few --out \$O/rollout_8b_auto.json"
 part rollout_8b_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv-gib 20 --cases $few 128x1024x1024 \
   --out \$O/rollout_8b_fp8.json"
-for kv in auto fp8; do
-  part "rollout_17b_$kv" "fp8ext bench rollout --checkpoint \$(w Qwen3-1.7B 0) --kv $kv --kv-gib 34 --out \$O/rollout_17b_$kv.json"
-done
-# the K and V of two engines with 128 requests fit beside their weights, not of three; of 256, of one
-part rollout_8b_128 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants fp8_per_block blockfp8 --kv auto \
-  --kv-gib 38.7 --cases 128x1024x1024 --out \$O/rollout_8b_128.json"
-part rollout_8b_256 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --apart --kv fp8 --kv-gib 37 \
-  --cases 256x1024x1024 32x1024x1024 --out \$O/rollout_8b_256.json"
+# weights of three engines fit, and K and V of one
+part rollout_17b_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-1.7B 0) --lend --kv auto --kv-gib 57 --out \$O/rollout_17b_auto.json"
+part rollout_17b_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-1.7B 0) --kv fp8 --kv-gib 29 --out \$O/rollout_17b_fp8.json"
+part rollout_8b_128_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv auto --kv-gib 38.7 \
+  --cases 128x1024x1024 --out \$O/rollout_8b_128_auto.json"
+part rollout_8b_256_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv fp8 --kv-gib 37 \
+  --cases 256x1024x1024 --out \$O/rollout_8b_256_fp8.json"
 part prompts "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv-gib 6 \
   --cases 1x400x16 1x1024x16 4x1024x16 8x1024x16 --out \$O/prompts.json"
-part rollout_8b_256_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --apart --kv auto --kv-gib 74 \
+part rollout_8b_256_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv auto --kv-gib 74 \
   --cases 256x1024x1024 --out \$O/rollout_8b_256_auto.json"
 part batch_invariant "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \
   --settings '{}' '{\"kernels\": {\"batch_invariant\": true}}' --cases 8x1024x1024 128x1024x1024 --out \$O/batch_invariant.json"

@@ -53,10 +53,11 @@ def main(folder: str, facts: str) -> None:
             seen[f"refused at level {level}"] = kind(weights)
             del trainer
             torch.cuda.empty_cache()
-            llm.wake_up()
+            llm.wake_up(["weights"] if level == 2 else None)
             seen[f"state after level {level}"] = weights.weights().state
-            if level == 2:
+            if level == 2:  # trainers wake the weights, bring new ones, and then wake the KV cache
                 weights.push(dict(stored(Path(folder))), transport="ipc", version="again")
+                llm.wake_up(["kv_cache"])
             seen[f"verified after level {level}"] = weights.verify().version
             digests = weights.digests()
             seen[f"digests after level {level}"] = digests.digests == cold.digests

@@ -40,7 +40,8 @@ class EngineError(Fp8ExtError):
 
 class Engine:
     """One engine; `arguments` are those of `vllm.LLM`. With `profile` it tells the times of its kernels instead. One that is
-    `held` touches no GPU before it may `begin`: what it imports takes many seconds, beside another engine's work."""
+    `held` touches no GPU before it may `begin`: what it imports takes many seconds, beside another engine's work. One that
+    `lends` has memory for K and V only in its `turn`s."""
 
     def __init__(
         self,
@@ -50,18 +51,22 @@ class Engine:
         *,
         profile: bool = False,
         held: bool = False,
+        lends: bool = False,
     ):
         context = multiprocessing.get_context("spawn")
         self.name = name
         self._end, there = context.Pipe()
+        if lends:
+            arguments = {**arguments, "enable_sleep_mode": True}
         self._process = context.Process(
-            target=_serve, args=(str(checkpoint), dict(arguments), profile, held, there)
+            target=_serve, args=(str(checkpoint), dict(arguments), profile, held, lends, there)
         )
         self._process.start()
         there.close()
         self._started = time.monotonic()
         self._answered = True
         self._held, self._imported = held, False
+        self._lends = lends
 
     def imported(self) -> None:
         """Until one that is held waits for nothing but its turn."""
@@ -80,6 +85,15 @@ class Engine:
         """Until it is ready; seconds since its start, or since it began."""
         self._ask()
         return time.monotonic() - self._started
+
+    @contextlib.contextmanager
+    def turn(self) -> Generator[None]:
+        """While it works: no other engine that lends its memory does."""
+        if self._lends:
+            self._ask("take")
+        yield
+        if self._lends:
+            self._ask("lend")
 
     def seconds(self, requests: int, tokens: int, output: int, seed: int) -> float:
         """How long it takes to answer `requests` prompts of `tokens` random tokens with `output` tokens each."""
@@ -151,7 +165,9 @@ def in_turn(held: Iterator[Engine]) -> Generator[tuple[Engine, float]]:
             following.close()
 
 
-def _serve(checkpoint: str, arguments: dict[str, Any], profile: bool, held: bool, end: Connection) -> None:
+def _serve(
+    checkpoint: str, arguments: dict[str, Any], profile: bool, held: bool, lends: bool, end: Connection
+) -> None:
     os.setsid()
     if profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -165,8 +181,18 @@ def _serve(checkpoint: str, arguments: dict[str, Any], profile: bool, held: bool
         end.recv()
     engine = LLM(checkpoint, **arguments)
     vocabulary = engine.model_config.get_vocab_size()
+    if lends:
+        _lend(engine)
     end.send("ready")
     while case := end.recv():
+        if case == "take":
+            engine.wake_up(["kv_cache", "scheduling"])
+            end.send(case)
+            continue
+        if case == "lend":
+            _lend(engine)
+            end.send(case)
+            continue
         if case == "compiled":
             end.send(_compiled(engine, arguments))
             continue
@@ -195,6 +221,11 @@ def _serve(checkpoint: str, arguments: dict[str, Any], profile: bool, held: bool
         assert all(len(answer.outputs[0].token_ids) == output for answer in answers)
         end.send(seconds)
     engine.llm_engine.engine_core.shutdown()  # else its processes and this one wait for each other
+
+
+def _lend(engine: Any) -> None:
+    engine.sleep(0)
+    engine.release_kv_cache_memory()
 
 
 def _compiled(engine: Any, arguments: Mapping[str, Any]) -> dict[str, int]:

@@ -3,8 +3,9 @@
 
     fp8ext bench rollout --shape Qwen3-8B --kv auto fp8 --out rollout.json
 
-All engines are alive at once and take turns, so that they see the same GPU; or (--apart) one after the other, where they do
-not fit beside each other. Several --settings are as many engines of `blockfp8`. Weights are generated (or given,
+All engines are alive at once and take turns, so that they see the same GPU. Where their KV caches do not fit beside each
+other, the engine whose turn it is has the memory for them (--lend); where their weights do not, engines run one after the
+other (--apart). Several --settings are as many engines of `blockfp8`. Weights are generated (or given,
 --checkpoint); token ids go in and come out. Every engine first runs the start of a case unmeasured. The time to the first
 tokens, measured in a run of its own, is taken off for the time of a decode step.
 """
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
-        alive = _apart if options.apart else _together
+        alive = _apart if options.apart else _lending if options.lend else _together
         with contextlib.closing(alive(kinds, folder, options)) as groups:
             for engines in groups:
                 for case in cases:
@@ -103,6 +104,22 @@ def _apart(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Gene
             yield {kind: engine}
 
 
+def _lending(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Generator[Engines]:
+    """Engines beside each other, of which one at a time has memory for K and V."""
+    profile = options.profile is not None
+    with contextlib.ExitStack() as stack:
+        engines: Engines = {}
+        for kind in kinds:
+            engine = Engine(
+                folder, str(kind), _arguments(kind, options), profile=profile, held=True, lends=True
+            )
+            engines[kind] = stack.enter_context(contextlib.closing(engine))
+        for engine in engines.values():
+            engine.begin()
+            console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
+        yield engines
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8ext bench rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -111,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--kv", nargs="+", choices=("auto", "fp8"), default=["auto"])
     parser.add_argument("--cases", nargs="+", metavar="REQUESTSxINPUTxOUTPUT", default=CASES)
-    parser.add_argument("--apart", action="store_true", help="one engine after the other")
+    places = parser.add_mutually_exclusive_group()
+    places.add_argument("--lend", action="store_true", help="K and V of one engine at a time")
+    places.add_argument("--apart", action="store_true", help="one engine after the other")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kv-gib", type=float, default=24.0, help="KV cache of each engine")
     parser.add_argument(
@@ -183,8 +202,10 @@ def _measure(
         if time.monotonic() > stop:
             break
         for kind, engine in engines.items():
-            first = engine.seconds(requests, tokens, 1, 2 * repeat)
-            whole = engine.seconds(requests, tokens, output if repeat else min(output, 32), 2 * repeat + 1)
+            with engine.turn():
+                first = engine.seconds(requests, tokens, 1, 2 * repeat)
+                length = output if repeat else min(output, 32)
+                whole = engine.seconds(requests, tokens, length, 2 * repeat + 1)
             if repeat:
                 samples[kind].append((first, whole))
             else:
@@ -246,8 +267,9 @@ def _profile(file: Path, case: tuple[int, int, int], engines: Engines) -> None:
     requests, tokens, output = case
     file.parent.mkdir(parents=True, exist_ok=True)
     for engine in engines.values():
-        engine.kernels(*case, 0)
-        kernels = engine.kernels(*case, 1)
+        with engine.turn():
+            engine.kernels(*case, 0)
+            kernels = engine.kernels(*case, 1)
         with file.open("a") as out:
             total = sum(ms for _, ms, _ in kernels)
             print(f"== {requests} x {tokens}/{output}, {engine.name}: {total:.1f} ms", file=out)
