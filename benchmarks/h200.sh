@@ -70,9 +70,7 @@ part rollout_17b_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-1.7B 0) --kv 
 part rollout_8b_128_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv auto --kv-gib 38.7 \
   --cases 128x1024x1024 --out \$O/rollout_8b_128_auto.json"
 part rollout_8b_256_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv fp8 --kv-gib 37 \
-  --cases 256x1024x1024 --out \$O/rollout_8b_256_fp8.json"
-part prompts "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv-gib 6 \
-  --cases 1x400x16 1x1024x16 4x1024x16 8x1024x16 --out \$O/prompts.json"
+  --cases 256x1024x1024 1x400x16 1x1024x16 4x1024x16 8x1024x16 --out \$O/rollout_8b_256_fp8.json"
 part rollout_8b_256_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv auto --kv-gib 74 \
   --cases 256x1024x1024 --out \$O/rollout_8b_256_auto.json"
 part batch_invariant "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \
