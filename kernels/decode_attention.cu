@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of one new token of each request over a paged E4M3 cache of K and V, which it joins: every byte is read once.
+// Attention of one new token of each request over a paged cache of K and V, E4M3 or BF16, which it joins: every byte is read
+// once.
 //
 // Shape suffixes: R requests, H query heads, G KV heads, D = 128 the head dimension. Built for one configuration by these
 // macros:
 //   KV_HEADS  G
 //   GROUP     query heads of one KV head: H / G, at most 16
+//   BYTES     of a value of the cache, and of Q: 1, E4M3, or 2, BF16
 //   TOGETHER  KV heads of a block, a divisor of KV_HEADS
 //   SHARES    shares of the work in a block; it has TOGETHER x SHARES warps
 //   STAGES    tiles of K and V that a warp has in flight
@@ -16,13 +18,13 @@
 // request: both only grow along the tiles, so no two parts meet), and `combine_attention` adds the parts, in the order of the
 // shares. No atomics: the same lengths give the same bits.
 //
-// A warp's loop, with FP16 tensor cores (codes are exact in FP16, sums are fp32): scores[tokens, heads] = K Q^T, weights =
-// exp2(scores - largest), transposed in registers, numerators[D, heads] += V^T weights. Both products take the cache as
+// A warp's loop, with tensor cores in FP16, in which codes are exact, or BF16, and sums in fp32: scores[tokens, heads] = K Q^T,
+// weights = exp2(scores - largest), transposed in registers, numerators[D, heads] += V^T weights. Both products take the cache as
 // their M side, so heads fill the N side of 8. What belongs to which row or column of a fragment is free where it is summed
 // over or put back: it is chosen so that a thread reads 16 bytes of the cache at a time, without a transpose of V.
 //
-// The new token's K and V come as BF16. Who has the tile that it belongs to quantizes them, and puts the codes into the tile
-// and, where the request has a slot for it, into the cache. Requests may share blocks, and one may read what another one's new
+// The new token's K and V come as BF16. Who has the tile that it belongs to quantizes them for a cache of codes, and puts them
+// into the tile and, where the request has a slot for it, into the cache. Requests may share blocks, and one may read what another one's new
 // token completes in the same launch (vLLM finds a block in its prefix cache as soon as the step that fills it is scheduled).
 // That token is a block's last; who reads such a block, a lent one, takes it from the other request's K and V instead.
 //
@@ -30,7 +32,7 @@
 // (griddepcontrol) waits for Q, K and V alone. With EARLY_REQUESTS or more the kernel behind both may likewise
 // begin to fetch its weights.
 //
-// Shared memory: for each warp a ring of STAGES tiles, each TILE x D codes of K, then of V, whose 16-byte chunks are swizzled
+// Shared memory: for each warp a ring of STAGES tiles, each TILE x D values of K, then of V, whose 16-byte chunks are swizzled
 // so that neither copies nor loads meet in a bank; then the lent blocks, and where each request's tiles begin.
 
 #include "device.cuh"
@@ -41,14 +43,19 @@ constexpr u32 HEADS = KV_HEADS * GROUP;
 constexpr u32 WARPS = TOGETHER * SHARES;
 constexpr u32 THREADS = WARPS * 32;
 constexpr u32 SIDES = (GROUP + 7) / 8;  // of 8 heads
-constexpr u32 SIDE_BYTES = TILE * D;    // of K or of V
+constexpr u32 ROW = D * BYTES;          // bytes of a token's K, and of its V
+constexpr u32 CHUNKS = ROW / 16;        // of 16 bytes in a row
+constexpr u32 QUARTERS = CHUNKS / 4;
+constexpr u32 PASS = 32 / CHUNKS;       // rows that a warp copies at once
+constexpr u32 TURNS = BYTES == 1 ? 2 : 4;  // passes after which chunks of V are swizzled as before
+constexpr u32 SIDE_BYTES = TILE * ROW;  // of K or of V
 constexpr u32 STAGE_BYTES = 2 * SIDE_BYTES;
 constexpr u32 EVERY = 0xFFFFFFFFu;
 constexpr u32 PARTS = 8;  // that a warp of combine_attention has in flight
 constexpr u32 EARLY_REQUESTS = 8;  // fewer are waited for: what the next kernel fetches ahead would hold theirs up
 
 struct Cache {
-  u8* bytes;  // a token of a head: D codes of K, then D of V
+  u8* bytes;  // a token of a head: D values of K, then D of V; strides are in bytes
   const int* table_RB;
   u64 table_stride;
   u32 block_stride, token_stride, head_stride, block_tokens;
@@ -99,11 +106,19 @@ DEVICE u32 transposed(u32 matrix) {  // 8 x 8 halves
   return found;
 }
 
+DEVICE u32 pack_weights(float low, float high) { return BYTES == 1 ? pack_halves(low, high) : pack_bf16(low, high); }
+
 DEVICE void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  if constexpr (BYTES == 1)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 DEVICE float exp2_of(float x) {
@@ -122,10 +137,13 @@ DEVICE float4 four_bf16(uint2 bits) {
           __uint_as_float(bits.y & 0xFFFF0000u)};
 }
 
-// Where a 16-byte chunk of a tile's token lies among its 8. Loads of K take neighbouring tokens and half of their chunks,
-// those of V every second token and two chunks.
+// Where a 16-byte chunk of a tile's token lies among its own. Eight threads at a time load of K from two neighbouring tokens
+// four chunks side by side; of V from four, every second one, two chunks: neighbours of codes, of BF16 every second one.
 DEVICE u32 k_chunk(u32 token, u32 chunk) { return chunk ^ (token & 1) << 2; }
-DEVICE u32 v_chunk(u32 token, u32 chunk) { return chunk ^ (token >> 1 & 3) << 1; }
+DEVICE u32 v_chunk(u32 token, u32 chunk) {
+  const u32 turn = token >> 1 & 3;
+  return chunk ^ (BYTES == 1 ? turn << 1 : (turn & 1) | (turn & 2) << 1);
+}
 
 DEVICE u32 tiles_of(int tokens) { return (static_cast<u32>(tokens) + TILE - 1) / TILE; }
 
@@ -218,17 +236,18 @@ struct Fetcher {
   u32 next, end;  // tiles that no window has yet
   Window now, later;
   u32 taken = 0;
-  const u8* from;  // the thread's chunk of the first token that it copies, of every four
-  u32 k_to, v_to[2];
+  const u8* from;  // the thread's chunk of the first token that it copies, one of each PASS
+  u32 k_to, v_to[TURNS];
 
   DEVICE Fetcher(const Cache& cache_, const int* lengths, const u32* starts_, const Lent& lent_, u32 requests, u32 begin,
                  u32 end_, u32 head)
       : cache(cache_), lengths_R(lengths), starts(starts_), lent(lent_), next(begin), end(end_) {
-    const u32 lane = threadIdx.x % 32, token = lane / 8, chunk = lane % 8;
+    const u32 lane = threadIdx.x % 32, token = lane / CHUNKS, chunk = lane % CHUNKS;
     from = cache.bytes + static_cast<u64>(head) * cache.head_stride + token * cache.token_stride + chunk * 16;
-    k_to = token * D + k_chunk(token, chunk) * 16;
+    k_to = token * ROW + k_chunk(token, chunk) * 16;
 #pragma unroll
-    for (u32 odd = 0; odd < 2; ++odd) v_to[odd] = SIDE_BYTES + token * D + v_chunk(odd * 4 + token, chunk) * 16;
+    for (u32 turn = 0; turn < TURNS; ++turn)
+      v_to[turn] = SIDE_BYTES + token * ROW + v_chunk(turn * PASS + token, chunk) * 16;
     later.request = request_of(begin, starts, requests);
     later = window(later.request);
     now = later;
@@ -260,13 +279,13 @@ struct Fetcher {
   DEVICE bool fetch(u32 stage) {
     const u64 offset = __shfl_sync(EVERY, now.offset, taken);
     const bool is_lent = __shfl_sync(EVERY, now.lent, taken);
-    const u32 older = lengths_R[now.request] - (now.first + taken) * TILE - 1, token = threadIdx.x % 32 / 8;
+    const u32 older = lengths_R[now.request] - (now.first + taken) * TILE - 1, token = threadIdx.x % 32 / CHUNKS;
     const u8* k = from + offset;
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i, k += 4 * cache.token_stride) {
-      const bool there = i * 4 + token < older;
-      copy_16(stage + k_to + i * 4 * D, k, there);
-      copy_16(stage + v_to[i % 2] + i * 4 * D, k + D, there);
+    for (u32 i = 0; i < TILE / PASS; ++i, k += PASS * cache.token_stride) {
+      const bool there = i * PASS + token < older;
+      copy_16(stage + k_to + i * PASS * ROW, k, there);
+      copy_16(stage + v_to[i % TURNS] + i * PASS * ROW, k + ROW, there);
     }
     if (++taken == now.count) {
       now = later, taken = 0;
@@ -276,29 +295,30 @@ struct Fetcher {
   }
 };
 
-// The queries of one KV head, as the N side of the product with K: thread (g, t) has head g, of each 64 dimensions those
-// from 16t on.
+// The queries of one KV head, as the N side of the product with K: thread (g, t) has head g, of each 64 bytes of it the 16
+// from 16t on, as pairs of what the tensor cores take.
 struct Query {
-  u32 halves[SIDES][16];
+  u32 pairs[SIDES][16];
 
-  DEVICE void load(const u8* head_codes) {
+  DEVICE void load(const u8* heads) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (u32 side = 0; side < SIDES; ++side) {
-      uint4 low{}, high{};
-      if (side * 8 + g < GROUP) {
-        const u8* codes = head_codes + (side * 8 + g) * D + t * 16;
-        low = *reinterpret_cast<const uint4*>(codes);
-        high = *reinterpret_cast<const uint4*>(codes + 64);
-      }
+    for (u32 side = 0; side < SIDES; ++side)
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) {
-        halves[side][i * 2] = low_halves(word(low, i));
-        halves[side][i * 2 + 1] = high_halves(word(low, i));
-        halves[side][8 + i * 2] = low_halves(word(high, i));
-        halves[side][8 + i * 2 + 1] = high_halves(word(high, i));
+      for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
+        uint4 found{};
+        if (side * 8 + g < GROUP)
+          found = *reinterpret_cast<const uint4*>(heads + (side * 8 + g) * ROW + quarter * 64 + t * 16);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+          if constexpr (BYTES == 1) {
+            pairs[side][quarter * 8 + i * 2] = low_halves(word(found, i));
+            pairs[side][quarter * 8 + i * 2 + 1] = high_halves(word(found, i));
+          } else {
+            pairs[side][quarter * 4 + i] = word(found, i);
+          }
+        }
       }
-    }
   }
 };
 
@@ -321,22 +341,30 @@ struct Sums {
   // One tile; `left`: tokens of the request from its first on.
   DEVICE void add(u32 stage, const Query& query, float scale, u32 left) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    uint4 k[4];
+    uint4 k[2][QUARTERS];
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i)  // tokens g and g + 8, chunks t and t + 4
-      k[i] = load_16(stage + g * D + k_chunk(g, t + i % 2 * 4) * 16 + i / 2 * 8 * D);
+    for (u32 i = 0; i < 2 * QUARTERS; ++i)  // tokens g and g + 8, of every four chunks t
+      k[i / QUARTERS][i % QUARTERS] =
+          load_16(stage + g * ROW + k_chunk(g, t + i % QUARTERS * 4) * 16 + i / QUARTERS * 8 * ROW);
     float scores[SIDES][4] = {};
 #pragma unroll
-    for (u32 half = 0; half < 2; ++half)
+    for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
+      const uint4 &one = k[0][quarter], &other = k[1][quarter];
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) {
-        const u32 near = word(k[half], i), far = word(k[2 + half], i);  // tokens g and g + 8
-        const u32 a0 = low_halves(near), a1 = low_halves(far), a2 = high_halves(near), a3 = high_halves(far);
+      for (u32 i = 0; i < 4 / BYTES; ++i) {
+        u32 a0, a1, a2, a3;
+        if constexpr (BYTES == 1) {
+          const u32 near = word(one, i), far = word(other, i);
+          a0 = low_halves(near), a1 = low_halves(far), a2 = high_halves(near), a3 = high_halves(far);
+        } else {
+          a0 = word(one, i * 2), a1 = word(other, i * 2), a2 = word(one, i * 2 + 1), a3 = word(other, i * 2 + 1);
+        }
+        const u32 pair = (quarter * (4 / BYTES) + i) * 2;
 #pragma unroll
         for (u32 side = 0; side < SIDES; ++side)
-          multiply(scores[side], a0, a1, a2, a3, query.halves[side][half * 8 + i * 2],
-                   query.halves[side][half * 8 + i * 2 + 1]);
+          multiply(scores[side], a0, a1, a2, a3, query.pairs[side][pair], query.pairs[side][pair + 1]);
       }
+    }
     u32 near[SIDES], far[SIDES];
 #pragma unroll
     for (u32 side = 0; side < SIDES; ++side) {
@@ -364,22 +392,30 @@ struct Sums {
       for (u32 i = 0; i < 4; ++i) s[i] = exp2_of(s[i] - largest[side][i % 2]);
       weights[side][0] += s[0] + s[2];
       weights[side][1] += s[1] + s[3];
-      near[side] = transposed(pack_halves(s[0], s[1]));
-      far[side] = transposed(pack_halves(s[2], s[3]));
+      near[side] = transposed(pack_weights(s[0], s[1]));
+      far[side] = transposed(pack_weights(s[2], s[3]));
     }
-    uint4 v[4];
+    uint4 v[BYTES][4];
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i)  // tokens 2t, 2t + 1, 2t + 8, 2t + 9, chunk g
-      v[i] = load_16(stage + SIDE_BYTES + 2 * t * D + v_chunk(2 * t, g) * 16 + (i % 2 + i / 2 * 8) * D);
+    for (u32 i = 0; i < 4 * BYTES; ++i)  // tokens 2t, 2t + 1, 2t + 8, 2t + 9, the chunks of dimensions 16g to 16g + 15
+      v[i / 4][i % 4] = load_16(stage + SIDE_BYTES + 2 * t * ROW + v_chunk(2 * t, g * BYTES + i / 4) * 16 +
+                                (i % 2 + i % 4 / 2 * 8) * ROW);
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
-      const u32 order = i % 2 ? 0x7362 : 0x5140;  // two dimensions of two tokens, a dimension's tokens side by side
-      const u32 first = __byte_perm(word(v[0], i / 2), word(v[1], i / 2), order);
-      const u32 second = __byte_perm(word(v[2], i / 2), word(v[3], i / 2), order);
-      const u32 a0 = low_halves(first), a1 = high_halves(first), a2 = low_halves(second), a3 = high_halves(second);
+    for (u32 i = 0; i < 8; ++i) {  // two dimensions of two tokens, a dimension's tokens side by side
+      u32 a0, a1, a2, a3;
+      if constexpr (BYTES == 1) {
+        const u32 order = i % 2 ? 0x7362 : 0x5140;
+        const u32 first = __byte_perm(word(v[0][0], i / 2), word(v[0][1], i / 2), order);
+        const u32 second = __byte_perm(word(v[0][2], i / 2), word(v[0][3], i / 2), order);
+        a0 = low_halves(first), a1 = high_halves(first), a2 = low_halves(second), a3 = high_halves(second);
+      } else {
+        const uint4(&part)[4] = v[i / 4];
+        const u32 w0 = word(part[0], i % 4), w1 = word(part[1], i % 4), w2 = word(part[2], i % 4), w3 = word(part[3], i % 4);
+        a0 = __byte_perm(w0, w1, 0x5410), a1 = __byte_perm(w0, w1, 0x7632);
+        a2 = __byte_perm(w2, w3, 0x5410), a3 = __byte_perm(w2, w3, 0x7632);
+      }
 #pragma unroll
-      for (u32 side = 0; side < SIDES; ++side)
-        multiply(numerators[side][i], a0, a1, a2, a3, near[side], far[side]);
+      for (u32 side = 0; side < SIDES; ++side) multiply(numerators[side][i], a0, a1, a2, a3, near[side], far[side]);
     }
   }
 
@@ -417,27 +453,44 @@ struct NewToken {
     slot = fresh.slots_R ? fresh.slots_R[request] : -1;
   }
 
-  // Into a tile, at `row`; the thread's codes of K and V.
-  DEVICE uint2 join(u32 stage, u32 row, float k_by, float v_by) const {
-    const u32 lane = threadIdx.x % 32, chunk = lane / 4;
-    const u32 k_codes = quantized(four_bf16(k), k_by), v_codes = quantized(four_bf16(v), v_by);
-    const u32 k_to = stage + row * D + k_chunk(row, chunk) * 16 + lane % 4 * 4;
-    const u32 v_to = stage + SIDE_BYTES + row * D + v_chunk(row, chunk) * 16 + lane % 4 * 4;
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(k_to), "r"(k_codes) : "memory");
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(v_to), "r"(v_codes) : "memory");
-    __syncwarp();
-    return {k_codes, v_codes};
+  // As the cache has them: 4 * BYTES bytes of K and of V.
+  DEVICE void quantize(float k_by, float v_by) {
+    if constexpr (BYTES == 1) {
+      k.x = quantized(four_bf16(k), k_by);
+      v.x = quantized(four_bf16(v), v_by);
+    }
   }
 
-  DEVICE void store(const Cache& cache, u32 head, uint2 codes) const {
+  // Into a tile, at `row`.
+  DEVICE void join(u32 stage, u32 row) const {
+    constexpr u32 MANY = 4 / BYTES;  // threads to a chunk
+    const u32 lane = threadIdx.x % 32, chunk = lane / MANY, inside = lane % MANY * (4 * BYTES);
+    const u32 k_to = stage + row * ROW + k_chunk(row, chunk) * 16 + inside;
+    const u32 v_to = stage + SIDE_BYTES + row * ROW + v_chunk(row, chunk) * 16 + inside;
+    if constexpr (BYTES == 1) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(k_to), "r"(k.x) : "memory");
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(v_to), "r"(v.x) : "memory");
+    } else {
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(k_to), "r"(k.x), "r"(k.y) : "memory");
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(v_to), "r"(v.x), "r"(v.y) : "memory");
+    }
+    __syncwarp();
+  }
+
+  DEVICE void store(const Cache& cache, u32 head) const {
     if (slot < 0) return;
     const u32 lane = threadIdx.x % 32;
     const u64 block = static_cast<u64>(slot) / cache.block_tokens;
     const u32 inside = static_cast<u64>(slot) - block * cache.block_tokens;
     u8* to = cache.bytes + block * cache.block_stride + inside * cache.token_stride +
-             static_cast<u64>(head) * cache.head_stride + lane * 4;
-    *reinterpret_cast<u32*>(to) = codes.x;
-    *reinterpret_cast<u32*>(to + D) = codes.y;
+             static_cast<u64>(head) * cache.head_stride + lane * (4 * BYTES);
+    if constexpr (BYTES == 1) {
+      *reinterpret_cast<u32*>(to) = k.x;
+      *reinterpret_cast<u32*>(to + ROW) = v.x;
+    } else {
+      *reinterpret_cast<uint2*>(to) = k;
+      *reinterpret_cast<uint2*>(to + ROW) = v;
+    }
   }
 };
 
@@ -481,7 +534,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   for (u32 i = 0; i < count;) {
     const u32 first = starts[request], upto = starts[request + 1];
     const u32 stop = min(end, upto) - first, tokens = lengths_R[request];
-    query.load(query_RHD + request * query_stride + head * (GROUP * D));
+    query.load(query_RHD + request * query_stride + head * (GROUP * ROW));
     if (upto <= end) newest.load(fresh, request, head);
     sums.clear();
 #pragma unroll 1
@@ -491,12 +544,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       if (i + STAGES - 1 < count) borrowing |= fetcher.fetch(ring + into * STAGE_BYTES) << into;
       asm volatile("cp.async.commit_group;" ::: "memory");
       const u32 at = ring + stage * STAGE_BYTES;
-      if (first + tile + 1 == upto) newest.store(cache, head, newest.join(at, (tokens - 1) % TILE, k_by, v_by));
+      if (first + tile + 1 == upto) {
+        newest.quantize(k_by, v_by);
+        newest.join(at, (tokens - 1) % TILE);
+        newest.store(cache, head);
+      }
       if (borrowing >> stage & 1) {
         borrowing ^= 1u << stage;
         NewToken last;
         last.load(fresh, lent.lender(fetcher.block_of(request, tile * TILE)), head);
-        last.join(at, TILE - 1, k_by, v_by);
+        last.quantize(k_by, v_by);
+        last.join(at, TILE - 1);
       }
       sums.add(at, query, scale, tokens - tile * TILE);
       if (++stage == STAGES) stage = 0;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one new token of each request over a paged FP8 cache, which it joins (`decode_attention.cu`): K and V read
-once, at memory speed.
+"""Attention of one new token of each request over a paged cache, FP8 or BF16, which it joins (`decode_attention.cu`): K and V
+read once, at memory speed.
 
 Written in CUDA C++: with 8 query heads at most to a KV head a tensor core's tile is all but empty, and what counts is that
 bytes never stop coming. That takes copies that run ahead of a warp without its registers, and fragments that are loaded as
@@ -11,7 +11,7 @@ Shape suffixes: R requests, H query heads, G KV heads, D head dimension, B block
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +25,12 @@ _SOURCE = Path(__file__).with_suffix(".cu")
 HEAD_DIMENSION = 128
 TILE = 16
 """Tokens of a tile; blocks of the cache hold a multiple of them."""
+DTYPES = (FP8_DTYPE, torch.bfloat16)
+"""Of caches."""
 MOST_GROUP = 16
 """Query heads of one KV head that the kernel takes."""
 _WARPS = 8
-_STAGE_BYTES = 4096
+_STAGE_VALUES = 4096
 
 
 class _Fresh(ctypes.Structure):
@@ -67,28 +69,33 @@ class Cut:
     def warps(self) -> int:
         return self.together * self.shares
 
-    def shared_bytes(self, requests: int) -> int:
+    def shared_bytes(self, requests: int, dtype: torch.dtype) -> int:
         # as the kernel lays them out: rings, tiles of each warp, lent blocks, where requests begin
         totals, room = -(-self.warps // 2) * 16, -(-requests // 4) * 4
-        return self.warps * self.stages * _STAGE_BYTES + totals + 8 * room + 4 * (requests + 1)
+        return (
+            self.warps * self.stages * _STAGE_VALUES * dtype.itemsize + totals + 8 * room + 4 * (requests + 1)
+        )
 
 
-def choose(kv_heads: int) -> Cut:
-    """The cut for layers of so many KV heads."""
+def choose(kv_heads: int, requests: int = 1, dtype: torch.dtype = FP8_DTYPE) -> Cut:
+    """The cut for layers of so many KV heads, up to so many requests, and a cache of this dtype."""
     together = max(count for count in range(1, _WARPS + 1) if kv_heads % count == 0)
-    return Cut(together, _WARPS // together, stages=3, resident=1)
+    cut = Cut(together, _WARPS // together, stages=3, resident=1)
+    fits = cut.shared_bytes(requests, dtype) <= cuda.MOST_SHARED_BYTES
+    return cut if fits else replace(cut, stages=2)
 
 
 class Step(NamedTuple):
     """One layer's part of a step in which every request has one new token."""
 
     query_RHD: Tensor
-    """E4M3."""
+    """As the cache, E4M3 or BF16."""
     key_RGD: Tensor
     value_RGD: Tensor
     """BF16, of the new tokens."""
     cache: Tensor
-    """Bytes `[blocks, G, block tokens, 2 * D]` in any order of the first three, each token's K before its V."""
+    """E4M3 (bytes will do) or BF16, `[blocks, G, block tokens, 2 * D]` in any order of the first three, each token's K before
+    its V."""
     table_RB: Tensor
     """int32 blocks of each request."""
     lengths_R: Tensor
@@ -97,12 +104,13 @@ class Step(NamedTuple):
     """int64 place of each new token in the cache, `block * block tokens + token`; below 0, it is not cached. None: a kernel
     ahead of this one has cached them all, and what else the step brings."""
     scales: tuple[Tensor, Tensor, Tensor]
-    """fp32 of Q, K and V, one or one for each KV head."""
+    """fp32 of Q, K and V, one or one for each KV head; ones for BF16."""
     softmax_scale: float
 
 
 class DecodeAttention:
-    """The kernel for layers of one shape on one device, with room for the parts of up to `requests` requests.
+    """The kernel for layers of one shape and a cache of one dtype on one device, with room for the parts of up to `requests`
+    requests.
 
     Calls must be of one stream: they share that room.
 
@@ -112,19 +120,27 @@ class DecodeAttention:
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, requests: int, device: torch.device, cut: Cut | None = None
+        self,
+        heads: int,
+        kv_heads: int,
+        requests: int,
+        device: torch.device,
+        dtype: torch.dtype = FP8_DTYPE,
+        cut: Cut | None = None,
     ) -> None:
         if kv_heads < 1 or heads % kv_heads or heads // kv_heads > MOST_GROUP:
             raise ValueError(
                 f"expected 1 to {MOST_GROUP} query heads to a KV head, found {heads} and {kv_heads}"
             )
-        self.heads, self.kv_heads, self.requests = heads, kv_heads, requests
-        self.cut = cut = cut or choose(kv_heads)
-        code = machine_code(heads, kv_heads, cut)
+        if dtype not in DTYPES:
+            raise ValueError(f"expected a cache in {' or '.join(map(str, DTYPES))}, found {dtype}")
+        self.heads, self.kv_heads, self.requests, self.dtype = heads, kv_heads, requests, dtype
+        self.cut = cut = cut or choose(kv_heads, requests, dtype)
+        code = machine_code(heads, kv_heads, dtype, cut)
         self._attend = cuda.Kernel(code, "decode_attention", cut.warps * 32, 1)
         self._combine = cuda.Kernel(code, "combine_attention", cut.warps * 32, 1)
         across = kv_heads // cut.together
-        self._shared = cut.shared_bytes(requests)
+        self._shared = cut.shared_bytes(requests, dtype)
         resident = self._attend.resident_blocks(self._shared)
         if not resident:
             raise ValueError(f"expected fewer requests, found {requests}: they take {self._shared} bytes")
@@ -136,11 +152,12 @@ class DecodeAttention:
 
     def __call__(self, step: Step, out_RHD: Tensor) -> None:
         """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out_RHD`, BF16, zero where it has no tokens,
-        and its new token's K and V into the cache, quantized as vLLM does it. Another request's context may have that token
-        too, if it completes a block.
+        and its new token's K and V into the cache, quantized for FP8 as vLLM does it. Another request's context may have that
+        token too, if it completes a block.
         """
         self._check(step, out_RHD)
-        requests, cache = step.lengths_R.shape[0], step.cache
+        requests, cache, size = step.lengths_R.shape[0], step.cache, self.dtype.itemsize
+        block_bytes, head_bytes, token_bytes, _ = (stride * size for stride in cache.stride())
         fresh = _Fresh(
             *(step.key_RGD.data_ptr(), step.value_RGD.data_ptr()),
             *(step.key_RGD.stride(0), step.value_RGD.stride(0)),
@@ -148,7 +165,7 @@ class DecodeAttention:
         )
         paged = _Cache(
             *(cache.data_ptr(), step.table_RB.data_ptr(), step.table_RB.stride(0)),
-            *(cache.stride(0), cache.stride(2), cache.stride(1), cache.shape[2]),
+            *(block_bytes, token_bytes, head_bytes, cache.shape[2]),
         )
         q, k, v = (ctypes.c_void_p(scale.data_ptr()) for scale in step.scales)
         scale_stride = ctypes.c_uint(int(step.scales[0].numel() > 1))
@@ -162,7 +179,8 @@ class DecodeAttention:
             self._shared,
             stream,
             (
-                *(ctypes.c_void_p(step.query_RHD.data_ptr()), ctypes.c_ulonglong(step.query_RHD.stride(0))),
+                ctypes.c_void_p(step.query_RHD.data_ptr()),
+                ctypes.c_ulonglong(step.query_RHD.stride(0) * size),
                 *(fresh, paged, lengths, count, q, k, v, scale_stride, ctypes.c_float(step.softmax_scale)),
                 *(*out, parts, sums, shares),
             ),
@@ -183,6 +201,14 @@ class DecodeAttention:
         wanted = self.shares // requests // 4
         return min(most, 1 << max(0, wanted.bit_length() - 1)) if wanted else 1
 
+    def _holds(self, cache: Tensor) -> bool:
+        is_bytes = self.dtype.itemsize == cache.element_size() == 1
+        strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
+        placed = (
+            all(stride % 16 == 0 and stride < 1 << 32 for stride in strides) and cache.data_ptr() % 16 == 0
+        )
+        return (is_bytes or cache.dtype == self.dtype) and cache.stride(3) == 1 and placed
+
     def _check(self, step: Step, out_RHD: Tensor) -> None:
         query_RHD, key_RGD, value_RGD, cache, table_RB, lengths_R, slots_R, scales, _ = step
         requests = lengths_R.shape[0]
@@ -191,18 +217,18 @@ class DecodeAttention:
         problems = []
         if not 0 < requests <= self.requests:
             problems.append(f"1 to {self.requests} requests, found {requests}")
-        if query_RHD.dtype != FP8_DTYPE or query_RHD.shape != by_query:
-            problems.append(f"E4M3 queries {by_query}")
+        if query_RHD.dtype != self.dtype or query_RHD.shape != by_query:
+            problems.append(f"queries {by_query} in {self.dtype}")
         if out_RHD.dtype != torch.bfloat16 or out_RHD.shape != by_query:
             problems.append(f"BF16 outputs {by_query}")
         if any(part.dtype != torch.bfloat16 or part.shape != by_key for part in (key_RGD, value_RGD)):
             problems.append(f"BF16 keys and values {by_key}")
         _, heads, tokens, both = cache.shape
-        if (heads, both) != (self.kv_heads, 2 * HEAD_DIMENSION) or tokens % TILE or not _is_bytes(cache):
+        if (heads, both) != (self.kv_heads, 2 * HEAD_DIMENSION) or tokens % TILE or not self._holds(cache):
             shape = f"[blocks, {self.kv_heads}, a multiple of {TILE}, {2 * HEAD_DIMENSION}]"
-            problems.append(f"a cache of bytes {shape}")
+            problems.append(f"a cache {shape} in {self.dtype}, each token's heads at a multiple of 16 bytes")
         aligned = ((query_RHD, 16), (out_RHD, 16), (key_RGD, 8), (value_RGD, 8))
-        if not all(_lies_well(part, align) for part, align in aligned):
+        if not all(lies_well(part, align) for part, align in aligned):
             problems.append("heads side by side, each at a multiple of 8 bytes, queries and outputs of 16")
         numbers = ((lengths_R, torch.int32), (table_RB, torch.int32), (slots_R, torch.int64))
         if any(
@@ -219,11 +245,8 @@ class DecodeAttention:
             raise ValueError(f"decode_attention: expected {'; '.join(problems)}")
 
 
-def _is_bytes(cache: Tensor) -> bool:
-    return cache.element_size() == 1 and cache.stride(3) == 1
-
-
-def _lies_well(part: Tensor, align: int) -> bool:
+def lies_well(part: Tensor, align: int = 16) -> bool:
+    """Whether a token's heads `[…, D]` lie side by side, at a multiple of so many bytes."""
     row, *within = part.stride()
     return (
         within == [HEAD_DIMENSION, 1]
@@ -233,10 +256,10 @@ def _lies_well(part: Tensor, align: int) -> bool:
 
 
 @functools.cache
-def machine_code(heads: int, kv_heads: int, cut: Cut) -> bytes:
+def machine_code(heads: int, kv_heads: int, dtype: torch.dtype, cut: Cut) -> bytes:
     """Compile both kernels; needs no GPU."""
     macros = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "TOGETHER": cut.together}
-    macros |= {"SHARES": cut.shares, "STAGES": cut.stages, "RESIDENT": cut.resident}
+    macros |= {"SHARES": cut.shares, "STAGES": cut.stages, "RESIDENT": cut.resident, "BYTES": dtype.itemsize}
     return cuda.compile_source(_SOURCE.read_text(), {}, macros)
 
 
@@ -248,7 +271,7 @@ def decode_attention_reference(
     scales: tuple[Tensor, Tensor, Tensor],
     softmax_scale: float,
 ) -> Tensor:
-    """What `DecodeAttention` computes, in fp64 `[R, H, D]`, of a cache in E4M3 that all tokens have joined."""
+    """What `DecodeAttention` computes, in fp64 `[R, H, D]`, of a cache that all tokens have joined."""
     heads, kv_heads = query_RHD.shape[1], cache.shape[1]
     q_scale, k_scale, v_scale = (scale.double().expand(kv_heads)[:, None, None] for scale in scales)
     rows = []

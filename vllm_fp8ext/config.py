@@ -79,8 +79,7 @@ class KernelSettings(BaseModel):
     """Of mixtures of experts."""
 
     decode_attention: bool = True
-    """Requests with one new token attend over an FP8 KV cache by our own kernel, where it takes the layers; else all by
-    vLLM's."""
+    """Requests with one new token attend by our own kernel, where it takes the layers; else all by vLLM's."""
 
     norm_rope: bool = True
     """In compiled graphs, norms of heads, rotary embedding and the quantization of queries are one launch of our own, where

@@ -2,20 +2,17 @@
 """`--quantization blockfp8`: which layer is served how."""
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.platforms import current_platform
 
-from vllm_fp8ext.compat import decode_attention
 from vllm_fp8ext.compat.kv_scales import KvCacheMethod
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
 from vllm_fp8ext.errors import ConfigError
@@ -87,7 +84,7 @@ class BlockFp8Config(QuantizationConfig):
         if isinstance(layer, MLAAttention):
             raise ConfigError(f"blockfp8 does not serve multi-head latent attention (MLA) yet ({prefix})")
         if isinstance(layer, Attention):
-            return self._kv_cache_method(settings, layer.kv_cache_dtype, config)
+            return self._kv_cache_method(settings, layer.kv_cache_dtype)
         if isinstance(layer, VocabParallelEmbedding):
             return KeptEmbeddingMethod()
         if isinstance(layer, LinearBase):
@@ -112,9 +109,7 @@ class BlockFp8Config(QuantizationConfig):
             settings, layer.moe_config, prefix, serialized=self.serialized, shadow=self.shadow
         )
 
-    def _kv_cache_method(
-        self, settings: Settings, cache_dtype: str, config: VllmConfig
-    ) -> QuantizeMethodBase | None:
+    def _kv_cache_method(self, settings: Settings, cache_dtype: str) -> QuantizeMethodBase | None:
         if not cache_dtype.startswith("fp8"):
             return None
         if settings.kv_scales is None:
@@ -128,9 +123,7 @@ class BlockFp8Config(QuantizationConfig):
                 f"kv_scales {settings.kv_scales.policy} with staging none: scales could not be computed; expected staging "
                 "shadow or inplace, or kv_scales static"
             )
-        if self.shadow or not current_platform.is_cuda() or not settings.kernels.takes_decode_attention:
-            return KvCacheMethod(self, settings.kv_scales)
-        return KvCacheMethod(self, settings.kv_scales, partial(decode_attention.attach, config=config))
+        return KvCacheMethod(self, settings.kv_scales)
 
     @property
     def kv_cache_scheme(self) -> dict[str, str] | None:

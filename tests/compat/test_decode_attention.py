@@ -34,6 +34,8 @@ def layer(**changed: Any) -> Any:
         "head_size_v": 128,
         "kv_sharing_target_layer_name": None,
         "query_quant": object(),
+        "kv_cache_dtype": "fp8",
+        "kv_cache_torch_dtype": torch.uint8,
         "dtype": torch.bfloat16,
         "kv_cache": "cache",
         "layer_name": "layer",
@@ -43,6 +45,10 @@ def layer(**changed: Any) -> Any:
     return SimpleNamespace(
         **{name: changed.get(name, value) for name, value in own.items()}, impl=SimpleNamespace(**known)
     )
+
+
+PLAIN = {"kv_cache_dtype": "auto", "kv_cache_torch_dtype": torch.bfloat16, "query_quant": None}
+"""A cache in 16 bits."""
 
 
 def config(context_parallel: int = 1, ubatching: bool = False, connector: object = None) -> Any:
@@ -66,6 +72,7 @@ def config(context_parallel: int = 1, ubatching: bool = False, connector: object
         ({"kv_sharing_target_layer_name": "another"}, "shared K and V"),
         ({"query_quant": None}, "queries in 16 bits"),
         ({"dtype": torch.float16}, "outputs in torch.float16"),
+        ({**PLAIN, "kv_cache_torch_dtype": torch.float16}, "K and V in torch.float16"),
         ({"batch_invariant_enabled": True}, "VLLM_BATCH_INVARIANT"),
     ],
 )
@@ -75,6 +82,7 @@ def test_layers_that_stay_with_vllms_attention(changed: dict[str, Any], reason: 
 
 def test_parallelism_that_the_kernel_does_not_know() -> None:
     assert decode_attention._beyond(layer(), config()) is None
+    assert decode_attention._beyond(layer(**PLAIN), config()) is None
     assert decode_attention._beyond(layer(), config(context_parallel=2)) == "decode context parallelism"
     assert decode_attention._beyond(layer(), config(ubatching=True)) == "microbatches"
     assert decode_attention._beyond(layer(), config(connector=object())) == "a KV connector"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose decoding steps attend by our own kernel; writes what it saw.
 
-attention_story.py eager|graphs|longer|pieces|whole|flash FOLDER FACTS
+attention_story.py MODE FOLDER FACTS
 
-`eager` compares calls with the same in fp64 over the live cache. `longer`: with graphs for steps with prompts too. `pieces`:
-with graphs that are broken at attention, and not where vLLM caches. `whole`: with graphs of whole steps, those with prompts
-too. `flash`: with vLLM's own kernel.
+`eager` and `plain eager` compare calls with the same in fp64 over the live cache. `longer`: with graphs for steps with
+prompts too. `pieces`: with graphs that are broken at attention, and not where vLLM caches. `whole`: with graphs of whole
+steps, those with prompts too. `flash`: with vLLM's own kernel. `plain`, `plain eager`, `plain flash`: over a cache in BF16.
 """
 
 import json
@@ -54,6 +54,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         "cached by vLLM": [],
         "launched": 0,
     }
+    plain = mode.startswith("plain")
     original, cache = DecodeAttention.__call__, flash_attn.reshape_and_cache_flash
 
     def cached(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> None:
@@ -66,7 +67,9 @@ def main(mode: str, folder: str, facts: str) -> None:
         original(self, step, out)
         seen["calls"] += 1
         seen["mixed"] += step.slots_R is None
-        if mode == "eager" and (_borrows(seen, step) or step.slots_R is None or seen["calls"] % 7 == 1):
+        if mode.endswith("eager") and (
+            _borrows(seen, step) or step.slots_R is None or seen["calls"] % 7 == 1
+        ):
             _compare(seen, step, out)
 
     mixed_steps.LEAST_TOKENS = 0
@@ -74,9 +77,9 @@ def main(mode: str, folder: str, facts: str) -> None:
     llm = LLM(
         folder,
         quantization="blockfp8",
-        kv_cache_dtype="fp8",
+        kv_cache_dtype="auto" if plain else "fp8",
         max_model_len=1024,
-        enforce_eager=mode == "eager",
+        enforce_eager=mode.endswith("eager"),
         kv_cache_memory_bytes=512 << 20,
         gpu_memory_utilization=0.1,
         skip_tokenizer_init=True,
@@ -86,9 +89,9 @@ def main(mode: str, folder: str, facts: str) -> None:
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8], **PIECES.get(mode, {})},
         additional_config={
             "fp8ext": {
-                "kv_scales": "calibrate",
+                **({} if plain else {"kv_scales": "calibrate"}),
                 "kernels": {
-                    "decode_attention": mode != "flash",
+                    "decode_attention": "flash" not in mode,
                     "graph_tokens": 1024 if mode == "longer" else 0,
                 },
             }
@@ -165,7 +168,8 @@ def _borrows(seen: dict[str, Any], step: Step) -> bool:
 
 def _compare(seen: dict[str, Any], step: Step, out: Tensor) -> None:
     query, key, value, cache, table, lengths, slots, scales, softmax_scale = step
-    count, codes = len(lengths), cache.view(FP8_DTYPE)
+    count, plain = len(lengths), cache.dtype == torch.bfloat16
+    codes = cache if plain else cache.view(FP8_DTYPE)
     rows = [row for row, length in enumerate(lengths.tolist()) if length]
     expected = decode_attention_reference(
         query[rows], codes, table[:count][rows], lengths[rows], scales, softmax_scale
@@ -178,8 +182,10 @@ def _compare(seen: dict[str, Any], step: Step, out: Tensor) -> None:
         slot = int(table[row, last // size]) * size + last % size if slots is None else int(slots[row])
         if slot < 0:
             continue
-        parts = zip((key, value), scales[1:], strict=True)
-        fresh = torch.cat([quantize(part[row : row + 1].float(), scale)[0] for part, scale in parts], -1)
+        parts = [part[row : row + 1] for part in (key, value)]
+        if not plain:
+            parts = [quantize(part.float(), scale) for part, scale in zip(parts, scales[1:], strict=True)]
+        fresh = torch.cat(parts, -1)[0]
         there = codes[slot // size, :, slot % size]
         seen["joined"] &= torch.equal(there.view(torch.uint8), fresh.view(torch.uint8))
 

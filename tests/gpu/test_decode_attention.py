@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over an FP8 cache on a Hopper GPU, against the same in fp64."""
+"""Attention over an FP8 or a BF16 cache on a Hopper GPU, against the same in fp64."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from vllm_fp8ext.kernels.kv_cache import quantize
 from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
 pytestmark = pytest.mark.gpu
+
+BOTH = pytest.mark.parametrize("dtype", [FP8_DTYPE, torch.bfloat16], ids=["FP8", "BF16"])
 
 SHAPES = {
     "8B": (32, 8),
@@ -60,12 +63,11 @@ class Batch(NamedTuple):
 
     def joined(self) -> Tensor:
         """The cache with the newest tokens in it."""
-        cache = self.cache.view(torch.uint8).clone().view(FP8_DTYPE)
-        size = cache.shape[2]
-        codes = [
-            quantize(part.float(), scale)
-            for part, scale in zip((self.key, self.value), self.scales[1:], strict=True)
-        ]
+        cache = self.cache.view(torch.uint8).clone().view(self.cache.dtype)
+        size, codes = cache.shape[2], [self.key, self.value]
+        if cache.dtype == FP8_DTYPE:
+            pairs = zip(codes, self.scales[1:], strict=True)
+            codes = [quantize(part.float(), scale) for part, scale in pairs]
         for row, slot in enumerate(self.slots.tolist()):
             if slot >= 0:
                 cache[slot // size, :, slot % size] = torch.cat([part[row] for part in codes], -1)
@@ -83,6 +85,12 @@ class Batch(NamedTuple):
         return self._replace(**{name: getattr(self, name)[rows] for name in fields})
 
 
+def spoil(cache: Tensor, block: int, token: int) -> None:
+    """Make a token of the cache NaN."""
+    codes = cache.dtype == FP8_DTYPE
+    cache.view(torch.uint8 if codes else torch.int16)[block, :, token] = 0x7F if codes else 0x7FC0
+
+
 def batch(
     heads: int,
     kv_heads: int,
@@ -92,8 +100,10 @@ def batch(
     by_head: bool = False,
     near: bool = True,
     seed: int = 0,
+    dtype: torch.dtype = FP8_DTYPE,
 ) -> Batch:
     """Blocks anywhere in the cache; `near`: a block's tokens side by side, as vLLM's layout NHD has them."""
+    plain = dtype != FP8_DTYPE
     noise = torch.Generator("cuda").manual_seed(seed)
     blocks = [-(-length // block) for length in lengths]
     total = sum(blocks) + 3
@@ -101,15 +111,15 @@ def batch(
         (total, block, kv_heads, 2 * HEAD_DIMENSION) if near else (total, kv_heads, block, 2 * HEAD_DIMENSION)
     )
     values = torch.randn(size, generator=noise, device="cuda")
-    cache = (values * 20).to(FP8_DTYPE).view(torch.uint8)
-    cache = (cache.transpose(1, 2) if near else cache).view(FP8_DTYPE)
+    cache = (values * (1 if plain else 20)).to(dtype)
+    cache = cache.transpose(1, 2) if near else cache
     order = torch.randperm(total, generator=noise, device="cuda").int()
     table = torch.zeros(len(lengths), max(1, *blocks) + 2, dtype=torch.int32, device="cuda")
     used = 0
     for row, count in zip(table, blocks, strict=True):
         row[:count] = order[used : used + count]
         used += count
-    query = torch.randn(len(lengths), heads, HEAD_DIMENSION, generator=noise, device="cuda") * 40
+    query = torch.randn(len(lengths), heads, HEAD_DIMENSION, generator=noise, device="cuda")
     fused = torch.randn(len(lengths), 2, kv_heads, HEAD_DIMENSION, generator=noise, device="cuda").bfloat16()
     slots = torch.tensor(
         [
@@ -119,12 +129,23 @@ def batch(
         device="cuda",
     )
     for slot in slots[slots >= 0].tolist():
-        cache.view(torch.uint8)[slot // block, :, slot % block] = 0x7F
+        spoil(cache, slot // block, slot % block)
     count = kv_heads if by_head else 1
     scales = tuple(torch.rand(count, generator=noise, device="cuda") * 0.02 + 0.02 for _ in range(3))
+    if plain:
+        scales = (torch.ones(count, device="cuda"),) * 3
     found = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     return Batch(
-        *(query.to(FP8_DTYPE), fused[:, 0], fused[:, 1], cache, table, found, slots, scales),
+        *(
+            (query * (1 if plain else 40)).to(dtype),
+            fused[:, 0],
+            fused[:, 1],
+            cache,
+            table,
+            found,
+            slots,
+            scales,
+        ),
         HEAD_DIMENSION**-0.5,
     )
 
@@ -140,35 +161,41 @@ def same(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
+@BOTH
 @pytest.mark.parametrize("by_head", [False, True], ids=["layer", "head"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_is_softmax_attention(shape: tuple[int, int], by_head: bool) -> None:
+def test_it_is_softmax_attention(shape: tuple[int, int], by_head: bool, dtype: torch.dtype) -> None:
     """Requests in one share and in many, of one token, of a whole number of tiles and of others."""
     for lengths in ([1], [16], [4097], [1, 17, 300, 31, 32, 1000, 2, 2049], [5] * 300, [700, 900, 1100] * 60):
-        given = batch(*shape, lengths, by_head=by_head)
-        attend = DecodeAttention(*shape, len(lengths), torch.device("cuda"))
+        given = batch(*shape, lengths, by_head=by_head, dtype=dtype)
+        attend = DecodeAttention(*shape, len(lengths), torch.device("cuda"), dtype)
         expected = given.joined()
         assert error(given.run(attend), given) < 4e-3, lengths[:8]
         assert same(given.cache, expected)
 
 
+@BOTH
 @pytest.mark.parametrize("near", [False, True], ids=["HND", "NHD"])
 @pytest.mark.parametrize("block", [16, 48, 128])
-def test_blocks_of_any_size_and_either_layout(block: int, near: bool) -> None:
-    given = batch(32, 8, [1, 200, 128, 3000, 47], block=block, near=near)
-    attend = DecodeAttention(32, 8, 8, torch.device("cuda"))
+def test_blocks_of_any_size_and_either_layout(block: int, near: bool, dtype: torch.dtype) -> None:
+    given = batch(32, 8, [1, 200, 128, 3000, 47], block=block, near=near, dtype=dtype)
+    attend = DecodeAttention(32, 8, 8, torch.device("cuda"), dtype)
     expected = given.joined()
     assert error(given.run(attend), given) < 4e-3
     assert same(given.cache, expected)
 
 
+@BOTH
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("block", [16, 64])
-def test_a_block_that_is_completed_in_this_step_is_read_by_others(block: int, shape: tuple[int, int]) -> None:
+def test_a_block_that_is_completed_in_this_step_is_read_by_others(
+    block: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     """The token that completes it is not in the cache when the kernel begins, and not always when a share reads it."""
     lengths = [block * 5, block + 1, block * 9 - 3, 3, *[block * 4] * 40, block * 300, *[block * 3 + 1] * 40]
-    given = batch(*shape, lengths, block=block).lend(0, [1, 2]).lend(7, [44]).lend(9, [*range(45, 85)])
-    attend = DecodeAttention(*shape, len(lengths), torch.device("cuda"))
+    given = batch(*shape, lengths, block=block, dtype=dtype)
+    given = given.lend(0, [1, 2]).lend(7, [44]).lend(9, [*range(45, 85)])
+    attend = DecodeAttention(*shape, len(lengths), torch.device("cuda"), dtype)
     before = given.cache.view(torch.uint8).clone()
     expected = given.joined()
     first = given.run(attend)
@@ -251,14 +278,15 @@ def test_a_token_without_a_slot_is_seen_and_not_cached() -> None:
     assert float((out - expected).norm() / expected.norm()) < 4e-3
 
 
-def test_tokens_that_are_cached_already_are_not_cached_again() -> None:
+@BOTH
+def test_tokens_that_are_cached_already_are_not_cached_again(dtype: torch.dtype) -> None:
     """By a kernel ahead of this one, which this one waits for: so blocks that this step completes are there for others."""
     lengths = [16 * 5, 17, 16 * 9 - 3, 3, *[16 * 4] * 40]
-    given = batch(32, 8, lengths).lend(0, [1, 2])
-    attend = DecodeAttention(32, 8, len(lengths), torch.device("cuda"))
+    given = batch(32, 8, lengths, dtype=dtype).lend(0, [1, 2])
+    attend = DecodeAttention(32, 8, len(lengths), torch.device("cuda"), dtype)
     expected = given.run(attend)
     block, token = divmod(int(given.slots[3]), 16)
-    given.cache.view(torch.uint8)[block, :, token] = 0x7F  # NaN, which nobody reads: it comes from the step
+    spoil(given.cache, block, token)  # nobody reads it: it comes from the step
     before = given.cache.view(torch.uint8).clone()
     for _ in range(20):
         assert torch.equal(given._replace(slots=None).run(attend), expected)
@@ -276,13 +304,13 @@ def test_what_joins_is_rounded_as_vllm_does() -> None:
     assert same(given.cache, expected)
 
 
+@BOTH
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_cut(shape: tuple[int, int]) -> None:
-    usual = decode_attention.choose(shape[1])
-    for stages, resident in ((2, 1), (3, 1), (5, 1)):
-        cut = decode_attention.Cut(usual.together, usual.shares, stages, resident)
-        given = batch(*shape, [1, 17, 300, 1000])
-        attend = DecodeAttention(*shape, 4, torch.device("cuda"), cut)
+def test_every_cut(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for stages in (2, 3) if dtype == torch.bfloat16 else (2, 3, 5):
+        cut = replace(decode_attention.choose(shape[1]), stages=stages)
+        given = batch(*shape, [1, 17, 300, 1000], dtype=dtype)
+        attend = DecodeAttention(*shape, 4, torch.device("cuda"), dtype, cut)
         assert error(given.run(attend), given) < 4e-3, cut
 
 
@@ -294,7 +322,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="expected 1 to 16 query heads to a KV head, found 34 and 2"):
         DecodeAttention(34, 2, 1, torch.device("cuda"))
     attend = DecodeAttention(32, 8, 2, torch.device("cuda"))
-    with pytest.raises(ValueError, match="E4M3 queries"):
+    with pytest.raises(ValueError, match=r"queries .* in torch.float8_e4m3fn"):
         attend(Step(given.query.bfloat16(), *given[1:]), torch.empty(2, 32, 128, device="cuda"))
 
 
@@ -305,7 +333,7 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
 
     write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
     story = Path(__file__).with_name("attention_story.py")
-    modes = ("eager", "graphs", "longer", "pieces", "whole", "flash")
+    modes = ("eager", "graphs", "longer", "pieces", "whole", "flash", "plain", "plain eager", "plain flash")
     files = [tmp_path / f"{mode}.json" for mode in modes]
     running = []
     for mode, file in zip(modes, files, strict=True):
@@ -314,18 +342,21 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
             running.append(subprocess.Popen(line, stdout=log, stderr=log))
     for process, mode in zip(running, modes, strict=True):
         assert process.wait(900) == 0, (tmp_path / f"{mode}.log").read_text()[-4000:]
-    eager, graphs, longer, pieces, whole, flash = (json.loads(file.read_text()) for file in files)
-    assert eager["calls"] - eager["at start"] >= 28 * (TOKENS - 1)
-    assert eager["error"] < 4e-3
-    assert eager["joined"]
-    assert eager["lent"] == 28
-    assert len(eager["cached by vLLM"]) >= 28 * 2
-    assert min(eager["cached by vLLM"]) > PROMPTS, "tokens: never of steps that decode alone"
+    found = [json.loads(file.read_text()) for file in files]
+    eager, graphs, longer, pieces, whole, flash, plain, plain_eager, plain_flash = found
+    for one in (eager, plain_eager):
+        assert one["calls"] - one["at start"] >= 28 * (TOKENS - 1)
+        assert one["error"] < 4e-3
+        assert one["joined"]
+        assert one["lent"] == 28
+        assert len(one["cached by vLLM"]) >= 28 * 2
+        assert min(one["cached by vLLM"]) > PROMPTS, "tokens: never of steps that decode alone"
     assert eager["mixed"] == graphs["mixed"] == longer["mixed"] == pieces["mixed"] >= 28 * 3
     assert graphs["at start"] >= 28 * 4
     assert graphs["calls"] == graphs["at start"] + graphs["mixed"], "decoding alone is replayed"
     assert pieces["calls"] - pieces["at start"] >= 28 * (TOKENS - 1)
-    assert flash["calls"] == 0
+    assert flash["calls"] == plain_flash["calls"] == 0
+    assert (plain["at start"], plain["mixed"]) == (graphs["at start"], graphs["mixed"])
     assert graphs["launched"] >= 28 * 4 * 3
     assert longer["launched"] == 0
     assert graphs["logprobs"] == pieces["logprobs"]
@@ -333,6 +364,7 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     # a step that is compiled rounds elsewhere than an eager one; another kernel makes no more of a difference
     assert _apart(flash, graphs) < 1.5 * _apart(eager, graphs)
     assert _apart(flash, whole) < 1.5 * _apart(eager, graphs)
+    assert _apart(plain_flash, plain) < 1.5 * _apart(eager, graphs)
 
 
 def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:

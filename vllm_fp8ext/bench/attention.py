@@ -115,9 +115,10 @@ def decode(report: Report, requests: int, context: int) -> None:
     table = order.view(requests, -1).int()
     starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
-    outs = {name: torch.empty_like(query) for name in ("bf16", "fp8", "blockfp8")}
+    outs = {name: torch.empty_like(query) for name in ("bf16", "blockfp8_bf16", "fp8", "blockfp8")}
     codes_q = quantize(query, scale_q)
-    own = DecodeAttention(cases.Q_HEADS, cases.KV_HEADS, requests, query.device)
+    shape = (cases.Q_HEADS, cases.KV_HEADS, requests, query.device)
+    own, own_plain = DecodeAttention(*shape), DecodeAttention(*shape, torch.bfloat16)
     newest = plain[table[:, -1], :, -1]  # cached already
     key, value = (part.contiguous() for part in newest.split(cases.HEAD_DIM, -1))
     slots = table[:, -1].long() * cases.KV_BLOCK + cases.KV_BLOCK - 1
@@ -125,18 +126,21 @@ def decode(report: Report, requests: int, context: int) -> None:
     batch = starts, lengths, table, (1, context)
     softmax_scale = cases.HEAD_DIM**-0.5
     step = Step(codes_q, key, value, codes, table, lengths, slots, scales, softmax_scale)
+    plain_step = step._replace(query_RHD=query, cache=plain, scales=(one,) * 3)
     calls: Calls = {
         "bf16": lambda _: _flash(outs["bf16"], query, plain, *batch),
+        "blockfp8_bf16": lambda _: own_plain(plain_step, outs["blockfp8_bf16"]),
         "fp8": lambda _: _flash(outs["fp8"], codes_q, codes, *batch, scales),
         "blockfp8": lambda _: own(step, outs["blockfp8"]),
     }
     timings = bench.measure(calls, dict.fromkeys(calls, 1))
     expected, found = outs["bf16"].float(), outs["fp8"].float()
     near = bool((found - expected).norm() <= TOLERANCE * expected.norm())
-    right = _is_right(outs["blockfp8"], step)
-    moved = {"bf16": plain.numel() * 2, "fp8": codes.numel(), "blockfp8": codes.numel()}
+    ours = {"blockfp8": step, "blockfp8_bf16": plain_step}
+    right = {"fp8": near, **{name: _is_right(outs[name], one) for name, one in ours.items()}}
+    moved = {name: plain.numel() * (2 if name.endswith("bf16") else 1) for name in calls}
     where = (context, cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM)
-    report.add("attention_decode", where, requests, timings, moved, exact={"fp8": near, "blockfp8": right})
+    report.add("attention_decode", where, requests, timings, moved, exact=right)
 
 
 def _flash(

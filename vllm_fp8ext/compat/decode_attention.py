@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has requests with one new token attend over an FP8 cache by our own kernel, which caches their K and V too in steps that
-decode alone; prompts stay with FlashAttention 3.
+"""Has requests with one new token attend by our own kernel, which caches their K and V too in steps that decode alone;
+prompts stay with FlashAttention 3.
 
 Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation. Can go once FlashAttention
-reads an FP8 cache at memory speed.
+reads caches at memory speed whatever a step has of requests.
 """
 
 import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.attention import Attention
@@ -19,9 +19,19 @@ from vllm.v1.attention.backend import AttentionType
 
 from vllm_fp8ext.compat import mixed_steps
 from vllm_fp8ext.compat.capture import is_captured
+from vllm_fp8ext.compat.kv_cache import FORMATS
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.kernels.cuda import CudaError
-from vllm_fp8ext.kernels.decode_attention import HEAD_DIMENSION, MOST_GROUP, DecodeAttention, Step
+from vllm_fp8ext.kernels.decode_attention import HEAD_DIMENSION, MOST_GROUP, DecodeAttention, Step, lies_well
+from vllm_fp8ext.kernels.reference import FP8_DTYPE
+
+
+def attach_all(runner: Any, config: Any) -> None:
+    """Give the layers of a worker's models, the draft's too, the kernel: those that it computes."""
+    models: list[nn.Module | None] = [runner.get_model(), runner.get_draft_model()]
+    for layer in dict.fromkeys(layer for model in models if model is not None for layer in model.modules()):
+        if isinstance(layer, Attention):
+            attach(layer, config)
 
 
 def attach(layer: Attention, config: Any) -> None:
@@ -32,11 +42,12 @@ def attach(layer: Attention, config: Any) -> None:
             config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size or 0
         )
         try:
-            kernel = _kernel(layer.num_heads, layer.num_kv_heads, requests, layer._k_scale.device)
+            dtype = FP8_DTYPE if _caches_codes(layer) else torch.bfloat16
+            kernel = _kernel(layer.num_heads, layer.num_kv_heads, requests, layer._k_scale.device, dtype)
         except (CudaError, ValueError) as error:
             reason = str(error)
     if reason is not None:
-        log_once(f"blockfp8: vLLM's attention decodes over the FP8 cache, for {reason}")
+        log_once(f"blockfp8: vLLM's attention decodes, for {reason}")
         return
     log_once("blockfp8: requests that decode attend by our own kernel, prompts by FlashAttention 3")
     mixed_steps.install()
@@ -59,7 +70,9 @@ def _beyond(layer: Attention, config: Any) -> str | None:
         "sinks": impl.sinks is not None,
         f"{impl.attn_type} attention": impl.attn_type != AttentionType.DECODER,
         "shared K and V": layer.kv_sharing_target_layer_name is not None,
-        "queries in 16 bits": layer.query_quant is None,
+        "queries in 16 bits": _caches_codes(layer) and layer.query_quant is None,
+        f"K and V in {layer.kv_cache_torch_dtype}": not _caches_codes(layer)
+        and layer.kv_cache_torch_dtype != torch.bfloat16,
         f"outputs in {layer.dtype}": layer.dtype != torch.bfloat16,
         "VLLM_BATCH_INVARIANT": impl.batch_invariant_enabled,
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
@@ -69,10 +82,16 @@ def _beyond(layer: Attention, config: Any) -> str | None:
     return next((reason for reason, is_so in found.items() if is_so), None)
 
 
+def _caches_codes(layer: Attention) -> bool:
+    return layer.kv_cache_dtype in FORMATS
+
+
 @functools.cache
-def _kernel(heads: int, kv_heads: int, requests: int, device: torch.device) -> DecodeAttention:
+def _kernel(
+    heads: int, kv_heads: int, requests: int, device: torch.device, dtype: torch.dtype
+) -> DecodeAttention:
     """One for all layers of a shape: they run one after the other."""
-    return DecodeAttention(heads, kv_heads, requests, device)
+    return DecodeAttention(heads, kv_heads, requests, device, dtype)
 
 
 def _replace(layer: Attention, kernel: DecodeAttention) -> None:
@@ -102,12 +121,10 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
             asked = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
             return attend(*asked)
         count = lengths.shape[0]
-        step = Step(
-            *(query[:count], key[:count], value[:count], kv_cache),
-            *(metadata.block_table, lengths, slots),
-            (module._q_scale, module._k_scale, module._v_scale),
-            impl.scale,
-        )
+        parts = (part[:count] for part in (query, key, value))
+        query, key, value = (part if lies_well(part) else part.contiguous() for part in parts)
+        scales = (module._q_scale, module._k_scale, module._v_scale)
+        step = Step(query, key, value, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
         kernel(step, output[:count])
         return output
 

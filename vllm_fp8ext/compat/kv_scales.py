@@ -5,7 +5,7 @@ Derives from `BaseKVCacheMethod`, since vLLM asks for that class. Can go once vL
 time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,16 +29,9 @@ PER_HEAD = ("FLASH_ATTN",)
 class KvCacheMethod(BaseKVCacheMethod):
     """Placeholders for the checkpoint's scales, and what is served of them at first."""
 
-    def __init__(
-        self,
-        quant_config: Any,
-        settings: KvScaleSettings,
-        loaded: Callable[[Attention], None] = lambda layer: None,
-    ) -> None:
-        """`loaded` is called with each layer that is served, once it has its scales."""
+    def __init__(self, quant_config: Any, settings: KvScaleSettings) -> None:
         super().__init__(quant_config)
         self.settings = settings
-        self.loaded = loaded
 
     def create_weights(self, layer: nn.Module) -> None:
         """`q_scale`, `k_scale`, `v_scale`: -1 where the checkpoint has none; one, or `[KV heads]`. In fp32: vLLM's own
@@ -81,7 +74,6 @@ class KvCacheMethod(BaseKVCacheMethod):
             write_host_copies(layer, name, float(values.max()))
         for name in (*NAMES, "prob"):
             delattr(layer, f"{name}_scale")
-        self.loaded(layer)
 
 
 def _head_scales(layer: Any) -> nn.Parameter:

@@ -5,6 +5,7 @@ Replaces: `WorkerWrapperBase.load_model`, which otherwise falls through to the w
 model was loaded and before the KV cache is sized.
 """
 
+import contextlib
 import logging
 from operator import attrgetter
 from typing import Any
@@ -29,43 +30,42 @@ def install() -> None:
 
 
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load the model; under blockfp8 with live updates, build its twin in the same memory pool and account for it. On a GPU
-    then compile what it runs on."""
+    """Load the model; under blockfp8, in the same memory pool, on a GPU give its layers our attention, and with live updates
+    build its twin and account for it. On a GPU then compile what it runs on."""
     worker, config = self.worker, self.vllm_config
     if config.model_config.quantization != METHOD:
         return worker.load_model(*args, **kwargs)
-    if current_platform.is_cuda():
-        graph_sizes.install()
-    if Settings.parse(config.additional_config).staging == "none":
-        result = worker.load_model(*args, **kwargs)
-    else:
-        result = _load_with_twin(self, *args, **kwargs)
-    if current_platform.is_cuda():
-        from vllm_fp8ext.compat.warmup import warm_up
-
-        warm_up(worker.model_runner.get_model(), config.scheduler_config.max_num_batched_tokens)
-    return result
-
-
-def _load_with_twin(self: Any, *args: Any, **kwargs: Any) -> Any:
-    worker, config = self.worker, self.vllm_config
 
     from vllm_fp8ext.compat.model import recorded_checkpoint
 
+    settings, on_gpu = Settings.parse(config.additional_config), current_platform.is_cuda()
     runner = worker.model_runner
     original = runner.load_model
 
-    def load_with_twin(*inner: Any, **named: Any) -> Any:
-        with recorded_checkpoint() as recorded:
+    def load(*inner: Any, **named: Any) -> Any:
+        live = settings.staging != "none"
+        recording: Any = recorded_checkpoint() if live else contextlib.nullcontext()
+        with recording as recorded:
             result = original(*inner, **named)
-        self.fp8ext_rank = _build(worker, config, runner, recorded)
+        if on_gpu and settings.kernels.takes_decode_attention:
+            from vllm_fp8ext.compat.decode_attention import attach_all
+
+            attach_all(runner, config)
+        if live:
+            self.fp8ext_rank = _build(worker, config, runner, recorded)
         return result
 
-    runner.load_model = load_with_twin
+    runner.load_model = load
     try:
-        return worker.load_model(*args, **kwargs)
+        result = worker.load_model(*args, **kwargs)
     finally:
         del runner.load_model
+    if on_gpu:
+        from vllm_fp8ext.compat.warmup import warm_up
+
+        graph_sizes.install()
+        warm_up(runner.get_model(), config.scheduler_config.max_num_batched_tokens)
+    return result
 
 
 def call(self: Any, number: int, method: str, *args: Any) -> dict[str, Any]:
