@@ -52,6 +52,12 @@ def test_a_case_that_is_none(case: str):
         CliRunner().invoke(cli, ["bench", "rollout", "--cases", case], catch_exceptions=False)
 
 
+def test_engines_that_lend_memory_are_not_profiled(tmp_path: Path):
+    line = ["bench", "rollout", "--lend", "--profile", str(tmp_path / "profile.txt")]
+    with pytest.raises(ConfigError, match=r"--lend: expected no --profile.*take --apart"):
+        CliRunner().invoke(cli, line, catch_exceptions=False)
+
+
 @pytest.mark.parametrize("command", ["kernels", "rollout", "kv"])
 def test_without_a_gpu(command: str):
     with pytest.raises(ConfigError, match="expected a CUDA GPU, found none"):

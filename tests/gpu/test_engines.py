@@ -22,7 +22,8 @@ ENGINE = {
 }
 
 
-def test_an_engine_that_lends_has_memory_for_k_and_v_in_its_turns() -> None:
+def test_an_engine_that_lends_has_memory_for_k_and_v_in_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with contextlib.closing(Engine(LATE, "lends", ENGINE, lends=True)) as engine:
         engine.wait()
         for seed in range(2):

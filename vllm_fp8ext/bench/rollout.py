@@ -52,9 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run as the command line says; the exit code.
 
     Raises:
-        ConfigError: no GPU, or a case that is none.
+        ConfigError: no GPU, a case that is none, or profiles of engines that lend.
     """
     options = _parser().parse_args(arguments)
+    if options.lend and options.profile:
+        raise ConfigError(
+            "--lend: expected no --profile, for which an engine runs in one process and can't lend memory (take --apart)"
+        )
     cases = [_case(text) for text in options.cases]
     stop = time.monotonic() + options.seconds
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
@@ -106,13 +110,10 @@ def _apart(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Gene
 
 def _lending(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Generator[Engines]:
     """Engines beside each other, of which one at a time has memory for K and V."""
-    profile = options.profile is not None
     with contextlib.ExitStack() as stack:
         engines: Engines = {}
         for kind in kinds:
-            engine = Engine(
-                folder, str(kind), _arguments(kind, options), profile=profile, held=True, lends=True
-            )
+            engine = Engine(folder, str(kind), _arguments(kind, options), held=True, lends=True)
             engines[kind] = stack.enter_context(contextlib.closing(engine))
         for engine in engines.values():
             engine.begin()
@@ -267,9 +268,8 @@ def _profile(file: Path, case: tuple[int, int, int], engines: Engines) -> None:
     requests, tokens, output = case
     file.parent.mkdir(parents=True, exist_ok=True)
     for engine in engines.values():
-        with engine.turn():
-            engine.kernels(*case, 0)
-            kernels = engine.kernels(*case, 1)
+        engine.kernels(*case, 0)
+        kernels = engine.kernels(*case, 1)
         with file.open("a") as out:
             total = sum(ms for _, ms, _ in kernels)
             print(f"== {requests} x {tokens}/{output}, {engine.name}: {total:.1f} ms", file=out)
