@@ -46,7 +46,7 @@ def main() -> None:
         )
     )
     _long_picture([case for case in long if case["model"] == "Qwen3-8B"])
-    fill(PAGE, {"accuracy": _table(accuracy), "long": _long(long), "attention": _attention(kernels)})
+    fill(PAGE, {"accuracy": _table(accuracy), "long": _long(long), "attention": _attention(kernels), "mixed": _mixed(kernels)})
 
 
 def _cases(name: str) -> Cases:
@@ -76,21 +76,34 @@ def _long(cases: Cases) -> str:
 
 def _attention(cases: Cases) -> str:
     lines = [
-        "| requests, context | FlashAttention 3, K and V in BF16, µs | in FP8, µs | our own, FP8, µs | of copy bandwidth |",
-        "|---|---|---|---|---|",
+        "| requests, context | BF16: FlashAttention 3, µs | our own | FP8: FlashAttention 3 | our own | of copy bandwidth |",
+        "|---|---|---|---|---|---|",
     ]
-    found = {
-        (case["m"], case["shape"][0], case["variant"]): case
-        for case in cases
-        if case["kernel"] == "attention_decode"
-    }
-    for requests, context in dict.fromkeys((m, context) for m, context, _ in found):
-        base, *others = row = [found[requests, context, variant] for variant in ("bf16", "fp8", "blockfp8")]
-        cells = [f"{base['us']:,.1f}"]
-        cells += [f"{case['us']:,.1f} ({base['us'] / case['us']:.2f}×)" for case in others]
+    variants = ("bf16", "blockfp8_bf16", "fp8", "blockfp8")
+    for (requests, context), found in _by_context(cases, "attention_decode").items():
+        row = [found[variant] for variant in variants]
+        cells = [f"{row[0]['us']:,.1f}"]
+        cells += [f"{case['us']:,.1f} ({row[0]['us'] / case['us']:.2f}×)" for case in row[1:]]
         cells.append(", ".join(f"{case['ratio_copy']:.0%}" for case in row))
         lines.append(f"| {requests}, {context:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _mixed(cases: Cases) -> str:
+    lines = ["| requests, context | FlashAttention 3, µs | our own beside it |", "|---|---|---|"]
+    for (requests, context), found in _by_context(cases, "attention_mixed").items():
+        flash, own = found["fp8"]["us"], found["blockfp8"]["us"]
+        lines.append(f"| {requests:,}, {context:,} | {flash:,.1f} | {own:,.1f} ({flash / own:.2f}×) |")
+    return "\n".join(lines)
+
+
+def _by_context(cases: Cases, kernel: str) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
+    """Requests and the context of each: what each variant did."""
+    found: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for case in cases:
+        if case["kernel"] == kernel:
+            found.setdefault((case["m"], case["shape"][0]), {})[case["variant"]] = case
+    return found
 
 
 def _long_picture(cases: Cases) -> None:

@@ -9,6 +9,7 @@ Writes `docs/images/kernels.svg` and `docs/images/rollout.svg`, and what stands 
 
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ DECODE = {
     "scaled_mm": "torch._scaled_mm",
 }
 PREFILL = ("blockfp8", "blockfp8_codes", "deep_gemm", "cutlass")
+PROMPTS = 16
+"""Tokens out, of cases that ask for little but the first."""
 ENGINES = {"fp8_per_block": "fp8_per_block", "blockfp8": "blockfp8"}
 Cases = list[dict[str, Any]]
 
@@ -48,6 +51,7 @@ def main() -> None:
         "weights": _weights(kernels),
         "fused": _fused(kernels),
         "rollout": _rollout(rollout),
+        "prompts": _prompts(rollout),
     }
     fill(PAGE, tables)
 
@@ -153,7 +157,7 @@ def _rollout(cases: Cases) -> str:
         "blockfp8 |",
         "|---|---|---|---|---|---|---|",
     ]
-    for group in _groups(cases):
+    for group in _groups(case for case in cases if case["output"] > PROMPTS):
         base = group["bf16"]
         cells, steps = [], [f"{base['ms_per_step']:.2f}"]
         for variant in ENGINES:
@@ -167,11 +171,20 @@ def _rollout(cases: Cases) -> str:
     return "\n".join(lines)
 
 
+def _prompts(cases: Cases) -> str:
+    lines = ["| prompts × tokens | BF16 ms | fp8_per_block | blockfp8 |", "|---|---|---|---|"]
+    for group in _groups(case for case in cases if case["output"] == PROMPTS):
+        base = group["bf16"]
+        cells = [f"{group[variant]['first_token_ms']:.1f}" for variant in ("bf16", *ENGINES)]
+        lines.append(f"| {base['requests']} × {base['input']:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _kv(case: dict[str, Any]) -> str:
     return "FP8" if case["kv_cache"] == "fp8" else "BF16"
 
 
-def _groups(cases: Cases) -> list[dict[str, dict[str, Any]]]:
+def _groups(cases: Iterable[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
     """Cases without settings that differ in the variant alone, by variant: where there are several, the last."""
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for case in cases:
@@ -206,7 +219,7 @@ def _kernels_picture(cases: Cases) -> None:
 def _rollout_picture(cases: Cases) -> None:
     """One panel for each model and KV cache."""
     panels: dict[str, list[dict[str, dict[str, Any]]]] = {}
-    for group in _groups(cases):
+    for group in _groups(case for case in cases if case["output"] > PROMPTS):
         base = group["bf16"]
         panels.setdefault(f"{base['model']}, KV {_kv(base)}", []).append(group)
     widths = [len(groups) + 0.5 for groups in panels.values()]

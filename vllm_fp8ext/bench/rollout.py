@@ -204,6 +204,8 @@ def _measure(
             break
         for kind, engine in engines.items():
             with engine.turn():
+                if options.lend:  # the first to touch what was just taken
+                    engine.seconds(1, tokens, 1, 2 * repeat)
                 first = engine.seconds(requests, tokens, 1, 2 * repeat)
                 length = output if repeat else min(output, 32)
                 whole = engine.seconds(requests, tokens, length, 2 * repeat + 1)
