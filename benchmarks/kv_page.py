@@ -46,7 +46,8 @@ def main() -> None:
         )
     )
     _long_picture([case for case in long if case["model"] == "Qwen3-8B"])
-    fill(PAGE, {"accuracy": _table(accuracy), "long": _long(long), "attention": _attention(kernels), "mixed": _mixed(kernels)})
+    attention = {"attention": _attention(kernels), "mixed": _mixed(kernels)}
+    fill(PAGE, {"accuracy": _table(accuracy), "long": _long(long), **attention})
 
 
 def _cases(name: str) -> Cases:
