@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak GPU memory while a BF16 checkpoint is loaded and quantized layer by layer, against the FP8 model that remains.
 
-python benchmarks/load_memory.py --shape Qwen3-8B --device cuda --out benchmarks/results/load_memory_h200.json
+python benchmarks/load_memory.py --shape Qwen3-8B --out benchmarks/results/load_memory_h200.json
 """
 
 import argparse

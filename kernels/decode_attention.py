@@ -203,7 +203,8 @@ class DecodeAttention:
 
     def _holds(self, cache: Tensor) -> bool:
         is_bytes = self.dtype.itemsize == cache.element_size() == 1
-        strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
+        places = zip(cache.shape[:3], cache.stride()[:3], strict=True)
+        strides = [stride * cache.element_size() for size, stride in places if size > 1]
         placed = (
             all(stride % 16 == 0 and stride < 1 << 32 for stride in strides) and cache.data_ptr() % 16 == 0
         )
@@ -246,13 +247,12 @@ class DecodeAttention:
 
 
 def lies_well(part: Tensor, align: int = 16) -> bool:
-    """Whether a token's heads `[…, D]` lie side by side, at a multiple of so many bytes."""
-    row, *within = part.stride()
-    return (
-        within == [HEAD_DIMENSION, 1]
-        and part.data_ptr() % align == 0
-        and row * part.element_size() % align == 0
-    )
+    """Whether each row's heads, `[rows, heads, D]`, lie side by side, at a multiple of so many bytes. Where a next row or head
+    would be does not matter if there is none."""
+    rows, heads, _ = part.shape
+    row, head, element = part.stride()
+    beside = element == 1 and (heads == 1 or head == HEAD_DIMENSION)
+    return beside and part.data_ptr() % align == 0 and (rows == 1 or row * part.element_size() % align == 0)
 
 
 @functools.cache

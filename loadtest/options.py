@@ -2,7 +2,7 @@
 """The options of a load test, for locust's command line and web page and for `fp8ext bench load` alike."""
 
 import os
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -148,6 +148,13 @@ def add(parser: ArgumentParser) -> None:
     group.add_argument("--slo", action="append", default=[], help="such as 'ttft_p99<0.5'; may be repeated")
     group.add_argument("--report", default="", help="folder for report.html and report.json")
     group.add_argument("--label", default="", help="name of this run in reports")
+
+
+def listed() -> str:
+    """All of them with what they mean, as a help text."""
+    parser = ArgumentParser(usage=SUPPRESS, add_help=False)
+    add(parser)
+    return parser.format_help()
 
 
 def of(parsed: Any) -> Options:

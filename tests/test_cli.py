@@ -145,6 +145,12 @@ def test_seconds_to_wait_go_with_waiting(recorded: Recorded, tmp_path: Path) -> 
     assert "--wait-seconds goes with --running wait, found keep" in result.output
 
 
+def test_the_load_test_lists_its_options() -> None:
+    result = CliRunner().invoke(cli, ["bench", "load", "--help"])
+    assert result.exit_code == 0
+    assert {"--users", "--vocabulary", "--slo", "--scrape-every"} <= set(result.output.split())
+
+
 def run(script: str, *line: str) -> subprocess.CompletedProcess[str]:
     """The console script in a process of its own, after a line of Python."""
     program = f"import sys; {script}; from vllm_fp8ext.cli import main; main()"

@@ -134,7 +134,16 @@ def bench() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C: what was started ends too
 
 
-@bench.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+class _Load(click.Command):
+    """Its help lists what it passes on, too."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from vllm_fp8ext.loadtest.options import listed
+
+        formatter.write(f"\n{listed()}")
+
+
+@bench.command(cls=_Load, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option(
     "--url", envvar=URL, default=DEFAULT_URL, show_default=True, help="An OpenAI-compatible server."
 )
@@ -159,9 +168,9 @@ def load(
     web: bool,
     key_file: Path | None,
 ) -> None:
-    """Load a server with rollout traffic, and change its weights meanwhile. All options of the load test and of locust are
-    taken, such as --rollout-steps 5 --update-every step --checkpoints A B --slo 'ttft_p99<0.5' --report
-    FOLDER; `fp8ext bench load -- --help` lists them."""
+    """Load a server with rollout traffic, and change its weights meanwhile, such as with --rollout-steps 5
+    --update-every step --checkpoints A B --slo 'ttft_p99<0.5' --report FOLDER. The options of the load test stand below;
+    locust's (`locust --help`) are taken too."""
     from vllm_fp8ext.loadtest.command import command
 
     if key_file:

@@ -144,6 +144,37 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
     assert slots is metadata.slot_mapping
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "lies"),
+    [
+        ((4, 8, 128), (1024, 128, 1), True),
+        ((4, 8, 128), (3072, 128, 1), True),
+        ((4, 8, 128), (1028, 128, 1), False),
+        ((1, 8, 128), (1028, 128, 1), True),
+        ((4, 1, 128), (1024, 77, 1), True),
+        ((4, 8, 128), (2048, 256, 1), False),
+        ((4, 8, 128), (1024, 1, 8), False),
+    ],
+)
+def test_which_heads_lie_as_they_are_read(
+    shape: tuple[int, ...], strides: tuple[int, ...], lies: bool
+) -> None:
+    """Torch gives a dimension of one any stride, also a contiguous one."""
+    part = torch.empty(1 << 14, dtype=torch.bfloat16).as_strided(shape, strides)
+    assert decode_attention.lies_well(part) == lies
+
+
+def test_queries_that_are_not_quantized_have_no_scale() -> None:
+    """Though a checkpoint may bring one."""
+    asked: list[Any] = []
+    given = layer(**PLAIN)
+    decode_attention._replace(given, lambda *args: asked.append(args))  # type: ignore[arg-type]  # what it is called with
+    given.impl.forward(
+        given, *[torch.zeros(2, 1, 1)] * 3, "cache", SimpleNamespace(**STEP), torch.zeros(2, 1, 1)
+    )
+    assert asked[0][0].scales == ("k", "k", "v")
+
+
 def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel(
     mixed: FlashAttentionMetadata,
 ) -> None:

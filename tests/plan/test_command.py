@@ -143,6 +143,12 @@ def test_a_cache_of_a_named_size_needs_no_gpu() -> None:
     assert data["rows"][0]["blocks"] == (64 << 20) // (3 * 2 * 2 * 64 * 2 * 16)
 
 
+@pytest.mark.parametrize(("name", "warned"), [("A100-80GB", True), ("H100", False), ("B200", False)])
+def test_a_gpu_without_fp8_is_told(qwen8b: str, name: str, warned: bool) -> None:
+    told = "on A100-80GB only the rows of BF16 weights can be had"
+    assert (told in plan(qwen8b, "--gpu", name)) == warned
+
+
 def test_notes(tmp_path: Path) -> None:
     small = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     for config, note in (

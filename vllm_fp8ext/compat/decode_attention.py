@@ -97,6 +97,8 @@ def _kernel(
 def _replace(layer: Attention, kernel: DecodeAttention) -> None:
     impl = layer.impl
     attend, cache = impl.forward, impl.do_kv_cache_update
+    # a checkpoint may have a scale for queries that are not quantized; that of K is one then
+    query_scale = "_q_scale" if _caches_codes(layer) else "_k_scale"
 
     def forward(
         module: Any,
@@ -123,7 +125,7 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
         count = lengths.shape[0]
         parts = (part[:count] for part in (query, key, value))
         query, key, value = (part if lies_well(part) else part.contiguous() for part in parts)
-        scales = (module._q_scale, module._k_scale, module._v_scale)
+        scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
         step = Step(query, key, value, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
         kernel(step, output[:count])
         return output

@@ -80,6 +80,10 @@ def plan(
         return
     console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
     console.print(_table(shape, device.name if device else None, serving, found))
+    if device and not device.serves_blockfp8:
+        console.print(
+            f"blockfp8 needs Hopper or newer: on {device.name} only the rows of BF16 weights can be had."
+        )
     for line in _notes(shape, serving, found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -29,6 +29,11 @@ class Gpu:
         return 1024 if self._large else 256
 
     @property
+    def serves_blockfp8(self) -> bool:
+        """Whether it has FP8 matrix units, as far as the name tells."""
+        return not self.name.startswith("A100")
+
+    @property
     def _large(self) -> bool:
         return self.total >= 70 * GIB and not self.name.startswith("A100")
 
