@@ -247,8 +247,8 @@ class DecodeAttention:
 
 
 def lies_well(part: Tensor, align: int = 16) -> bool:
-    """Whether each row's heads, `[rows, heads, D]`, lie side by side, at a multiple of so many bytes. Where a next row or head
-    would be does not matter if there is none."""
+    """Whether each row's heads, `[rows, heads, D]`, lie side by side, at a multiple of so many bytes. Where a next row or
+    head would be does not matter if there is none."""
     rows, heads, _ = part.shape
     row, head, element = part.stride()
     beside = element == 1 and (heads == 1 or head == HEAD_DIMENSION)
