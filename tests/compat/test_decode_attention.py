@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.model_executor.layers.attention import ChunkedLocalAttention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
@@ -78,6 +79,13 @@ def config(context_parallel: int = 1, ubatching: bool = False, connector: object
 )
 def test_layers_that_stay_with_vllms_attention(changed: dict[str, Any], reason: str) -> None:
     assert decode_attention._beyond(layer(**changed), config()) == reason
+
+
+def test_attention_over_chunks_stays_with_vllms() -> None:
+    """Its steps have a request for each chunk that new tokens fall into."""
+    given: Any = ChunkedLocalAttention.__new__(ChunkedLocalAttention)
+    vars(given).update(vars(layer()))
+    assert decode_attention._beyond(given, config()) == "attention over chunks"
 
 
 def test_parallelism_that_the_kernel_does_not_know() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 
@@ -65,6 +65,7 @@ def _beyond(layer: Attention, config: Any) -> str | None:
         f"heads of {layer.head_size}": (layer.head_size, layer.head_size_v) != (HEAD_DIMENSION,) * 2,
         f"{group} query heads to a KV head": group > MOST_GROUP,
         "a sliding window": tuple(impl.sliding_window) != (-1, -1),
+        "attention over chunks": isinstance(layer, ChunkedLocalAttention),
         "soft-capped scores": bool(impl.logits_soft_cap),
         "ALiBi": impl.alibi_slopes is not None,
         "sinks": impl.sinks is not None,

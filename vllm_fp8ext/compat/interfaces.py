@@ -624,7 +624,12 @@ INTERFACES: tuple[Interface, ...] = (
         module="vllm.v1.attention.backends.flash_attn",
         name="FlashAttentionImpl.forward",
         parameters=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-        why="decode over an FP8 cache by our own kernel",
+        why="decode by our own attention kernel",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.attention",
+        name="ChunkedLocalAttention",
+        why="leave attention over chunks to vLLM",
     ),
     Interface(
         module="vllm.v1.attention.backends.flash_attn",
@@ -641,13 +646,13 @@ INTERFACES: tuple[Interface, ...] = (
             "max_num_splits",
             "causal",
         ),
-        why="decode over an FP8 cache by our own kernel",
+        why="decode by our own attention kernel",
     ),
     Interface(
         module="vllm.v1.attention.backends.flash_attn",
         name="FlashAttentionMetadataBuilder.build",
         parameters=("common_prefix_len", "common_attn_metadata"),
-        why="decode over an FP8 cache by our own kernel",
+        why="decode by our own attention kernel",
     ),
     Interface(
         module="vllm.v1.attention.backends.flash_attn",
@@ -656,17 +661,17 @@ INTERFACES: tuple[Interface, ...] = (
             *("aot_schedule", "batch_size", "cu_query_lens", "max_query_len"),
             *("seqlens", "max_seq_len", "causal", "max_num_splits"),
         ),
-        why="decode over an FP8 cache by our own kernel",
+        why="decode by our own attention kernel",
     ),
     Interface(
         module="vllm.v1.attention.backend",
         name="CommonAttentionMetadata",
         parameters=("query_start_loc_cpu", "num_reqs", "max_query_len", "seq_lens_cpu_upper_bound"),
-        why="decode over an FP8 cache by our own kernel",
+        why="decode by our own attention kernel",
     ),
     Interface(
         module="vllm.v1.attention.backends.flash_attn",
         name="FlashAttentionImpl.batch_invariant_enabled",
-        why="decode over an FP8 cache by our own kernel",
+        why="decode by our own attention kernel",
     ),
 )
