@@ -18,15 +18,17 @@
 // request: both only grow along the tiles, so no two parts meet), and `combine_attention` adds the parts, in the order of the
 // shares. No atomics: the same lengths give the same bits.
 //
-// A warp's loop, with tensor cores in FP16, in which codes are exact, or BF16, and sums in fp32: scores[tokens, heads] = K Q^T,
-// weights = exp2(scores - largest), transposed in registers, numerators[D, heads] += V^T weights. Both products take the cache as
-// their M side, so heads fill the N side of 8. What belongs to which row or column of a fragment is free where it is summed
-// over or put back: it is chosen so that a thread reads 16 bytes of the cache at a time, without a transpose of V.
+// A warp's loop, with tensor cores in FP16, in which codes are exact, or BF16, and sums in fp32: scores[tokens, heads] =
+// K Q^T, weights = exp2(scores - largest), transposed in registers, numerators[D, heads] += V^T weights. Both products take
+// the cache as their M side, so heads fill the N side of 8. What belongs to which row or column of a fragment is free where
+// it is summed over or put back: it is chosen so that a thread reads 16 bytes of the cache at a time, without a transpose
+// of V.
 //
-// The new token's K and V come as BF16. Who has the tile that it belongs to quantizes them for a cache of codes, and puts them
-// into the tile and, where the request has a slot for it, into the cache. Requests may share blocks, and one may read what another one's new
-// token completes in the same launch (vLLM finds a block in its prefix cache as soon as the step that fills it is scheduled).
-// That token is a block's last; who reads such a block, a lent one, takes it from the other request's K and V instead.
+// The new token's K and V come as BF16. Who has the tile that it belongs to quantizes them for a cache of codes, and puts
+// them into the tile and, where the request has a slot for it, into the cache. Requests may share blocks, and one may read
+// what another one's new token completes in the same launch (vLLM finds a block in its prefix cache as soon as the step that
+// fills it is scheduled). That token is a block's last; who reads such a block, a lent one, takes it from the other
+// request's K and V instead.
 //
 // So nothing that is read from the cache is new, and a launch that begins before the previous kernel has ended
 // (griddepcontrol) waits for Q, K and V alone. With EARLY_REQUESTS or more the kernel behind both may likewise

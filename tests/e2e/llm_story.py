@@ -2,11 +2,14 @@
 """A trainer that holds an `LLM` in its own process, whose calls block. Writes what it saw, as JSON, to a file."""
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 
 import torch
 from vllm import LLM, SamplingParams

@@ -2,7 +2,6 @@
 """Engines in the trainer's own process: one updated in place, put to sleep and woken, one whose calls block."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +25,7 @@ def blocking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def told_by(name: str, folder: Path) -> dict[str, Any]:
     """What a process of its own, as a trainer is, writes down."""
     line = [sys.executable, "-P", str(Path(__file__).with_name(name)), str(folder / "facts.json")]
-    own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=400, env=own)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return found

@@ -5,10 +5,13 @@ sleep_story.py FOLDER FACTS
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 
 import torch
 from vllm import LLM, SamplingParams

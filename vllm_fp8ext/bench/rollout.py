@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
-        alive = _apart if options.apart else _lending if options.lend else _together
+        alive = _apart if options.apart else _together
         with contextlib.closing(alive(kinds, folder, options)) as groups:
             for engines in groups:
                 for case in cases:
@@ -85,13 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _together(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Generator[Engines]:
-    """Engines beside each other, all of them ready."""
+    """Engines beside each other, all of them ready; those that lend memory begin one after the other."""
+    profile, lends = options.profile is not None, options.lend
     with contextlib.ExitStack() as stack:
         engines: Engines = {}
         for kind in kinds:
-            engine = Engine(folder, str(kind), _arguments(kind, options), profile=options.profile is not None)
+            arguments = _arguments(kind, options)
+            engine = Engine(folder, str(kind), arguments, profile=profile, held=lends, lends=lends)
             engines[kind] = stack.enter_context(contextlib.closing(engine))
         for engine in engines.values():
+            if lends:
+                engine.begin()
             console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
         yield engines
 
@@ -106,19 +110,6 @@ def _apart(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Gene
         for kind, (engine, seconds) in zip(kinds, engines, strict=True):
             console.print(f"{engine.name}: ready after {seconds:.0f} s")
             yield {kind: engine}
-
-
-def _lending(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Generator[Engines]:
-    """Engines beside each other, of which one at a time has memory for K and V."""
-    with contextlib.ExitStack() as stack:
-        engines: Engines = {}
-        for kind in kinds:
-            engine = Engine(folder, str(kind), _arguments(kind, options), held=True, lends=True)
-            engines[kind] = stack.enter_context(contextlib.closing(engine))
-        for engine in engines.values():
-            engine.begin()
-            console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
-        yield engines
 
 
 def _parser() -> argparse.ArgumentParser:

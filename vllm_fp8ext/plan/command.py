@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_fp8ext.config import GIB
-from vllm_fp8ext.plan.gpus import GPUS, gpu
+from vllm_fp8ext.plan.gpus import GPUS, Gpu, gpu
 from vllm_fp8ext.plan.memory import UTILIZATION, Row, Serving, overhead, rows
 from vllm_fp8ext.plan.model import Model, read_model
 
@@ -80,11 +80,7 @@ def plan(
         return
     console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
     console.print(_table(shape, device.name if device else None, serving, found))
-    if device and not device.serves_blockfp8:
-        console.print(
-            f"blockfp8 needs Hopper or newer: on {device.name} only the rows of BF16 weights can be had."
-        )
-    for line in _notes(shape, serving, found):
+    for line in _notes(shape, serving, found, device):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -135,11 +131,15 @@ def _weights(row: Row) -> str:
     return row.weights.upper() + (" + twin" if row.twin_bytes else "")
 
 
-def _notes(model: Model, serving: Serving, found: list[Row]) -> list[str]:
+def _notes(model: Model, serving: Serving, found: list[Row], device: Gpu | None) -> list[str]:
     stagings = {bool(row.twin_bytes): row.staging for row in found}
     notes = [
         f"GiB of weights and twin. FP8 + twin: staging {stagings[True]}, the default. FP8: {stagings[False]}."
     ]
+    if device and not device.serves_blockfp8:
+        notes.append(
+            f"blockfp8 needs Hopper or newer: on {device.name} only the rows of BF16 weights can be had."
+        )
     if serving.total is not None:
         share = "" if serving.kv_bytes is not None else f" × {serving.utilization:g}"
         notes.append(

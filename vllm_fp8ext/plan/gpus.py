@@ -31,11 +31,15 @@ class Gpu:
     @property
     def serves_blockfp8(self) -> bool:
         """Whether it has FP8 matrix units, as far as the name tells."""
-        return not self.name.startswith("A100")
+        return not self._is_a100
 
     @property
     def _large(self) -> bool:
-        return self.total >= 70 * GIB and not self.name.startswith("A100")
+        return self.total >= 70 * GIB and not self._is_a100
+
+    @property
+    def _is_a100(self) -> bool:
+        return self.name.startswith("A100")
 
 
 GPUS = {
