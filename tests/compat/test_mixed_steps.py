@@ -12,7 +12,17 @@ from vllm_fp8ext.compat import mixed_steps
 
 
 class Builder:
-    """What computes a schedule."""
+    """What computes a schedule, for layers of which `taken` are ours."""
+
+    def __init__(self, *taken: bool) -> None:
+        layers = {str(index): SimpleNamespace(impl=SimpleNamespace()) for index in range(len(taken))}
+        for layer, is_taken in zip(layers.values(), taken, strict=True):
+            if is_taken:
+                mixed_steps.take(layer.impl)
+        self.layer_names = list(layers)
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=layers | {"other": None})
+        )
 
     def _get_scheduler_metadata(self, **asked: Any) -> Any:
         return asked
@@ -62,7 +72,7 @@ def test_with_how_many_of_one_token_a_step_begins(
         query_start_loc_cpu=torch.tensor([*starts, 99, 99], dtype=torch.int32),
         seq_lens_cpu_upper_bound=None if upto is None else torch.full((count,), upto),
     )
-    assert build(Builder(), 0, step, fast_build=True) is built  # type: ignore[arg-type]  # all that is asked
+    assert build(Builder(True), 0, step, fast_build=True) is built  # type: ignore[arg-type]  # all that is asked
     found = getattr(built, mixed_steps._SINGLE, None)
     assert (found and found.requests) == single
     if not found:
@@ -79,6 +89,36 @@ def test_with_how_many_of_one_token_a_step_begins(
             "causal": True,
             "max_num_splits": 3,
         }
+
+
+@pytest.mark.parametrize(
+    ("longest", "taken", "fast", "unasked"),
+    [
+        (1, (True, True), False, True),
+        (1, (True, False), False, False),
+        (1, (True, False), True, True),
+        (2, (True, True), False, False),
+        (2, (True, True), True, True),
+    ],
+)
+def test_no_schedule_for_what_flash_attention_does_not_compute(
+    longest: int, taken: tuple[bool, ...], fast: bool, unasked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        FlashAttentionMetadataBuilder, "build", lambda *given: asked.append(given[3]) or SimpleNamespace()
+    )
+    mixed_steps.install()
+    step = SimpleNamespace(
+        max_query_len=longest,
+        num_reqs=1,
+        query_start_loc_cpu=torch.tensor([0, longest]),
+        seq_lens_cpu_upper_bound=None,
+    )
+    builder: Any = Builder(*taken)
+    for _ in range(2):
+        FlashAttentionMetadataBuilder.build(builder, 0, step, fast_build=fast)  # type: ignore[arg-type]
+    assert asked == [unasked] * 2
 
 
 def test_few_short_contexts_stay_with_flash_attention() -> None:

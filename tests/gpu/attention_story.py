@@ -52,10 +52,18 @@ def main(mode: str, folder: str, facts: str) -> None:
         "joined": True,
         "lent": 0,
         "cached by vLLM": [],
+        "scheduled": [],
         "launched": 0,
     }
     plain = mode.startswith("plain")
     original, cache = DecodeAttention.__call__, flash_attn.reshape_and_cache_flash
+    schedule = flash_attn.get_scheduler_metadata
+
+    def scheduled(**asked: Any) -> Tensor:
+        seen["scheduled"].append(asked["max_seqlen_q"])
+        return schedule(**asked)
+
+    flash_attn.get_scheduler_metadata = scheduled
 
     def cached(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> None:
         seen["cached by vLLM"].append(len(rest[0]))

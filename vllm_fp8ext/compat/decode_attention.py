@@ -136,6 +136,7 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
             cache(module, key, value, kv_cache, slots)
 
     impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
+    mixed_steps.take(impl)
 
 
 def _is_cached_by_attention(module: Any, slots: Tensor) -> bool:

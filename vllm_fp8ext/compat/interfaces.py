@@ -627,11 +627,6 @@ INTERFACES: tuple[Interface, ...] = (
         why="decode by our own attention kernel",
     ),
     Interface(
-        module="vllm.model_executor.layers.attention",
-        name="ChunkedLocalAttention",
-        why="leave attention over chunks to vLLM",
-    ),
-    Interface(
         module="vllm.v1.attention.backends.flash_attn",
         name="FlashAttentionMetadata",
         parameters=(
@@ -651,7 +646,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.v1.attention.backends.flash_attn",
         name="FlashAttentionMetadataBuilder.build",
-        parameters=("common_prefix_len", "common_attn_metadata"),
+        parameters=("common_prefix_len", "common_attn_metadata", "fast_build"),
         why="decode by our own attention kernel",
     ),
     Interface(

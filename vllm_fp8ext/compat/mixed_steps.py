@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a step's metadata apart: requests with one new token, which a batch begins with, and others.
+"""Takes a step's metadata apart: requests with one new token, which a batch begins with, and others. FlashAttention's
+schedule is made for none but those that it computes.
 
-Replaces `FlashAttentionMetadataBuilder.build`, which forgets how many tokens requests have. Can go once FlashAttention's
-metadata keeps those apart, as other backends' does.
+Replaces `FlashAttentionMetadataBuilder.build`, which forgets how many tokens requests have and makes a schedule for all. Can
+go once FlashAttention's metadata keeps those apart, as other backends' does.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from vllm_fp8ext.compat.wrapping import wrap
 _SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
 """What is kept with vLLM's metadata of a step that begins with requests of one token, before others: `_Single`, and `Apart`,
 which holds for one block table."""
+_TAKEN = "fp8ext_decodes"
+"""What marks a layer's implementation whose requests that decode are ours, and tells whether all of a builder's are."""
 LEAST_TOKENS = 16384
 """In the contexts of these requests: with fewer FlashAttention, which is launched anyway, takes them along."""
 
@@ -62,15 +65,32 @@ def install() -> None:
     wrap(FlashAttentionMetadataBuilder, "build", _noting)
 
 
+def take(implementation: Any) -> None:
+    """Requests of a layer that decode are ours, if a step has no others."""
+    setattr(implementation, _TAKEN, True)
+
+
 def _noting(build: Any) -> Any:
-    def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **named: Any) -> Any:
-        metadata = build(self, common_prefix_len, common_attn_metadata, *args, **named)
+    def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        unasked = common_attn_metadata.max_query_len == 1 and _takes_all(self)
+        metadata = build(self, common_prefix_len, common_attn_metadata, fast_build or unasked)
         count = _leading(common_attn_metadata)
         if count:
             setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
         return metadata
 
     return noted
+
+
+def _takes_all(builder: Any) -> bool:
+    """Whether no layer of those that share the metadata asks FlashAttention for requests that decode. One that does all the
+    same computes its schedule itself."""
+    found: bool | None = getattr(builder, _TAKEN, None)
+    if found is None:
+        layers = builder.vllm_config.compilation_config.static_forward_context
+        found = all(hasattr(layers[name].impl, _TAKEN) for name in builder.layer_names)
+        setattr(builder, _TAKEN, found)
+    return found
 
 
 def _leading(step: Any) -> int:
