@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 
 from vllm_fp8ext.compat import mixed_steps
@@ -14,15 +15,18 @@ from vllm_fp8ext.compat import mixed_steps
 class Builder:
     """What computes a schedule, for layers of which `taken` are ours."""
 
-    def __init__(self, *taken: bool) -> None:
+    aot_sliding_window: Any = (-1, -1)
+
+    def __init__(
+        self, *taken: bool, graphs: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE, drafts: Any = None
+    ) -> None:
         layers = {str(index): SimpleNamespace(impl=SimpleNamespace()) for index in range(len(taken))}
         for layer, is_taken in zip(layers.values(), taken, strict=True):
             if is_taken:
                 mixed_steps.take(layer.impl)
         self.layer_names = list(layers)
-        self.vllm_config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context=layers | {"other": None})
-        )
+        compilation = SimpleNamespace(static_forward_context=layers | {"other": None}, cudagraph_mode=graphs)
+        self.vllm_config = SimpleNamespace(compilation_config=compilation, speculative_config=drafts)
 
     def _get_scheduler_metadata(self, **asked: Any) -> Any:
         return asked
@@ -92,18 +96,24 @@ def test_with_how_many_of_one_token_a_step_begins(
 
 
 @pytest.mark.parametrize(
-    ("longest", "taken", "fast", "unasked"),
+    ("longest", "builder", "fast", "unasked"),
     [
-        (1, (True, True), False, True),
-        (1, (True, False), False, False),
-        (1, (True, False), True, True),
-        (2, (True, True), False, False),
-        (2, (True, True), True, True),
+        (1, Builder(True, True), False, True),
+        (1, Builder(True, False), False, False),
+        (1, Builder(True, False), True, True),
+        (2, Builder(True, True), False, False),
+        (2, Builder(True, True), True, True),
+        (1, Builder(True, graphs=CUDAGraphMode.FULL), False, False),
+        (1, Builder(True, graphs=CUDAGraphMode.FULL_DECODE_ONLY), False, True),
+        (1, Builder(True, graphs=CUDAGraphMode.PIECEWISE), False, True),
+        (1, Builder(True, graphs=CUDAGraphMode.NONE), False, True),
+        (1, Builder(True, drafts="drafts"), False, False),
     ],
 )
 def test_no_schedule_for_what_flash_attention_does_not_compute(
-    longest: int, taken: tuple[bool, ...], fast: bool, unasked: bool, monkeypatch: pytest.MonkeyPatch
+    longest: int, builder: Any, fast: bool, unasked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for graphs that hold FlashAttention of any step."""
     asked: list[bool] = []
     monkeypatch.setattr(
         FlashAttentionMetadataBuilder, "build", lambda *given: asked.append(given[3]) or SimpleNamespace()
@@ -115,10 +125,12 @@ def test_no_schedule_for_what_flash_attention_does_not_compute(
         query_start_loc_cpu=torch.tensor([0, longest]),
         seq_lens_cpu_upper_bound=None,
     )
-    builder: Any = Builder(*taken)
     for _ in range(2):
         FlashAttentionMetadataBuilder.build(builder, 0, step, fast_build=fast)  # type: ignore[arg-type]
     assert asked == [unasked] * 2
+    builder.aot_sliding_window = None
+    FlashAttentionMetadataBuilder.build(builder, 0, step, fast_build=fast)  # type: ignore[arg-type]
+    assert asked[2:] == [fast], "vLLM finds out about windows in its first build"
 
 
 def test_few_short_contexts_stay_with_flash_attention() -> None:

@@ -627,6 +627,11 @@ INTERFACES: tuple[Interface, ...] = (
         why="decode by our own attention kernel",
     ),
     Interface(
+        module="vllm.model_executor.layers.attention",
+        name="ChunkedLocalAttention",
+        why="leave attention over chunks to vLLM",
+    ),
+    Interface(
         module="vllm.v1.attention.backends.flash_attn",
         name="FlashAttentionMetadata",
         parameters=(

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 from vllm_fp8ext.compat.wrapping import wrap
@@ -72,7 +73,9 @@ def take(implementation: Any) -> None:
 
 def _noting(build: Any) -> Any:
     def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        unasked = common_attn_metadata.max_query_len == 1 and _takes_all(self)
+        alone = common_attn_metadata.max_query_len == 1
+        # vLLM's first build finds out about windows
+        unasked = alone and self.aot_sliding_window is not None and _takes_all(self)
         metadata = build(self, common_prefix_len, common_attn_metadata, fast_build or unasked)
         count = _leading(common_attn_metadata)
         if count:
@@ -84,11 +87,15 @@ def _noting(build: Any) -> Any:
 
 def _takes_all(builder: Any) -> bool:
     """Whether no layer of those that share the metadata asks FlashAttention for requests that decode. One that does all the
-    same computes its schedule itself."""
+    same computes its schedule itself. But a graph that was captured with other requests holds FlashAttention, and reads a
+    schedule that every step has to renew: one of all steps, or of drafts too."""
     found: bool | None = getattr(builder, _TAKEN, None)
     if found is None:
-        layers = builder.vllm_config.compilation_config.static_forward_context
-        found = all(hasattr(layers[name].impl, _TAKEN) for name in builder.layer_names)
+        compilation = builder.vllm_config.compilation_config
+        layers = compilation.static_forward_context
+        alone = compilation.cudagraph_mode != CUDAGraphMode.FULL
+        found = alone and builder.vllm_config.speculative_config is None
+        found &= all(hasattr(layers[name].impl, _TAKEN) for name in builder.layer_names)
         setattr(builder, _TAKEN, found)
     return found
 
