@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer that broadcasts checkpoints to a server by NCCL, through one group; prints what came of each, as JSON.
+
+broadcast_story.py URL KEY DEVICE WHAT FOLDER [WHAT FOLDER …]
+
+WHAT: `whole`, `parts` (many buckets), `fp8` (many, as codes and scales), or `dies` (as the second bucket is under way).
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_fp8ext.serve.client import Client, Group
+from vllm_fp8ext.weights.wire import stored
+
+BUCKET = 64 << 20
+
+
+class Mortal(Group):
+    """A group of a process that ends while it sends."""
+
+    begun = 0
+
+    def begin(self, data: Any) -> None:
+        super().begin(data)
+        self.begun += 1
+        if self.begun == 2:
+            os._exit(9)
+
+
+def main(url: str, key: str, device: str, *pushes: str) -> None:
+    with Client(url, key) as client, Mortal() if "dies" in pushes else Group() as group:
+        for what, folder in zip(pushes[::2], pushes[1::2], strict=True):
+            done = client.push(
+                dict(stored(Path(folder), device)),
+                version=Path(folder).name,
+                transport="nccl",
+                group=group,
+                fp8=what == "fp8",
+                chunk_bytes=None if what == "whole" else BUCKET,
+            )
+            client.verify()
+            found = {"digests": client.digests().digests, "chunks": len(done.chunks), "bytes": done.bytes}
+            print(json.dumps(found | {"seconds": done.seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
