@@ -41,14 +41,14 @@ part update_8b "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-
   --transports ipc http files ipc-fp8 --running 0 128 --out \$O/update_8b.json"
 part update_8b_ipc "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $beside --variants blockfp8 stock \
   --transports ipc --running 0 128 --out \$O/update_8b_ipc.json"
-part update_8b_slower "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc --running 128 \
-  --settings '{\"busy_staging_rate\": 5e10}' --out \$O/update_8b_slower.json"
 part update_8b_recompute "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
   --transports ipc --running 128 --policy recompute --out \$O/update_8b_recompute.json"
 part update_8b_inplace "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc \
   --settings '{\"staging\": \"inplace\"}' --running 0 128 --out \$O/update_8b_inplace.json"
 part update_17b "fp8ext bench update --shape Qwen3-1.7B --checkpoints \$(two Qwen3-1.7B) $beside --variants blockfp8 stock \
   --transports ipc http files --running 0 128 --out \$O/update_17b.json"
+part update_8b_nccl "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
+  --transports nccl nccl-fp8 --running 0 128 --out \$O/update_8b_nccl.json" # two GPUs
 part update_17b_nccl "fp8ext bench update --shape Qwen3-1.7B --checkpoints \$(two Qwen3-1.7B) $half \
   --transports nccl nccl-fp8 --running 0 128 --out \$O/update_17b_nccl.json" # two GPUs
 part phases "python3 -P \$HERE/update_phases.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
