@@ -25,6 +25,8 @@ CONTEXT = 6000
 """Tokens of the first prompts: three of them are enough for our attention kernel to take them beside another prompt."""
 PROMPTS = (CONTEXT, CONTEXT + 17, CONTEXT + 5, 300, 40, 700)
 OUTPUTS = (24, 20, 22, 4, 9, 5)
+SCALES = {"policy": "calibrate", "prompts": [[3 + 7 * index % 50_000 for index in range(1000)]]}
+"""By the same tokens at start and at an update: the same scales."""
 TAKEN = 2 << 30
 """Bytes that the trainer writes while the engine sleeps: what comes back is not what was."""
 
@@ -42,11 +44,11 @@ def main(folder: str, facts: str) -> None:
         enable_prefix_caching=False,
         enable_sleep_mode=True,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
-        additional_config={"fp8ext": {"kv_scales": "calibrate", "kernels": {"graph_tokens": 512}}},
+        additional_config={"fp8ext": {"kv_scales": SCALES, "kernels": {"graph_tokens": 512}}},
     )
     seen: dict[str, Any] = {}
     with embedded_blocking(llm) as weights:
-        cold = weights.digests()
+        cold, scales = weights.digests(), weights.kv_scales().layers
         seen["cold"], seen["beside"] = sampled(llm), beside(llm)
         for level in (1, 2):
             before = free()
@@ -64,6 +66,7 @@ def main(folder: str, facts: str) -> None:
             seen[f"verified after level {level}"] = weights.verify().version
             digests = weights.digests()
             seen[f"digests after level {level}"] = digests.digests == cold.digests
+            seen[f"scales after level {level}"] = weights.kv_scales().layers == scales
             seen[f"addresses after level {level}"] = digests.addresses == cold.addresses
             seen[f"sampled after level {level}"] = sampled(llm)
             seen[f"beside after level {level}"] = beside(llm)

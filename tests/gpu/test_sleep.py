@@ -29,8 +29,9 @@ def test_an_engine_serves_the_same_after_it_slept(tmp_path: Path) -> None:
         assert found[f"refused at level {level}"] == "asleep"
         assert found[f"state after level {level}"] == state
         assert found[f"digests after level {level}"]
+        assert found[f"scales after level {level}"]
         assert found[f"addresses after level {level}"]
-        assert found[f"sampled after level {level}"] == found["cold"]
+        assert found[f"sampled after level {level}"] == found["cold"], f"level {level}"
         pairs = zip(found[f"beside after level {level}"], found["beside"], strict=True)
         assert sum(one == other for one, other in pairs) >= 4, "of six, in batches that differ"
     assert found["verified after level 2"] == "again"
