@@ -48,7 +48,7 @@ def main(folder: str, facts: str) -> None:
     )
     seen: dict[str, Any] = {}
     with embedded_blocking(llm) as weights:
-        cold, scales = weights.digests(), weights.kv_scales().layers
+        cold, scales = weights.digests(), weights.kv_scales().scales
         seen["cold"], seen["beside"] = sampled(llm), beside(llm)
         for level in (1, 2):
             before = free()
@@ -66,7 +66,7 @@ def main(folder: str, facts: str) -> None:
             seen[f"verified after level {level}"] = weights.verify().version
             digests = weights.digests()
             seen[f"digests after level {level}"] = digests.digests == cold.digests
-            seen[f"scales after level {level}"] = weights.kv_scales().layers == scales
+            seen[f"scales after level {level}"] = weights.kv_scales().scales == scales
             seen[f"addresses after level {level}"] = digests.addresses == cold.addresses
             seen[f"sampled after level {level}"] = sampled(llm)
             seen[f"beside after level {level}"] = beside(llm)
