@@ -2,7 +2,8 @@
 """FP8 on the wire: codes and block scales instead of 16 bits, half the bytes, the same served bytes. For trainers: needs
 torch, not vLLM."""
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
-from vllm_fp8ext.kernels.reference import FP8_DTYPE, ScaleFormat
+from vllm_fp8ext.kernels.quantize_weight import empty_like, queue, totals
+from vllm_fp8ext.kernels.reference import FP8_DTYPE, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Manifest, scale_name
 
 
@@ -20,9 +21,12 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
     them take as codes becomes two, E4M3 codes under its name, then fp32 block scales under `scale_name`. The others, and FP8
     tensors, pass as they are.
 
+    On a GPU this is only queued, on the current stream: to wait for each weight takes longer than to quantize it, most beside
+    an engine on the same GPU.
+
     Raises:
         ValueError: servers with different scale formats, or a weight that is no torch tensor.
-        NonFiniteError: NaN or infinity in a weight.
+        NonFiniteError: NaN or infinity in a weight; of those on a GPU, after the last tensor.
     """
     formats = {manifest.scale_format for manifest in manifests}
     if len(formats) != 1:
@@ -30,6 +34,7 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
             f"expected servers of one scale format, found {', '.join(sorted(formats)) or 'none'}"
         )
     form = cast("ScaleFormat", formats.pop())
+    queued: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in tensors:
         taken = all(manifest.takes_codes(name) for manifest in manifests)
         if not taken or getattr(tensor, "dtype", None) == FP8_DTYPE:
@@ -42,9 +47,23 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
         source = tensor.detach().to(manifests[0].dtype_of(name))
         codes, scales = empty_like(source)
         with torch.cuda.device_of(codes):  # kernels run on the current one
-            quantize_weight(source, codes, scales, form)
+            sums = queue(source, codes, scales, form)
+        if codes.is_cuda:
+            queued[codes.device].append((name, sums))
+        else:
+            _require_finite([(name, sums)])
         yield name, codes
         yield scale_name(name), scales
+    for weights in queued.values():
+        _require_finite(weights)
+
+
+def _require_finite(weights: Sequence[tuple[str, Tensor]]) -> None:
+    """Weights of one device, by what `queue` returned."""
+    found = totals([sums for _, sums in weights])[:, 2].tolist()
+    wrong = [name for (name, _), not_finite in zip(weights, found, strict=True) if not_finite]
+    if wrong:
+        raise NonFiniteError(f"tensors {', '.join(wrong)}: expected finite values, found NaN or infinity")
 
 
 def stored(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer quantizes on its GPU before it sends it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.reference import NonFiniteError
+from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec, scale_name
+from vllm_fp8ext.weights.wire import quantized
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("a", "b", "c")
+SHAPE = (512, 768)
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    whole = tuple((0, size) for size in SHAPE)
+    pieces = {name: (Piece(0, name, SHAPE, whole, (0, 0), True, "bfloat16"),) for name in NAMES}
+    tensors = {name: TensorSpec(name, SHAPE, "bfloat16") for name in NAMES}
+    return Manifest(tensors, frozenset(), pieces, "fp32", 1)
+
+
+@pytest.fixture
+def nothing_waits() -> Iterator[None]:
+    """Whatever waits for the GPU fails."""
+    torch.ones(1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def weights() -> dict[str, torch.Tensor]:
+    noise = torch.Generator("cuda").manual_seed(0)
+    return {name: torch.randn(SHAPE, generator=noise, device="cuda").bfloat16() for name in NAMES}
+
+
+def test_it_waits_for_nothing_until_all_are_there(manifest: Manifest, nothing_waits: None) -> None:
+    given = weights()
+    made = quantized(given.items(), manifest)
+    found = dict(next(made) for _ in range(2 * len(NAMES)))
+    torch.cuda.set_sync_debug_mode("default")
+    assert next(made, None) is None
+    for name, weight in given.items():
+        codes, scales = reference.quantize_weight(weight.cpu(), "fp32")
+        assert torch.equal(found[name].cpu().view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(found[scale_name(name)].cpu(), scales)
+
+
+def test_what_is_not_finite_is_told_of_its_tensors(manifest: Manifest) -> None:
+    given = weights()
+    given["b"][7, 9] = torch.inf
+    made = quantized(given.items(), manifest)
+    assert len([next(made) for _ in range(2 * len(NAMES))]) == 2 * len(NAMES)
+    with pytest.raises(NonFiniteError, match="tensors b: expected finite values"):
+        next(made)
