@@ -41,6 +41,12 @@ def checkpoints() -> Iterator[tuple[Path, Path]]:
         yield both
 
 
+def visible() -> list[str]:
+    """The GPUs that this process sees, as the variable for them names them."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return told.split(",") if told else [str(number) for number in range(torch.cuda.device_count())]
+
+
 def trained(server: Server, ranks: int, *pushes: Any) -> subprocess.CompletedProcess[str]:
     """What a trainer on the last GPU does. A rank of the server may have that one too (where there are two GPUs, for two
     ranks): NCCL takes them for processes of two machines then, else it would refuse."""
@@ -72,7 +78,7 @@ def test_a_server_serves_what_a_trainer_broadcasts(
     arguments = (*ARGUMENTS, *(TOGETHER if ranks == 2 else ()))
     settings = {"allowed_dirs": [str(early.parent)], "upload_idle_seconds": 10.0}
     variables = {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks))),
+        "CUDA_VISIBLE_DEVICES": ",".join(visible()[:ranks]),
         "VLLM_DEEP_GEMM_WARMUP": "skip",
     }
     log = tmp_path / "server.log"
