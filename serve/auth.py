@@ -11,7 +11,7 @@ class AdminKey:
     """Checks a header without telling by its timing how much of the key was right."""
 
     def __init__(self, key: str) -> None:
-        self._digest = hashlib.sha256(key.encode()).digest()
+        self._digest = hashlib.sha256(key.strip().encode()).digest()
 
     def check(self, authorization: str | None) -> None:
         """Raises `UpdateError` with status 401 without a key, 403 with a wrong one."""

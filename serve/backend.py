@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import math
 import os
-import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ class Backend:
     """What the routes need; filled once the engine is there."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.started = uuid.uuid4().hex
-        """Names this start of the server."""
+        self.group: str | None = None
+        """Id of the group of broadcasts that the ranks were told of last."""
         self.engine: EngineCalls
         self.spool: Spool
         self.world_size: int
@@ -91,6 +91,32 @@ class Backend:
         status = await self.engine("status")
         self.poisoned = status["poisoned"]
         self.metrics.observe(status)
+
+    @contextlib.asynccontextmanager
+    async def kept_open(self, id: str) -> AsyncIterator[None]:
+        """An update that does not expire meanwhile: something is on its way to it.
+
+        Raises:
+            UpdateError: it takes no chunks.
+        """
+        lifetime = (await self.engine("check", id=id))["lifetime"]
+
+        async def keep() -> None:
+            while True:
+                await asyncio.sleep(lifetime / 4)
+                await self.engine("check", id=id)
+
+        keeping = asyncio.create_task(outcome(keep()))
+        try:
+            yield
+        finally:
+            keeping.cancel()
+
+    async def abandon_open(self) -> None:
+        """Give up the update that is open, if there is one: nobody is left to finish it."""
+        updating = (await self.engine("status"))["update"]
+        if updating is not None:
+            await self.engine("abandon", id=updating)
 
     def allowed(self, path: str) -> Path:
         """The real path, if it lies under an allowed folder.

@@ -14,7 +14,8 @@ network.
             ...
             weights.push(model.state_dict(), transport="ipc", version=f"step-{step}")
 
-To be entered once for as long as the engine is updated, and left before the engine is let go.
+To be entered once for as long as the engine is updated, and left before the engine is let go. An update that is open then is
+abandoned.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.blocking_transport import BlockingTransport
@@ -36,6 +38,8 @@ from vllm_fp8ext.serve.routes import router
 
 _URL = "http://fp8ext.embedded"
 """Nobody resolves it."""
+_LEAVING_SECONDS = 10.0
+"""How long the engine may take to answer when it is left."""
 
 
 @contextlib.asynccontextmanager
@@ -83,4 +87,9 @@ async def _routes(engine: Any) -> AsyncIterator[tuple[str, httpx.AsyncBaseTransp
         await backend.require_room()
         looking = asyncio.create_task(backend.keep_looking())
         stack.callback(looking.cancel)
-        yield key, httpx.ASGITransport(app)
+        try:
+            yield key, httpx.ASGITransport(app)
+        finally:
+            with contextlib.suppress(TimeoutError, UpdateError):  # the engine may have ended
+                async with asyncio.timeout(_LEAVING_SECONDS):
+                    await backend.abandon_open()

@@ -76,7 +76,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     async def open_update(body: schema.OpenUpdate) -> Any:
         opened = await backend.engine("open", **body.model_dump())
         limits = {"max_chunk_bytes": backend.spool.limit, "max_receive_bytes": backend.receive_bytes}
-        return opened | limits | {"started": backend.started}
+        return opened | limits | {"group": backend.group}
 
     @routes.get("/updates/{id}", response_model=schema.Update, summary="Where an update stands")
     async def get_update(id: schema.UpdateId) -> Any:
@@ -94,8 +94,8 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         },
     )
     async def put_chunk(id: schema.UpdateId, n: ChunkNumber, request: Request) -> Any:
-        await backend.engine("check", id=id)
-        return await finished(_receive(backend, id, str(n), request))
+        async with backend.kept_open(id):
+            return await finished(_receive(backend, id, str(n), request))
 
     @routes.post(
         "/updates/{id}/files", response_model=schema.Update, summary="Read tensors from the server's disk"
@@ -210,6 +210,7 @@ async def _begin_to_receive(backend: Backend, id: str, body: schema.Receive) -> 
     )
     size = sum(tensor.size for tensor in tensors)
     started = await backend.engine("stage", **_chunk(id, str(body.n), source, tensors, size))
+    backend.group = source.id
     kept(outcome(backend.engine.ended("stage", started)))
     return await backend.engine("update", id=id)
 
@@ -228,8 +229,11 @@ def _chunk(id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], 
 
 async def _begin_file(backend: Backend, id: str, file: Path) -> dict[str, Any]:
     """Have the ranks stage a file; returns what `engine.ended` waits for."""
-    stamp = await settled_stamp(file)
-    tensors = await asyncio.to_thread(file_tensors, file)
+    try:
+        stamp = await settled_stamp(file)
+        tensors = await asyncio.to_thread(file_tensors, file)
+    except OSError as error:
+        raise UpdateError("not-found", f"{file}: {error.strerror or error}", status=404) from error
     source = Source(str(file), 0, stamp)
     return await backend.engine("stage", **_chunk(id, file.name, source, tensors, stamp[2]))
 

@@ -313,8 +313,8 @@ class Update(BaseModel):
     kv_scales: KvScalesSummary | None = Field(None, description="Of its FP8 KV cache, once prepared.")
     max_chunk_bytes: int | None = Field(None, description="Largest body of one chunk; told on opening.")
     max_receive_bytes: int | None = Field(None, description="Largest bucket of a broadcast; told on opening.")
-    started: str | None = Field(
-        None, description="Names this start of the server: another one after a restart; told on opening."
+    group: str | None = Field(
+        None, description="Id of the group of broadcasts that its ranks were told of last; told on opening."
     )
     result: dict[str, Any] | None = Field(
         description="After the commit: `epoch`, `version`, `pause_seconds`."

@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,8 @@ class Spool:
         self._content = memoryview(mmap.mmap(self._descriptor, self.limit))
         self._idle_seconds = idle_seconds
         self._extents: list[tuple[int, int]] = []
+        self._lost: list[tuple[int, int]] = []
+        """Those of them that will not be free again."""
         self._turn = asyncio.Lock()
         self._room = asyncio.Condition()
 
@@ -81,8 +83,8 @@ class Spool:
         """Take a body of `length` bytes; its extent is free again when the context is left, unless by `engine-timeout`.
 
         Raises:
-            UpdateError: no length, a length beyond the file, a body of another length, one that stopped coming, one of
-                another digest, or a full folder.
+            UpdateError: no length, a length beyond the file, or beyond what silent ranks leave of it, a body of another
+                length, one that stopped coming, one of another digest, or a full folder.
         """
         if length is None:
             raise UpdateError("length-required", "expected a Content-Length header", status=411)
@@ -104,24 +106,30 @@ class Spool:
             in_use = error.kind == "engine-timeout"
             raise
         finally:
-            if not in_use:
-                async with self._room:
+            async with self._room:
+                if in_use:
+                    self._lost.append((offset, length))
+                else:
                     self._extents.remove((offset, length))
-                    self._room.notify_all()
+                self._room.notify_all()
 
     async def _reserve(self, length: int) -> int:
         async with self._turn, self._room:
-            await self._room.wait_for(lambda: self._gap(length) is not None)
-            offset = self._gap(length)
-            assert offset is not None
+            while (offset := self._gap(length, self._extents)) is None:
+                if self._gap(length, sorted(self._lost)) is None:
+                    message = (
+                        f"a rank may still read some of the room for uploads: none is left for {length} bytes"
+                    )
+                    raise UpdateError("engine-timeout", message, status=504)
+                await self._room.wait()
             self._extents.append((offset, length))
             self._extents.sort()
             return offset
 
-    def _gap(self, length: int) -> int | None:
-        """Offset of the first free extent of this length."""
+    def _gap(self, length: int, taken: Sequence[tuple[int, int]]) -> int | None:
+        """Offset of the first free extent of this length, where these are taken, the first one first."""
         start = 0
-        for offset, size in [*self._extents, (self.limit, 0)]:
+        for offset, size in [*taken, (self.limit, 0)]:
             if start + length <= offset:
                 return start
             start = -(-(offset + size) // _PAGE) * _PAGE

@@ -225,7 +225,9 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        experts = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+        experts = topk_ids
+        if layer.expert_map is not None:  # -1, of tokens that pad a batch, is no expert's and stays so
+            experts = torch.where(topk_ids < 0, -1, layer.expert_map[topk_ids.clamp(min=0).long()])
         if self.route is not None:
             return expert_gemm.compute(
                 *(self.route.choose(x.shape[0]), x, self.weights(layer), topk_weights, experts),

@@ -38,8 +38,10 @@ def broadcast(
     limit: int,
     group: Group | None,
     progress: Progress | None,
+    beside: Iterable[schema.Update] = (),
 ) -> Flow[None]:
-    """Send tensors to the servers of these open updates, until all of them are staged everywhere.
+    """Send tensors to the servers of these open updates, until all of them are staged everywhere. `beside`: the same update
+    on servers that have committed it, by which buckets are as large as they were.
 
     Raises:
         ValueError: a tensor that can't be sent.
@@ -49,7 +51,10 @@ def broadcast(
         return
     used, whole = group or Group(), False
     try:
-        yield from _broadcast(updates, tensors, limit, used, Counter(progress, None))
+        limits = [update.max_receive_bytes for update in (*updates.values(), *beside)]
+        yield from _broadcast(
+            updates, tensors, min([limit, *filter(None, limits)]), used, Counter(progress, None)
+        )
         whole = True
     finally:
         if group is None or not whole:  # ranks may be out of step with a group that was left in the middle
@@ -63,13 +68,11 @@ def _broadcast(
     group: Group,
     counter: Counter,
 ) -> Flow[None]:
-    limits = (update.max_receive_bytes for update in updates.values())
-    limit = min([limit, *(most for most in limits if most)])
     ranks = {endpoint.url: update.world_size for endpoint, update in updates.items()}
-    starts = [update.started for update in updates.values()]
+    group.confirm(update.group for update in updates.values())
     sent = size = 0
     for bucket in buckets(tensors, limit):
-        places = group.meet(ranks, bucket.tensors[0].device, starts)
+        places = group.meet(ranks, bucket.tensors[0].device)
         data = yield from work(partial(group.pack, sent, bucket))
         yield from _on_all(
             calls.receive(

@@ -47,15 +47,20 @@ class Sending:
 
 
 def send_chunks(
-    updates: Mapping[Endpoint, schema.Update], source: Source, how: Sending, everywhere: Everywhere
+    updates: Mapping[Endpoint, schema.Update],
+    source: Source,
+    how: Sending,
+    everywhere: Everywhere,
+    beside: Iterable[schema.Update] = (),
 ) -> Flow[None]:
-    """Send every chunk to all servers; of files, those that a server has not staged already.
+    """Send every chunk to all servers; of files, those that a server has not staged already. `beside`: the same update on
+    servers that have committed it, by which chunks are the same as they were.
 
     The source is advanced when a chunk may begin; where all of it is known, a tensor that travels alone goes first, since it
     takes longest. The first failure ends it all: no further chunk is begun, and those under
     way end, or break off, before it is raised.
     """
-    limit = _limit(updates.values(), how)
+    limit = _limit((*updates.values(), *beside), how)
     total = source.total(limit)
     counter = Counter(how.progress, None if total is None else total * len(updates))
 

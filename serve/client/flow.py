@@ -36,7 +36,8 @@ class Endpoint:
     def of(cls, url: str | None, key: str | None, *, timeout: float, retries: int) -> Self:
         """What is not given comes from the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`)."""
         root = (url or os.environ.get(URL) or DEFAULT_URL).rstrip("/")
-        return cls(url=root, key=key or os.environ.get(ADMIN_KEY), timeout=timeout, retries=retries)
+        given = (key or os.environ.get(ADMIN_KEY) or "").strip()  # of a file, say, with its line's end
+        return cls(url=root, key=given or None, timeout=timeout, retries=retries)
 
     def request(
         self, method: str, path: str, *, extra_seconds: float | None = None, **more: Any

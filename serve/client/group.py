@@ -25,8 +25,8 @@ class Group:
     between CPUs through Gloo.
 
     It is made by the first push, which takes seconds, and serves the next ones to the same servers from tensors on the same
-    device. It is made anew for others, after a push that failed, and after a server's restart. Of several threads, one may
-    push through it at a time.
+    device. It is made anew for others, after a push that failed, after a server's restart, and after a push to one of them
+    through another group: a rank is in one at a time. Of several threads, one may push through it at a time.
 
     `seconds`: longest time to wait for the servers, and for each bucket. `host`: address under which servers reach this
     machine, for Gloo; by default that from which it reaches the first server. (NCCL has `NCCL_SOCKET_IFNAME`.)
@@ -56,12 +56,16 @@ class Group:
     ) -> None:
         self.close()
 
-    def meet(
-        self, ranks: Mapping[str, int], device: Any, starts: Iterable[str | None] = ()
-    ) -> dict[str, BroadcastGroup]:
+    def confirm(self, told: Iterable[str | None]) -> None:
+        """Leave, unless this is still the group that each of the servers was `told` of last, by their own account."""
+        known = {place.id for place in self._places.values()}
+        if not known.issuperset(told):
+            self.close()
+
+    def meet(self, ranks: Mapping[str, int], device: Any) -> dict[str, BroadcastGroup]:
         """Where each of the servers (ranks by URL) stands in the group, for it to be told before `joined`; a new group if
-        this is not the one of these servers, of these `starts` of them, and this device."""
-        members = (device, *ranks.items(), *starts)
+        this is not the one of these servers and this device."""
+        members = (device, *ranks.items())
         if members != self._members:
             self.close()
             backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"

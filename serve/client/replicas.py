@@ -52,8 +52,8 @@ def push_everywhere(
 
     Raises:
         ValueError: as `push`; the update is abandoned everywhere.
-        UpdateError: `not-committed`, abandoned everywhere, with `details["failed"]`, the errors by URL; or, after the first
-            commit, `partly-committed`, with `details["committed"]` (epochs by URL), `failed` and `id`.
+        UpdateError: `not-committed`, abandoned everywhere, with `details["failed"]`, the errors by URL; or, where some serve
+            the update, or may, `partly-committed`, with `details["committed"]` (epochs by URL), `failed` and `id`.
     """
     if not endpoints or len({endpoint.url for endpoint in endpoints}) < len(endpoints):
         raise ValueError(f"expected distinct URLs, found {[endpoint.url for endpoint in endpoints]}")
@@ -87,19 +87,29 @@ def push_everywhere(
             id=update_id,
         )
 
+    committed: dict[str, schema.Update] = {}
+    unknown = False
     try:
-        updates = yield from _on_all(endpoints, opened)
-        waiting = [endpoint for endpoint in endpoints if updates[endpoint.url].state != "committed"]
+        updates, failed = yield from _outcomes(endpoints, opened)
+        committed = {url: update for url, update in updates.items() if update.state == "committed"}
+        unknown = id is not None and any(map(lost, failed.values()))
+        if failed:
+            raise _not_committed(_messages(failed))
+        waiting = [endpoint for endpoint in endpoints if endpoint.url not in committed]
         told = {endpoint: updates[endpoint.url] for endpoint in waiting}
+        beside = committed.values()
         if transport == "nccl":
-            yield from broadcast(told, tensors, chunk_bytes or BUCKET_BYTES, group, progress)
+            yield from broadcast(told, tensors, chunk_bytes or BUCKET_BYTES, group, progress, beside)
         else:
-            yield from send_chunks(told, source, sending, _on_all)
+            yield from send_chunks(told, source, sending, _on_all, beside)
         yield from _on_all(waiting, lambda endpoint: calls.prepare(endpoint, update_id))
-    except BaseException:
-        yield from _abandon(endpoints, update_id)
+    except BaseException as error:
+        if not committed and not unknown:
+            yield from _abandon(endpoints, update_id)
+        elif isinstance(error, UpdateError):  # the others can still follow
+            others = {endpoint.url: str(error) for endpoint in endpoints if endpoint.url not in committed}
+            raise _partly_committed(update_id, committed, error.details.get("failed", others)) from error
         raise
-    committed = {url: update for url, update in updates.items() if update.state == "committed"}
     return (yield from _commit(waiting, update_id, committed, wait_seconds))
 
 
@@ -123,9 +133,9 @@ def _commit(
             return committed
         if not committed and not any(map(lost, failed.values())):
             yield from _abandon(endpoints, id)
-            raise _not_committed(failed)
+            raise _not_committed(_messages(failed))
         if attempt == retries or time.monotonic() > deadline:
-            raise _partly_committed(id, committed, failed)
+            raise _partly_committed(id, committed, _messages(failed))
         yield Wait(backoff(attempt))
         attempt += 1
 
@@ -138,7 +148,7 @@ def _on_all(endpoints: Iterable[Endpoint], flow: Callable[[Endpoint], Flow[T]]) 
     """
     done, failed = yield from _outcomes(endpoints, flow)
     if failed:
-        raise _not_committed(failed)
+        raise _not_committed(_messages(failed))
     return done
 
 
@@ -162,21 +172,19 @@ def _abandon(endpoints: Iterable[Endpoint], id: str) -> Flow[None]:
     yield from together(abandon_quietly(endpoint, id) for endpoint in endpoints)
 
 
-def _not_committed(failed: Mapping[str, Exception]) -> UpdateError:
-    messages = _messages(failed)
-    return UpdateError("not-committed", f"not committed: {_listed(messages)}", status=409, failed=messages)
+def _not_committed(failed: Mapping[str, str]) -> UpdateError:
+    return UpdateError("not-committed", f"not committed: {_listed(failed)}", status=409, failed=failed)
 
 
 def _partly_committed(
-    id: str, committed: Mapping[str, schema.Update], failed: Mapping[str, Exception]
+    id: str, committed: Mapping[str, schema.Update], failed: Mapping[str, str]
 ) -> UpdateError:
     epochs = {url: (update.result or {}).get("epoch") for url, update in committed.items()}
-    messages = _messages(failed)
     message = (
         f"update {id} is served by {', '.join(epochs) or 'none for certain'}, not or not for certain by the others; "
-        f"push the same weights with id={id!r} to go on: {_listed(messages)}"
+        f"push the same weights with id={id!r} to go on: {_listed(failed)}"
     )
-    return UpdateError("partly-committed", message, status=500, id=id, committed=epochs, failed=messages)
+    return UpdateError("partly-committed", message, status=500, id=id, committed=epochs, failed=failed)
 
 
 def _messages(failed: Mapping[str, Exception]) -> dict[str, str]:

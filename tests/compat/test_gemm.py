@@ -14,6 +14,7 @@ import torch
 from vllm_fp8ext.compat import deep_gemm, expert_gemm, gemm
 from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
 from vllm_fp8ext.config import KernelSettings
+from vllm_fp8ext.errors import ConfigError
 
 SHAPE = 6144, 4096
 
@@ -66,6 +67,30 @@ def test_without_a_compiler_the_next_best_kernel_runs(
     assert (route.gemm, many.many) == ("cutlass", "triton")
     assert caplog.text.count("DeepGEMM does not run here") == 1
     assert "nvcc: not found" in caplog.text
+
+
+def test_what_varies_with_the_batch_is_not_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's Triton kernels have sizes by the number of tokens, but with a variable of vLLM's."""
+    monkeypatch.setattr(deep_gemm, "is_deep_gemm_supported", lambda: False)
+    monkeypatch.setattr(
+        gemm, "triton_sizes", lambda n, k: {} if gemm.envs.VLLM_BATCH_INVARIANT else {1: "small"}
+    )
+    linear = KernelSettings.model_validate({"batch_invariant": True, "shapes": {"*": {"gemm": "triton"}}})
+    for invariant in (False, True):
+        monkeypatch.setattr(gemm.envs, "VLLM_BATCH_INVARIANT", invariant)
+        chosen = [
+            lambda: gemm.select(SHAPE, torch.bfloat16, linear),
+            lambda: expert_gemm.select(experts(), 2048, KernelSettings(batch_invariant=True)),
+        ]
+        for select in chosen:
+            if invariant:
+                assert "triton" in str(select())
+            else:
+                with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT=1"):
+                    select()
+        varied = gemm.select(SHAPE, torch.bfloat16, linear.model_copy(update={"batch_invariant": False}))
+        assert varied is not None
+        assert varied.gemm == "triton"
 
 
 def test_a_compiler_that_comes_or_changes_is_another_one(

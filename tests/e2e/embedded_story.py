@@ -148,6 +148,12 @@ async def main(out: Path) -> None:
         facts["sampled late again"] = await sample(engine, "late-again")
         scales["late again"] = (await weights.kv_scales()).scales
         facts["scales"] = scales
+        opened = await weights.open()
+        await weights.put_chunk(opened.id, 0, save(parts[0]))
+    async with embedded(engine) as weights:
+        facts["left half-way"] = [(await weights.weights()).update, (await told(weights))["state"]]
+        await update(weights, late, "late, after leaving")
+        facts["sampled after leaving"] = await sample(engine, "left")
     engine.shutdown()
     out.write_text(json.dumps(facts))
 

@@ -95,17 +95,22 @@ def test_the_same_bytes_are_served(server: Server, late: dict[str, Tensor]) -> N
         assert client.digests().digests == wanted
 
 
-def test_a_server_names_its_start(servers: dict[str, Server]) -> None:
-    """By which a kept group knows that a server is not the one it was made with."""
-    starts = []
-    for server in [*servers.values()] * 2:
-        with server.client() as client:
-            opened = client.open()
-            client.abandon(opened.id)
-            starts.append(opened.started)
-    assert None not in starts
-    assert starts == starts[: len(servers)] * 2
-    assert len(set(starts)) == len(servers)
+def test_groups_that_take_turns(server: Server, late: dict[str, Tensor]) -> None:
+    """A rank is in one at a time: a server names it, by which a kept group knows that it is not the one any more."""
+
+    def told() -> str | None:
+        opened = client.open()
+        client.abandon(opened.id)
+        return opened.group
+
+    with server.client() as client, Group() as one, Group() as other:
+        seen = []
+        for group in (one, other, one, one):
+            client.push(late, version="late", transport="nccl", group=group)
+            seen.append(told())
+    assert None not in seen
+    assert len(set(seen[:3])) == 3
+    assert seen[3] == seen[2]
 
 
 def test_one_broadcast_for_two_servers(servers: dict[str, Server], late: dict[str, Tensor]) -> None:

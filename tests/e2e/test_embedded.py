@@ -73,6 +73,12 @@ def test_half_an_update_in_place_is_never_served(facts: dict[str, Any]) -> None:
     assert facts["healed"]["state"] == "serving"
 
 
+def test_an_update_that_is_open_when_it_is_left_is_given_up(facts: dict[str, Any]) -> None:
+    """Nobody is left to finish it, and the engine would stand still for it."""
+    assert facts["left half-way"] == [None, "poisoned"]
+    assert facts["sampled after leaving"] == facts["sampled late"]
+
+
 def test_nobody_makes_an_engine_go_on_half_way(facts: dict[str, Any]) -> None:
     assert facts["stood still"]
     assert facts["asked half-way"] == ["staging", "staging", "update-open"]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels import linear, reference
 from vllm_fp8ext.kernels.linear import reference_linear
+from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import ScaleFormat
 
 SIZES = st.one_of(st.integers(1, 9), st.sampled_from((127, 128, 129, 256)), st.integers(1, 300))
@@ -85,3 +86,18 @@ def test_the_operator_keeps_its_contract(dtype: torch.dtype, scale_format: Scale
 def test_an_unknown_scale_format_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 'fp32' or 'pow2', found 'e8m0'"):
         reference_linear(torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(2, 2), "e8m0")
+
+
+def test_tokens_that_do_not_lie_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the operator hands on to kernels does."""
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+
+    def multiply(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference.dequantize_activation(x.codes, x.scales).to(dtype)
+
+    monkeypatch.setitem(linear.GEMMS, "noted", multiply)
+    x, codes, scales = operands(40, 7, 130, 3, torch.bfloat16, "fp32")
+    turned = x.T.contiguous().T
+    assert turned.stride(1) != 1
+    plain, other = (linear.linear(given, codes, scales, None, "fp32", 0, "noted") for given in (x, turned))
+    assert torch.equal(plain, other)

@@ -5,6 +5,7 @@ import pytest
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.client.flow import Endpoint
 
 KEY = "k3y-with-Ümlaut"
 
@@ -12,6 +13,13 @@ KEY = "k3y-with-Ümlaut"
 @pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY} "])
 def test_the_key_is_taken(header: str) -> None:
     AdminKey(KEY).check(header)
+
+
+def test_a_line_end_is_no_part_of_the_key() -> None:
+    """A file's, say, that the variable was set from."""
+    AdminKey(f"{KEY}\n").check(f"Bearer {KEY}")
+    assert Endpoint.of(None, f"{KEY}\n", timeout=1.0, retries=0).key == KEY
+    assert Endpoint.of(None, " ", timeout=1.0, retries=0).key is None
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Token {KEY}"])

@@ -379,6 +379,13 @@ def test_what_a_silent_rank_may_still_read_is_not_given_to_another(spool: Spool)
         async with asyncio.timeout(10), spool.receive(pages(6), 6 * PAGE) as other:
             assert other.offset >= held.offset + held.length
             assert bytes(held.content) == kept
+        async with asyncio.timeout(10):
+            with pytest.raises(UpdateError, match="none is left") as refused:
+                async with spool.receive(pages(LIMIT // PAGE), LIMIT):
+                    pass
+            assert (refused.value.kind, refused.value.status) == ("engine-timeout", 504)
+            async with spool.receive(pages(1), PAGE):
+                pass
 
     asyncio.run(main())
 

@@ -9,6 +9,7 @@ from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.engine import UpdateEngine
+from vllm_fp8ext.weights.labels import Label
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.session import Running, Session, State
 
@@ -260,6 +261,84 @@ def test_a_chunk_ends_the_wait_of_a_commit(core: IdleCore, engine: UpdateEngine)
     session.receive("0", [SPEC], 4)
     assert engine.handle("commit", {"id": "u"})["error"]["kind"] == "staging"
     assert told == ["wait", "go on"]
+
+
+def test_a_rollback_that_has_lost_its_weights_waits_no_more(core: IdleCore, engine: UpdateEngine) -> None:
+    """Another update's first chunk came: requests start again."""
+    told: list[str] = []
+    vars(core).update(
+        unfinished=lambda: 1,
+        interrupted=lambda: False,
+        admit_no_more=lambda: told.append("wait"),
+        resume=lambda: told.append("go on"),
+    )
+    engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
+    engine.step.previous = Label(0, "early")
+    assert engine.handle("rollback", {"running": "wait"}) == {"waiting": 1}
+    engine.step.lose_previous()
+    assert engine.handle("rollback", {"running": "wait"})["error"]["kind"] == "no-previous"
+    assert told == ["wait", "go on"]
+
+
+def test_a_version_that_nobody_chose_is_that_of_the_epoch(core: IdleCore, engine: UpdateEngine) -> None:
+    ranks = Ranks()
+    session = asked(core, engine, ranks)
+    engine._model._manifest = session.manifest
+    session.named, session.version = False, "epoch-1"
+    engine.step.previous = Label(0, "early")
+    engine._fingerprints.keep(engine.step.live, [0], engine.step.previous)
+    assert engine.handle("rollback", {})["epoch"] == 1
+    started = engine.handle("commit", {"id": "u"})
+    assert engine.handle("poll", {"job": started["job"]})["result"]["version"] == "epoch-2"
+
+
+@pytest.mark.parametrize("staging", ["shadow", "inplace"])
+def test_an_update_does_not_expire_while_it_is_prepared(core: IdleCore, staging: Any) -> None:
+    now = [0.0]
+    core.settings = Settings(staging=staging)
+    engine = UpdateEngine(core, lambda: now[0])  # type: ignore[arg-type]
+    ranks = Ranks()
+    session = asked(core, engine, ranks)
+    session.lifetime = 60.0
+    session.touch(0.0)
+    started = engine.handle("prepare", {"id": "u"})
+    ranks.busy = True
+    now[0] = 70.0
+    assert not engine.handle("poll", {"job": started["job"]})["done"]
+    assert session.state is State.OPEN
+    ranks.busy = False
+    assert engine.handle("poll", {"job": started["job"]})["state"] == "prepared"
+    now[0] = 129.0
+    assert engine.handle("update", {"id": "u"})["state"] == "prepared"
+    assert engine.handle("check", {"id": "u"}) == {"lifetime": 60.0}
+    now[0] = 190.0
+    assert engine.handle("update", {"id": "u"})["state"] == "expired"
+
+
+@pytest.mark.parametrize("untouched", [True, False])
+def test_in_place_a_chunk_that_wrote_nothing_poisons_nothing(core: IdleCore, untouched: bool) -> None:
+    error = UpdateError("transfer-timeout", "none came", status=408).as_dict()
+    told: list[str] = []
+
+    def ranks(method: str, *_: Any) -> list[dict[str, Any]]:
+        return [{"done": True, "error": error, "untouched": untouched} if method == "poll" else {}]
+
+    core.settings = Settings(staging="inplace")
+    vars(core).update(
+        ranks=ranks,
+        hold=lambda: told.append("hold"),
+        resume=lambda: told.append("resume"),
+        release=lambda: None,
+        pause=lambda: 0.0,
+        refuse_requests=lambda: told.append("refuse"),
+    )
+    engine = UpdateEngine(core)  # type: ignore[arg-type]
+    opened(engine)
+    started = engine.handle("stage", {"id": "u", **CALLS[0][1]})
+    assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "transfer-timeout"
+    engine.handle("abandon", {"id": "u"})
+    assert told == ["hold", "resume" if untouched else "refuse"]
+    assert (engine.step.poisoned is None) == untouched
 
 
 def test_nobody_is_told_the_digests_of_a_poisoned_engine(engine: UpdateEngine) -> None:

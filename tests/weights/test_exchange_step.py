@@ -41,6 +41,7 @@ class ScriptedCore:
         self.refusing = False
         self.caches_fail = False
         self.told: list[str] = []
+        self.others_paused = False
         self.reports: list[Callable[[], None]] = []
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
@@ -77,6 +78,9 @@ class ScriptedCore:
 
     def paused(self) -> bool:
         return self.state != "on"
+
+    def interrupted(self) -> bool:
+        return self.others_paused
 
     def asleep(self) -> bool:
         return False
@@ -234,6 +238,22 @@ def test_a_commit_that_has_waited_waits_no_more(core: ScriptedCore, step: Exchan
     core.state = "on"
     core.requests = 1
     assert run(step, Running.WAIT, key="another") is None
+
+
+def test_a_wait_does_not_go_on_over_somebody_elses_pause(core: ScriptedCore, step: ExchangeStep) -> None:
+    core.requests = 1
+    assert run(step, Running.WAIT) is None
+    core.requests, core.others_paused = 0, True
+
+    def resume() -> None:
+        core.told.append("resume")
+        core.state = "paused by others"
+
+    core.resume = resume  # type: ignore[method-assign]
+    assert refused(step, Running.WAIT).kind == "paused"
+    assert (core.told, step.live) == (["admit no more", "resume"], BEFORE)
+    core.others_paused = False
+    assert refused(step, Running.WAIT).kind == "paused", "it is over"
 
 
 def test_a_wait_that_is_given_up_lets_requests_in_again(core: ScriptedCore, step: ExchangeStep) -> None:
@@ -415,15 +435,30 @@ def test_in_place_the_engine_stands_still_until_the_commit(core: ScriptedCore, s
 
 
 def test_half_an_update_in_place_is_not_served(core: ScriptedCore, step: ExchangeStep) -> None:
-    step.give_up("update u1")
-    assert (core.told, step.poisoned) == ([], None), "nothing was written"
+    step.give_up("update u1", writing=True)
+    assert (core.told, step.poisoned) == ([], None), "it did not stand still"
     step.hold(Running.KEEP)
-    step.give_up("update u1")
+    step.wrote()
+    step.give_up("update u1", writing=False)
     assert (core.state, core.refusing) == ("paused", True)
     assert step.poisoned == "update u1 ended half-way, in place"
     step.hold(Running.KEEP)  # a full update heals it
     run(step)
     assert (core.state, core.refusing, step.poisoned) == ("on", False, None)
+
+
+def test_an_update_in_place_that_wrote_nothing_can_be_given_up(
+    core: ScriptedCore, step: ExchangeStep
+) -> None:
+    step.hold(Running.KEEP)
+    step.wrote()
+    run(step)
+    step.hold(Running.KEEP)
+    step.give_up("update u2", writing=False)
+    assert (core.state, step.poisoned, step.held) == ("on", None, False)
+    step.hold(Running.KEEP)
+    step.give_up("update u3", writing=True)
+    assert step.poisoned == "update u3 ended half-way, in place"
 
 
 def test_nothing_is_written_in_place_while_somebody_else_has_paused(

@@ -157,6 +157,22 @@ def test_a_refused_chunk_of_a_partial_update_is_not_left_out(key: str) -> None:
     prepare(session)
 
 
+def test_in_place_what_a_chunk_brought_must_be_brought_again() -> None:
+    """It has been overwritten: another chunk under the same key does not undo that."""
+    session = partly()
+    session.inplace = True
+    send(session, "0", "a")
+    send(session, "0", "c")
+    assert sorted(session.missing()) == ["a", "b"]
+    send(session, "1", "ab")
+    assert sorted(session.missing()) == []
+    session.receive("2", specs("d"), 10)
+    session.staged("2", [{"kind": "non-finite", "tensor": "d"}])
+    session.receive("2", specs(["tied"]), 10)
+    session.staged("2", [])
+    assert sorted(session.missing()) == ["d"]
+
+
 # --- transitions
 
 

@@ -3,9 +3,9 @@
 
 Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods. Replaces, on an instance: `add_request`
 while the engine is poisoned; `post_step` for one step after an exchange; the scheduler's `set_pause_state` while an update is
-written in place; the executor's `sleep` and `wake_up`, since staging must not run into memory that is given back and what
-level 2 discards must not be served. Can go once vLLM lets a plugin add an engine utility method, refuse requests, hold the
-scheduler and hear of sleep.
+written in place or a commit waits; the executor's `sleep` and `wake_up`, since staging must not run into memory that is
+given back and what level 2 discards must not be served. Can go once vLLM lets a plugin add an engine utility method, refuse
+requests, hold the scheduler and hear of sleep.
 """
 
 import itertools
@@ -172,8 +172,19 @@ class CoreAccess:
         return "weights" in self._core.model_executor.sleeping_tags
 
     def admit_no_more(self) -> None:
-        """Go on with the requests that run; new ones wait."""
+        """Go on with the requests that run; new ones wait until `resume` or `release`. When others pause the engine
+        meanwhile, it is; when they resume it, it goes on as before."""
         self._set_pause_state(PauseState.PAUSED_NEW)
+
+        def wished(state: PauseState) -> None:
+            self._wishes.append(state)
+            self._set_pause_state(PauseState.PAUSED_NEW if state == PauseState.UNPAUSED else state)
+
+        self._core.scheduler.set_pause_state = wished
+
+    def interrupted(self) -> bool:
+        """Whether others have paused the engine since `admit_no_more`."""
+        return bool(self._wishes) and self._wishes[-1] != PauseState.UNPAUSED
 
     def unfinished(self) -> int:
         """Requests that have begun and hold K and V."""

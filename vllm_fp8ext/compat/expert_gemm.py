@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+import vllm.envs as envs
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import get_mk_alignment_for_contiguous_layout, m_grouped_fp8_gemm_nt_contiguous
 
 from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
+from vllm_fp8ext.compat.gemm import varies
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
@@ -44,7 +46,7 @@ def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> Expert
     """What multiplies by the experts of a layer, or None where the reference runs (CPUs).
 
     Raises:
-        ConfigError: a kernel that the settings name does not take them here.
+        ConfigError: a kernel that the settings name does not take them here, or `batch_invariant` can't be kept.
     """
     if not current_platform.is_cuda():
         return None
@@ -64,6 +66,8 @@ def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> Expert
         )
     except ValueError as error:
         raise ConfigError(f'--additional-config "{SECTION}": kernels.experts: {error}') from None
+    if settings.batch_invariant and route.many == "triton" and not envs.VLLM_BATCH_INVARIANT:
+        raise varies("experts")
     _log(route)
     return route
 

@@ -87,7 +87,7 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
     """What multiplies by a weight of this shape, or None where the reference runs (CPUs, shapes that no kernel takes).
 
     Raises:
-        ConfigError: a kernel that the settings name does not take the shape here.
+        ConfigError: a kernel that the settings name does not take the shape here, or `batch_invariant` can't be kept.
     """
     n, k = shape_NK
     if not current_platform.is_cuda():
@@ -108,11 +108,21 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
     if route is None:
         log_once(f"blockfp8 runs the reference linear layer for shape {n}x{k}: no FP8 kernel takes it (slow)")
         return None
+    if settings.batch_invariant and route.gemm == "triton" and triton_sizes(n, k):
+        raise varies(f"weights of {n}x{k}")
     small = f"decode_gemm up to {route.decode_tokens} tokens, " if route.decode_tokens else ""
     log_once(f"blockfp8 multiplies {n}x{k} by {small}{route.gemm}{' beyond' if small else ''}")
     if route.gemm != "deep_gemm" and chosen.gemm is None:
         log_once(f"blockfp8: DeepGEMM does not take {n}x{k} here, {route.gemm} is the next best")
     return route
+
+
+def varies(what: str) -> ConfigError:
+    """The error of `batch_invariant` where one kernel is left whose sizes change with the number of tokens."""
+    return ConfigError(
+        f"kernels.batch_invariant: {what} are left to vLLM's Triton kernel here, which chooses its sizes by the number of "
+        "tokens: expected VLLM_BATCH_INVARIANT=1, for which it does not, or another kernel"
+    )
 
 
 @cache

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_fp8ext.compat.routing import route_alone
+from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.linear import KeptEmbeddingMethod, KeptLinearMethod
 from vllm_fp8ext.weights.manifest import TensorSpec
 
@@ -70,6 +71,24 @@ def _keep_readable(model: nn.Module) -> None:
     for module in model.modules():
         if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod:
             module.quant_method = KeptLinearMethod()
+
+
+def require_no_copies(model: nn.Module) -> None:
+    """Raises `ConfigError` naming modules that copy weights at their first step: no update would reach the copies."""
+    found = {
+        "FourierRotaryEmbedding (a table made of its coefficients)": any(
+            type(module).__name__ == "FourierRotaryEmbedding" for module in model.modules()
+        ),
+        "MoERunner with a router and a gate in one (a copy of both)": any(
+            getattr(module, "_fse_fuse_gate", False) for module in model.modules()
+        ),
+    }
+    copies = [name for name, there in found.items() if there]
+    if copies:
+        raise ConfigError(
+            f"blockfp8 with live updates does not serve models with {', '.join(copies)} yet: an update would not reach "
+            'all of them (--additional-config \'{"fp8ext": {"staging": "none"}}\' serves them without updates)'
+        )
 
 
 def checkpoint_specs(recorded: dict[str, TensorSpec], dtype: torch.dtype) -> list[TensorSpec]:

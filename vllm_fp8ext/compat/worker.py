@@ -89,7 +89,7 @@ def _answer(rank: Any, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
 
 def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any]) -> Any:
     from vllm_fp8ext.compat.attention import attend_plainly, require_plain_attention
-    from vllm_fp8ext.compat.model import checkpoint_specs, initialize_shadow
+    from vllm_fp8ext.compat.model import checkpoint_specs, initialize_shadow, require_no_copies
     from vllm_fp8ext.weights.rank import Rank
     from vllm_fp8ext.weights.twin import Twin
 
@@ -104,6 +104,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
     with torch.inference_mode(False), torch.no_grad():
         shadow = initialize_shadow(config, device)
         require_plain_attention(shadow)
+        require_no_copies(shadow)
         specs = checkpoint_specs(recorded, config.model_config.dtype)
         tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         inplace = Settings.parse(config.additional_config).staging == "inplace"

@@ -18,7 +18,7 @@ from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
 from vllm_fp8ext.weights.fingerprints import Fingerprints
 from vllm_fp8ext.weights.fused import taken_apart
 from vllm_fp8ext.weights.jobs import Jobs, Result
-from vllm_fp8ext.weights.labels import Label
+from vllm_fp8ext.weights.labels import Label, default_version
 from vllm_fp8ext.weights.manifest import TensorSpec
 from vllm_fp8ext.weights.preparations import Preparations
 from vllm_fp8ext.weights.rank_results import distinct, summed
@@ -29,6 +29,8 @@ from vllm_fp8ext.weights.sleeping import Sleeping
 from vllm_fp8ext.weights.totals import Totals
 from vllm_fp8ext.weights.updates import Updates
 
+ROLLBACK = "rollback"
+"""By what a rollback waits, beside the ids of updates."""
 POLL_SECONDS = 0.01
 """What a request that comes to an idle engine may wait for a poll."""
 _ASLEEP = frozenset({"status", "kv_scales", "manifest", "update", "poll", "abandon", "may_sleep"})
@@ -76,7 +78,7 @@ class UpdateEngine:
         """Run one operation; errors come back described."""
         now = self._clock()
         for session in self.updates.sessions.values():
-            if session.expire(now):
+            if not self._preparations.under_way(session) and session.expire(now):
                 self._ended(session)
         self.step.tick()
         if operation not in _ASLEEP and self.core.asleep():
@@ -121,11 +123,11 @@ class UpdateEngine:
         return self.updates.open(self._model.manifest(), **asked).as_dict()
 
     def check(self, id: str) -> Result:
-        """Require that an update takes chunks, before a long body is read."""
+        """Require that an update takes chunks, before a long body is read and while it is; its `lifetime` begins again."""
         session = self.updates.get(id)
         session.require_live("send a chunk to")
         session.touch(self._clock())
-        return {}
+        return {"lifetime": session.lifetime}
 
     def stage(self, id: str, chunk: str, source: Result, tensors: list[Any], size: int) -> Result:
         """Start to stage a chunk: `tensors` of `[name, shape, dtype, start, bytes]` in a `Source`; returns a job, and, where
@@ -242,22 +244,26 @@ class UpdateEngine:
         """It ended without a commit."""
         self.totals.ended(session.state)
         self.step.stop_waiting(session.id)
-        self.step.give_up(f"update {session.id}")
+        self.step.give_up(f"update {session.id}", writing=session.busy)
 
     def rollback(self, running: str = Running.KEEP, wait_seconds: float | None = None) -> Result:
         """Serve the previous weights again, as a new epoch; `{"waiting": requests}` while it waits."""
         self._model.manifest()
         if self.step.previous is None:
+            self.step.stop_waiting(ROLLBACK)  # when a chunk came while it waited
             raise UpdateError(
                 "no-previous", "no previous weights: no update was committed, or a newer one was begun"
             )
         previous = self.step.previous
         label = Label(self.step.live.epoch + 1, previous.version)
         cached = self.core.settings.kv_scales.cached if self.core.settings.kv_scales else "rescale"
-        phases = self.step.run("rollback", label, Running(running), wait_seconds, cached=cached)
+        phases = self.step.run(ROLLBACK, label, Running(running), wait_seconds, cached=cached)
         if phases is None:
             return {"waiting": self.core.unfinished()}
         self._fingerprints.keep(label, self._fingerprints.of(previous), self.step.previous)
+        updating = self.updates.under_way
+        if updating is not None and not updating.named:
+            updating.version = default_version(label.epoch + 1)
         self.totals.ended("rolled-back")
         self.totals.took(phases)
         return {"epoch": label.epoch, "version": label.version, "seconds": phases}
@@ -288,6 +294,8 @@ class UpdateEngine:
         told = dict.fromkeys((error["kind"], error["message"]) for error in errors)
         faults = [{"kind": kind, "detail": message} for kind, message in told]
         session.staged(chunk, problems + faults, summed(results))
+        if not all(result.get("untouched") for result in results):
+            self.step.wrote()
         session.touch(self._clock())
         session.took_staging(started, time.perf_counter())
         if errors:

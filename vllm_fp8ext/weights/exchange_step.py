@@ -36,6 +36,7 @@ class Core(Protocol):
     def release(self) -> None: ...
     def resume(self) -> None: ...
     def paused(self) -> bool: ...
+    def interrupted(self) -> bool: ...
     def asleep(self) -> bool: ...
     def admit_no_more(self) -> None: ...
     def unfinished(self) -> int: ...
@@ -75,6 +76,8 @@ class ExchangeStep:
         self._waiting: Waiting | None = None
         self._held: float | None = None
         """Since when the engine stands still for an update in place."""
+        self._wrote = False
+        """Whether that has overwritten anything."""
 
     def tick(self) -> None:
         """Forget a wait that nobody asks about any more."""
@@ -89,16 +92,25 @@ class ExchangeStep:
         """What is served is about to be overwritten: stand still until `run`, or until `give_up`."""
         if self._held is not None:
             return
-        self._held = time.perf_counter()
+        self._held, self._wrote = time.perf_counter(), False
         self._core.hold()
         if running is Running.ABORT:
             self._core.abort_running()
 
-    def give_up(self, what: str) -> None:
-        """The update that the engine stands still for will not be committed: nobody can be served by half of it."""
-        if self._held is not None:
-            self._held = None
+    def wrote(self) -> None:
+        """Some of what is served was overwritten."""
+        self._wrote = True
+
+    def give_up(self, what: str, *, writing: bool) -> None:
+        """The update that the engine stands still for will not be committed: nobody can be served by half of it. Where
+        nothing was overwritten, nor is `writing` under way, the engine goes on."""
+        if self._held is None:
+            return
+        self._held = None
+        if self._wrote or writing:
             self.condemn(f"{what} ended half-way, in place")
+        else:
+            self._core.resume()
 
     def run(
         self,
@@ -117,7 +129,9 @@ class ExchangeStep:
         Raises:
             UpdateError: `paused`, `wait-timeout`, `exchange-failed` (nothing has changed), or `poisoned`.
         """
-        if running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
+        if self._waiting is not None and self._waiting.key == key and self._core.interrupted():
+            self.stop_waiting(key)
+        elif running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
             return None
         if self._waiting is None:
             self.require_running()
@@ -159,7 +173,7 @@ class ExchangeStep:
         return phases
 
     def stop_waiting(self, key: str) -> None:
-        """Forget a commit that waits: new requests start again."""
+        """Forget a commit that waits: new requests start again, unless somebody else has stopped the engine meanwhile."""
         if self._waiting is not None and self._waiting.key == key:
             self._waiting = None
             self._core.resume()

@@ -139,13 +139,14 @@ class Intake:
         hashes: dict[str, Any],
         rate: float = 0.0,
     ) -> Result:
-        """Stage these tensors; `problems` of some, and squared error and squared norm of those that were quantized.
+        """Stage these tensors; `problems` of some, and squared error and squared norm of those that were quantized; or the
+        `error` that stopped the reading before anything was written.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it is;
         each rank checks its share. `rate`: bytes a second at most of what is staged together on the GPU; 0: any.
 
         Raises:
-            UpdateError: `wrong-state`, when the update is wanted no more; or what stops the reading.
+            UpdateError: `wrong-state`, when the update is wanted no more; or what stops the reading later.
         """
         if self._staged != session:
             self._twin.stager.reset()
@@ -154,23 +155,30 @@ class Intake:
         chunk = _Chunk(self._twin.stager, checksums, tensors, self._device)
         checked = checksums.parts
         wanted = partial(self._require_wanted, session)
-        pace, queued = Pace(rate, wanted), list["Queued"]()
-        with self._sources.open(source, chunk.ordered(tensors), chunk.apart, wanted) as parts:
-            for part in parts:
-                wanted()
-                rest: Iterable[Rows]
-                if isinstance(part, Placed):
-                    together, rest = self._at_once.stage(part, checked, pace)
-                    queued.append(together)
-                    chunk.done += len(together.names)
-                else:
-                    rest = (part,)
-                for rows in rest:
+        pace, queued, came = Pace(rate, wanted), list["Queued"](), False
+        try:
+            with self._sources.open(source, chunk.ordered(tensors), chunk.apart, wanted) as parts:
+                for part in parts:
                     wanted()
-                    chunk.take(rows)
+                    came = True
+                    rest: Iterable[Rows]
+                    if isinstance(part, Placed):
+                        together, rest = self._at_once.stage(part, checked, pace)
+                        queued.append(together)
+                        chunk.done += len(together.names)
+                    else:
+                        rest = (part,)
+                    for rows in rest:
+                        wanted()
+                        chunk.take(rows)
+                        self.progress[job] = chunk.done
                     self.progress[job] = chunk.done
-                self.progress[job] = chunk.done
-            wrong, errors = self._told(chunk.verdicts() | (self._at_once.verdicts(queued) if queued else {}))
+                told = chunk.verdicts() | (self._at_once.verdicts(queued) if queued else {})
+        except UpdateError as error:
+            if came:
+                raise
+            return {"error": error.as_dict(), "untouched": True}
+        wrong, errors = self._told(told)
         return {"problems": chunk.problems + wrong, "errors": errors}
 
     @cached_property

@@ -32,9 +32,11 @@ class Preparations:
     def start(self, session: Session) -> Result:
         """Prepare an update in which nothing is missing; returns a job."""
         self._under_way.add(session.id)
-        return self._jobs.watched(
-            described(self._begin)(session), partial(self._under_way.discard, session.id)
-        )
+        return self._jobs.watched(described(self._begin)(session), partial(self._ended, session))
+
+    def _ended(self, session: Session) -> None:
+        self._under_way.discard(session.id)
+        session.touch(self._clock())
 
     def _begin(self, session: Session) -> Result:
         scale = partial(self._scale, session, session.revision, time.perf_counter())
@@ -80,6 +82,5 @@ class Preparations:
         session.canary_perplexity = judge(session.canary, results)
         session.check(self._step.live.epoch)
         session.prepared(revision)
-        session.touch(self._clock())
         session.seconds["prepare"] = time.perf_counter() - started
         return session.as_dict()

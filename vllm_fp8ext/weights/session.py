@@ -75,6 +75,10 @@ class Session:
     wait_seconds: float | None = None
     partial: bool = False
     """Parameters of which nothing is brought keep their served weights."""
+    named: bool = True
+    """Whether the client chose the version."""
+    inplace: bool = False
+    """What is staged overwrites what is served: a tensor that came can't be left out again."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
     state: State = State.OPEN
     chunks: dict[str, Chunk] = field(default_factory=dict)
@@ -89,6 +93,8 @@ class Session:
     """Where they come from and how well they fit, in short."""
     fingerprints: list[int] = field(default_factory=list)
     """Of each rank's twin, once prepared."""
+    overwritten: Set[str] = frozenset()
+    """In place: tensors that chunks brought, whatever became of them."""
     staged_until: float = 0.0
     """When a chunk was staged last, by the clock of `took_staging`."""
     expires_at: float = field(init=False)
@@ -144,6 +150,8 @@ class Session:
         self.state = State.OPEN
         self.revision += 1
         self.chunks[key] = Chunk(names, size)
+        if self.inplace:
+            self.overwritten |= names & self.manifest.tensors.keys()
 
     def staged(
         self,
@@ -168,13 +176,13 @@ class Session:
         return names if names == known else known & names
 
     def required(self) -> Set[str]:
-        """Tensors that the update must bring: all; of a partial one those that were announced or refused, and the whole of
-        every parameter of which something came."""
+        """Tensors that the update must bring: all; of a partial one those that were announced, refused, or overwritten in
+        place, and the whole of every parameter of which something came."""
         if not self.partial:
             return self.manifest.tensors.keys()
         refused = {name for chunk in self.chunks.values() for name in chunk.refused}
         claimed = self.manifest.parts(self.claims)
-        return self.manifest.completed(self.staged_names() | refused | set(claimed))
+        return self.manifest.completed(self.staged_names() | refused | set(claimed) | self.overwritten)
 
     def missing(self) -> Set[str]:
         """Required tensors that no staged chunk has brought."""

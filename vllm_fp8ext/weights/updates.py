@@ -86,6 +86,8 @@ class Updates:
             base_epoch=base_epoch,
             wait_seconds=wait_seconds,
             partial=partial,
+            named=version is not None,
+            inplace=inplace,
             claims=claims,
         )
         session.check_base(self._step.live.epoch)

@@ -59,8 +59,12 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
 
 
 def _require_finite(weights: Sequence[tuple[str, Tensor]]) -> None:
-    """Weights of one device, by what `queue` returned."""
-    found = totals([sums for _, sums in weights])[:, 2].tolist()
+    """Weights of one device, by what `queue` returned on whatever streams."""
+    sums = [of_one for _, of_one in weights]
+    with torch.cuda.device_of(sums[0]):
+        if sums[0].is_cuda:
+            torch.cuda.synchronize()
+        found = totals(sums)[:, 2].tolist()
     wrong = [name for (name, _), not_finite in zip(weights, found, strict=True) if not_finite]
     if wrong:
         raise NonFiniteError(f"tensors {', '.join(wrong)}: expected finite values, found NaN or infinity")

@@ -217,6 +217,60 @@ def test_a_commit_that_fails_for_good_is_told_and_can_be_caught_up(
     assert [sum("chunks" in call for call in server.calls) for server in servers] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("call", [OPEN, PREPARE])
+@pytest.mark.parametrize("fault", [answer(409, kind="paused"), drop()])
+def test_what_some_serve_is_not_taken_back_when_catching_up_fails(
+    caller: Caller, servers: list[Server], checkpoint: Path, call: str, fault: Any
+) -> None:
+    """The others can follow later."""
+    servers[1].faults[COMMIT] = [answer(409, kind="paused")] * 100
+    with pytest.raises(UpdateError) as caught:
+        caller(urls(servers), "push", checkpoint, retries=0)
+    id = caught.value.details["id"]
+    servers[1].faults = {call: [fault] * 3}
+    with pytest.raises(UpdateError) as again:
+        caller(urls(servers), "push", checkpoint, id=id, retries=0)
+    assert (again.value.kind, again.value.details["id"]) == ("partly-committed", id)
+    assert again.value.details["committed"] == {servers[0].url: 1, servers[2].url: 1}
+    assert list(again.value.details["failed"]) == [servers[1].url]
+    assert states(servers) == [["committed"], ["prepared"], ["committed"]]
+    servers[1].faults.clear()
+    done = caller(urls(servers), "push", checkpoint, id=id)
+    assert [update.state for update in done.values()] == ["committed"] * 3
+
+
+def test_what_a_lost_server_may_serve_is_not_taken_back(
+    caller: Caller, servers: list[Server], checkpoint: Path
+) -> None:
+    servers[1].faults[COMMIT] = [answer(409, kind="paused")] * 100
+    with pytest.raises(UpdateError) as caught:
+        caller(urls(servers), "push", checkpoint, retries=0)
+    id = caught.value.details["id"]
+    for server in (servers[0], servers[2]):
+        server.faults[OPEN] = [drop()]
+    with pytest.raises(UpdateError) as again:
+        caller(urls(servers), "push", checkpoint, id=id, retries=0)
+    assert (again.value.kind, again.value.details["committed"]) == ("partly-committed", {})
+    assert states(servers)[1] == ["prepared"]
+
+
+def test_chunks_stay_as_they_were_when_others_catch_up(
+    caller: Caller, servers: list[Server], checkpoint: Path
+) -> None:
+    """Also where only those that are served already had little room."""
+    servers[0].room = 170
+    servers[1].faults[COMMIT] = [answer(409, kind="paused")] * 100
+    with pytest.raises(UpdateError) as caught:
+        caller(urls(servers), "push", checkpoint, chunks_in_flight=1, retries=0)
+    id = caught.value.details["id"]
+    before = {n: sorted(load(body)) for n, body in servers[1].chunks[id].items()}
+    assert len(before) > 1
+    servers[1].faults.clear()
+    tensors = [(f"w{index}", torch.full((10 + index,), float(index))) for index in range(3)]
+    caller(urls(servers), "push", iter(tensors), chunks_in_flight=1, id=id)
+    assert {n: sorted(load(body)) for n, body in servers[1].chunks[id].items()} == before
+
+
 def test_commits_that_may_have_happened_are_not_called_off(
     caller: Caller, servers: list[Server], checkpoint: Path
 ) -> None:

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's pause state while a commit waits, when others pause and resume the engine meanwhile."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from vllm_fp8ext.compat.engine_core import CoreAccess
+
+ALL, NEW, ON = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.pause_state = ON
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
+
+
+@pytest.fixture
+def access(scheduler: Scheduler) -> CoreAccess:
+    config = SimpleNamespace(
+        additional_config={},
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(quantization=None, get_vocab_size=lambda: 100, max_model_len=10),
+    )
+    executor: Any = SimpleNamespace(is_sleeping=False, sleeping_tags=set())
+    core = SimpleNamespace(
+        vllm_config=config, scheduler=scheduler, model_executor=executor, add_request=None, batch_queue=None
+    )
+    return CoreAccess(core)
+
+
+@pytest.mark.parametrize("pause", [ALL, NEW])
+def test_somebody_elses_pause_outlasts_the_wait(
+    access: CoreAccess, scheduler: Scheduler, pause: PauseState
+) -> None:
+    access.admit_no_more()
+    assert (scheduler.pause_state, access.interrupted()) == (NEW, False)
+    scheduler.set_pause_state(pause)
+    assert (scheduler.pause_state, access.interrupted()) == (pause, True)
+    access.resume()
+    assert (scheduler.pause_state, access.interrupted()) == (pause, False)
+    scheduler.set_pause_state(ON)
+    assert scheduler.pause_state == ON
+
+
+def test_who_resumes_meanwhile_does_not_let_requests_in(access: CoreAccess, scheduler: Scheduler) -> None:
+    access.admit_no_more()
+    scheduler.set_pause_state(ALL)
+    scheduler.set_pause_state(ON)
+    assert (scheduler.pause_state, access.interrupted()) == (NEW, False)
+    access.resume()
+    assert scheduler.pause_state == ON
+    access.admit_no_more()
+    access.pause()
+    access.resume()
+    assert (scheduler.pause_state, access.paused()) == (ON, False)
