@@ -34,9 +34,9 @@ def nothing_waits() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def weights() -> dict[str, torch.Tensor]:
-    noise = torch.Generator("cuda").manual_seed(0)
-    return {name: torch.randn(SHAPE, generator=noise, device="cuda").bfloat16() for name in NAMES}
+def weights(device: str = "cuda") -> dict[str, torch.Tensor]:
+    noise = torch.Generator(device).manual_seed(0)
+    return {name: torch.randn(SHAPE, generator=noise, device=device).bfloat16() for name in NAMES}
 
 
 def test_it_waits_for_nothing_until_all_are_there(manifest: Manifest, nothing_waits: None) -> None:
@@ -58,3 +58,24 @@ def test_what_is_not_finite_is_told_of_its_tensors(manifest: Manifest) -> None:
     assert len([next(made) for _ in range(2 * len(NAMES))]) == 2 * len(NAMES)
     with pytest.raises(NonFiniteError, match="tensors b: expected finite values"):
         next(made)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("bad", [False, True])
+def test_weights_on_another_gpu_than_the_current_one(manifest: Manifest, bad: bool) -> None:
+    """On a stream that is current only while they are made."""
+    given = weights("cuda:1")
+    if bad:
+        given["c"][0, 0] = torch.nan
+    torch.cuda.synchronize("cuda:1")
+    made = quantized(given.items(), manifest)
+    with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
+        torch.cuda._sleep(100_000_000)
+        found = [next(made) for _ in range(2 * len(NAMES))]
+    torch.cuda.set_device(0)
+    assert {tensor.device.index for _, tensor in found} == {1}
+    if bad:
+        with pytest.raises(NonFiniteError, match="tensors c: expected finite values"):
+            next(made)
+    else:
+        assert next(made, None) is None
