@@ -22,7 +22,7 @@ class Seen:
     """What came by, on the CPU; first index `K`, `V`, `Q`.
 
     `amax`: fp32 `[3, G]`; NaN and infinity stay visible. `saturated`: int64 `[3, G]`, elements whose magnitude was above
-    448 times their scale. `elements`: int64 `[3]`, elements of one head.
+    448 times their scale, or NaN. `elements`: int64 `[3]`, elements of one head.
     """
 
     amax: Tensor
@@ -87,6 +87,6 @@ def kv_amax_reference(values_TGW: Tensor, scale: Tensor) -> tuple[Tensor, Tensor
     amax = sizes.amax(dim=(0, 2))
     if values_TGW.dtype == FP8_DTYPE:
         doubled = torch.where(amax == FP8_MAX, 2 * FP8_MAX, amax)
-        return doubled * scale, (sizes == FP8_MAX).sum(dim=(0, 2))
+        return doubled * scale, (~(sizes < FP8_MAX)).sum(dim=(0, 2))
     limit = (scale * FP8_MAX).expand(heads)[:, None]
-    return amax, (sizes > limit).sum(dim=(0, 2))
+    return amax, (~(sizes <= limit)).sum(dim=(0, 2))

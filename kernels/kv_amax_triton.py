@@ -48,11 +48,11 @@ def _seen(
         )
         if CODES:
             bits = (x & 0x7F).to(tl.int32)
-            over += (bits == 0x7E).to(tl.int32)
+            over += (bits >= 0x7E).to(tl.int32)
         else:
             values = x.to(tl.float32)
             bits = magnitude_bits(values)
-            over += (tl.abs(values) > scale * 448.0).to(tl.int32)
+            over += 1 - (tl.abs(values) <= scale * 448.0).to(tl.int32)  # NaN, too
         top = tl.maximum(top, bits)
         count += here.to(tl.int32)
     bits = tl.max(tl.max(top, axis=1), axis=0)

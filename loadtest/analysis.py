@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from vllm_fp8ext.loadtest.effects import effects, lies, staleness
@@ -16,11 +17,17 @@ LATEST_DELAY = 0.010
 
 
 def analyse(run: Run, slos: list[Slo]) -> dict[str, Any]:
-    """Everything about a run, flat where an SLO can name it. Requests sent after its end don't count: of several processes
-    some end a little later."""
-    run = dataclasses.replace(run, requests=[r for r in run.requests if r.sent <= run.stop])
+    """Everything about a run, flat where an SLO can name it. What comes after its end doesn't count: of several processes
+    some end a little later.
+
+    Answers that the end cut off count as far as they came. What they were waiting for then counts as if it had come at the
+    end, where that is later than everything that came: else a server that hangs would seem fast.
+    """
+    requests = [_until(request, run.stop) for request in run.requests if request.sent <= run.stop]
+    run = dataclasses.replace(run, requests=requests)
     seconds = max(run.stop - run.start, 1e-9)
-    tokens = sum(count for r in run.requests for at, count in r.events if at <= run.stop)
+    tokens = sum(request.tokens for request in run.requests)
+    cut = [request for request in run.requests if request.error == UNFINISHED]
     good = [request for request in run.requests if request.error is None]
     failed = [request for request in run.requests if request.error not in (None, UNFINISHED)]
     delays = summary(request.sent - request.scheduled for request in run.requests)
@@ -35,10 +42,17 @@ def analyse(run: Run, slos: list[Slo]) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_per_s": tokens / seconds,
         "input_tokens_per_s": sum(request.prompt_tokens for request in good) / seconds,
-        "ttft": summary(value for request in good if (value := ttft(request)) is not None),
-        "itl": summary(gap for request in good for gap in gaps(request)),
+        "ttft": summary(
+            _at_least(map(ttft, good + cut), (r.ended - r.scheduled for r in cut if not r.events))
+        ),
+        "itl": summary(
+            _at_least(
+                (gap for request in good + cut for gap in gaps(request)),
+                (r.ended - r.events[-1][0] for r in cut if r.events),
+            )
+        ),
         "tpot": summary(value for request in good if (value := tpot(request)) is not None),
-        "e2e": summary(value for request in good if (value := end_to_end(request)) is not None),
+        "e2e": summary(_at_least(map(end_to_end, good), (r.ended - r.scheduled for r in cut))),
         "schedule_delay": delays,
         "generator_lag": summary(run.lags),
         "achieved_rate": len(run.requests) / seconds,
@@ -55,6 +69,21 @@ def analyse(run: Run, slos: list[Slo]) -> dict[str, Any]:
     measured["remarks"] = remarks(run, measured)
     measured["invalid"] = _invalid(run, measured)
     return measured
+
+
+def _until(request: Request, stop: float) -> Request:
+    """The request as it was when the run ended."""
+    if request.ended <= stop:
+        return request
+    events = [(at, count) for at, count in request.events if at <= stop]
+    return dataclasses.replace(request, events=events, ended=stop, error=UNFINISHED, said=None)
+
+
+def _at_least(measured: Iterable[float | None], bounds: Iterable[float]) -> list[float]:
+    """What was measured, and lower bounds of what was not, as far as they are above all that."""
+    found = [value for value in measured if value is not None]
+    most = max(found, default=0.0)
+    return found + [bound for bound in bounds if bound > most]
 
 
 def _invalid(run: Run, measured: dict[str, Any]) -> list[str]:
@@ -96,7 +125,7 @@ def _steps(run: Run) -> dict[str, Any]:
     for step in run.steps:
         ends = sorted(request.ended for request in run.requests if request.step == step.number)
         if ends and step.ended > step.began:
-            tails.append((step.ended - ends[len(ends) // 2]) / (step.ended - step.began))
+            tails.append((step.ended - ends[(len(ends) - 1) // 2]) / (step.ended - step.began))
     return {
         **summary(step.ended - step.began for step in run.steps),
         "straggler_share": sum(tails) / len(tails) if tails else 0.0,

@@ -2,6 +2,7 @@
 """locust's command line for a load test."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,5 +33,10 @@ def command(
 
 
 def _processes(arguments: Sequence[str]) -> int:
-    given = [after for before, after in pairwise(arguments) if before == "--processes"]
-    return int(given[-1]) if given and given[-1].isdigit() else 1
+    """As locust takes them: apart or by an equals sign, -1 for as many as there are cores."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    given = [after for before, after in pairwise(words) if before == "--processes"]
+    if not given or not given[-1].lstrip("-").isdigit():
+        return 1
+    count = int(given[-1])
+    return count if count > 0 else os.cpu_count() or 1

@@ -47,10 +47,12 @@ def effects(run: Run) -> list[dict[str, Any]]:
 
 
 def stall(requests: list[Request], update: Update) -> float:
-    """Longest time between two tokens of one stream that overlaps the commit."""
+    """Longest time between two tokens of one stream that overlaps the commit; or since its last one, where it broke off."""
     longest = 0.0
     for request in requests:
         times = [at for at, _ in request.events]
+        if request.error is not None:
+            times.append(request.ended)
         here = bisect_right(times, update.commit_sent)
         while 0 < here < len(times) and times[here - 1] <= update.committed:
             longest = max(longest, times[here] - times[here - 1])
@@ -85,7 +87,9 @@ def _between(arrivals: list[tuple[float, int]], start: float, stop: float) -> in
 
 
 def _first_new_token(requests: list[Request], update: Update) -> float | None:
-    """From the begin of the push to the first token that the new weights sampled."""
+    """From the begin of the push to the first token that the new weights sampled; None where they were not served."""
+    if update.error is not None:
+        return None
     if update.epoch is None:
         times = [at for request in requests for at, _ in request.events if at > update.committed]
     else:

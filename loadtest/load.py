@@ -50,6 +50,7 @@ class Load:
             raise ValueError("host: expected the URL of a server (--host, or fp8ext bench load --url)")
         self.run = Run(options={**self.options.as_dict(), "url": self.url})
         self._part, self._parts = self._share()
+        self._require_users()
         self.rollouts = Rollouts(environment, self._parts)
         shared = Shared.parse(self.options.shared_prefix) if self.options.shared_prefix else None
         self._prompts = prompts(
@@ -64,6 +65,8 @@ class Load:
         self._pusher: Pusher | None = None
         self._taken = 0
         self._dispatching = False
+        self.leading: gevent.Greenlet[Any] | None = None
+        """What leads rollout steps, in the process that does."""
 
     def begin(self, *, watching: bool) -> None:
         """Start the clock; `watching`: this process also changes weights and scrapes.
@@ -81,8 +84,9 @@ class Load:
                 self._watching.spawn(self._update_every, self.options.update_seconds)
 
     def end(self) -> None:
-        """Stop the clock and everything that watches."""
-        self.run.stop = time.monotonic()
+        """Stop everything that goes on beside the users; the clock was stopped (`run.stop`)."""
+        if self.leading is not None and self.leading is not gevent.getcurrent():
+            self.leading.kill()
         self._watching.kill()
         if self._pusher is not None:
             self._pusher.close()
@@ -198,6 +202,13 @@ class Load:
             at = max(at + seconds, time.monotonic())
             self.sleep_until(at)
             self._update()
+
+    def _require_users(self) -> None:
+        """Where one user of each process sends, there must be that many; on the web page they are chosen later."""
+        parsed = self.environment.parsed_options
+        users = getattr(parsed, "num_users", None) if getattr(parsed, "headless", False) else None
+        if self.options.profile != "closed" and users is not None and users < self._parts:
+            raise ValueError(f"users: expected one for each of {self._parts} processes, found {users}")
 
     def _share(self) -> tuple[int, int]:
         runner, parsed = self.environment.runner, self.environment.parsed_options

@@ -6,6 +6,7 @@ With several locust processes each sends its part, and the first one changes wei
 
 import logging
 import sys
+import time
 from typing import Any, NoReturn
 
 import gevent
@@ -83,13 +84,20 @@ def _lead(**_: Any) -> None:
         runner = load.environment.runner
         leads = load.options.profile == "rollout" and not isinstance(runner, WorkerRunner)
         if leads and not load.rollouts.led:
-            gevent.spawn(_steps, load)
+            load.leading = gevent.spawn(_steps, load)
 
 
 def _steps(load: Load) -> None:
     load.lead()
     if load.environment.runner is not None:
         load.environment.runner.quit()
+
+
+@events.test_stopping.add_listener
+def _stop(environment: Environment, **_: Any) -> None:
+    load = LOADS.get(id(environment))
+    if load is not None:
+        load.run.stop = time.monotonic()
 
 
 @events.test_stop.add_listener
@@ -107,6 +115,7 @@ def _end(environment: Environment, **_: Any) -> None:
     if isinstance(environment.runner, WorkerRunner):
         return
     if isinstance(environment.runner, MasterRunner):
+        environment.runner.send_message("stop")  # locust does at the end of --time only when all is over
         gevent.sleep(SETTLE_SECONDS)
     load.report()
 

@@ -58,6 +58,17 @@ def test_what_was_found_does_not_tell_cases_apart(
     assert [case["running"] for case in after["cases"] if "running" in case] == [7.5]
 
 
+def test_fused_experts_are_another_case(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    results, found = files
+    found.write_text(
+        json.dumps(run("c", {**BASE, "variant": "apart"}, {**BASE, "variant": "apart", "fused": True}))
+    )
+    after = added(add_run, monkeypatch, results, found)
+    assert [case.get("fused") for case in after["cases"] if case["variant"] == "apart"] == [None, True]
+
+
 def test_an_fp8_cache_beside_bf16_throughout(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:

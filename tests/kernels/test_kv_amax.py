@@ -79,8 +79,9 @@ def test_what_is_not_finite_stays_visible(value: float) -> None:
     bad[1, 1, 2] = value
     one(tally, good, bad, good, torch.arange(3))
     one(tally, good, good, good, torch.arange(3))
-    finite = torch.isfinite(tally.take().amax)
-    assert finite.tolist() == [[True, True], [True, False], [True, True]]
+    seen = tally.take()
+    assert torch.isfinite(seen.amax).tolist() == [[True, True], [True, False], [True, True]]
+    assert seen.saturated.tolist() == [[0, 0], [0, 1], [0, 0]]
 
 
 def test_a_quantized_query_at_the_end_of_its_range_grows() -> None:

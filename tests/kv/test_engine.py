@@ -279,6 +279,11 @@ def test_history_is_the_largest_of_so_many_commits() -> None:
     assert "observe" not in start.core.called, "it takes no time on the GPU"
 
 
+def test_history_outlives_a_step_that_was_not_finite() -> None:
+    start = history(history_length=4, scale_format="fp32")
+    assert [recorded(start, amax) for amax in (448, float("nan"), 896, 448)] == [448, 448, 896, 896]
+
+
 def test_what_was_saturated_in_the_cache_is_told(caplog: pytest.LogCaptureFixture) -> None:
     start = history()
     recorder: Any = start.core._kv(start.core.fleet[0]).recorder

@@ -3,7 +3,7 @@
 
 import math
 
-from vllm_fp8ext.kv.merged import largest
+from vllm_fp8ext.kv.merged import largest, remembered
 
 
 def merged(*parts: list[float | None]) -> list[float]:
@@ -23,6 +23,14 @@ def test_what_is_no_number_is_the_largest() -> None:
     """Whatever its place: a comparison with NaN is always false."""
     for parts in ([[math.nan], [1.0]], [[1.0], [math.nan]], [[math.inf], [1.0]]):
         assert merged(*parts) == [math.inf]
+
+
+def test_of_commits_one_that_was_not_finite_says_nothing() -> None:
+    def of(*commits: float) -> list[float]:
+        return remembered([{"a": {"k": [commit]}} for commit in commits])["a"]["k"]
+
+    assert of(1.0, math.inf, 3.0, math.nan) == [3.0]
+    assert of(math.nan) == of(math.inf, math.nan) == [math.inf]
 
 
 def test_layers_and_kinds_stay_apart() -> None:

@@ -137,6 +137,61 @@ def test_failures_are_counted_by_kind_and_unfinished_ones_apart() -> None:
     assert measured["invalid"] == []
 
 
+def hanging(start: float, until: float, stop: float = 120.0) -> Request:
+    """An answer of which nothing came from `until` on, that the end of the run cut off."""
+    request = stream(start, until)
+    request.ended, request.error, request.finish = stop, UNFINISHED, None
+    return request
+
+
+def test_a_server_that_hangs_keeps_no_promise() -> None:
+    """Nothing fails, and whatever was answered was answered fast."""
+    asked = [stream(100 + n / 10, 101 + n / 10) for n in range(80)]
+    never = [Request(110 + n / 10, 110 + n / 10, 120.0, error=UNFINISHED) for n in range(90)]
+    whole = run(*asked, *never, hanging(104, 109.9), updates=(UPDATE,))
+    measured = analyse(whole, [])
+    assert measured["stall_seconds"] == pytest.approx(120 - 109.9)
+    assert measured["ttft"]["max"] == pytest.approx(10.0)
+    assert measured["ttft"]["count"] > 81, "those that waited longer than any that was answered"
+    assert measured["itl"]["max"] == pytest.approx(120 - 109.9)
+    assert measured["e2e"]["max"] == pytest.approx(16.0)
+    assert measured["failed_requests"] == 0
+
+
+def test_what_the_end_cut_off_counts_as_far_as_it_came() -> None:
+    cut = hanging(118, 120)
+    measured = analyse(run(stream(100, 105), cut), [])
+    assert measured["ttft"]["count"] == 2
+    assert measured["itl"]["count"] == 49 + 19
+    assert measured["e2e"]["count"] == 1
+
+
+def test_what_comes_after_the_end_of_a_run_is_not_there() -> None:
+    """Other processes end a little later."""
+    late = stream(115, 125)
+    measured = analyse(run(stream(100, 105), late), [])
+    assert (measured["unfinished_requests"], measured["requests_per_s"]) == (1, 1 / 20)
+    assert measured["tokens"] == 50 + 50
+
+
+def test_an_update_that_failed_brings_no_new_token() -> None:
+    update = Update("late", 108.0, 110.0, 110.5, error="canary-refused")
+    [effect] = effects(run(stream(100, 120), updates=(update,)))
+    assert effect["first_new_token_seconds"] is None
+
+
+@pytest.mark.parametrize(("ends", "share"), [((101, 102), 0.5), ((101, 102, 109, 110), 0.8), ((102,), 0.0)])
+def test_stragglers_are_waited_for_from_the_end_of_the_fast_half_on(
+    ends: tuple[int, ...], share: float
+) -> None:
+    requests = [stream(100, end) for end in ends]
+    for request in requests:
+        request.step = 1
+    whole = run(*requests)
+    whole.steps = [Step(1, 100.0, float(max(ends)))]
+    assert analyse(whole, [])["steps"]["straggler_share"] == pytest.approx(share)
+
+
 def test_goodput_counts_answers_that_keep_every_slo_of_their_own() -> None:
     slos = [Slo.parse("ttft_p99<0.15"), Slo.parse("itl_p99<0.5"), Slo.parse("tokens_per_s>1e9")]
     slow = stream(100, 110, every=1.0)

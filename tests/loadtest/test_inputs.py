@@ -2,6 +2,7 @@
 """Prompts, lengths, timetables, SLOs and options."""
 
 import itertools
+import os
 import random
 import statistics
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_fp8ext.loadtest.command import command
 from vllm_fp8ext.loadtest.options import Options
 from vllm_fp8ext.loadtest.prompts import FIRST_TOKEN, Lengths, Prompt, Shared, prompts
 from vllm_fp8ext.loadtest.slo import Slo, verdicts
@@ -133,3 +135,19 @@ def test_slos_that_are_none(text: str) -> None:
 def test_options_that_are_not_valid(wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "users"),
+    [
+        ((), 1),
+        (("--processes", "3"), 3),
+        (("--processes=3",), 3),
+        (("--processes", "-1"), os.cpu_count()),
+        (("--processes=2", "--processes=4"), 4),
+        (("--report", "--processes"), 1),
+    ],
+)
+def test_as_many_users_as_processes(given: tuple[str, ...], users: int) -> None:
+    line = command("http://a", "rollout", 7, "1s", False, given)
+    assert line[line.index("--users") + 1] == str(users)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kv.asked import Asked, asked_of
-from vllm_fp8ext.kv.merged import largest
+from vllm_fp8ext.kv.merged import largest, remembered
 from vllm_fp8ext.kv.rank import computed
 from vllm_fp8ext.kv.report import layer_reports, traffic_reports, worst
 from vllm_fp8ext.kv.scales import Scales
@@ -175,7 +175,7 @@ class KvEngine:
         self._warn(self.traffic, f"as cached with scales of epoch {self.served.epoch}")
         self._recorded = largest([*parts, self._recorded] if self._recorded else parts)
         length = 1 if self._settings.history_algorithm == "most_recent" else self._settings.history_length
-        amax = largest([*self._history, self._recorded][-length:])
+        amax = remembered([*self._history, self._recorded][-length:])
         scales = computed(amax, self.served.scales, self._settings)
         return ScaleSet(scales, "history", epoch, "history")
 
