@@ -29,11 +29,17 @@ LONGEST = SECONDS + 20
 """How long it waits for what comes, and how long anything may take on a busy machine."""
 
 
-def test_a_kept_group_is_not_that_of_a_server_that_was_started_anew() -> None:
+def test_a_kept_group_is_that_which_its_servers_name() -> None:
+    """One that was started anew names none, one that another push went to another one."""
     with Group() as group:
-        first = group.meet({URL: 1}, CPU, ["one start"])[URL]
-        assert group.meet({URL: 1}, CPU, ["one start"])[URL] == first
-        assert group.meet({URL: 1}, CPU, ["another"])[URL] != first
+        group.confirm([None])
+        first = group.meet({URL: 1}, CPU)[URL]
+        group.confirm([first.id])
+        assert group.meet({URL: 1}, CPU)[URL] == first
+        for told in ([None], ["another"], [first.id, "another"]):
+            group.confirm(told)
+            assert (then := group.meet({URL: 1}, CPU)[URL]) != first
+            first = then
 
 
 class Trainer:
