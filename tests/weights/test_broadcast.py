@@ -38,7 +38,8 @@ def test_a_kept_group_is_that_which_its_servers_name() -> None:
         assert group.meet({URL: 1}, CPU)[URL] == first
         for told in ([None], ["another"], [first.id, "another"]):
             group.confirm(told)
-            assert (then := group.meet({URL: 1}, CPU)[URL]) != first
+            then = group.meet({URL: 1}, CPU)[URL]
+            assert then != first
             first = then
 
 
