@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 BESIDE = Path(sys.prefix) / "beside"
 """Where Triton and NCCL may lie where there is no GPU: out of sight of vLLM, which would import it without any use."""
 
+# a busy machine is no reason to fail
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 # vLLM would report each engine that a test starts
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 # an engine of one rank is one process, as it is on a GPU: on CPUs it would be two, or three with the one that asks for it

@@ -217,10 +217,6 @@ def refused(url: str, folder: Path, *more: str) -> str:
         (("--input-tokens", "many"), "lengths: expected"),
         (("--vocabulary", "5"), "vocabulary: expected more than 10 token ids, found 5"),
         (("--update-every", "5"), "expected at least one for --update-every 5, found none"),
-        (
-            ("--profile", "rollout", "--users", "1", "--processes", "2"),
-            "expected one for each of 2 processes",
-        ),
     ],
 )
 def test_options_that_are_wrong_are_refused(
@@ -374,7 +370,8 @@ def test_a_run_in_which_nothing_succeeds_is_invalid_and_says_why(strict: Trivial
     assert "out of vocabulary" in (tmp_path / "report.html").read_text()
 
 
-def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
+def locust(url: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """A run that locust itself is told of."""
     line = [
         sys.executable,
         "-m",
@@ -382,13 +379,23 @@ def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
         "-f",
         str(LOCUSTFILE),
         "--host",
-        trivial.url,
+        url,
         "--headless",
         "--users",
         "1",
     ]
-    done = subprocess.run(
-        [*line, "--run-time", "5s", "--output-tokens", "5"], capture_output=True, text=True, timeout=240
-    )
+    return subprocess.run([*line, *more], capture_output=True, text=True, timeout=240)
+
+
+def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
+    done = locust(trivial.url, "--run-time", "5s", "--output-tokens", "5")
     assert done.returncode in (0, 2), done.stderr
     assert "time to first token" in done.stdout
+
+
+@pytest.mark.parametrize("traffic", ["rollout", "poisson"])
+def test_every_process_needs_a_user(trivial: Trivial, traffic: str) -> None:
+    """Where one user of each sends; else a part of what is to be sent would wait for ever."""
+    done = locust(trivial.url, "--processes", "2", "--traffic", traffic, "--rate", "5", "--run-time", "100s")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "users: expected one for each of 2 processes, found 1" in done.stderr
