@@ -16,7 +16,7 @@ class AdminKey:
     def check(self, authorization: str | None) -> None:
         """Raises `UpdateError` with status 401 without a key, 403 with a wrong one."""
         scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token:
+        if scheme.lower() != "bearer" or not token.strip():
             raise UpdateError(
                 "no-key",
                 "expected the header 'Authorization: Bearer ADMIN_KEY', found none (the client's FP8EXT_ADMIN_KEY)",

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_fp8ext.environment import ADMIN_KEY
+from vllm_fp8ext.environment import ADMIN_KEY, key_of
 
 PLUGIN = "fp8ext"
 
@@ -30,7 +30,7 @@ def environment(base: Mapping[str, str]) -> tuple[dict[str, str], Path | None]:
     """`base` with the plugin allowed and a key set, and the file that holds the key if one had to be made."""
     plugins = [name for name in base.get("VLLM_PLUGINS", "").split(",") if name]
     env = {**base, "VLLM_PLUGINS": ",".join(dict.fromkeys([*plugins, PLUGIN]))}
-    if env.get(ADMIN_KEY):
+    if key_of(env.get(ADMIN_KEY)):
         return env, None
     env[ADMIN_KEY] = secrets.token_urlsafe(32)
     return env, _key_file(env[ADMIN_KEY])

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from vllm_fp8ext.compat.weight_versions import install as show_weight_versions
-from vllm_fp8ext.environment import ADMIN_KEY
+from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
@@ -32,7 +32,7 @@ class Fp8ExtEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Mount the routes under `/fp8ext/v1`, if there is a key to guard them with."""
         show_weight_versions()
-        key = os.environ.get(ADMIN_KEY)
+        key = key_of(os.environ.get(ADMIN_KEY))
         if not key:
             logger.warning(
                 "fp8ext: no weight-update routes, because %s is not set; set it to a secret to have them",
@@ -50,7 +50,7 @@ class Fp8ExtEndpoints:
         backend.connect(engine_client)
         atexit.register(backend.engine.end.require_clean)
         atexit.register(backend.spool.close)
-        if os.environ.get(ADMIN_KEY):
+        if key_of(os.environ.get(ADMIN_KEY)):
             try:
                 await backend.require_room()
             except UpdateError as error:

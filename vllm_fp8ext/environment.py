@@ -15,3 +15,8 @@ API_KEY = "OPENAI_API_KEY"
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 """The server where none is named: port 8000 of this machine."""
+
+
+def key_of(text: str | None) -> str | None:
+    """A key without the line's end that it may have from a file; None where nothing else is there."""
+    return (text or "").strip() or None

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import httpx
 
-from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
+from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL, key_of
 from vllm_fp8ext.serve.schema import PREFIX
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ class Endpoint:
     def of(cls, url: str | None, key: str | None, *, timeout: float, retries: int) -> Self:
         """What is not given comes from the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`)."""
         root = (url or os.environ.get(URL) or DEFAULT_URL).rstrip("/")
-        given = (key or os.environ.get(ADMIN_KEY) or "").strip()  # of a file, say, with its line's end
-        return cls(url=root, key=given or None, timeout=timeout, retries=retries)
+        given = key_of(key) or key_of(os.environ.get(ADMIN_KEY))
+        return cls(url=root, key=given, timeout=timeout, retries=retries)
 
     def request(
         self, method: str, path: str, *, extra_seconds: float | None = None, **more: Any

@@ -69,7 +69,7 @@ def naive(
     sunk=st.booleans(),
     dtype=st.sampled_from(tuple(TOLERANCE)),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_it_is_attention_by_definition(
     tokens: int,
     groups: int,

@@ -56,7 +56,7 @@ def decided(gate: Tensor, activation: Activation = "silu") -> Tensor:
 )
 @example(1, 1, "normal", "normal", torch.bfloat16, "gelu", "fp32", 0)
 @example(1, GROUPS * BLOCK + 1, "normal", "heavy", torch.bfloat16, "gelu_tanh", "pow2", 0)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_codes_and_scales_are_the_references(
     device: str,
     m: int,

@@ -150,7 +150,7 @@ def assert_kernel_is_reference(device: str, steps: list[tuple[Triple, Tensor, Tr
 
 
 @given(steps())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_kernel_is_the_reference(device: str, steps: list[tuple[Triple, Tensor, Triple]]) -> None:
     assert_kernel_is_reference(device, steps)
 

@@ -95,7 +95,7 @@ CALLS = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(calls=st.lists(CALLS, min_size=1, max_size=30))
 def test_every_launch_is_tritons(calls: list[Any]) -> None:
     function = Compiled(body, do_not_specialize=["free"])

@@ -34,7 +34,7 @@ def operands(
     st.sampled_from(("fp32", "pow2")),
     st.sampled_from((1, 700, 1 << 24)),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_linear_is_the_reference_gemm_rounded_once(
     m: int, n: int, k: int, seed: int, dtype: torch.dtype, scale_format: ScaleFormat, slice_elements: int
 ) -> None:

@@ -46,7 +46,7 @@ def on(device: str, value: Any) -> Any:
 @example(1, (4, 1), 128, 0, True, "none", torch.bfloat16, 0)
 @example(3, (32, 8), 128, 0, True, "per head", torch.bfloat16, 0)
 @example(2, (12, 4), 64, 4, False, "one", torch.float16, 0)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_everything_is_the_references(
     device: str,
     m: int,

@@ -26,7 +26,7 @@ DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
 )
 @example(1, 1, "zeros", torch.bfloat16, "fp32", 0)
 @example(1, GROUPS * BLOCK + 1, "heavy", torch.bfloat16, "pow2", 0)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_codes_and_scales_are_the_references(
     device: str, m: int, k: int, kind: str, dtype: torch.dtype, scale_format: ScaleFormat, seed: int
 ) -> None:

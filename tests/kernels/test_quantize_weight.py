@@ -32,7 +32,7 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 
 @given(SIZES, SIZES, st.integers(0, 2**32 - 1), DTYPES, FORMATS, st.sampled_from((1, 5_000, 40_000, 1 << 22)))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_slices_make_the_references_codes_and_scales(
     rows: int, columns: int, seed: int, dtype: torch.dtype, scale_format: ScaleFormat, slice_elements: int
 ) -> None:

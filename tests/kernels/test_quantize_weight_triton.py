@@ -37,7 +37,7 @@ def filled(weight: Tensor) -> tuple[Tensor, Tensor]:
 @example(1, 300, "heavy", torch.bfloat16, "pow2", 0)
 @example(256, 256, "zeros", torch.bfloat16, "fp32", 0)
 @example(256, 128, "heavy", torch.float32, "fp32", 0)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_codes_and_scales_are_the_references(
     device: str,
     rows: int,

@@ -129,7 +129,7 @@ AMAX = st.floats(0, float(np.finfo(np.float32).max), width=32)
 @example(float(np.nextafter(np.float32(448), np.float32(500))))
 @example(224.0)
 @example(float(np.finfo(np.float32).max))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_fp32_scale_is_the_nearest_to_the_exact_quotient(amax: float) -> None:
     scale = np.float32(reference.scale_of(torch.tensor(amax), "fp32").item())
     effective = max(np.float32(amax), FLOOR)
@@ -149,7 +149,7 @@ def test_fp32_scale_is_the_nearest_to_the_exact_quotient(amax: float) -> None:
 @example(448.0 * 2**-30)
 @example(float(np.nextafter(np.float32(448 * 2.0**60), np.float32(np.inf))))
 @example(float(np.finfo(np.float32).max))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_pow2_scale_is_the_smallest_power_of_two_that_reaches(amax: float) -> None:
     scale = reference.scale_of(torch.tensor(amax), "pow2")
     assert reference.is_pow2(scale)
@@ -189,7 +189,7 @@ def test_unknown_scale_format_is_refused() -> None:
 
 
 @given(tensors(), st.sampled_from(FORMATS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_weight_codes_and_scales_are_the_oracles(weight: Tensor, scale_format: ScaleFormat) -> None:
     codes, scales = reference.quantize_weight(weight, scale_format)
     assert (codes.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
@@ -200,7 +200,7 @@ def test_weight_codes_and_scales_are_the_oracles(weight: Tensor, scale_format: S
 
 
 @given(tensors(st.integers(1, 9)), st.sampled_from(FORMATS))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_activation_codes_and_scales_are_the_oracles(x: Tensor, scale_format: ScaleFormat) -> None:
     codes, scales = reference.quantize_activation(x, scale_format)
     expected_codes, expected_scales = oracle(x, scale_format, 1)
@@ -223,7 +223,7 @@ def test_codes_round_to_nearest_even_between_any_two() -> None:
 
 
 @given(tensors(), st.sampled_from(FORMATS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_weight_error_is_bounded(weight: Tensor, scale_format: ScaleFormat) -> None:
     """E4M3 has 3 mantissa bits: half a step is 2^-4 of a normal value; subnormal codes are 2^-9 apart: half
     is 2^-10 of the scale. Dividing by the scale and multiplying by it again add one fp32 rounding each (none
@@ -284,7 +284,7 @@ def test_the_largest_bf16_weight(scale_format: ScaleFormat, code: float) -> None
     st.sampled_from(FORMATS),
     st.data(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_non_finite_weights_are_refused(
     weight: Tensor, value: float, scale_format: ScaleFormat, data: st.DataObject
 ) -> None:
@@ -312,7 +312,7 @@ def test_non_finite_activations_never_become_finite(scale_format: ScaleFormat, v
 
 
 @given(tensors())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_fp32_requantization_keeps_codes_and_settles_after_one_round(weight: Tensor) -> None:
     """Codes never change: a requantized value lies within a few ulps of its code, and codes are 2^-4 apart.
 
@@ -335,7 +335,7 @@ def test_fp32_requantization_keeps_codes_and_settles_after_one_round(weight: Ten
 
 
 @given(tensors())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_pow2_requantization_keeps_every_value(weight: Tensor) -> None:
     """amax / scale lies in (224, 448], so a block's largest code is 224 (rounded down from at most 232), 240
     or more. From 240 on the same scale is the smallest that reaches. At 224 half of it is, and every code
@@ -368,7 +368,7 @@ def test_pow2_requantization_halves_a_scale_whose_largest_code_is_224() -> None:
 
 
 @given(tensors(), st.sampled_from(FORMATS), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_blocks_are_independent(weight: Tensor, scale_format: ScaleFormat, data: st.DataObject) -> None:
     codes, scales = reference.quantize_weight(weight, scale_format)
     i, j = (data.draw(st.integers(0, size - 1)) for size in scales.shape)
@@ -384,7 +384,7 @@ def test_blocks_are_independent(weight: Tensor, scale_format: ScaleFormat, data:
 
 
 @given(tensors(), st.sampled_from(FORMATS), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_slices_at_block_boundaries_quantize_to_slices(
     weight: Tensor, scale_format: ScaleFormat, data: st.DataObject
 ) -> None:
@@ -399,7 +399,7 @@ def test_slices_at_block_boundaries_quantize_to_slices(
 
 
 @given(tensors(), st.sampled_from(FORMATS), st.integers(-20, 20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_power_of_two_moves_into_the_scales(
     weight: Tensor, scale_format: ScaleFormat, exponent: int
 ) -> None:
@@ -418,7 +418,7 @@ def test_a_power_of_two_moves_into_the_scales(
 
 
 @given(tensors(st.integers(2, 9)), st.sampled_from(FORMATS))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_tokens_are_independent(x: Tensor, scale_format: ScaleFormat) -> None:
     """Whatever else is in a batch, a token has the same codes and scales."""
     codes, scales = reference.quantize_activation(x, scale_format)
@@ -438,7 +438,7 @@ def test_expand_is_torchs_conversion_for_every_finite_code() -> None:
 
 
 @given(SIZES, SIZES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_dequantized_values_are_codes_times_their_blocks_scale(rows: int, columns: int) -> None:
     noise = torch.Generator().manual_seed(rows * 1000 + columns)
     codes = torch.randn(rows, columns, generator=noise).to(torch.float8_e4m3fn)
@@ -478,7 +478,7 @@ def quantized(x: Tensor, weight: Tensor, scale_format: ScaleFormat) -> Operands:
     st.sampled_from((normal, heavy, sparse)),
     st.sampled_from(FORMATS),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_gemm_is_within_its_bound(
     m: int, n: int, k: int, seed: int, left, right, scale_format: ScaleFormat
 ) -> None:

@@ -106,7 +106,7 @@ def ratios(draw: st.DrawFn, heads: int) -> Tensor:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_only_the_blocks_named_are_rewritten(data: st.DataObject) -> None:
     """The reference on a whole cache, against the definition of one code."""
     layers, memories = some_layers(data, "cpu")
@@ -210,7 +210,7 @@ def test_k_and_v_of_other_shapes_and_heads_apart_are_refused() -> None:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_kernel_is_the_reference(device: str, data: st.DataObject) -> None:
     pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
     from vllm_fp8ext.kernels.rescale_kv_triton import Rescaling

@@ -41,7 +41,7 @@ def rmsnorm_quantize(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 @example(1, 1, 0, "normal", False, torch.bfloat16, "fp32", 0)
 @example(1, 300, 0, "heavy", True, torch.bfloat16, "pow2", 0)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_everything_is_the_references(
     device: str,
     m: int,

@@ -20,7 +20,7 @@ def bytes_of(tensor: Tensor) -> bytes:
     st.integers(0, 99),
     st.sampled_from((0, 32, 7)),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_everything_is_exchanged_and_nothing_beside_it(
     device: str, sizes: list[int], seed: int, begin: int
 ) -> None:

@@ -4,7 +4,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -185,7 +185,6 @@ def test_blocks_of_one_request(window: int | None, context: int, blocks: int) ->
     assert request_blocks(window, Serving(context=context)) == blocks
 
 
-@settings(deadline=None)  # the first example imports vLLM
 @given(st.lists(st.sampled_from([None, 128, 512]), min_size=1, max_size=60))
 def test_layers_are_grouped_as_vllm_groups_them(windows: list[int | None]) -> None:
     import torch

@@ -22,6 +22,12 @@ def test_a_line_end_is_no_part_of_the_key() -> None:
     assert Endpoint.of(None, " ", timeout=1.0, retries=0).key is None
 
 
+def test_a_blank_key_lets_nobody_in() -> None:
+    with pytest.raises(UpdateError) as caught:
+        AdminKey("\n").check("Bearer  ")
+    assert caught.value.status == 401
+
+
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Token {KEY}"])
 def test_no_key_is_401(header: str | None) -> None:
     with pytest.raises(UpdateError, match="Authorization: Bearer") as caught:

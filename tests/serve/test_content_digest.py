@@ -129,7 +129,7 @@ def test_an_empty_body_has_a_digest() -> None:
 
 
 @given(st.binary(min_size=1, max_size=300), st.data(), st.integers(1, 50))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_any_pieces_give_the_same_digest(body: bytes, data: st.DataObject, step: int) -> None:
     """Also with steps so small that one piece is hashed while the next one comes; and one wrong bit is always found."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=8)))

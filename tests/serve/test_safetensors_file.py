@@ -56,7 +56,7 @@ def raw(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, .
 
 
 @given(checkpoints(), st.one_of(st.integers(0, 200), st.just(1 << 30)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bodies_are_safetensors_of_the_same_bytes(files: list[dict[str, Tensor]], limit: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

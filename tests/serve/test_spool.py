@@ -261,7 +261,7 @@ def test_one_that_stops_waiting_does_not_hold_up_the_next(spool: Spool) -> None:
         max_size=15,
     )
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_extents_never_overlap_and_all_room_comes_back(
     tmp_path_factory: pytest.TempPathFactory, uploads: list[tuple[int, str]]
 ) -> None:

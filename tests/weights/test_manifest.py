@@ -56,7 +56,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 
 @given(manifests())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_manifest_survives_json(original: Manifest) -> None:
     again = Manifest.from_dict(json.loads(json.dumps(original.as_dict())))
     assert again == original

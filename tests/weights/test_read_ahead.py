@@ -50,7 +50,7 @@ def raw(rows: Rows) -> bytes:
 
 
 @given(files(), st.integers(1, 3000), st.integers(1, 5), st.integers(1, 4), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_all_rows_come_once_in_order(
     tensors: list[StoredTensor], size: int, buffers: int, readers: int, data: st.DataObject
 ) -> None:

@@ -79,7 +79,6 @@ def direct(model: Model, prompts: list[list[int]]) -> float:
 
 
 @given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=20), min_size=1, max_size=4))
-@settings(deadline=None)
 def test_log_probabilities_are_those_of_the_prompts_own_tokens(prompts: list[list[int]]) -> None:
     model = Model()
     result, _ = recited(model, prompts)
@@ -117,7 +116,7 @@ def test_logits_that_are_not_finite_are_told() -> None:
 
 
 @given(st.lists(st.integers(2, 3000), min_size=1, max_size=3), st.integers(1, 20))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_pauses_are_counted_in_layers_and_tokens(lengths: list[int], layers: int) -> None:
     """So they are the same on every rank, however long it takes: a rank that has no logits, or other weights, pauses as
     often. No slice has more layers than are allowed."""

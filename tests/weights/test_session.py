@@ -715,4 +715,4 @@ class AnySequence(RuleBasedStateMachine):
 
 
 TestAnySequence = AnySequence.TestCase
-TestAnySequence.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestAnySequence.settings = settings(max_examples=250, stateful_step_count=40)

@@ -65,7 +65,7 @@ def partitions(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
     st.sampled_from((torch.bfloat16, torch.float16)),
     st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_pieces_in_any_order_make_the_whole(
     partition: tuple[list[tuple[int, int]], int],
     data: st.DataObject,
@@ -101,7 +101,7 @@ def test_any_pieces_in_any_order_make_the_whole(
 
 
 @given(partitions(), st.data(), st.integers(0, 2**32 - 1))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_sums_of_all_pieces_are_those_of_the_whole(
     partition: tuple[list[tuple[int, int]], int], data: st.DataObject, seed: int
 ) -> None:
@@ -116,7 +116,7 @@ def test_sums_of_all_pieces_are_those_of_the_whole(
 
 
 @given(partitions(), st.data(), st.sampled_from((float("nan"), float("inf"), -float("inf"))))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_non_finite_value_is_refused_by_the_call_that_brings_it(
     partition: tuple[list[tuple[int, int]], int], data: st.DataObject, value: float
 ) -> None:
@@ -296,7 +296,7 @@ def stage_rows(stager: Stager, name: str, weight: Tensor, ranges: list[tuple[int
 
 
 @given(partitions(), st.data(), st.sampled_from((torch.bfloat16, torch.float32)))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_rows_of_any_pieces_make_the_whole(
     partition: tuple[list[tuple[int, int]], int], data: st.DataObject, sent: torch.dtype
 ) -> None:
@@ -329,7 +329,7 @@ def test_any_rows_of_any_pieces_make_the_whole(
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_rows_of_a_plain_parameter_make_the_whole(data: st.DataObject) -> None:
     embedding = torch.full((40, 3), -1.0, dtype=BF16)
     source = torch.arange(180.0).view(30, 6)
@@ -348,7 +348,7 @@ def test_a_scalar_is_staged() -> None:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_blocks_of_codes_make_the_whole(data: st.DataObject) -> None:
     """A shard from the middle on, behind other rows, whose last block is not full."""
     weight = random(700, 256, 0).to(BF16)
@@ -365,7 +365,7 @@ def test_blocks_of_codes_make_the_whole(data: st.DataObject) -> None:
 
 
 @given(st.data(), st.integers(0, 299))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_non_finite_value_in_any_rows_refuses_the_tensor(data: st.DataObject, row: int) -> None:
     weight = random(300, 20, 1).bfloat16()
     weight[row, 3] = torch.nan

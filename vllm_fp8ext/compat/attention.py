@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.compat.refusals import not_updatable
 
 _QUERY_ROWS = 256
 """Queries attended to at once: bounds the scores to heads x 256 x tokens."""
@@ -26,10 +26,7 @@ def require_plain_attention(model: nn.Module) -> None:
     """Raises `ConfigError` naming layers that are not causal attention over K and V of their own."""
     others = sorted({found for module in model.modules() if (found := _beyond(module))})
     if others:
-        raise ConfigError(
-            f"blockfp8 with live updates does not serve models with {', '.join(others)} yet: an update could not be tried "
-            'before it is served (--additional-config \'{"fp8ext": {"staging": "none"}}\' serves them without updates)'
-        )
+        raise not_updatable(others, "could not be tried before it is served")
 
 
 def _beyond(module: nn.Module) -> str | None:

@@ -20,8 +20,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from vllm_fp8ext.compat.refusals import not_updatable
 from vllm_fp8ext.compat.routing import route_alone
-from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.linear import KeptEmbeddingMethod, KeptLinearMethod
 from vllm_fp8ext.weights.manifest import TensorSpec
 
@@ -85,10 +85,7 @@ def require_no_copies(model: nn.Module) -> None:
     }
     copies = [name for name, there in found.items() if there]
     if copies:
-        raise ConfigError(
-            f"blockfp8 with live updates does not serve models with {', '.join(copies)} yet: an update would not reach "
-            'all of them (--additional-config \'{"fp8ext": {"staging": "none"}}\' serves them without updates)'
-        )
+        raise not_updatable(copies, "would not reach all of them")
 
 
 def checkpoint_specs(recorded: dict[str, TensorSpec], dtype: torch.dtype) -> list[TensorSpec]:

@@ -7,7 +7,7 @@ configuration.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
@@ -87,3 +87,11 @@ def _offloads(offload: Any) -> bool:
     uva = getattr(offload, "uva", None)
     prefetch = getattr(offload, "prefetch", None)
     return bool(getattr(uva, "cpu_offload_gb", 0) or getattr(prefetch, "offload_group_size", 0))
+
+
+def not_updatable(parts: Sequence[str], why: str) -> ConfigError:
+    """The error of a model with parts of which an update "would …" or "could …"."""
+    return ConfigError(
+        f"blockfp8 with live updates does not serve models with {', '.join(parts)} yet: an update {why} "
+        '(--additional-config \'{"fp8ext": {"staging": "none"}}\' serves them without updates)'
+    )

@@ -129,9 +129,7 @@ class ExchangeStep:
         Raises:
             UpdateError: `paused`, `wait-timeout`, `exchange-failed` (nothing has changed), or `poisoned`.
         """
-        if self._waiting is not None and self._waiting.key == key and self._core.interrupted():
-            self.stop_waiting(key)
-        elif running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
+        if running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
             return None
         if self._waiting is None:
             self.require_running()
@@ -199,6 +197,8 @@ class ExchangeStep:
             raise UpdateError("staging", "an update in place is under way: ask when it is committed")
 
     def _waits(self, key: str, seconds: float | None) -> bool:
+        if self._waiting is not None and self._core.interrupted():
+            self.stop_waiting(key)
         if self._waiting is None:
             if self._core.paused():
                 return False
