@@ -34,8 +34,8 @@ part() { # name, command
 }
 
 half="--serve gpu-memory-utilization=0.5"
-# two servers and the trainer's BF16 beside each other: they start at once
-beside="--together --serve kv-cache-memory-bytes=30000000000 gpu-memory-utilization=0.3"
+# two servers and the trainer's BF16 beside each other: they start at once; KV_BYTES: less where the GPU has less than 141 GB
+beside="--together --serve kv-cache-memory-bytes=${KV_BYTES:-30000000000} gpu-memory-utilization=0.3"
 large="--serve kv-cache-memory-bytes=4000000000 gpu-memory-utilization=0.4"
 part update_8b "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --variants blockfp8 stock \
   --transports ipc http files ipc-fp8 --running 0 128 --out \$O/update_8b.json"
