@@ -16,7 +16,7 @@ from typing import Any
 
 IDENTITY = (
     *("model", "kernel", "shape", "m", "part", "transport", "requests", "running", "load", "input", "output"),
-    *("variant", "kv_cache", "staging", "policy", "settings", "engine", "fused"),
+    *("variant", "kv_cache", "staging", "policy", "settings", "engine", "fused", "buckets"),
 )
 """What a case is of; everything else is what was found."""
 SETUP = ("model", "requests", "input", "output", "kv_cache")

@@ -41,6 +41,8 @@ part update_8b "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-
   --transports ipc http files ipc-fp8 --running 0 128 --out \$O/update_8b.json"
 part update_8b_ipc "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $beside --variants blockfp8 stock \
   --transports ipc --running 0 128 --out \$O/update_8b_ipc.json"
+part update_8b_buckets "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $beside --variants blockfp8 stock \
+  --transports ipc --buckets --running 0 128 --out \$O/update_8b_buckets.json"
 part update_8b_recompute "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
   --transports ipc --running 128 --policy recompute --out \$O/update_8b_recompute.json"
 part update_8b_inplace "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc \
@@ -52,7 +54,9 @@ part update_8b_nccl "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Q
 part update_17b_nccl "fp8ext bench update --shape Qwen3-1.7B --checkpoints \$(two Qwen3-1.7B) $half \
   --transports nccl nccl-fp8 --running 0 128 --out \$O/update_17b_nccl.json" # two GPUs
 part phases "python3 -P \$HERE/update_phases.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
-  --parts stage prepare commit rollback --running 128 --out \$O/phases.json"
+  --parts open stage prepare commit rollback --rounds 3 --running 128 --out \$O/phases.json"
+part phases_buckets "python3 -P \$HERE/update_phases.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --buckets \
+  --parts stage commit --rounds 3 --running 128 --out \$O/phases_buckets.json"
 part load "python3 -P \$HERE/load_compare.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --variants blockfp8 fp8_per_block bf16 \
   --traffic updates --steps 4 --processes 4 --out \$O/load.json --page \$O/load.html"
 export VLLM_DEEP_GEMM_WARMUP=skip

@@ -4,13 +4,15 @@
     python benchmarks/update_phases.py --shape Qwen3-8B --running 128 --out phases.json
 
 Beside requests that are the same at all times, one part is repeated for some seconds, and the rate of tokens is compared with
-the rates before and after, when nothing is updated. `stage`: open, stage, abandon. `prepare`: also fingerprint and canary.
+the rates before and after, when nothing is updated; parts take turns, --rounds times, and medians are told. `open`: open and
+abandon. `stage`: open, stage, abandon. `prepare`: also fingerprint and canary.
 `commit`: everything. `rollback`: the exchange alone. `files`, `http`: everything, in that way. On a GPU tensors are staged by
 CUDA IPC, else from files.
 """
 
 import argparse
 import itertools
+import statistics
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ import torch
 from rich.console import Console
 
 from vllm_fp8ext.bench.background import Background, generated_tokens
+from vllm_fp8ext.bench.buckets import in_buckets
 from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
@@ -31,7 +34,7 @@ from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.client.handles import handles
 from vllm_fp8ext.weights.wire import stored
 
-PARTS = ("stage", "prepare", "commit", "rollback", "files", "http")
+PARTS = ("open", "stage", "prepare", "commit", "rollback", "files", "http")
 REST_SECONDS = 0.5
 """Until what a part left behind is over."""
 console = Console(width=140, highlight=False)
@@ -51,44 +54,58 @@ def main() -> int:
         with Server(checkpoints[0], folder / "server.log", arguments=arguments, settings=settings) as server:
             server.wait(1200)
             with server.client() as client, Background(server.url, options.running) as load:
-                parts = Parts(client, checkpoints, on_gpu=torch.cuda.is_available())
+                parts = Parts(client, checkpoints, on_gpu=torch.cuda.is_available(), buckets=options.buckets)
                 load.settle()
                 usual = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
-                for name in options.parts:
+                samples: dict[str, list[dict[str, float]]] = {name: [] for name in options.parts}
+                for name in options.parts * options.rounds:
                     parts.commit()  # there is something to go back to, whatever came before
                     time.sleep(REST_SECONDS)
                     during, seconds, count = _rate(server.url, options.seconds, getattr(parts, name))
                     time.sleep(REST_SECONDS)
                     after = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
-                    case = {
-                        "model": options.shape,
-                        "load": options.running,
-                        "part": name,
-                        "seconds": seconds / count,
-                        "count": count,
-                        "tokens_per_s_before": usual,
-                        "tokens_per_s_during": during,
-                        "tokens_per_s_after": after,
-                        "tokens_lost": 1 - 2 * during / (usual + after),
-                    }
-                    case["lost_ms"] = case["tokens_lost"] * case["seconds"] * 1e3
-                    cases.append(case)
-                    console.print(
-                        f"{name:9} {case['seconds']:7.3f} s each, {case['tokens_lost']:6.1%} of tokens lost, "
-                        f"{case['lost_ms']:7.1f} ms each"
+                    lost = 1 - 2 * during / (usual + after)
+                    samples[name].append(
+                        {
+                            "seconds": seconds / count,
+                            "count": count,
+                            "tokens_per_s_before": usual,
+                            "tokens_per_s_during": during,
+                            "tokens_per_s_after": after,
+                            "tokens_lost": lost,
+                            "lost_ms": lost * seconds / count * 1e3,
+                        }
                     )
+                    cases = [_case(options, part, found) for part, found in samples.items() if found]
                     write_cases(options.out, origin, cases)
                     usual = after
+    for case in cases:
+        console.print(
+            f"{case['part']:9} {case['seconds']:7.3f} s each, {case['tokens_lost']:6.1%} of tokens lost, "
+            f"{case['lost_ms']:7.1f} ms each"
+        )
     return 0
+
+
+def _case(options: argparse.Namespace, part: str, samples: list[dict[str, float]]) -> dict[str, Any]:
+    """The median of each number."""
+    medians = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+    what = {"model": options.shape, "load": options.running, "part": part}
+    what |= {"buckets": True} if options.buckets else {}
+    return {**what, **medians, "samples": samples}
 
 
 class Parts:
     """Each changes the weights back and forth, as far as it goes."""
 
-    def __init__(self, client: Client, checkpoints: list[Path], *, on_gpu: bool) -> None:
+    def __init__(self, client: Client, checkpoints: list[Path], *, on_gpu: bool, buckets: bool) -> None:
         self._client = client
         self._folders = itertools.cycle(checkpoints[::-1])
-        self._tensors = {path: dict(stored(path, "cuda")) for path in checkpoints} if on_gpu else {}
+        held = in_buckets if buckets else iter
+        self._tensors = {path: dict(held(stored(path, "cuda"))) for path in checkpoints} if on_gpu else {}
+
+    def open(self) -> None:
+        self._client.abandon(self._client.open().id)
 
     def stage(self) -> None:
         update = self._client.open()
@@ -141,6 +158,8 @@ def _options() -> Any:
     parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
     parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=1, help="how often all parts take their turn")
+    parser.add_argument("--buckets", action="store_true", help="tensors on a GPU in buffers of a GiB")
     parser.add_argument("--running", type=int, default=128, help="requests beside the updates")
     parser.add_argument(
         "--seconds", type=float, default=6.0, help="of each part, and of the rest between them"

@@ -189,12 +189,7 @@ def call(function: str, *arguments: Any) -> None:
     Raises:
         CudaError: it failed, or there is no driver.
     """
-    driver = _driver()
-    status = getattr(driver, function)(*arguments)
-    if status:
-        message = ctypes.c_char_p()
-        driver.cuGetErrorString(status, ctypes.byref(message))
-        raise CudaError(f"{function}: {(message.value or b'error').decode()} ({status})")
+    _call(_driver(), function, *arguments)
 
 
 def allocation_of(address: int) -> tuple[int, int]:
@@ -204,14 +199,25 @@ def allocation_of(address: int) -> tuple[int, int]:
         CudaError: in none.
     """
     base, size = ctypes.c_ulonglong(), ctypes.c_size_t()
-    call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_ulonglong(address))
+    arguments = ctypes.byref(base), ctypes.byref(size), ctypes.c_ulonglong(address)
+    _call(_driver(keeps_lock=True), "cuMemGetAddressRange_v2", *arguments)
     return base.value, size.value
 
 
+def _call(driver: ctypes.CDLL, function: str, *arguments: Any) -> None:
+    status = getattr(driver, function)(*arguments)
+    if status:
+        message = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(message))
+        raise CudaError(f"{function}: {(message.value or b'error').decode()} ({status})")
+
+
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def _driver(*, keeps_lock: bool = False) -> ctypes.CDLL:
+    """`keeps_lock`: calls keep the interpreter's lock. They must take no time: to give it up and take it again costs a thread
+    that computes beside more, when it is done hundreds of times."""
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        return (ctypes.PyDLL if keeps_lock else ctypes.CDLL)("libcuda.so.1")
     except OSError as error:
         raise CudaError(f"found no driver of CUDA: {error}") from None
 

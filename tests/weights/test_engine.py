@@ -96,12 +96,13 @@ def test_memory_is_not_given_back_while_a_part_was_overwritten(engine: UpdateEng
 
 
 class Ranks:
-    """One rank whose jobs are done when they are asked about; `fails`: the method whose job fails."""
+    """One rank whose jobs are done when they are asked about; `fails`: the method whose job fails. `recorded`: its canary."""
 
-    def __init__(self, fails: str = "") -> None:
+    def __init__(self, fails: str = "", *, recorded: bool = False) -> None:
         self.calls: list[str] = []
         self.busy = False
         self._fails = fails
+        self._recorded = recorded
         self._last = ""
 
     def __call__(self, method: str, *_: Any) -> list[dict[str, Any]]:
@@ -113,7 +114,10 @@ class Ranks:
             return [{"done": False}]
         if self._last == self._fails:
             return [{"error": UpdateError("internal", "no", status=500).as_dict()}]
-        return [{"done": True, "fingerprint": 1, "finite": True, "tokens": 0, "logprob": 0.0}]
+        marked = {"fingerprint": 1, "seconds": 0.0}
+        sung = {"finite": True, "tokens": 0, "logprob": 0.0}
+        sings = self._last == "sing" or (self._last == "mark" and self._recorded)
+        return [{"done": True, **marked, **(sung if sings else {})}]
 
 
 def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
@@ -140,11 +144,22 @@ def test_a_commit_prepares_what_nobody_prepared_in_the_same_job(core: IdleCore, 
     assert session.state is State.OPEN
     done = engine.handle("poll", {"job": started["job"]})
     assert (done["state"], done["result"]["epoch"]) == ("committed", 1)
-    assert ranks.calls == ["fingerprint", "poll", "sing", "poll", "exchange"]
+    assert ranks.calls == ["mark", "poll", "sing", "poll", "exchange"]
     assert engine.handle("commit", {"id": "u"})["result"] == done["result"]
 
 
-@pytest.mark.parametrize("method", ["fingerprint", "sing"])
+def test_a_recorded_canary_sings_in_the_job_that_takes_the_fingerprints(
+    core: IdleCore, engine: UpdateEngine
+) -> None:
+    ranks = Ranks(recorded=True)
+    session = asked(core, engine, ranks)
+    started = engine.handle("prepare", {"id": "u"})
+    assert engine.handle("poll", {"job": started["job"]})["state"] == "prepared"
+    assert ranks.calls == ["mark", "poll"]
+    assert (session.fingerprints, session.seconds["fingerprint"]) == ([1], 0.0)
+
+
+@pytest.mark.parametrize("method", ["mark", "sing"])
 def test_a_commit_ends_where_its_preparation_fails(core: IdleCore, engine: UpdateEngine, method: str) -> None:
     ranks = Ranks(method)
     session = asked(core, engine, ranks)
@@ -213,7 +228,7 @@ def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
     assert engine.handle("poll", {"job": started["job"]})["state"] == "prepared"
     assert engine.handle("prepare", {"id": "u"})["state"] == "prepared"
     assert engine.handle("commit", {"id": "u"})["state"] == "committed"
-    assert [call for call in ranks.calls if call != "poll"] == ["fingerprint", "sing", "exchange"]
+    assert [call for call in ranks.calls if call != "poll"] == ["mark", "sing", "exchange"]
 
 
 def test_a_preparation_that_nobody_asks_about_goes_on_with_the_next_call(
@@ -226,7 +241,7 @@ def test_a_preparation_that_nobody_asks_about_goes_on_with_the_next_call(
     assert (found["state"], session.state) == ("prepared", State.PREPARED)
 
 
-@pytest.mark.parametrize("fails", ["fingerprint", "sing"])
+@pytest.mark.parametrize("fails", ["mark", "sing"])
 def test_a_preparation_that_failed_does_not_hold_up_the_next(
     core: IdleCore, engine: UpdateEngine, fails: str
 ) -> None:

@@ -5,8 +5,9 @@
 
 Serves generated weights (or --checkpoints) and changes them back and forth, from the first update on: nothing is warmed up.
 With running requests, updates follow each other without a break for --busy-seconds, and the rate of tokens is compared with
-those before and after; that is done --windows times, and their median is told, of gaps the longest. Without, `http` and
-`files` take turns with a baseline of the same bytes (`bare`), and `ratio_bare` is the update's time by the baseline's.
+those before and after; that is done --windows times, and what was lost over the whole is told, of gaps the longest. Without,
+`http` and `files` take turns with a baseline of the same bytes (`bare`), and `ratio_bare` is the update's time by the
+baseline's.
 `stock` is vLLM's own reload of `fp8_per_block` from files and, with `ipc` among the transports, its own weight transfer by
 CUDA IPC. With `nccl` the server is kept off the last GPU, from which the trainer broadcasts.
 """
@@ -86,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fused", action="store_true", help="ipc, nccl: experts fused, as transformers holds them"
     )
+    parser.add_argument(
+        "--buckets",
+        action="store_true",
+        help="ipc, nccl: tensors in buffers of a GiB, as flat parameters are",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--busy-seconds", type=float, default=10.0, help="of updates beside requests at a time, at least"
@@ -160,7 +166,7 @@ def _measure(
                 settings = {} if variant == "stock" else options.settings
                 staging = "none" if variant == "stock" else settings.get("staging", "shadow")
                 case |= {"running": policy, "staging": staging, "settings": settings}
-                case |= {"fused": True} if options.fused else {}
+                case |= {name: True for name in ("fused", "buckets") if getattr(options, name)}
                 with (
                     _pusher(variant, transport, policy, options, server, checkpoints) as push,
                     contextlib.nullcontext() if running else baseline(transport) as bare,
@@ -193,12 +199,12 @@ def _pusher(
     """What changes the weights to checkpoint "a" or "b" in this way."""
     folders = dict(zip("ab", checkpoints, strict=True))
     if variant == "stock":
-        yield from _stock(transport, server, folders)
+        yield from _stock(transport, server, folders, options)
         return
     way: Any = _way(transport)
     with server.client() as client, Group() as group:
         in_memory = set(checkpoints) if way in ("ipc", "nccl") else set()
-        held = {path: _in_memory(path, way, fused=options.fused) for path in in_memory}
+        held = {path: _in_memory(path, way, options, fused=options.fused) for path in in_memory}
 
         def push(name: str) -> dict[str, float]:
             folder = folders[name]
@@ -221,7 +227,9 @@ def _pusher(
             held.clear()
 
 
-def _stock(transport: str, server: Server, folders: dict[str, Path]) -> Iterator[Push]:
+def _stock(
+    transport: str, server: Server, folders: dict[str, Path], options: argparse.Namespace
+) -> Iterator[Push]:
     """By vLLM's own means."""
     if transport == "reload":
         from vllm_fp8ext.loadtest.weights import Stock
@@ -237,7 +245,7 @@ def _stock(transport: str, server: Server, folders: dict[str, Path]) -> Iterator
         yield reload
         return
     native = Native(server.url)
-    held = {name: _in_memory(path, transport, fused=False) for name, path in folders.items()}
+    held = {name: _in_memory(path, transport, options, fused=False) for name, path in folders.items()}
 
     def transfer(name: str) -> dict[str, float]:
         native.push(held[name])
@@ -249,16 +257,18 @@ def _stock(transport: str, server: Server, folders: dict[str, Path]) -> Iterator
         held.clear()
 
 
-def _in_memory(checkpoint: Path, way: str, *, fused: bool) -> dict[str, Any]:
+def _in_memory(checkpoint: Path, way: str, options: argparse.Namespace, *, fused: bool) -> dict[str, Any]:
     """The trainer's tensors: on the GPU that is served from, or for `nccl` on the last one."""
     import torch
 
+    from vllm_fp8ext.bench.buckets import in_buckets
     from vllm_fp8ext.bench.fused import stored_fused
     from vllm_fp8ext.weights.wire import stored
 
     last = torch.cuda.device_count() - 1
     read = stored_fused if fused else stored
-    return dict(read(checkpoint, f"cuda:{last}" if way == "nccl" and last > 0 else None))
+    tensors = read(checkpoint, f"cuda:{last}" if way == "nccl" and last > 0 else None)
+    return dict(in_buckets(tensors) if options.buckets else tensors)
 
 
 def _updates(
@@ -311,9 +321,12 @@ def _window(seconds: float, load: Background, update: Callable[[], None]) -> dic
 
 
 def _over(windows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each rate the median, of gaps the longest, and the windows themselves."""
-    rates = ("tokens_per_s_before", "tokens_per_s_during", "tokens_per_s_after", "tokens_lost")
-    case: dict[str, Any] = {name: statistics.median(window[name] for window in windows) for name in rates}
+    """Of each rate the mean, as windows are as long as each other; tokens lost over the whole; of gaps the longest; and the
+    windows themselves."""
+    rates = ("tokens_per_s_before", "tokens_per_s_during", "tokens_per_s_after")
+    case: dict[str, Any] = {name: statistics.fmean(window[name] for window in windows) for name in rates}
+    before, during, after = (case[name] for name in rates)
+    case["tokens_lost"] = 1 - 2 * during / (before + after)
     for name in ("stall_seconds", "longest_gap_before"):
         case[name] = max((window[name] for window in windows if window[name] is not None), default=None)
     case["steady_before"] = all(window["steady_before"] for window in windows)

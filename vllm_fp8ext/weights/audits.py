@@ -34,7 +34,7 @@ class Audits:
         self._require_known()
         served, exchanges = self._step.live, self._step.exchanges
         finish = partial(self._verified, served, exchanges, time.perf_counter())
-        return self._jobs.start("fingerprint", False, finish=finish)
+        return self._jobs.start("fingerprint", finish=finish)
 
     def _require_known(self) -> None:
         if self._step.poisoned is not None:

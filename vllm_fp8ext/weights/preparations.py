@@ -64,18 +64,18 @@ class Preparations:
 
     def _mark(self, session: Session, revision: int, started: float) -> Result:
         """Take the fingerprints of what is prepared."""
-        finish = partial(self._sing, session, revision, started, time.perf_counter())
-        return self._jobs.start("fingerprint", True, finish=finish)
+        finish = partial(self._sing, session, revision, started)
+        return self._jobs.start("mark", session.canary.built_in, finish=finish)
 
-    def _sing(
-        self, session: Session, revision: int, started: float, marked: float, results: list[Result]
-    ) -> Result:
+    def _sing(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
+        """Let the canary sing, where it has not done so already."""
         raise_first(results)
         session.fingerprints = [result["fingerprint"] for result in results]
-        session.seconds["fingerprint"] = time.perf_counter() - marked
+        session.seconds["fingerprint"] = max(result["seconds"] for result in results)
         finish = partial(self._sung, session, revision, started)
-        canary = session.canary
-        return self._jobs.start("sing", canary.prompts, canary.built_in, finish=finish)
+        if all("finite" in result for result in results):
+            return finish(results)
+        return self._jobs.start("sing", session.canary.prompts, finish=finish)
 
     def _sung(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
         raise_first(results)

@@ -139,14 +139,26 @@ class Rank:
         return staged or {}
 
     @described
-    def sing(self, job: int, prompts: list[list[int]], built_in: bool) -> Result:
-        """Start to run prompts through the twin; each `poll(job)` runs one slice of it. Of the built-in one only `finite`
-        matters: where it was recorded, that is all there is, and needs nothing of this thread."""
-        recording = self._recording
-        if built_in and recording is not None:
+    def mark(self, job: int, built_in: bool) -> Result:
+        """Start to compute the fingerprint of the twin's contents, and how long that takes. Where the built-in canary was
+        recorded, and is asked for, it sings in the same job, since it needs nothing of this thread: of it only `finite`
+        matters, and that is all there is."""
+        recording = self._recording if built_in else None
+        if recording is not None:
             self._end_recital()
-            alone: Result = {"logprob": 0.0, "tokens": 0}
-            return self._lanes.start("staging", job, lambda: {**alone, "finite": recording.finite()})
+
+        def work() -> Result:
+            start = time.perf_counter()
+            found = {**self._fingerprint(twin=True), "seconds": time.perf_counter() - start}
+            if recording is not None:
+                found |= {"finite": recording.finite(), "logprob": 0.0, "tokens": 0}
+            return found
+
+        return self._lanes.start("staging", job, work)
+
+    @described
+    def sing(self, job: int, prompts: list[list[int]]) -> Result:
+        """Start to run prompts through the twin; each `poll(job)` runs one slice of it."""
         model, device, attend = self.twin.model, self._device, self._attend
         return self._in_slices(job, lambda pause: recite(model, prompts, device, attend, pause))
 
@@ -182,9 +194,9 @@ class Rank:
         return self._lanes.start("digests", job, self._digests)
 
     @described
-    def fingerprint(self, job: int, twin: bool) -> Result:
-        """Start to compute the fingerprint of the twin's contents, or of the live ones."""
-        return self._lanes.start("staging" if twin else "digests", job, lambda: self._fingerprint(twin=twin))
+    def fingerprint(self, job: int) -> Result:
+        """Start to compute the fingerprint of the live contents."""
+        return self._lanes.start("digests", job, lambda: self._fingerprint(twin=False))
 
     @described
     def poll(self, job: int, patience: float) -> Result:
