@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's pause state while a commit waits, when others pause and resume the engine meanwhile."""
+"""The scheduler's pause state while a commit waits, when others pause and resume the engine meanwhile; and which requests are
+which."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 from vllm_fp8ext.compat.engine_core import CoreAccess
 
@@ -15,6 +17,19 @@ ALL, NEW, ON = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
 class Scheduler:
     def __init__(self) -> None:
         self.pause_state = ON
+        self.requests: dict[str, SimpleNamespace] = {}
+        self.kv_holding_waiting: list[SimpleNamespace] = []
+        self.finished: list[str] = []
+
+    def add(self, name: str, status: RequestStatus, outputs: int = 0, *, resumable: bool = False) -> None:
+        self.requests[name] = SimpleNamespace(
+            request_id=name, status=status, num_output_tokens=outputs, resumable=resumable
+        )
+
+    def finish_requests(self, names: list[str], status: RequestStatus) -> list[str]:
+        assert status == RequestStatus.FINISHED_ABORTED
+        self.finished = names
+        return names
 
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
@@ -36,6 +51,7 @@ def access(scheduler: Scheduler) -> CoreAccess:
     core = SimpleNamespace(
         vllm_config=config, scheduler=scheduler, model_executor=executor, add_request=None, batch_queue=None
     )
+    core._send_abort_outputs = lambda requests: None
     return CoreAccess(core)
 
 
@@ -64,3 +80,20 @@ def test_who_resumes_meanwhile_does_not_let_requests_in(access: CoreAccess, sche
     access.pause()
     access.resume()
     assert (scheduler.pause_state, access.paused()) == (ON, False)
+
+
+def test_which_requests_have_begun_and_which_k_and_v_are_irreplaceable(
+    access: CoreAccess, scheduler: Scheduler
+) -> None:
+    scheduler.add("runs", RequestStatus.RUNNING)
+    scheduler.add("preempted", RequestStatus.PREEMPTED, outputs=3)
+    scheduler.add("waits", RequestStatus.WAITING)
+    assert access.irreplaceable() == 0
+    scheduler.add("paused session", RequestStatus.WAITING_FOR_STREAMING_REQ, outputs=3, resumable=True)
+    scheduler.add("session with new input", RequestStatus.WAITING, resumable=True)
+    scheduler.add("from elsewhere", RequestStatus.WAITING_FOR_REMOTE_KVS)
+    holding = ("paused session", "session with new input", "from elsewhere")
+    scheduler.kv_holding_waiting = [scheduler.requests[name] for name in holding]
+    assert access.irreplaceable() == len(holding)
+    access.abort_running()
+    assert scheduler.finished == [name for name in scheduler.requests if name != "waits"]

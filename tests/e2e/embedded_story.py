@@ -5,7 +5,7 @@ to a file."""
 import asyncio
 import json
 import sys
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import StreamingInput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
@@ -66,6 +68,27 @@ async def long_request(engine: AsyncLLM, name: str) -> int:
     return count
 
 
+async def session(engine: AsyncLLM, name: str, goes_on: asyncio.Event) -> list[int]:
+    """Tokens of a request that takes its input bit by bit; the second bit once it goes on."""
+    wanted = SamplingParams(
+        temperature=0.0,
+        max_tokens=6,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+    async def inputs() -> AsyncGenerator[StreamingInput]:
+        yield StreamingInput(prompt={"prompt_token_ids": list(range(3, 60))})
+        await goes_on.wait()
+        yield StreamingInput(prompt={"prompt_token_ids": list(range(60, 80))})
+
+    tokens: list[int] = []
+    async for output in engine.generate(inputs(), wanted, name):
+        tokens += output.outputs[0].token_ids
+    return tokens
+
+
 async def main(out: Path) -> None:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**OPTIONS))
     early, late = dict(stored(EARLY)), dict(stored(LATE))
@@ -75,6 +98,16 @@ async def main(out: Path) -> None:
         facts["start"] = await told(weights)
         scales = {"early": (await weights.kv_scales()).scales}
         facts["sampled early"] = await sample(engine, "early")
+        goes_on = asyncio.Event()
+        goes_on.set()
+        facts["session"] = await session(engine, "alone", goes_on)
+        goes_on.clear()
+        bit_by_bit = asyncio.create_task(session(engine, "bit by bit", goes_on))
+        await asyncio.sleep(1.0)
+        facts["recompute beside a session"] = await kind(weights.push(late, running="recompute"))
+        facts["after that"] = await told(weights)
+        goes_on.set()
+        facts["session that went on"] = await bit_by_bit
         running = asyncio.create_task(long_request(engine, "beside"))
         await asyncio.sleep(0.2)
         await update(weights, late, "late")

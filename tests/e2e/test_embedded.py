@@ -59,6 +59,16 @@ def test_requests_stand_still_in_place_and_go_on(facts: dict[str, Any]) -> None:
     assert facts["running went on"] == 400
 
 
+def test_a_session_whose_k_and_v_can_t_be_computed_again_outlasts_an_update_that_asks_for_it(
+    facts: dict[str, Any],
+) -> None:
+    """vLLM fails when it is to take the blocks of a request that waits for the next bit of its input."""
+    assert facts["recompute beside a session"] == "not-recomputable"
+    assert (facts["after that"]["epoch"], facts["after that"]["state"]) == (0, "serving")
+    assert len(facts["session"]) == 12
+    assert facts["session that went on"] == facts["session"]
+
+
 def test_in_place_refuses_to_wait_for_requests_before_anything_is_written(facts: dict[str, Any]) -> None:
     assert (facts["wait"], facts["after wait"]) == ("invalid-request", "serving")
 

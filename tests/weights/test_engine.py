@@ -37,6 +37,9 @@ class IdleCore:
     def unfinished(self) -> int:
         return 0
 
+    def irreplaceable(self) -> int:
+        return 0
+
     def ranks(self, method: str, *_: Any) -> list[dict[str, Any]]:
         raise AssertionError(method)
 
@@ -93,6 +96,18 @@ def test_memory_is_not_given_back_while_a_part_was_overwritten(engine: UpdateEng
     with pytest.raises(UpdateError, match="in place"):
         engine.sleeping.before(1)
     assert engine.handle("may_sleep", {})["error"]["kind"] == "update-open"
+
+
+def test_what_could_not_be_computed_again_is_kept_before_anything_is_written_in_place(core: IdleCore) -> None:
+    core.settings = Settings(staging="inplace")  # type: ignore[misc]
+    vars(core)["irreplaceable"] = lambda: 1
+    engine = UpdateEngine(core)  # type: ignore[arg-type]
+    session = opened(engine, inplace=True)
+    session.running = Running.RECOMPUTE
+    told = engine.handle("stage", {"id": "u", **CALLS[0][1]})
+    assert told["error"]["kind"] == "not-recomputable"
+    assert not session.chunks
+    assert not engine.step.held
 
 
 class Ranks:

@@ -37,6 +37,7 @@ class ScriptedCore:
         self.swapped: list[bool | None] = [False] * ranks
         self.failures: list[dict[int, bool]] = []
         self.requests = 0
+        self.kept = 0
         self.state = "on"
         self.refusing = False
         self.caches_fail = False
@@ -91,6 +92,9 @@ class ScriptedCore:
 
     def unfinished(self) -> int:
         return self.requests
+
+    def irreplaceable(self) -> int:
+        return self.kept
 
     def abort_running(self) -> None:
         self.requests = 0
@@ -193,6 +197,25 @@ def test_an_engine_that_somebody_else_paused_is_left_alone(
     core.state = "asleep"
     assert refused(step, running).kind == "paused"
     assert (core.told, core.state, step.live) == ([], "asleep", BEFORE)
+
+
+def test_k_and_v_that_nothing_computes_again_are_not_thrown_away(
+    core: ScriptedCore, step: ExchangeStep
+) -> None:
+    core.requests = core.kept = 2
+    error = refused(step, Running.RECOMPUTE)
+    assert (error.kind, error.details["requests"]) == ("not-recomputable", 2)
+    assert "2 requests" in str(error)
+    assert (core.told, core.state, step.live) == ([], "on", BEFORE)
+    step.poisoned = "half of it"
+    step.require_recomputable(Running.RECOMPUTE, "rescale")  # all requests were ended
+    step.poisoned = None
+    step.require_recomputable(Running.KEEP, "recompute")  # a KV cache of 16 bits has no scales that change
+    step._kv.enabled = True
+    with pytest.raises(UpdateError, match="computed again"):
+        step.require_recomputable(Running.KEEP, "recompute")
+    step._held = 0.0
+    step.require_recomputable(Running.KEEP, "recompute")  # they came while the engine stands still
 
 
 # --- waiting for running requests

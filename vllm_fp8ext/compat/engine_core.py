@@ -191,13 +191,24 @@ class CoreAccess:
         scheduler = self._core.scheduler
         return len(scheduler.running) + len(scheduler.kv_holding_waiting)
 
+    def irreplaceable(self) -> int:
+        """Requests whose K and V can't be computed again: those that take their input bit by bit (vLLM's `StreamingInput`),
+        whose tokens vLLM forgets with their blocks between two inputs; and those that wait for K and V from elsewhere."""
+        return sum(
+            request.resumable or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self._core.scheduler.requests.values()
+        )
+
     def abort_running(self) -> None:
         """End every request that has begun, with the tokens it has and finish reason `abort`; those that wait stay."""
         scheduler = self._core.scheduler
+        holding = {request.request_id for request in scheduler.kv_holding_waiting}
         begun = [
             request.request_id
             for request in scheduler.requests.values()
-            if request.status == RequestStatus.RUNNING or request.num_output_tokens
+            if request.status == RequestStatus.RUNNING
+            or request.num_output_tokens
+            or request.request_id in holding
         ]
         self._core._send_abort_outputs(scheduler.finish_requests(begun, RequestStatus.FINISHED_ABORTED))
 

@@ -137,6 +137,7 @@ class UpdateEngine:
         self.jobs.reap()
         if self._inplace:
             self.step.require_running()
+            self.step.require_recomputable(session.running, session.cached)
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype, *_ in tensors]
         session.receive(chunk, specs, size)
         session.touch(self._clock())
@@ -200,7 +201,7 @@ class UpdateEngine:
             )
             phases = self.step.run(
                 *(session.id, label, session.running, session.wait_seconds, scales),
-                cached=asked.cached if asked else "rescale",
+                cached=session.cached,
             )
         except UpdateError:
             if self.step.poisoned:

@@ -40,6 +40,7 @@ class Core(Protocol):
     def asleep(self) -> bool: ...
     def admit_no_more(self) -> None: ...
     def unfinished(self) -> int: ...
+    def irreplaceable(self) -> int: ...
     def abort_running(self) -> None: ...
     def refuse_requests(self) -> None: ...
     def accept_requests(self) -> None: ...
@@ -127,12 +128,13 @@ class ExchangeStep:
         Returns the seconds of each phase, or None while running requests are waited for: call again.
 
         Raises:
-            UpdateError: `paused`, `wait-timeout`, `exchange-failed` (nothing has changed), or `poisoned`.
+            UpdateError: `paused`, `not-recomputable`, `wait-timeout`, `exchange-failed` (nothing has changed), or `poisoned`.
         """
         if running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
             return None
         if self._waiting is None:
             self.require_running()
+        self.require_recomputable(running, cached)
         held, self._held = self._held, None
         self._waiting = None
         start = held or time.perf_counter()
@@ -180,6 +182,21 @@ class ExchangeStep:
         """Raises `UpdateError` (`paused`) while somebody else has stopped the engine."""
         if self._core.paused() and self._held is None and self.poisoned is None:
             raise UpdateError("paused", "the engine is paused or asleep: resume it first")
+
+    def require_recomputable(self, running: Running, cached: str) -> None:
+        """Raises `UpdateError` (`not-recomputable`) where all K and V are to be computed again, and some can't be. What came
+        while the engine stands still has none, and a poisoned engine has no requests."""
+        recompute = running is Running.RECOMPUTE or (cached == "recompute" and self._kv.enabled)
+        if not recompute or self.held or self.poisoned:
+            return
+        count = self._core.irreplaceable()
+        if count:
+            raise UpdateError(
+                "not-recomputable",
+                f"the K and V of {count} requests can't be computed again: they take their input bit by bit, or wait for K "
+                "and V from elsewhere. End them, or let running requests keep their K and V, or abort them",
+                requests=count,
+            )
 
     def require_healing(self, partial: bool) -> None:
         """Raises `UpdateError` (`poisoned`) for a `partial` update while the engine is poisoned."""

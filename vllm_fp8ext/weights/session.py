@@ -102,6 +102,11 @@ class Session:
     def __post_init__(self) -> None:
         self.touch(self.opened_at)
 
+    @property
+    def cached(self) -> str:
+        """What becomes of K and V that running requests keep, where the scales of the KV cache change."""
+        return self.asked.cached if self.asked else "rescale"
+
     def touch(self, now: float) -> None:
         """Something happened to this update: its lifetime begins again."""
         self.expires_at = now + self.lifetime
