@@ -2,7 +2,9 @@
 """One self-contained HTML page about one or several runs: plots over time with update marks, and tables side by side."""
 
 import html
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
@@ -28,6 +30,18 @@ _LATENCIES = (
     ("steps", "rollout step"),
 )
 _STATISTICS = ("mean", "p50", "p90", "p99", "p99.9", "max")
+
+
+def report_in(file: Path) -> dict[str, Any]:
+    """A load test's report.
+
+    Raises:
+        ValueError: a file that holds none.
+    """
+    found = json.loads(file.read_text())
+    if not isinstance(found, dict) or not found.keys() >= {"options", "provenance"}:
+        raise ValueError(f"{file}: expected the report.json of a load test")
+    return found
 
 
 def page(reports: Sequence[dict[str, Any]]) -> str:

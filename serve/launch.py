@@ -38,6 +38,8 @@ def environment(base: Mapping[str, str]) -> tuple[dict[str, str], Path | None]:
 
 def _key_file(key: str) -> Path:
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not os.access(folder, os.W_OK):  # of a session that has ended, or of another user
+        folder = Path(tempfile.gettempdir())
     descriptor, name = tempfile.mkstemp(prefix="fp8ext-", suffix=".key", dir=folder)  # mode 0600
     with os.fdopen(descriptor, "w") as file:
         file.write(key + "\n")

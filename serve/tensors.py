@@ -109,7 +109,7 @@ def tensor_parts(
         name, tensor = item
         if name == "__metadata__":
             raise ValueError(f"expected a tensor's name, found {name}, which safetensors reserves")
-        dtype = _dtype(name, tensor)
+        dtype = dtype_name(name, tensor)
         allowed = tuple(DTYPES) if name in unchecked else dtypes
         if dtype not in allowed or dtype not in DTYPES:
             raise ValueError(f"tensor {name}: expected dtype {' or '.join(allowed)}, found {dtype}")
@@ -118,8 +118,12 @@ def tensor_parts(
         yield TensorPart(name, DTYPES[dtype], shape, size, tensor, _computed(tensor))
 
 
-def _dtype(name: str, tensor: Any) -> str:
-    """torch's or numpy's name of the dtype, for a tensor that can be sent."""
+def dtype_name(name: str, tensor: Any) -> str:
+    """torch's or numpy's name of the dtype, of a dense tensor with values.
+
+    Raises:
+        ValueError: anything else.
+    """
     if _is(tensor, "torch", "Tensor"):
         if hasattr(tensor, "full_tensor"):
             raise ValueError(

@@ -2,6 +2,7 @@
 """`fp8ext push`: its options become the client's arguments."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.cli import cli
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import ConfigError
@@ -201,3 +203,49 @@ def test_options_of_vllm_come_after_the_model() -> None:
     result = CliRunner().invoke(cli, ["serve", "--port", "8001", "model"])
     assert result.exit_code == 2
     assert "expected MODEL before the options, found --port" in result.output
+
+
+@pytest.mark.parametrize("option", ["-cc.cudagraph_mode=NONE", "-O.cudagraph_mode=NONE", "-dph"])
+def test_an_option_of_vllm_that_holds_an_h_asks_for_no_help(
+    monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    served: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda _, line, env: served.append(line))
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    result = CliRunner().invoke(cli, ["serve", "model", option, "x"], catch_exceptions=False)
+    assert (result.exit_code, result.output) == (0, "")
+    assert served[0][-2:] == [option, "x"]
+    result = CliRunner().invoke(cli, ["calibrate", ".", option, "x"])
+    assert "Missing option '--out'" in result.output
+
+
+def test_labels_are_no_markup(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labelled = DONE.model_copy(update={"result": {"epoch": 3, "version": "[lr=1e-6] [/x]"}})
+    monkeypatch.setattr(recorded, "push", lambda checkpoint, **options: labelled)
+    assert "[lr=1e-6] [/x]" in " ".join(push(tmp_path).output.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["status", "--url", "http://127.0.0.1:abc", "--key", "k"], "Invalid port: 'abc'"),
+        (["digest", "CHECKPOINT", "--manifest", "FILE"], "expected a server's manifest"),
+        (["bench", "report", "FILE"], "expected the report.json of a load test"),
+        (["bench", "report", "FILE", "--out", "FOLDER"], "report.json"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, line: list[str], message: str) -> None:
+    file = tmp_path / "other.json"
+    file.write_text("{}")
+    known = {"FILE": str(file), "CHECKPOINT": str(EARLY), "FOLDER": str(tmp_path)}
+    done = run("pass", *(known.get(word, word) for word in line))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("fp8ext: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_demo_asks_something() -> None:
+    result = CliRunner().invoke(cli, ["demo", "--problems", "0"])
+    assert result.exit_code == 2
+    assert "0 is not in the range 1<=x<=10000" in result.output

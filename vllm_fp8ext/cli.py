@@ -4,7 +4,6 @@
 import importlib.util
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vllm_fp8ext import __version__
-from vllm_fp8ext.calibrate.command import calibrate
+from vllm_fp8ext.calibrate.command import VLLM_OPTIONS, calibrate
+from vllm_fp8ext.checkpoints import MAX_PROBLEMS
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.plan.command import plan
@@ -28,6 +28,7 @@ from vllm_fp8ext.serve.client.command import (
     status,
     verify,
 )
+from vllm_fp8ext.signals import end_on_sigterm
 
 errors = Console(stderr=True)
 
@@ -46,7 +47,7 @@ def cli() -> None:
     """Blockwise-FP8 rollouts for vLLM, with live weight updates."""
 
 
-@cli.command(context_settings={"ignore_unknown_options": True}, options_metavar="")
+@cli.command(context_settings=VLLM_OPTIONS, options_metavar="")
 @click.argument("model")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -71,7 +72,9 @@ def serve(context: click.Context, model: str, options: tuple[str, ...]) -> None:
 @cli.command()
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.option(
-    "--manifest", type=click.Path(exists=True, path_type=Path), help="A server's manifest, saved as JSON."
+    "--manifest",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A server's manifest, saved as JSON.",
 )
 @click.option("--url", envvar=URL, help="Take the manifest from this server.")
 @key_option
@@ -95,7 +98,7 @@ def digest(
 
     layout = None
     if manifest:
-        layout = Manifest.from_dict(json.loads(manifest.read_text()))
+        layout = Manifest.from_file(manifest)
     elif url:
         with Client(url, key_of(key, key_file)) as client:
             layout = Manifest.from_dict(client.manifest())
@@ -113,7 +116,13 @@ def digest(
 
 
 @cli.command()
-@click.option("--problems", default=300, show_default=True, help="Held-out problems asked each time.")
+@click.option(
+    "--problems",
+    type=click.IntRange(1, MAX_PROBLEMS),
+    default=300,
+    show_default=True,
+    help="Held-out problems asked each time.",
+)
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here."
 )
@@ -121,6 +130,7 @@ def demo(problems: int, json_file: Path | None) -> None:
     """Serve a tiny model that adds numbers, and update it while it answers. Everything it needs is in the package."""
     from vllm_fp8ext.demo.run import run
 
+    end_on_sigterm()
     sys.exit(run(problems, json_file))
 
 
@@ -131,7 +141,7 @@ for command in (push, status, abandon, rollback, verify, calibrate, plan):
 @cli.group()
 def bench() -> None:
     """Measure kernels, engines and servers."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C: what was started ends too
+    end_on_sigterm()
 
 
 class _Load(click.Command):
@@ -234,9 +244,9 @@ def kv_accuracy(arguments: tuple[str, ...]) -> None:
 @click.option("--out", default="report.html", show_default=True, type=click.Path(path_type=Path))
 def bench_report(reports: tuple[Path, ...], out: Path) -> None:
     """Make one page of several runs, side by side, from their report.json."""
-    from vllm_fp8ext.loadtest.page import page
+    from vllm_fp8ext.loadtest.page import page, report_in
 
-    out.write_text(page([json.loads(path.read_text()) for path in reports]))
+    out.write_text(page([report_in(path) for path in reports]))
     click.echo(out)
 
 
@@ -244,7 +254,7 @@ def main() -> None:
     """The console script: errors of ours, and packages that are not there, are one line, not a traceback."""
     try:
         cli(standalone_mode=True)
-    except (Fp8ExtError, httpx.HTTPError, ValueError) as error:
+    except (Fp8ExtError, httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError, ValueError) as error:
         _end(f"{_where(error)}{error}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -2,7 +2,6 @@
 """`fp8ext push | status | abandon | rollback | verify`: a server's weights from a shell."""
 
 import json
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 from pydantic import BaseModel
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -23,6 +23,7 @@ from rich.table import Table
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve import client, schema
+from vllm_fp8ext.signals import end_on_sigterm
 
 _errors = Console(stderr=True)
 
@@ -98,7 +99,7 @@ def push(
     """Send CHECKPOINT (a folder of safetensors, or one file) to a server, or to several, and serve it."""
     if options["wait_seconds"] is not None and options["running"] != "wait":
         raise click.UsageError(f"--wait-seconds goes with --running wait, found {options['running']}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C: the update is given up
+    end_on_sigterm()  # the update is given up
     columns = (
         TextColumn("sending"),
         BarColumn(),
@@ -120,7 +121,9 @@ def push(
                 with client.Replicas(urls, key_of(key, key_file)) as replicas:
                     updates = replicas.push(checkpoint, **options)
         except KeyboardInterrupt:
-            _errors.print("fp8ext: interrupted; the update was given up, what is served is as it was")
+            _errors.print(
+                "fp8ext: interrupted; the update was given up, unless its commit had begun: fp8ext status tells"
+            )
             raise
     if as_json:
         found = {url: update.model_dump(mode="json") for url, update in updates.items()}
@@ -133,7 +136,7 @@ def push(
 
 
 def _phases(title: str, url: str, seconds: Mapping[str, float]) -> None:
-    table = Table(title=title, caption=url)
+    table = Table(title=escape(title), caption=escape(url))
     table.add_column("phase")
     table.add_column("ms", justify="right")
     for phase, taken in seconds.items():
@@ -162,9 +165,9 @@ def status(url: str, key: str | None, key_file: Path | None, as_json: bool) -> N
         "staging, scales": f"{served.staging}, {served.scale_format}",
         "KV cache": f"{served.kv_cache_dtype}, {served.kv_scales.policy if served.kv_scales else 'no scales'}",
     }
-    table = Table(show_header=False, caption=url)
+    table = Table(show_header=False, caption=escape(url))
     for row in rows.items():
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console().print(table)
 
 

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from vllm_fp8ext.kernels.layout import blocks
-from vllm_fp8ext.serve.tensors import TensorLike
+from vllm_fp8ext.serve.tensors import TensorLike, dtype_name
 from vllm_fp8ext.weights.manifest import CODES_DTYPE
 
 PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
@@ -14,7 +14,9 @@ PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
 def size_with_scales(tensor: Any, alignment: int = 1) -> int:
     """Bytes of a tensor, and of the block scales that follow it if it holds codes: a server takes them in one chunk. Each
     begins at a multiple of `alignment`."""
-    if not str(tensor.dtype).endswith(CODES_DTYPE):
+    if (
+        not str(tensor.dtype).endswith(CODES_DTYPE) or len(tensor.shape) != 2
+    ):  # no server takes others as codes
         return int(tensor.nbytes)
     rows, columns = tensor.shape
     return int(-(-tensor.nbytes // alignment) * alignment + blocks(rows) * blocks(columns) * 4)
@@ -29,9 +31,9 @@ def dense(name: str, tensor: TensorLike, *devices: str) -> Any:
     torch = sys.modules.get("torch")
     found: Any = tensor
     if torch is None or not isinstance(found, torch.Tensor) or found.device.type not in devices:
-        where = getattr(found, "device", type(found).__name__)
+        of_torch = torch is not None and isinstance(found, torch.Tensor)
+        where = found.device if of_torch else type(found).__name__  # numpy's arrays have a device, too
         expected = " or ".join(PLACES[device] for device in devices)
         raise ValueError(f"tensor {name}: expected a torch tensor on {expected}, found {where}")
-    if hasattr(found, "full_tensor"):
-        raise ValueError(f"tensor {name}: expected a whole tensor, found a DTensor: send its full_tensor()")
+    dtype_name(name, found)
     return found.detach().contiguous()

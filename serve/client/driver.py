@@ -66,10 +66,21 @@ class BlockingDriver:
             case Work(function):
                 return function()
             case Together(flows):
-                with ThreadPoolExecutor(max(1, len(flows)), FLOW_THREADS) as threads:
-                    return list(threads.map(lambda flow: self._outcome(flow, stop), flows))
+                return self._together(flows, stop)
             case Pipelined():
                 return self._pipeline(step)
+
+    def _together(self, flows: tuple[Flow[Any], ...], stop: threading.Event) -> list[Any]:
+        try:
+            with ThreadPoolExecutor(max(1, len(flows)), FLOW_THREADS) as threads:  # whose end waits for all
+                try:
+                    return list(threads.map(lambda flow: self._outcome(flow, stop), flows))
+                except BaseException:  # the caller's thread was interrupted
+                    stop.set()
+                    raise
+        except BaseException:
+            stop.clear()  # what follows is the caller's own cleaning up
+            raise
 
     def _pipeline(self, step: Pipelined) -> None:
         stop = threading.Event()

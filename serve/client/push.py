@@ -5,6 +5,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial as partial_of
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -19,13 +20,16 @@ from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
 from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.progress import Counter, Progress
-from vllm_fp8ext.serve.client.repeat import lost, unsent
+from vllm_fp8ext.serve.client.repeat import lost_by, unsent
 from vllm_fp8ext.serve.client.source import Pushable, Source, source_of, tensors_of
 from vllm_fp8ext.serve.tensors import TensorLike
 
 IPC_CHUNK_BYTES = 4 << 30
 """Bytes of tensors in a chunk that the server reads where they are, when they are made one by one: so many are kept alive at
 once. Those of a mapping are all there, and go as one chunk."""
+
+ABANDON_SECONDS = 10.0
+"""Longest time without an answer when an update is given up after an error."""
 
 Transport: TypeAlias = Literal["http", "ipc", "nccl"]
 """`http`: as the bodies of requests. `ipc`: torch tensors on a GPU of the server's machine are read where they are. `nccl`:
@@ -112,7 +116,7 @@ def push(
             id=id,
         )
     except (UpdateError, httpx.TransportError) as error:
-        if lost(error) and not unsent(error):
+        if lost_by(endpoint, error) and not unsent(error):
             raise _interrupted(endpoint, id, error) from error
         raise
     except (Exception, GeneratorExit):
@@ -128,7 +132,7 @@ def push(
             return (yield from calls.prepare(endpoint, id))
         return (yield from calls.commit(endpoint, id, wait_seconds=wait_seconds))
     except BaseException as error:
-        if lost(error):
+        if lost_by(endpoint, error):
             raise _interrupted(endpoint, id, error) from error
         yield from abandon_quietly(endpoint, id)
         raise
@@ -153,9 +157,13 @@ def _hand_over(
 
 
 def abandon_quietly(endpoint: Endpoint, id: str) -> Flow[None]:
-    """Give an update up after an error. That error is the one to report, whatever comes of this."""
+    """Give an update up after an error. That error is the one to report, whatever comes of this, and nobody waits long for a
+    server that does not answer."""
+    briefly = replace(
+        endpoint, timeout=min(endpoint.timeout, ABANDON_SECONDS), retries=min(endpoint.retries, 1)
+    )
     with contextlib.suppress(UpdateError, httpx.HTTPError):
-        yield from calls.abandon(endpoint, id)
+        yield from calls.abandon(briefly, id)
 
 
 def _interrupted(endpoint: Endpoint, id: str, error: BaseException) -> UpdateError:

@@ -63,6 +63,17 @@ def lost(error: BaseException) -> bool:
     return isinstance(error, _DROPPED)
 
 
+def lost_by(endpoint: Endpoint, error: BaseException) -> bool:
+    """Whether it was this server that did not answer: what makes tensors may ask others, by httpx too."""
+    if isinstance(error, httpx.RequestError):
+        try:
+            asked = str(error.request.url)
+        except RuntimeError:  # not known
+            return False
+        return lost(error) and asked.startswith(endpoint.url)
+    return lost(error)
+
+
 def _may_help(request: Request, error: UpdateError | httpx.TransportError) -> bool:
     if not request.repeatable:
         return unsent(error)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be pushed, as chunks."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -100,6 +100,9 @@ def _quantized(
     pairs: Iterable[tuple[str, TensorLike]], manifests: list[dict[str, Any]]
 ) -> Iterator[tuple[str, TensorLike]]:
     from vllm_fp8ext.weights.manifest import Manifest
-    from vllm_fp8ext.weights.wire import quantized
+    from vllm_fp8ext.weights.wire import quantized, require_all_quantizable
 
-    return quantized(pairs, *(Manifest.from_dict(manifest) for manifest in manifests))
+    takers = [Manifest.from_dict(manifest) for manifest in manifests]
+    if isinstance(pairs, ItemsView):  # all there: what is wrong is told before an update is opened
+        require_all_quantizable(pairs, *takers)
+    return quantized(pairs, *takers)

@@ -2,6 +2,7 @@
 """The command and the environment of `fp8ext serve`."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,13 @@ def test_a_missing_key_is_made_and_kept_where_only_the_user_reads_it(
     assert file.stat().st_mode & 0o777 == 0o600
     assert len(env[ADMIN_KEY]) >= 32
     assert environment(base)[0][ADMIN_KEY] != env[ADMIN_KEY]
+
+
+def test_a_key_is_kept_elsewhere_where_the_session_has_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "not there"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _, file = environment({})
+    assert file is not None
+    assert file.parent == tmp_path

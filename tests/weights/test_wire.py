@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from vllm_fp8ext.kernels import reference
 from vllm_fp8ext.kernels.reference import NonFiniteError
 from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
-from vllm_fp8ext.weights.wire import quantized, stored
+from vllm_fp8ext.weights.wire import quantized, require_all_quantizable, stored
 
 
 def layout(form: str = "fp32", rows: int = 256) -> Manifest:
@@ -51,6 +51,19 @@ def test_what_can_not_be_quantized() -> None:
         list(quantized([("w", WEIGHT)], layout(), layout("pow2")))
     with pytest.raises(ValueError, match="tensor w: expected a torch tensor to quantize, found ndarray"):
         list(quantized([("w", np.zeros((256, 256), np.float32))], layout()))
+    for wrong, message in (
+        (WEIGHT.to(torch.int8), "expected dtype bfloat16 or float16 or float32 to quantize, found int8"),
+        (WEIGHT.to(torch.float8_e5m2), "found float8_e5m2"),
+        (WEIGHT.to("meta"), "expected a dense tensor with values, found one on the meta device"),
+        (WEIGHT.to_sparse(), "found layout torch.sparse_coo"),
+        (WEIGHT[0], r"expected a matrix to quantize, found shape \[256\]"),
+    ):
+        given = [("norm", WEIGHT[0]), ("w", wrong)]
+        with pytest.raises(ValueError, match=f"tensor w: .*{message}"):
+            list(quantized(given, layout()))
+        with pytest.raises(ValueError, match="tensor w: "):
+            require_all_quantizable(given, layout())
+    require_all_quantizable([("norm", np.zeros(256)), ("w", WEIGHT.half())], layout())
     with pytest.raises(NonFiniteError, match="tensors w: expected finite values"):
         next(quantized([("w", torch.full((256, 256), torch.nan))], layout()))
 

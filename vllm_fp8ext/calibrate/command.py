@@ -14,6 +14,7 @@ from rich.table import Table
 
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kv.settings import CALIBRATION_TOKENS
+from vllm_fp8ext.signals import end_on_sigterm
 
 if TYPE_CHECKING:
     from vllm_fp8ext.kv.scales import Scales
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 progress = Console(stderr=True)
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+VLLM_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+"""Of commands that pass on what they don't know. A group's `-h` would be found within vLLM's `-cc.cudagraph_mode`."""
+
+
+@click.command(context_settings=VLLM_OPTIONS)
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder to write.")
@@ -71,6 +76,7 @@ def calibrate(
     from vllm_fp8ext.calibrate.checkpoint import parts_of, scales_in, write_calibrated
     from vllm_fp8ext.calibrate.prompts import read_prompts
 
+    end_on_sigterm()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: expected no folder or an empty one")
     parts = parts_of(model)

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 from openai import AsyncOpenAI
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from vllm_fp8ext.checkpoints import EARLY, LATE, problems
 from vllm_fp8ext.demo.server import SMALL, Server
 from vllm_fp8ext.demo.traffic import Completion, accuracy, answers, traffic
+from vllm_fp8ext.environment import URL
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import Client
@@ -52,7 +55,7 @@ class Report:
         table.add_column("found")
         table.add_column("")
         for what, value, ok in self.rows:
-            table.add_row(what, value, "[green]ok[/]" if ok else "[bold red]NOT OK[/]")
+            table.add_row(escape(what), escape(value), "[green]ok[/]" if ok else "[bold red]NOT OK[/]")
         return table
 
 
@@ -63,7 +66,7 @@ def run(count: int, json_file: Path | None) -> int:
     with tempfile.TemporaryDirectory(prefix="fp8ext-demo-") as folder:
         try:
             _run(count, Path(folder), report, console)
-        except (RuntimeError, UpdateError) as error:
+        except (RuntimeError, UpdateError, subprocess.SubprocessError) as error:
             report.add("ran to its end", str(error), False)
     console.print(report.table())
     if json_file:
@@ -168,7 +171,9 @@ def _add_update(report: Report, update: schema.Update, streams: list[Completion]
 def _add_digests(report: Report, server: Server) -> None:
     served = server.client().digests()
     line = [sys.executable, "-m", "vllm_fp8ext.cli", "digest", str(LATE), "--json"]
-    alone = json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
+    environment = {name: value for name, value in os.environ.items() if name != URL}  # no server's manifest
+    done = subprocess.run(line, check=True, capture_output=True, text=True, env=environment)
+    alone = json.loads(done.stdout)
     same = served.digests == alone
     report.add(
         "served digests and `fp8ext digest`", f"{len(alone)} tensors {'equal' if same else 'DIFFER'}", same

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine takes and how it serves it, as plain data: the contract between trainer, server and digests."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
@@ -205,6 +207,19 @@ class Manifest:
                 for name, spec in sorted(self.tensors.items())
             },
         }
+
+    @classmethod
+    def from_file(cls, file: Path) -> "Manifest":
+        """A manifest that was saved as JSON.
+
+        Raises:
+            ValueError: a file that holds none.
+        """
+        try:
+            return cls.from_dict(json.loads(file.read_text()))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            message = f"{file}: expected a server's manifest (GET /fp8ext/v1/manifest) as JSON: {error!r}"
+            raise ValueError(message) from error
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Manifest":

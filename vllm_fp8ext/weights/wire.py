@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.quantize_weight import empty_like, queue, totals
 from vllm_fp8ext.kernels.reference import FP8_DTYPE, NonFiniteError, ScaleFormat
-from vllm_fp8ext.weights.manifest import Manifest, scale_name
+from vllm_fp8ext.serve.tensors import dtype_name
+from vllm_fp8ext.weights.manifest import DTYPES, Manifest, scale_name
 
 
 def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Iterator[tuple[str, Any]]:
@@ -25,7 +26,7 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
     an engine on the same GPU.
 
     Raises:
-        ValueError: servers with different scale formats, or a weight that is no torch tensor.
+        ValueError: servers with different scale formats, or a weight that can't be quantized.
         NonFiniteError: NaN or infinity in a weight; of those on a GPU, after the last tensor.
     """
     formats = {manifest.scale_format for manifest in manifests}
@@ -36,14 +37,10 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
     form = cast("ScaleFormat", formats.pop())
     queued: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in tensors:
-        taken = all(manifest.takes_codes(name) for manifest in manifests)
-        if not taken or getattr(tensor, "dtype", None) == FP8_DTYPE:
+        if not _is_quantized(name, tensor, manifests):
             yield name, tensor
             continue
-        if not isinstance(tensor, Tensor):
-            raise ValueError(
-                f"tensor {name}: expected a torch tensor to quantize, found {type(tensor).__name__}"
-            )
+        _require_quantizable(name, tensor)
         source = tensor.detach().to(manifests[0].dtype_of(name))
         codes, scales = empty_like(source)
         with torch.cuda.device_of(codes):  # kernels run on the current one
@@ -56,6 +53,29 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
         yield scale_name(name), scales
     for weights in queued.values():
         _require_finite(weights)
+
+
+def require_all_quantizable(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> None:
+    """Raises `ValueError` for a weight that `quantized` would refuse, before anything is sent."""
+    for name, tensor in tensors:
+        if _is_quantized(name, tensor, manifests):
+            _require_quantizable(name, tensor)
+
+
+def _is_quantized(name: str, tensor: Any, manifests: Sequence[Manifest]) -> bool:
+    taken = all(manifest.takes_codes(name) for manifest in manifests)
+    return taken and getattr(tensor, "dtype", None) != FP8_DTYPE
+
+
+def _require_quantizable(name: str, tensor: Any) -> None:
+    """Raises `ValueError` for what is no whole, dense matrix of a dtype that a server takes."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"tensor {name}: expected a torch tensor to quantize, found {type(tensor).__name__}")
+    dtype = dtype_name(name, tensor)
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name}: expected dtype {' or '.join(DTYPES)} to quantize, found {dtype}")
+    if tensor.ndim != 2:
+        raise ValueError(f"tensor {name}: expected a matrix to quantize, found shape {list(tensor.shape)}")
 
 
 def _require_finite(weights: Sequence[tuple[str, Tensor]]) -> None:

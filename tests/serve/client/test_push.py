@@ -21,6 +21,8 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import AsyncClient, Replicas
+from vllm_fp8ext.serve.client.flow import Endpoint, Request, Wait
+from vllm_fp8ext.serve.client.push import abandon_quietly
 from vllm_fp8ext.serve.client.source import Pushable
 from vllm_fp8ext.serve.schema import Canary
 
@@ -325,6 +327,41 @@ def test_a_push_that_is_given_up_is_abandoned(
     with pytest.raises(error):
         caller(server.url, "push", checkpoint, progress=interrupt)
     assert server.states == ["abandoned"]
+
+
+def test_another_server_that_the_trainer_could_not_reach_is_not_this_one(
+    caller: Caller, server: Server
+) -> None:
+    def fetched() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(2)
+        httpx.get("http://127.0.0.1:9", timeout=1)
+
+    with pytest.raises(httpx.ConnectError):
+        caller(server.url, "push", fetched())
+
+    def broke_off() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(2)
+        raise httpx.ReadError("gone", request=httpx.Request("GET", "http://127.0.0.1:9/shard"))
+
+    with pytest.raises(httpx.ReadError, match="gone"):
+        caller(server.url, "push", broke_off())
+    assert server.states == ["abandoned", "abandoned"]
+
+
+def test_nobody_waits_long_to_give_an_update_up() -> None:
+    """The server may hang: it is asked twice, and not with the patience of the push."""
+    flow = abandon_quietly(Endpoint(url="http://rollout", key=None, timeout=600, retries=4), "u")
+    asked = next(flow)
+    for _ in range(2):
+        assert isinstance(asked, Request)
+        assert (asked.method, asked.timeout) == ("DELETE", 10.0)
+        try:
+            pause = flow.throw(httpx.ReadTimeout("nothing came"))
+        except StopIteration:
+            return
+        assert isinstance(pause, Wait)
+        asked = next(flow)
+    raise AssertionError("asked a third time")
 
 
 def test_a_cancelled_push_is_abandoned(server: Server, checkpoint: Path) -> None:

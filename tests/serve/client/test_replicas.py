@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several servers: all of them or none, in phases, and what is said when that can't be kept."""
 
+import _thread
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ from safetensors.torch import load
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.client import Replicas
 
 from .conftest import Caller
-from .server import Server, answer, drop, drop_answer
+from .server import KEY, Handler, Server, answer, drop, drop_answer, slow
 
 OPEN = "POST /updates"
 CHUNK_1 = "PUT /updates/*/chunks/1"
@@ -147,6 +150,23 @@ def test_every_failure_is_named(caller: Caller, servers: list[Server], checkpoin
         servers[1].url: "stale-base it is",
         servers[2].url: "update-open it is",
     }
+
+
+def test_an_interrupt_gives_the_updates_up_everywhere(start: Callable[..., Server], checkpoint: Path) -> None:
+    servers = [start(), start()]
+
+    def interrupted(handler: Handler) -> bool:
+        _thread.interrupt_main()
+        return slow(0.5)(handler)
+
+    servers[0].faults["POST /updates"] = [interrupted]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), Replicas([server.url for server in servers], KEY) as replicas:
+            replicas.push(checkpoint)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [server.states for server in servers] == [["abandoned"]] * 2
 
 
 def test_an_update_that_was_opened_unseen_is_abandoned_too(
