@@ -104,10 +104,14 @@ def cuts(n: int, k: int, tokens: int, *, quantized: bool) -> list[Config]:
 
 
 @functools.cache
-def choose(n: int, k: int, tokens: int, *, quantized: bool) -> Config:
+def choose(n: int, k: int, tokens: int, *, quantized: bool, most_splits: int = SPLITS[-1]) -> Config:
     """The cut that was the fastest where this shape was measured. Else the one that was the fastest on average of those for
     the four measured shapes that are the most alike: for shapes left out of the table it takes 1.05 times as long as the
-    best. `quantized`: as x comes."""
+    best. `quantized`: as x comes.
+
+    Raises:
+        ValueError: nothing fits with so few splits.
+    """
     known = _measured(tokens, quantized)
     near = sorted(known, key=lambda shape: abs(math.log(n / shape[0])) + abs(math.log(k / shape[1])))[:_ALIKE]
     tables = [known[shape] for shape in (near[:1] if near[0] == (n, k) else near)]
@@ -115,7 +119,12 @@ def choose(n: int, k: int, tokens: int, *, quantized: bool) -> Config:
     def slowness(cut: Config) -> float:
         return sum(table.get(kind(cut, tokens, k), _UNKNOWN) for table in tables)
 
-    return min(cuts(n, k, tokens, quantized=quantized), key=slowness)
+    fitting = [cut for cut in cuts(n, k, tokens, quantized=quantized) if cut.splits <= most_splits]
+    if not fitting:
+        raise ValueError(
+            f"decode_gemm: no cut of {n}x{k} for {tokens} tokens has {most_splits} splits or fewer"
+        )
+    return min(fitting, key=slowness)
 
 
 Kind: TypeAlias = tuple[int, int, bool, bool]

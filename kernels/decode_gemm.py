@@ -44,17 +44,12 @@ def decode_gemm(
     """
     values, scales = x if isinstance(x, Quantized) else (x, None)
     m, (n, k) = values.shape[0], codes_NK.shape
-    if config is None:
-        usual = Config(rows=64, splits=1)
-        config = (
-            decode_cuts.choose(n, k, decode_cuts.width(m), quantized=scales is not None)
-            if 0 < m <= decode_cuts.TOKENS[-1]
-            else usual
-        )
     _check(values, scales, codes_NK, scales_NbKb, bias_N, config)
     tokens = decode_cuts.width(m)
     if scales is not None:
         scale_format = "fp32"  # makes no difference then
+    if config is None:
+        config = _chosen(n, k, tokens, scale_format, scales is not None, values.device.index)
     kernel = _kernel(
         *(config.rows, config.splits, tokens, scale_format, scales is not None, config.stream),
         values.device.index,
@@ -76,6 +71,24 @@ def decode_gemm(
 
 
 @functools.cache
+def _chosen(
+    n: int, k: int, tokens: int, scale_format: ScaleFormat, quantized: bool, device: int | None
+) -> Config:
+    """The fastest cut that this GPU runs: one with fewer multiprocessors to a cluster has no room for 16 blocks together."""
+    config = decode_cuts.choose(n, k, tokens, quantized=quantized)
+    while config.splits > 1:
+        kernel = _kernel(config.rows, config.splits, tokens, scale_format, quantized, config.stream, device)
+        try:
+            resident = kernel.resident_blocks(config.shared_bytes(tokens, k))
+        except cuda.CudaError:
+            resident = 0
+        if resident >= config.splits:
+            break
+        config = decode_cuts.choose(n, k, tokens, quantized=quantized, most_splits=config.splits // 2)
+    return config
+
+
+@functools.cache
 def machine_code(
     rows: int, splits: int, tokens: int, scale_format: ScaleFormat, quantized: bool, stream: bool
 ) -> bytes:
@@ -93,7 +106,7 @@ def _kernel(
     scale_format: ScaleFormat,
     quantized: bool,
     stream: bool,
-    _device: int,
+    _device: int | None,
 ) -> cuda.Kernel:
     code = machine_code(rows, splits, tokens, scale_format, quantized, stream)
     return cuda.Kernel(code, "decode_gemm", rows * 2 + 32, splits)
@@ -140,7 +153,7 @@ def _check(
     codes_NK: Tensor,
     scales_NbKb: Tensor,
     bias_N: Tensor | None,
-    config: Config,
+    config: Config | None,
 ) -> None:
     (m, k), n = x_MK.shape, codes_NK.shape[0]
     dtype = torch.bfloat16 if x_scales_MKb is None else reference.FP8_DTYPE
@@ -169,9 +182,14 @@ def _check(
             ),
             (
                 f"a cut that fits, found {config}",
-                0 < m <= decode_cuts.TOKENS[-1] and not config.fits(decode_cuts.width(m), k),
+                config is not None
+                and 0 < m <= decode_cuts.TOKENS[-1]
+                and not config.fits(decode_cuts.width(m), k),
             ),
-            ("quantized activations for the ring", config.stream and x_scales_MKb is None),
+            (
+                "quantized activations for the ring",
+                config is not None and config.stream and x_scales_MKb is None,
+            ),
             ("rows of activations that begin at multiples of 16 bytes", not aligned(x_MK)),
             ("rows of weights that begin at multiples of 16 bytes", not aligned(codes_NK)),
             (

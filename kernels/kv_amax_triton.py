@@ -119,7 +119,7 @@ def _kv_amax(
             saturated_P,
             K_WIDTH,
             K_PADDED,
-            TILE // K_PADDED,
+            max(1, TILE // K_PADDED),
             False,
         )
         if head == 0:
@@ -137,7 +137,7 @@ def _kv_amax(
             saturated_P,
             V_WIDTH,
             V_PADDED,
-            TILE // V_PADDED,
+            max(1, TILE // V_PADDED),
             False,
         )
     else:
@@ -153,7 +153,7 @@ def _kv_amax(
             saturated_P,
             Q_WIDTH,
             Q_PADDED,
-            TILE // Q_PADDED,
+            max(1, TILE // Q_PADDED),
             CODES,
         )
 

@@ -77,7 +77,8 @@ def linear(
 
     form = cast("ScaleFormat", scale_format)
     if 0 < x_MK.shape[0] <= min(decode_tokens, decode_gemm.PROLOGUE_TOKENS):
-        x_MK = x_MK if decode_gemm.aligned(x_MK) else x_MK.contiguous()
+        if not decode_gemm.aligned(x_MK):  # one row is contiguous wherever it begins
+            x_MK = x_MK.clone(memory_format=torch.contiguous_format)
         return decode_gemm.decode_gemm(x_MK, codes_NK, scales_NbKb, bias_N, form)
     quantized = quantize_activation(x_MK if x_MK.stride(1) == 1 else x_MK.contiguous(), form)
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)

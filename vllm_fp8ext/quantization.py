@@ -88,7 +88,8 @@ class BlockFp8Config(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             return KeptEmbeddingMethod()
         if isinstance(layer, LinearBase):
-            if _routes(layer, prefix) or self._ignored(prefix, settings):
+            apart = layer.params_dtype != config.model_config.dtype  # such as a classifier's head in fp32
+            if apart or _routes(layer, prefix) or self._ignored(prefix, settings):
                 return KeptLinearMethod()
             return BlockFp8LinearMethod(settings, serialized=self.serialized, shadow=self.shadow)
         return None

@@ -99,8 +99,31 @@ def test_parallelism_that_the_kernel_does_not_know() -> None:
 def test_what_is_not_for_the_kernel_is_left_as_it_is() -> None:
     given = layer(head_size=64)
     before = dict(vars(given.impl))
-    decode_attention.attach(given, config())
+    decode_attention.attach(given, config(), {})
     assert vars(given.impl) == before
+
+
+def test_layers_of_one_engine_share_a_kernel_and_those_of_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its scratch memory is the engine's: another one may sleep, or run at the same time."""
+    used: list[Any] = []
+    monkeypatch.setattr(decode_attention, "DecodeAttention", lambda *shape: SimpleNamespace(shape=shape))
+    monkeypatch.setattr(decode_attention, "_replace", lambda layer, kernel: used.append(kernel))
+    monkeypatch.setattr(decode_attention.mixed_steps, "install", lambda: None)
+    given = layer(**PLAIN)
+    vars(given).update(num_heads=32, num_kv_heads=8, _k_scale=torch.ones(1))
+    of = config()
+    of.scheduler_config = SimpleNamespace(max_num_seqs=4)
+    of.compilation_config = SimpleNamespace(max_cudagraph_capture_size=8)
+    engines: list[decode_attention.Kernels] = [{}, {}]
+    for kernels in engines:
+        for _ in range(2):
+            decode_attention.attach(given, of, kernels)
+    assert used[0] is used[1]
+    assert used[2] is used[3]
+    assert used[0] is not used[2]
+    assert used[0].shape == (32, 8, 8, torch.device("cpu"), torch.bfloat16)
 
 
 STEP = {

@@ -82,6 +82,18 @@ def test_who_resumes_meanwhile_does_not_let_requests_in(access: CoreAccess, sche
     assert (scheduler.pause_state, access.paused()) == (ON, False)
 
 
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_what_encoders_made_is_not_found_by_new_weights(
+    access: CoreAccess, scheduler: Scheduler, multimodal: bool
+) -> None:
+    told: list[str] = []
+    scheduler.reset_encoder_cache = lambda: told.append("scheduler")  # type: ignore[attr-defined]
+    access._core.model_executor.reset_encoder_cache = lambda: told.append("workers")
+    access._core.vllm_config.model_config.is_multimodal_model = multimodal
+    access.enter_epoch(1, recompute=False)
+    assert told == (["scheduler", "workers"] if multimodal else [])
+
+
 def test_which_requests_have_begun_and_which_k_and_v_are_irreplaceable(
     access: CoreAccess, scheduler: Scheduler
 ) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache
+from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache, _salted
 
 BLOCK = 16
 BLOCKS = 12
@@ -123,3 +123,12 @@ def test_blocks_of_old_epochs_make_room(core: Any) -> None:
         assert begun(core, request) == 0
         ended(core, request)
     assert core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_no_salt_of_a_request_is_taken_for_an_epoch() -> None:
+    assert _salted(None, 0) is None
+    assert _salted("mine", 0) == "mine"
+    forged = _salted(None, 1)
+    assert forged is not None
+    found = {_salted(salt, epoch) for salt in (None, "mine", forged, f"mine{forged}") for epoch in range(3)}
+    assert len(found) == 12

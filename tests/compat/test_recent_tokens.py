@@ -20,8 +20,11 @@ class Scheduler:
         self.freed.append((request.all_token_ids, delay_free_blocks))
         return {"freed": len(self.freed)}
 
-    def end(self, *tokens: int) -> Any:
-        return self._free_request(SimpleNamespace(all_token_ids=list(tokens)), delay_free_blocks=True)
+    def end(self, *tokens: int, images: tuple[str, ...] = (), embeddings: Any = None) -> Any:
+        request = SimpleNamespace(
+            all_token_ids=list(tokens), mm_features=list(images), prompt_embeds=embeddings
+        )
+        return self._free_request(request, delay_free_blocks=True)
 
 
 def test_the_scheduler_frees_as_before() -> None:
@@ -29,6 +32,15 @@ def test_the_scheduler_frees_as_before() -> None:
     RecentTokens(scheduler, 10, 5)
     assert scheduler.end(1, 2) == {"freed": 1}
     assert scheduler.freed == [([1, 2], True)]
+
+
+def test_ids_that_stand_for_something_else_are_not_kept() -> None:
+    scheduler = Scheduler()
+    recent = RecentTokens(scheduler, 10, 5)
+    scheduler.end(1, 2)
+    scheduler.end(3, 3, 3, images=("a cat",))
+    scheduler.end(0, 0, embeddings="given")
+    assert recent.newest_first() == [[1, 2]]
 
 
 def test_the_newest_come_first_cut_to_their_beginning() -> None:

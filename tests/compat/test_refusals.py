@@ -38,6 +38,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         "--kv-transfer-config: K and V of other weights",
     ),
+    "encoder transfer": (
+        {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
+        "--ec-transfer-config: outputs of other weights' encoders",
+    ),
+    "pooling": ({"runner": "pooling"}, "a pooling model: it has no logits"),
     "MLA": ({"model": "mla"}, "multi-head latent attention: its weights are rebuilt"),
     "dev mode": ({"VLLM_SERVER_DEV_MODE": "1"}, "it opens weight routes that need no key"),
     "dev mode without updates": (

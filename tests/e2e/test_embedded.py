@@ -149,3 +149,10 @@ def test_a_blocking_engine_sleeps_and_wakes(blocking: dict[str, Any]) -> None:
 
 def test_a_blocking_engine_that_died_is_named(blocking: dict[str, Any]) -> None:
     assert blocking["died"] == "engine-dead"
+
+
+def test_a_model_with_a_constant_without_dimensions_is_updated(tmp_path: Path) -> None:
+    found = told_by("gemma_story.py", tmp_path)
+    assert found["one"] != found["other"]
+    assert found["one again"] == found["one"]
+    assert found["state"] == "serving"

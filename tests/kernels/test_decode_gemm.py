@@ -3,11 +3,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from vllm_fp8ext.kernels import cases, cuda, decode_cuts, decode_gemm
+from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, blocks
@@ -73,3 +76,34 @@ def test_scales_of_activations_are_laid_out_for_the_copy_engine() -> None:
     x = Quantized(torch.zeros(3, 256).to(FP8_DTYPE), torch.zeros(2, 3).t())
     with pytest.raises(ValueError, match="with adjacent tokens, aligned columns"):
         decode_gemm.decode_gemm(x, codes, scales, None, "fp32")
+
+
+@pytest.mark.parametrize("told", [0, CudaError("cuOccupancyMaxActiveClusters: invalid cluster size (912)")])
+def test_a_gpu_without_room_for_a_large_cluster_takes_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch, told: int | CudaError
+) -> None:
+    asked: list[int] = []
+
+    def resident(splits: int) -> int:
+        asked.append(splits)
+        if splits <= 4:
+            return 128
+        if isinstance(told, CudaError):
+            raise told
+        return told
+
+    def kernel(_rows: int, splits: int, *_: Any) -> Any:
+        return SimpleNamespace(resident_blocks=lambda _: resident(splits))
+
+    monkeypatch.setattr(decode_gemm, "_kernel", kernel)
+    shape = (4096, 12288, 16)
+    assert decode_cuts.choose(*shape, quantized=False).splits == 16
+    found = decode_gemm._chosen.__wrapped__(*shape, "fp32", False, 0)
+    assert asked[0] == 16
+    assert found.splits == asked[-1] <= 4
+    assert found == decode_cuts.choose(*shape, quantized=False, most_splits=found.splits)
+
+
+def test_what_takes_more_splits_than_a_gpu_has_is_told() -> None:
+    with pytest.raises(ValueError, match="no cut of 64x65536 for 16 tokens has 1 splits or fewer"):
+        decode_cuts.choose(64, 65536, 16, quantized=False, most_splits=1)

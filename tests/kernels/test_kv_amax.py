@@ -162,6 +162,12 @@ def test_each_program_takes_several_tiles(device: str, tokens: int) -> None:
     assert_kernel_is_reference(device, [(step, torch.arange(tokens), (torch.tensor(1e-3),) * 3)])
 
 
+def test_a_head_of_k_may_have_many_queries(device: str) -> None:
+    """71 of 64, in multi-query attention: more than a program reads at a time."""
+    step = tuple(values(5, 1, width, "normal", torch.bfloat16, 0) for width in (64, 64, 71 * 64))
+    assert_kernel_is_reference(device, [(step, torch.arange(5), (torch.tensor(1e-3),) * 3)])
+
+
 def _like(part: Tensor, device: str) -> Tensor:
     """On the device, with the same strides."""
     if device == "cpu":

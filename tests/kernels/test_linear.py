@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference linear operator against float64, and the contract that compilers hold it to."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -101,3 +103,22 @@ def test_tokens_that_do_not_lie_in_rows(monkeypatch: pytest.MonkeyPatch) -> None
     assert turned.stride(1) != 1
     plain, other = (linear.linear(given, codes, scales, None, "fp32", 0, "noted") for given in (x, turned))
     assert torch.equal(plain, other)
+
+
+def test_one_token_that_begins_anywhere_is_copied_to_where_the_kernel_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To torch a single row is contiguous wherever it begins, and whatever lies between rows."""
+    seen: list[Tensor] = []
+
+    def noted(x: Tensor, codes: Tensor, *_: Any) -> Tensor:
+        seen.append(x)
+        return x.new_empty(len(x), len(codes))
+
+    monkeypatch.setattr(linear.decode_gemm, "decode_gemm", noted)
+    _, codes, scales = operands(3, 5, 256, 3, torch.bfloat16, "fp32")
+    wide = torch.randn(4, 1004).bfloat16()
+    for x in (wide[:1, 4:260], wide[:1, :256], wide[:2, 4:260], torch.zeros(256, 1).bfloat16().t()):
+        linear.linear(x, codes, scales, None, "fp32", 16, "noted")
+        assert linear.decode_gemm.aligned(seen[-1])
+        assert torch.equal(seen[-1], x)

@@ -6,8 +6,7 @@ Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention'
 reads caches at memory speed whatever a step has of requests.
 """
 
-import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +24,23 @@ from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.kernels.decode_attention import HEAD_DIMENSION, MOST_GROUP, DecodeAttention, Step, lies_well
 from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
+Kernels: TypeAlias = dict[tuple[int, int, int, torch.device, torch.dtype], DecodeAttention]
+"""Those of one engine, by heads, KV heads, requests, device and dtype of the cache."""
+
 
 def attach_all(runner: Any, config: Any) -> None:
     """Give the layers of a worker's models, the draft's too, the kernel: those that it computes."""
     models: list[nn.Module | None] = [runner.get_model(), runner.get_draft_model()]
+    kernels: Kernels = {}
     for layer in dict.fromkeys(layer for model in models if model is not None for layer in model.modules()):
         if isinstance(layer, Attention):
-            attach(layer, config)
+            attach(layer, config, kernels)
 
 
-def attach(layer: Attention, config: Any) -> None:
-    """Give a layer the kernel, if it is one that the kernel computes. Compiles it: seconds, once on a machine."""
+def attach(layer: Attention, config: Any, kernels: Kernels) -> None:
+    """Give a layer the kernel, if it is one that the kernel computes: the same for all layers of a shape, which run one after
+    the other, but not for those of another engine, whose memory may be given back. Compiles it: seconds, once on a
+    machine."""
     reason = _beyond(layer, config)
     if reason is None:
         requests = max(
@@ -43,7 +48,8 @@ def attach(layer: Attention, config: Any) -> None:
         )
         try:
             dtype = FP8_DTYPE if _caches_codes(layer) else torch.bfloat16
-            kernel = _kernel(layer.num_heads, layer.num_kv_heads, requests, layer._k_scale.device, dtype)
+            shape = (layer.num_heads, layer.num_kv_heads, requests, layer._k_scale.device, dtype)
+            kernel = kernels.get(shape) or kernels.setdefault(shape, DecodeAttention(*shape))
         except (CudaError, ValueError) as error:
             reason = str(error)
     if reason is not None:
@@ -87,14 +93,6 @@ def _caches_codes(layer: Attention) -> bool:
     return layer.kv_cache_dtype in FORMATS
 
 
-@functools.cache
-def _kernel(
-    heads: int, kv_heads: int, requests: int, device: torch.device, dtype: torch.dtype
-) -> DecodeAttention:
-    """One for all layers of a shape: they run one after the other."""
-    return DecodeAttention(heads, kv_heads, requests, device, dtype)
-
-
 def _replace(layer: Attention, kernel: DecodeAttention) -> None:
     impl = layer.impl
     attend, cache = impl.forward, impl.do_kv_cache_update
@@ -125,7 +123,9 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
             return attend(*asked)
         count = lengths.shape[0]
         parts = (part[:count] for part in (query, key, value))
-        query, key, value = (part if lies_well(part) else part.contiguous() for part in parts)
+        query, key, value = (
+            part if lies_well(part) else part.clone(memory_format=torch.contiguous_format) for part in parts
+        )
         scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
         step = Step(query, key, value, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
         kernel(step, output[:count])

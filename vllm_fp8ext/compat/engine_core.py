@@ -232,7 +232,10 @@ class CoreAccess:
         self._core.set_weight_version(label.encode())
 
     def enter_epoch(self, epoch: int, *, recompute: bool) -> None:
-        """Make cached K and V of earlier epochs unreachable."""
+        """Make cached K and V of earlier epochs unreachable, and what earlier weights have made of images, say."""
+        if self._core.vllm_config.model_config.is_multimodal_model:
+            self._core.scheduler.reset_encoder_cache()
+            self._core.model_executor.reset_encoder_cache()
         if self._prefix_cache is not None:
             self._prefix_cache.advance(epoch, recompute=recompute)
 

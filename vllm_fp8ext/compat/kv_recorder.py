@@ -40,6 +40,7 @@ class Recorder:
         self._before = {name: vars(layer.impl).get("forward") for name, layer in self._layers.items()}
         for index, (name, layer) in enumerate(self._layers.items()):
             self._tallies[name] = Tally(layer.num_kv_heads, layer._k_scale.device)
+            _warm_up(layer, self._tallies[name])
             layer.impl.forward = self._wrapped(
                 layer, self._tallies[name], layer.impl.forward, first=not index
             )

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from vllm_fp8ext.compat.kv_cache import BACKENDS, FORMATS
+from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kv.scales import NAMES, HeadShare, KvScales, RankScales, write_host_copies
 from vllm_fp8ext.kv.settings import KvScaleSettings
@@ -65,6 +66,8 @@ class KvCacheMethod(BaseKVCacheMethod):
                 )
             for name in ("k", "v"):
                 known.setdefault(name, torch.full_like(loaded[name], self.settings.default))
+        if "q" not in known and bool((loaded["k"] > 0).all()):
+            log_once("blockfp8: the checkpoint has scales of K and V but none of Q (q_scale): Q has K's")
         known.setdefault("q", known.get("k", torch.ones(1)))
         heads, per_head = len(loaded["k"]), self.settings.granularity == "head"
         for name in NAMES:

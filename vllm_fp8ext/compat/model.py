@@ -3,8 +3,9 @@
 
 Calls `initialize_model` a second time with a configuration whose forward context is empty, and wraps
 `DefaultModelLoader.get_all_weights` for the duration of the load. The recorder can go once vLLM tells the names, shapes and
-dtypes that a model was loaded from. Replaces, on both trees, the method of projections that models make without asking any
-quantization (routers, gates of shared experts): on the CPU vLLM packs their weights away. Can go once it keeps them.
+dtypes that a model was loaded from. Replaces, on both trees, the method of projections and embeddings that models make
+without asking any quantization (routers, gates of shared experts, the embedding that is the head too): on the CPU vLLM packs
+their weights away. Can go once it keeps them.
 """
 
 import copy
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -68,9 +70,11 @@ def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:
 
 
 def _keep_readable(model: nn.Module) -> None:
+    kept = {UnquantizedLinearMethod: KeptLinearMethod, UnquantizedEmbeddingMethod: KeptEmbeddingMethod}
     for module in model.modules():
-        if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod:
-            module.quant_method = KeptLinearMethod()
+        method = kept.get(type(getattr(module, "quant_method", None)))
+        if method is not None:
+            module.quant_method = method()
 
 
 def require_no_copies(model: nn.Module) -> None:

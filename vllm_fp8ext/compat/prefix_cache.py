@@ -9,6 +9,8 @@ here, however many requests and blocks there are. Can go once vLLM salts block h
 
 from typing import Any
 
+_MARK = "\x1f"
+
 
 class EpochPrefixCache:
     """The prefix cache of one engine core, seen by epoch."""
@@ -59,5 +61,7 @@ class EpochPrefixCache:
 
 
 def _salted(salt: str | None, epoch: int) -> str | None:
-    """A request's cache salt with the epoch; epoch 0 is unsalted, as in a server that never updates."""
-    return salt if epoch == 0 else f"{salt or ''}\x1ffp8ext-epoch-{epoch}"
+    """A request's cache salt with the epoch; epoch 0 is unsalted, as in a server that never updates, unless the salt could be
+    taken for one of ours."""
+    plain = epoch == 0 and _MARK not in (salt or "")
+    return salt if plain else f"{salt or ''}{_MARK}fp8ext-epoch-{epoch}"

@@ -17,7 +17,9 @@ class RecentTokens:
         original = scheduler._free_request
 
         def free(request: Any, *args: Any, **named: Any) -> Any:
-            self._keep(list(request.all_token_ids[:longest]))
+            # ids alone don't say what an image, or given embeddings, were
+            if not request.mm_features and request.prompt_embeds is None:
+                self._keep(list(request.all_token_ids[:longest]))
             return original(request, *args, **named)
 
         scheduler._free_request = free

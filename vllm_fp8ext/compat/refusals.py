@@ -54,6 +54,12 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons.append("--speculative-config: a draft model would keep its old weights")
     if config.kv_transfer_config is not None:
         reasons.append("--kv-transfer-config: K and V of other weights could come back through a connector")
+    if getattr(config, "ec_transfer_config", None) is not None:
+        reasons.append(
+            "--ec-transfer-config: outputs of other weights' encoders could come through a connector"
+        )
+    if config.model_config.runner_type == "pooling":
+        reasons.append("a pooling model: it has no logits to try an update on")
     offload = getattr(config, "offload_config", None)
     if offload is not None and _offloads(offload):
         reasons.append("CPU offload: offloaded weights have no address to exchange")

@@ -41,7 +41,8 @@ def choose(
     if given:
         prompts = _cut(given, settings.tokens, longest)
         return Tokens(prompts, "update" if asked else "settings")
-    found = Tokens(_cut(recent, settings.tokens, min(longest, PROMPT_TOKENS)), "recent")
+    known = [prompt for prompt in recent if max(prompt, default=0) < vocabulary]
+    found = Tokens(_cut(known, settings.tokens, min(longest, PROMPT_TOKENS)), "recent")
     if found.count * ENOUGH >= settings.tokens:
         return found
     return Tokens(built_in(settings.tokens, vocabulary, longest), "built-in")

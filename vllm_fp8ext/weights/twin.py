@@ -271,9 +271,8 @@ def _same(here: Tensor, there: Tensor) -> bool:
         return False
     if here.untyped_storage().data_ptr() == there.untyped_storage().data_ptr():
         return True
-    return torch.equal(
-        here.contiguous().view(torch.uint8), there.contiguous().to(here.device).view(torch.uint8)
-    )
+    flat = here.reshape(-1), there.reshape(-1).to(here.device)  # a scalar has no bytes to view
+    return torch.equal(*(part.view(torch.uint8) for part in flat))
 
 
 def _layout(tensor: Tensor) -> str:
