@@ -2,12 +2,16 @@
 """`fp8ext demo` itself, and that it tells when something is wrong."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.demo import run as demo
 
 
@@ -33,6 +37,26 @@ def test_demo(tmp_path: Path):
     assert found["accuracy"]["before"]["fp8"] < 0.5
     assert found["accuracy"]["after"]["fp8"] > 0.98
     assert [span["version"] for span in found["weight_versions"]] == ["epoch-0", "late"]
+
+
+@pytest.mark.parametrize("command", [["demo"], ["calibrate", str(EARLY), "--out", "calibrated"]])
+def test_a_command_that_is_told_to_end_leaves_nothing(command: list[str], tmp_path: Path) -> None:
+    """As `timeout` and CI jobs that are cancelled do."""
+    line = [sys.executable, "-P", "-m", "vllm_fp8ext.cli", *command]
+    folders, environment = tmp_path / "tmp", {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    folders.mkdir()
+    process = subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (started := psutil.Process(process.pid).children()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert list(folders.glob("fp8ext-*"))
+        process.terminate()
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
+    assert not psutil.wait_procs(started, 10)[1]
+    assert not list(folders.glob("fp8ext-*"))
 
 
 def test_exit_code_when_a_row_is_not_ok(monkeypatch, capsys):
