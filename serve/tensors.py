@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_fp8ext.serve import safetensors_body
+from vllm_fp8ext.weights.dtype_name import dtype_name, instance_of
 
 DTYPES = {
     "bool": "BOOL",
@@ -118,28 +119,6 @@ def tensor_parts(
         yield TensorPart(name, DTYPES[dtype], shape, size, tensor, _computed(tensor))
 
 
-def dtype_name(name: str, tensor: Any) -> str:
-    """torch's or numpy's name of the dtype, of a dense tensor with values.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if _is(tensor, "torch", "Tensor"):
-        if hasattr(tensor, "full_tensor"):
-            raise ValueError(
-                f"tensor {name}: expected a whole tensor, found a DTensor: send its full_tensor()"
-            )
-        if tensor.is_meta or str(tensor.layout) != "torch.strided":
-            found = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
-            raise ValueError(f"tensor {name}: expected a dense tensor with values, found {found}")
-        return str(tensor.dtype).removeprefix("torch.")
-    if _is(tensor, "numpy", "ndarray"):
-        return str(tensor.dtype.name)
-    raise ValueError(
-        f"tensor {name}: expected a torch tensor or a numpy array, found {type(tensor).__name__}"
-    )
-
-
 def _computed(tensor: Any) -> Any:
     if not _on_gpu(tensor):
         return None
@@ -150,7 +129,7 @@ def _host_bytes(tensor: Any, computed: Any) -> Any:
     """A flat buffer over the tensor's values, in C order, little-endian."""
     if 0 in tensor.shape:
         return b""
-    if _is(tensor, "torch", "Tensor"):
+    if instance_of(tensor, "torch", "Tensor"):
         torch = sys.modules["torch"]
         whole = tensor.detach()
         dense = _from_gpu(whole, computed) if _on_gpu(whole) else whole.cpu().contiguous()
@@ -177,10 +156,4 @@ def _from_gpu(tensor: Any, computed: Any) -> Any:
 
 
 def _on_gpu(tensor: Any) -> bool:
-    return _is(tensor, "torch", "Tensor") and bool(tensor.is_cuda)
-
-
-def _is(value: object, module: str, kind: str) -> bool:
-    """Whether this is an instance of a class of a module that may never have been imported."""
-    known = getattr(sys.modules.get(module), kind, None)
-    return known is not None and isinstance(value, known)
+    return instance_of(tensor, "torch", "Tensor") and bool(tensor.is_cuda)

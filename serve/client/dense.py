@@ -5,7 +5,8 @@ import sys
 from typing import Any
 
 from vllm_fp8ext.kernels.layout import blocks
-from vllm_fp8ext.serve.tensors import TensorLike, dtype_name
+from vllm_fp8ext.serve.tensors import TensorLike
+from vllm_fp8ext.weights.dtype_name import dtype_name
 from vllm_fp8ext.weights.manifest import CODES_DTYPE
 
 PLACES = {"cuda": "a GPU", "cpu": "the CPU"}

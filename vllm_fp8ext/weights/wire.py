@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.quantize_weight import empty_like, queue, totals
 from vllm_fp8ext.kernels.reference import FP8_DTYPE, NonFiniteError, ScaleFormat
-from vllm_fp8ext.serve.tensors import dtype_name
+from vllm_fp8ext.weights.dtype_name import dtype_name
 from vllm_fp8ext.weights.manifest import DTYPES, Manifest, scale_name
 
 
