@@ -15,9 +15,10 @@ PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
 def size_with_scales(tensor: Any, alignment: int = 1) -> int:
     """Bytes of a tensor, and of the block scales that follow it if it holds codes: a server takes them in one chunk. Each
     begins at a multiple of `alignment`."""
-    if (
-        not str(tensor.dtype).endswith(CODES_DTYPE) or len(tensor.shape) != 2
-    ):  # no server takes others as codes
+    coded = (
+        str(tensor.dtype).endswith(CODES_DTYPE) and len(tensor.shape) == 2
+    )  # else no server takes it as codes
+    if not coded:
         return int(tensor.nbytes)
     rows, columns = tensor.shape
     return int(-(-tensor.nbytes // alignment) * alignment + blocks(rows) * blocks(columns) * 4)

@@ -67,10 +67,12 @@ def lost_by(endpoint: Endpoint, error: BaseException) -> bool:
     """Whether it was this server that did not answer: what makes tensors may ask others, by httpx too."""
     if isinstance(error, httpx.RequestError):
         try:
-            asked = str(error.request.url)
+            asked, own = error.request.url, httpx.URL(endpoint.url)
         except RuntimeError:  # not known
             return False
-        return lost(error) and asked.startswith(endpoint.url)
+        # as httpx writes them: a host in capitals, or a scheme's own port, is written otherwise
+        if (asked.scheme, asked.host, asked.port) != (own.scheme, own.host, own.port):
+            return False
     return lost(error)
 
 

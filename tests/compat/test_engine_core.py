@@ -20,11 +20,15 @@ class Scheduler:
         self.requests: dict[str, SimpleNamespace] = {}
         self.kv_holding_waiting: list[SimpleNamespace] = []
         self.finished: list[str] = []
+        self.told: list[str] = []
 
     def add(self, name: str, status: RequestStatus, outputs: int = 0, *, resumable: bool = False) -> None:
         self.requests[name] = SimpleNamespace(
             request_id=name, status=status, num_output_tokens=outputs, resumable=resumable
         )
+
+    def reset_encoder_cache(self) -> None:
+        self.told.append("scheduler")
 
     def finish_requests(self, names: list[str], status: RequestStatus) -> list[str]:
         assert status == RequestStatus.FINISHED_ABORTED
@@ -86,8 +90,7 @@ def test_who_resumes_meanwhile_does_not_let_requests_in(access: CoreAccess, sche
 def test_what_encoders_made_is_not_found_by_new_weights(
     access: CoreAccess, scheduler: Scheduler, multimodal: bool
 ) -> None:
-    told: list[str] = []
-    scheduler.reset_encoder_cache = lambda: told.append("scheduler")  # type: ignore[attr-defined]
+    told = scheduler.told
     access._core.model_executor.reset_encoder_cache = lambda: told.append("workers")
     access._core.vllm_config.model_config.is_multimodal_model = multimodal
     access.enter_epoch(1, recompute=False)

@@ -99,9 +99,9 @@ def test_memory_is_not_given_back_while_a_part_was_overwritten(engine: UpdateEng
 
 
 def test_what_could_not_be_computed_again_is_kept_before_anything_is_written_in_place(core: IdleCore) -> None:
-    core.settings = Settings(staging="inplace")  # type: ignore[misc]
+    core.settings = Settings(staging="inplace")
     vars(core)["irreplaceable"] = lambda: 1
-    engine = UpdateEngine(core)  # type: ignore[arg-type]
+    engine = UpdateEngine(core)  # type: ignore[arg-type]  # the rest is not asked for
     session = opened(engine, inplace=True)
     session.running = Running.RECOMPUTE
     told = engine.handle("stage", {"id": "u", **CALLS[0][1]})

@@ -348,6 +348,16 @@ def test_another_server_that_the_trainer_could_not_reach_is_not_this_one(
     assert server.states == ["abandoned", "abandoned"]
 
 
+def test_this_server_is_known_however_its_url_is_written(
+    caller: Caller, server: Server, checkpoint: Path
+) -> None:
+    server.faults[COMMIT] = [drop] * 8
+    with pytest.raises(UpdateError) as caught:
+        caller(server.url.replace("127.0.0.1", "LOCALHOST"), "push", checkpoint, retries=0)
+    assert caught.value.kind == "interrupted"
+    assert server.states == ["open"], "it may be gone on with"
+
+
 def test_nobody_waits_long_to_give_an_update_up() -> None:
     """The server may hang: it is asked twice, and not with the patience of the push."""
     flow = abandon_quietly(Endpoint(url="http://rollout", key=None, timeout=600, retries=4), "u")
