@@ -53,10 +53,8 @@ part update_8b_nccl "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Q
   --transports nccl nccl-fp8 --running 0 128 --out \$O/update_8b_nccl.json" # two GPUs
 part update_17b_nccl "fp8ext bench update --shape Qwen3-1.7B --checkpoints \$(two Qwen3-1.7B) $half \
   --transports nccl nccl-fp8 --running 0 128 --out \$O/update_17b_nccl.json" # two GPUs
-part phases "python3 -P \$HERE/update_phases.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
-  --parts open stage prepare commit rollback --rounds 3 --running 128 --out \$O/phases.json"
-part phases_buckets "python3 -P \$HERE/update_phases.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --buckets \
-  --parts stage commit --rounds 3 --running 128 --out \$O/phases_buckets.json"
+part phases "python3 -P \$HERE/update_phases.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --serve gpu-memory-utilization=0.4 \
+  --parts open stage stage_buckets prepare commit commit_buckets rollback --rounds 2 --running 128 --out \$O/phases.json"
 part load "python3 -P \$HERE/load_compare.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --variants blockfp8 fp8_per_block bf16 \
   --traffic updates --steps 4 --processes 4 --out \$O/load.json --page \$O/load.html"
 export VLLM_DEEP_GEMM_WARMUP=skip

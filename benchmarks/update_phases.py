@@ -7,7 +7,7 @@ Beside requests that are the same at all times, one part is repeated for some se
 the rates before and after, when nothing is updated; parts take turns, --rounds times, and medians are told. `open`: open and
 abandon. `stage`: open, stage, abandon. `prepare`: also fingerprint and canary.
 `commit`: everything. `rollback`: the exchange alone. `files`, `http`: everything, in that way. On a GPU tensors are staged by
-CUDA IPC, else from files.
+CUDA IPC, else from files; `stage_buckets` and `commit_buckets`: there, tensors that lie in buffers of a GiB.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.client.handles import handles
 from vllm_fp8ext.weights.wire import stored
 
-PARTS = ("open", "stage", "prepare", "commit", "rollback", "files", "http")
+PARTS = ("open", "stage", "stage_buckets", "prepare", "commit", "commit_buckets", "rollback", "files", "http")
 REST_SECONDS = 0.5
 """Until what a part left behind is over."""
 console = Console(width=140, highlight=False)
@@ -54,7 +54,8 @@ def main() -> int:
         with Server(checkpoints[0], folder / "server.log", arguments=arguments, settings=settings) as server:
             server.wait(1200)
             with server.client() as client, Background(server.url, options.running) as load:
-                parts = Parts(client, checkpoints, on_gpu=torch.cuda.is_available(), buckets=options.buckets)
+                buckets = any(name.endswith("_buckets") for name in options.parts)
+                parts = Parts(client, checkpoints, on_gpu=torch.cuda.is_available(), buckets=buckets)
                 load.settle()
                 usual = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
                 samples: dict[str, list[dict[str, float]]] = {name: [] for name in options.parts}
@@ -81,7 +82,7 @@ def main() -> int:
                     usual = after
     for case in cases:
         console.print(
-            f"{case['part']:9} {case['seconds']:7.3f} s each, {case['tokens_lost']:6.1%} of tokens lost, "
+            f"{case['part']:14} {case['seconds']:7.3f} s each, {case['tokens_lost']:6.1%} of tokens lost, "
             f"{case['lost_ms']:7.1f} ms each"
         )
     return 0
@@ -91,7 +92,6 @@ def _case(options: argparse.Namespace, part: str, samples: list[dict[str, float]
     """The median of each number."""
     medians = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
     what = {"model": options.shape, "load": options.running, "part": part}
-    what |= {"buckets": True} if options.buckets else {}
     return {**what, **medians, "samples": samples}
 
 
@@ -101,27 +101,30 @@ class Parts:
     def __init__(self, client: Client, checkpoints: list[Path], *, on_gpu: bool, buckets: bool) -> None:
         self._client = client
         self._folders = itertools.cycle(checkpoints[::-1])
-        held = in_buckets if buckets else iter
-        self._tensors = {path: dict(held(stored(path, "cuda"))) for path in checkpoints} if on_gpu else {}
+        self._tensors = {path: dict(stored(path, "cuda")) for path in checkpoints} if on_gpu else {}
+        self._buckets = {
+            path: dict(in_buckets(held.items())) for path, held in self._tensors.items() if buckets
+        }
 
     def open(self) -> None:
         self._client.abandon(self._client.open().id)
 
     def stage(self) -> None:
-        update = self._client.open()
-        self._staged(update.id)
-        self._client.abandon(update.id)
+        self._client.abandon(self._staged(self._tensors))
+
+    def stage_buckets(self) -> None:
+        self._client.abandon(self._staged(self._buckets))
 
     def prepare(self) -> None:
-        update = self._client.open()
-        self._staged(update.id)
-        self._client.prepare(update.id)
-        self._client.abandon(update.id)
+        update = self._staged(self._tensors)
+        self._client.prepare(update)
+        self._client.abandon(update)
 
     def commit(self) -> None:
-        update = self._client.open()
-        self._staged(update.id)
-        self._client.commit(update.id)
+        self._client.commit(self._staged(self._tensors))
+
+    def commit_buckets(self) -> None:
+        self._client.commit(self._staged(self._buckets))
 
     def rollback(self) -> None:
         self._client.rollback()
@@ -132,12 +135,14 @@ class Parts:
     def http(self) -> None:
         self._client.push(next(self._folders))
 
-    def _staged(self, update: str) -> None:
-        folder = next(self._folders)
-        if self._tensors:
-            self._client.handles(update, handles(list(self._tensors[folder].items()), 0))
+    def _staged(self, tensors: dict[Path, dict[str, Any]]) -> str:
+        """The id of an update that has everything."""
+        update, folder = self._client.open().id, next(self._folders)
+        if tensors:
+            self._client.handles(update, handles(list(tensors[folder].items()), 0))
         else:
             self._client.files(update, folder)
+        return update
 
 
 def _rate(url: str, seconds: float, work: Callable[[], Any]) -> tuple[float, float, int]:
@@ -159,7 +164,6 @@ def _options() -> Any:
     parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=1, help="how often all parts take their turn")
-    parser.add_argument("--buckets", action="store_true", help="tensors on a GPU in buffers of a GiB")
     parser.add_argument("--running", type=int, default=128, help="requests beside the updates")
     parser.add_argument(
         "--seconds", type=float, default=6.0, help="of each part, and of the rest between them"

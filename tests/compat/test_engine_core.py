@@ -2,6 +2,8 @@
 """The scheduler's pause state while a commit waits, when others pause and resume the engine meanwhile; and which requests are
 which."""
 
+import queue
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,7 +83,7 @@ def test_who_resumes_meanwhile_does_not_let_requests_in(access: CoreAccess, sche
     access.resume()
     assert scheduler.pause_state == ON
     access.admit_no_more()
-    access.pause()
+    access.stop()
     access.resume()
     assert (scheduler.pause_state, access.paused()) == (ON, False)
 
@@ -112,3 +114,62 @@ def test_which_requests_have_begun_and_which_k_and_v_are_irreplaceable(
     assert access.irreplaceable() == len(holding)
     access.abort_running()
     assert scheduler.finished == [name for name in scheduler.requests if name != "waits"]
+
+
+class Steps:
+    """A core that queues `depth` steps ahead, of which `failing` fails."""
+
+    def __init__(self, core: Any, depth: int = 2, failing: int = -1) -> None:
+        self.core, self.failing, self.begun = core, failing, 0
+        self.output_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        core.batch_queue, core.step_with_batch_queue = deque(), self.step
+        core.output_queue, core.post_step, self.ended = self.output_queue, self.end, list[bool]()
+        self._depth = depth
+
+    def step(self) -> tuple[dict[int, str] | None, bool]:
+        queued, runs = self.core.batch_queue, self.core.scheduler.pause_state == ON
+        if runs:
+            queued.appendleft(self.begun)
+            self.begun += 1
+            if len(queued) < self._depth:
+                return None, True
+        step = queued.pop()
+        if step == self.failing:
+            raise RuntimeError("out of memory")
+        return {0: f"tokens of step {step}"}, runs
+
+    def end(self, executed: bool) -> None:
+        self.ended.append(executed)
+
+
+def test_steps_in_flight_end_and_the_next_is_queued_without_being_waited_for(access: CoreAccess) -> None:
+    steps = Steps(access._core)
+    access.begin_step()
+    access.begin_step()
+    assert (steps.begun, steps.output_queue.qsize()) == (1, 0), "one is queued already"
+    access.stop()
+    assert steps.output_queue.qsize() == 0, "it goes on"
+    assert access.drain() >= 0
+    assert (steps.output_queue.get_nowait(), steps.output_queue.qsize()) == ((0, "tokens of step 0"), 0)
+    access.resume()
+    access.begin_step()
+    assert (steps.begun, len(access._core.batch_queue), steps.ended) == (2, 1, [True, False, True])
+
+
+def test_where_steps_are_not_queued_ahead_none_is_begun(access: CoreAccess) -> None:
+    access.stop()
+    assert access.drain() >= 0
+    access.resume()
+    access.begin_step()
+
+
+def test_a_step_that_fails_ends_the_engine(access: CoreAccess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(reason: str) -> None:
+        raise SystemExit(reason)
+
+    monkeypatch.setattr(access.watchdog, "end", end)
+    Steps(access._core, failing=0)
+    access.begin_step()
+    access.stop()
+    with pytest.raises(SystemExit, match="out of memory"):
+        access.drain()

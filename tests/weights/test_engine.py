@@ -122,6 +122,8 @@ class Ranks:
 
     def __call__(self, method: str, *_: Any) -> list[dict[str, Any]]:
         self.calls.append(method)
+        if method == "settle":
+            return [{"seconds": 0.0}]
         if method != "poll":
             self._last = method
             return [{}]
@@ -144,7 +146,8 @@ def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
     engine.jobs._ranks = ranks
     vars(core).update(
         ranks=ranks,
-        pause=lambda: 0.0,
+        stop=lambda: None,
+        drain=lambda: 0.0,
         resume=lambda: None,
         enter_epoch=lambda epoch, recompute: None,
         label=lambda label: None,
@@ -159,7 +162,7 @@ def test_a_commit_prepares_what_nobody_prepared_in_the_same_job(core: IdleCore, 
     assert session.state is State.OPEN
     done = engine.handle("poll", {"job": started["job"]})
     assert (done["state"], done["result"]["epoch"]) == ("committed", 1)
-    assert ranks.calls == ["mark", "poll", "sing", "poll", "exchange"]
+    assert ranks.calls == ["mark", "poll", "sing", "poll", "exchange", "settle"]
     assert engine.handle("commit", {"id": "u"})["result"] == done["result"]
 
 
@@ -243,7 +246,7 @@ def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
     assert engine.handle("poll", {"job": started["job"]})["state"] == "prepared"
     assert engine.handle("prepare", {"id": "u"})["state"] == "prepared"
     assert engine.handle("commit", {"id": "u"})["state"] == "committed"
-    assert [call for call in ranks.calls if call != "poll"] == ["mark", "sing", "exchange"]
+    assert [call for call in ranks.calls if call != "poll"] == ["mark", "sing", "exchange", "settle"]
 
 
 def test_a_preparation_that_nobody_asks_about_goes_on_with_the_next_call(
@@ -359,7 +362,8 @@ def test_in_place_a_chunk_that_wrote_nothing_poisons_nothing(core: IdleCore, unt
         hold=lambda: told.append("hold"),
         resume=lambda: told.append("resume"),
         release=lambda: None,
-        pause=lambda: 0.0,
+        stop=lambda: None,
+        drain=lambda: 0.0,
         refuse_requests=lambda: told.append("refuse"),
     )
     engine = UpdateEngine(core)  # type: ignore[arg-type]

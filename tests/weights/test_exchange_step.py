@@ -24,7 +24,7 @@ BEFORE = Label(0, "epoch-0")
 
 class ScriptedCore:
     """A `Core` whose ranks swap one bit. `failures`: for each call of `exchange`, the ranks that fail and whether each is
-    `broken` then; a broken rank's contents are None."""
+    `broken` then; a broken rank's contents are None. `unsettled`: ranks whose exchange does not end."""
 
     settings = Settings()
     quantization = "blockfp8"
@@ -36,6 +36,7 @@ class ScriptedCore:
     def __init__(self, ranks: int = 2) -> None:
         self.swapped: list[bool | None] = [False] * ranks
         self.failures: list[dict[int, bool]] = []
+        self.unsettled: set[int] = set()
         self.requests = 0
         self.kept = 0
         self.state = "on"
@@ -46,8 +47,11 @@ class ScriptedCore:
         self.reports: list[Callable[[], None]] = []
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        if method == "settle":
+            self.told.append("settle")
+            return [self._settle(rank) for rank in range(len(self.swapped))]
         assert method == "exchange"
-        assert self.state == "paused", "no step may run meanwhile"
+        assert self.state == "paused", "no step may begin meanwhile"
         [only] = args or [list(range(len(self.swapped)))]
         self.told.append(f"exchange {only}")
         failing = self.failures.pop(0) if self.failures else {}
@@ -56,19 +60,35 @@ class ScriptedCore:
     def _exchange(self, rank: int, failing: dict[int, bool]) -> dict[str, Any]:
         if rank not in failing:
             self.swapped[rank] = None if self.swapped[rank] is None else not self.swapped[rank]
-            return {"seconds": 0.0}
+            return {}
         if failing[rank]:
             self.swapped[rank] = None
         error = UpdateError("exchange-failed", f"rank {rank}: copy failed", status=500)
         return {"error": error.as_dict(), "broken": failing[rank]}
 
-    def pause(self) -> float:
+    def _settle(self, rank: int) -> dict[str, Any]:
+        if rank in self.unsettled:
+            return {"error": UpdateError("internal", "no device", status=500).as_dict()}
+        return {"seconds": 0.125 * rank}
+
+    def stop(self) -> None:
         self.state = "paused"
-        self.told.append("pause")
+        self.reports.clear()
+        self.told.append("stop")
+
+    def drain(self) -> float:
+        assert self.state == "paused"
+        self.told.append("drain")
         return 0.5
 
+    def begin_step(self) -> None:
+        assert self.state == "on"
+        assert not self.reports, "its end is not what the stall lasts to"
+        self.told.append("begin step")
+
     def hold(self) -> None:
-        self.pause()
+        self.stop()
+        self.drain()
 
     def release(self) -> None:
         pass
@@ -157,15 +177,19 @@ def refused(step: ExchangeStep, *args: Any, **kwargs: Any) -> UpdateError:
     return caught.value
 
 
-COMMIT = ["exchange [0, 1]", "epoch 1", "label 1 step-1", "resume"]
+SWAP = ["stop", "exchange [0, 1]", "drain"]
+COMMIT = ["epoch 1", "label 1 step-1", "resume"]
 
 
 @pytest.mark.parametrize(
     ("running", "told"),
     [
-        (Running.KEEP, ["pause", *COMMIT]),
-        (Running.RECOMPUTE, ["pause", "exchange [0, 1]", "epoch 1 recompute", "label 1 step-1", "resume"]),
-        (Running.ABORT, ["pause", "abort", *COMMIT]),
+        (Running.KEEP, [*SWAP, *COMMIT, "begin step", "settle"]),
+        (
+            Running.RECOMPUTE,
+            [*SWAP, "epoch 1 recompute", "label 1 step-1", "resume", "begin step", "settle"],
+        ),
+        (Running.ABORT, [*SWAP, "abort", *COMMIT, "settle"]),
     ],
 )
 def test_what_a_commit_does_and_in_which_order(
@@ -177,7 +201,7 @@ def test_what_a_commit_does_and_in_which_order(
     assert core.swapped == [True, True]
     assert (step.live, step.previous, step.poisoned) == (NEW, BEFORE, None)
     assert phases is not None
-    assert phases["drain"] == 0.5
+    assert (phases["drain"], phases["exchange"]) == (0.5, 0.125)
     assert phases.keys() == {"drain", "exchange", "caches", "pause"}
 
 
@@ -228,12 +252,12 @@ def test_a_commit_waits_until_every_request_has_finished(core: ScriptedCore, ste
         assert (core.told, core.state) == (["admit no more"], "admits no more")
     core.requests = 0
     assert run(step, Running.WAIT) is not None
-    assert core.told == ["admit no more", "pause", *COMMIT]
+    assert core.told == ["admit no more", *SWAP, *COMMIT, "settle"]
 
 
 def test_without_requests_nothing_is_waited_for(core: ScriptedCore, step: ExchangeStep) -> None:
     assert run(step, Running.WAIT) is not None
-    assert core.told == ["admit no more", "pause", *COMMIT]
+    assert core.told == ["admit no more", *SWAP, *COMMIT, "settle"]
 
 
 def test_a_wait_ends_at_its_deadline(core: ScriptedCore, step: ExchangeStep) -> None:
@@ -314,7 +338,7 @@ def test_a_failure_on_one_rank_is_undone_on_the_other(
     core.failures = [{failing: False}]
     error = refused(step)
     assert (error.kind, error.status) == ("exchange-failed", 500)
-    assert core.told == ["pause", "exchange [0, 1]", f"exchange [{1 - failing}]", "resume"]
+    assert core.told == ["stop", "exchange [0, 1]", f"exchange [{1 - failing}]", "settle", "resume"]
     assert core.swapped == [False, False]
     assert (step.live, step.previous, step.poisoned) == (BEFORE, None, None)
     assert run(step) is not None, "a commit may be tried again"
@@ -323,7 +347,7 @@ def test_a_failure_on_one_rank_is_undone_on_the_other(
 def test_a_failure_on_every_rank_has_nothing_to_undo(core: ScriptedCore, step: ExchangeStep) -> None:
     core.failures = [{0: False, 1: False}]
     assert refused(step).kind == "exchange-failed"
-    assert core.told == ["pause", "exchange [0, 1]", "resume"]
+    assert core.told == ["stop", "exchange [0, 1]", "resume"]
 
 
 def caches_failed(core: ScriptedCore) -> None:
@@ -338,8 +362,12 @@ def undo_failed(core: ScriptedCore) -> None:
     core.failures = [{0: False}, {1: False}]
 
 
+def unsettled_undo(core: ScriptedCore) -> None:
+    core.failures, core.unsettled = [{0: False}], {1}
+
+
 poisoning = pytest.mark.parametrize(
-    "fault", [broken, undo_failed, caches_failed], ids=lambda fault: fault.__name__
+    "fault", [broken, undo_failed, unsettled_undo, caches_failed], ids=lambda fault: fault.__name__
 )
 
 
@@ -367,21 +395,32 @@ def test_the_next_commit_heals(
     fault(core)
     refused(step)
     core.told.clear()
-    core.caches_fail = False
+    core.caches_fail, core.unsettled = False, set()
     healed = Label(5, "step-5")
     assert run(step, running, label=healed) is not None
     assert [told for told in core.told if told != "abort"] == [
-        "pause",
-        "exchange [0, 1]",
+        *SWAP,
         "epoch 5 recompute",
         "label 5 step-5",
         "accept",
         "resume",
+        "settle",
     ]
     assert (step.live, step.previous, step.poisoned) == (healed, None, None)
     assert (core.state, core.refusing) == ("on", False)
     run(step, label=Label(6, "step-6"))
     assert step.previous == healed
+
+
+def test_an_exchange_that_does_not_end_poisons_the_engine(core: ScriptedCore, step: ExchangeStep) -> None:
+    core.requests, core.unsettled = 1, {1}
+    error = refused(step)
+    assert (error.kind, error.status) == ("poisoned", 503)
+    assert "no device" in str(error)
+    assert (core.state, core.refusing, step.previous) == ("paused", True, None)
+    core.unsettled = set()
+    assert run(step) is not None
+    assert (core.state, core.refusing, step.poisoned) == ("on", False, None)
 
 
 def test_a_heal_that_fails_leaves_the_engine_poisoned(core: ScriptedCore, step: ExchangeStep) -> None:
@@ -449,11 +488,10 @@ def test_in_place_the_engine_stands_still_until_the_commit(core: ScriptedCore, s
     core.requests = 2
     step.hold(Running.ABORT)
     step.hold(Running.ABORT)
-    assert core.told == ["pause", "abort"]
+    assert core.told == ["stop", "drain", "abort"]
     step.require_running()  # it is this update that it stands still for
     phases = run(step, Running.ABORT)
     assert phases is not None
-    assert phases["pause"] >= phases["exchange"]
     assert (core.state, step.live, step.previous) == ("on", NEW, None)
 
 

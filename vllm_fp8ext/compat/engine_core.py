@@ -131,21 +131,38 @@ class CoreAccess:
         """Blocks of K and V that running requests hold, by group of layers (fields of `HeldBlocks`)."""
         return [asdict(group) for group in held_blocks(self._core)]
 
-    def pause(self) -> float:
-        """Stop scheduling and finish the steps in flight; their outputs leave under the old version. Seconds taken."""
-        start = time.perf_counter()
-        core = self._core
+    def stop(self) -> None:
+        """Begin no step until `resume`; those in flight go on."""
         self._set_pause_state(PauseState.PAUSED_ALL)
-        while core.batch_queue:
-            outputs, executed = core.step_with_batch_queue()
-            for output in (outputs or {}).items():
-                core.output_queue.put_nowait(output)
-            core.post_step(executed)
+
+    def drain(self) -> float:
+        """Finish the steps in flight; their outputs leave under the version of now. Seconds taken."""
+        start = time.perf_counter()
+        while self._core.batch_queue:
+            self._step()
         return time.perf_counter() - start
 
+    def begin_step(self) -> None:
+        """Queue the next step without waiting for it, where the engine queues steps and none is."""
+        if self._core.batch_queue is not None and not self._core.batch_queue:
+            self._step()
+
+    def _step(self) -> None:
+        """As the engine's own loop does it: a step that fails ends the engine."""
+        core = self._core
+        try:
+            outputs, executed = core.step_with_batch_queue()
+        except Exception as error:
+            self.watchdog.end(f"a step failed: {error!r}")
+        for output in (outputs or {}).items():
+            core.output_queue.put_nowait(output)
+        core.post_step(executed)
+
     def hold(self) -> None:
-        """Pause, and stay so until `resume` or `release`: what others ask of the scheduler meanwhile comes after."""
-        self.pause()
+        """Finish what is in flight and begin nothing until `resume` or `release`: what others ask of the scheduler meanwhile
+        comes after."""
+        self.stop()
+        self.drain()
         self._core.scheduler.set_pause_state = self._wishes.append
 
     def release(self) -> None:

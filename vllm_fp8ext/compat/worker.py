@@ -72,7 +72,7 @@ def call(self: Any, number: int, method: str, *args: Any) -> dict[str, Any]:
     """Run one method of this worker's `Rank`; never raises. The reply names its `call` and the rank that it is `from`, and
     what this process has `compiled` so far: not while the engine pauses, and not each time that a job is asked about."""
     answer = _answer(getattr(self, "fp8ext_rank", None), method, args)
-    if method != "exchange" and answer.get("done", True):
+    if method not in ("exchange", "settle") and answer.get("done", True):
         answer["compiled"] = counts()
     return {**answer, "call": number, "from": self.worker.rank}
 

@@ -179,8 +179,10 @@ class KvScales:
 
     def refresh(self) -> None:
         """The device's memory lost its contents: put them back."""
-        self._live.copy_(torch.tensor(self._mirrors[0]))
-        self._twin.copy_(torch.tensor(self._mirrors[1]))
+        for place, mirror in zip((self._live, self._twin), self._mirrors, strict=True):
+            place.copy_(
+                torch.tensor(mirror), non_blocking=True
+            )  # the exchange of weights may be queued before it
 
     def fingerprint(self, *, twin: bool) -> int:
         """Of what the device holds; -1 when vLLM's host copies say something else."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Swaps the contents of live and twin parameters, so that every address stays where CUDA graphs expect it."""
 
+import time
 import zlib
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ class Exchange:
     """Pairs of equally laid out tensors whose contents are swapped together. `inplace`: both sides are the same, and there is
     nothing to swap.
 
-    A swap is its own inverse: `run` twice restores everything. On a GPU it is one launch. On a CPU an interrupted `run` is
-    undone before its error is raised; when that fails too, `broken` is set and the contents are undefined.
+    A swap is its own inverse: `run` twice restores everything. On a GPU it is one launch, which waits for its turn on the
+    current stream. On a CPU an interrupted `run` is undone before its error is raised; when that fails too, `broken` is set
+    and the contents are undefined.
     """
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], *, inplace: bool = False) -> None:
@@ -29,8 +31,10 @@ class Exchange:
         largest = max((live.numel() for live, _ in self.pairs), default=0)
         self._device = self.pairs[0][0].device if self.pairs else torch.device("cpu")
         self._launch = self._compiled() if self._device.type == "cuda" else None
+        self._seconds = 0.0
         if self._launch is not None:
             largest = 0
+            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if inplace:
             largest = 0
         self._workspace = torch.empty(min(largest, _WORKSPACE_BYTES), dtype=torch.uint8, device=self._device)
@@ -53,27 +57,36 @@ class Exchange:
         return 0 if self.inplace else sum(live.numel() for live, _ in self.pairs)
 
     def run(self) -> None:
-        """Swap everything, and wait until it is done."""
+        """Swap everything. On a GPU that is queued on the current stream: what follows there finds it done, others `wait`."""
         if self.inplace:
             self.broken = False
             return
         if self._launch is not None:
-            self.broken = True  # until the GPU says that it is done
+            self.broken = True  # one of two launches may fail
+            self._begin.record()
             self._launch.run()
-            self._synchronize()
+            self._end.record()
             self.broken = False
             return
+        start = time.perf_counter()
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
             for live, twin in self._slices():
                 self._copies = 0
                 swapped.append((live, twin))
                 self._swap(live, twin)
-            self._synchronize()
         except BaseException:
             self._undo(swapped)
             raise
         self.broken = False
+        self._seconds = time.perf_counter() - start
+
+    def wait(self) -> float:
+        """Until the last `run` is done; the seconds that it took since its turn came."""
+        if self._launch is None or self.inplace:
+            return self._seconds
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1e3
 
     def refresh(self) -> None:
         """The pairs' memory lost its contents: they are zero until an update comes, and what it does not bring, padding that
@@ -81,12 +94,12 @@ class Exchange:
         for live, twin in self.pairs:
             live.zero_()
             twin.zero_()
-        self._synchronize()  # staging has a stream of its own
         if self._launch is not None:
+            torch.cuda.synchronize(self._device)  # staging has a stream of its own
             self._launch = type(self._launch)(self.pairs)
 
     def fingerprint(self, *, twin: bool) -> int:
-        """Tells the contents of one side from others, on this device. Not to be called while `run` runs."""
+        """Tells the contents of one side from others, on this device. Not to be called before `wait` after a `run`."""
         if self._launch is not None:
             return self._launch.fingerprint(int(twin))
         found = 0
@@ -104,7 +117,6 @@ class Exchange:
                     live.copy_(self._workspace[: live.numel()])
             for live, twin in reversed(swapped):
                 self._swap(live, twin)
-            self._synchronize()
         except BaseException:
             self.broken = True
             raise
@@ -125,10 +137,6 @@ class Exchange:
             for live, twin in self.pairs
             for start in range(0, live.numel(), step)
         ]
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def _flat(tensor: Tensor) -> Tensor:

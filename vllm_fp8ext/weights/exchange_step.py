@@ -31,7 +31,9 @@ class Core(Protocol):
     compiled: list[dict[str, int]]
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
-    def pause(self) -> float: ...
+    def stop(self) -> None: ...
+    def drain(self) -> float: ...
+    def begin_step(self) -> None: ...
     def hold(self) -> None: ...
     def release(self) -> None: ...
     def resume(self) -> None: ...
@@ -125,7 +127,9 @@ class ExchangeStep:
         """Exchange live and twin and serve `label` from then on, with these KV-cache scales (by default the previous ones;
         `cached`: what becomes of K and V that running requests keep).
 
-        Returns the seconds of each phase, or None while running requests are waited for: call again.
+        The exchange takes its turn between two steps: it is queued behind those in flight, which end under the old label, and
+        the next is queued behind it. Returns the seconds of each phase, or None while running requests are waited for: call
+        again.
 
         Raises:
             UpdateError: `paused`, `not-recomputable`, `wait-timeout`, `exchange-failed` (nothing has changed), or `poisoned`.
@@ -138,13 +142,13 @@ class ExchangeStep:
         held, self._held = self._held, None
         self._waiting = None
         start = held or time.perf_counter()
-        drain = self._core.pause()
-        if running is Running.ABORT:
-            self._core.abort_running()
-        exchanged = time.perf_counter()
+        self._core.stop()
         healing = self.poisoned is not None
         self._swap_all()
-        caches = time.perf_counter()
+        drain = self._core.drain()
+        if running is Running.ABORT:
+            self._core.abort_running()
+        drained = time.perf_counter()
         self.previous, self.live = None if healing or held else self.live, label
         try:
             recompute = healing or running is Running.RECOMPUTE
@@ -154,19 +158,17 @@ class ExchangeStep:
             self._core.label(label)
         except Exception as error:
             self._poison(f"the caches could not be separated from the old weights: {error}")
+        caches = time.perf_counter() - drained
         if healing:
             self._core.accept_requests()
         self.stall_seconds = None
-        if self._core.unfinished():
-            self._core.time_next_step(lambda: self._stalled(start))
         self._core.resume()
+        if self._core.unfinished():
+            self._core.begin_step()
+            self._core.time_next_step(lambda: self._stalled(start))
+        exchange = self._settle()
         end = time.perf_counter()
-        phases = {
-            "drain": drain,
-            "exchange": caches - exchanged,
-            "caches": end - caches,
-            "pause": end - start,
-        }
+        phases = {"drain": drain, "exchange": exchange, "caches": caches, "pause": end - start}
         logger.info(
             "fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, (end - start) * 1e3
         )
@@ -239,6 +241,13 @@ class ExchangeStep:
         self.stall_seconds = time.perf_counter() - start
         self._totals.stalled(self.stall_seconds)
 
+    def _settle(self) -> float:
+        """Wait until the exchange is done on every rank; the longest time that it took."""
+        results = self._core.ranks("settle")
+        if any("error" in result for result in results):
+            self._poison(f"the exchange did not end: {results}")
+        return max(result["seconds"] for result in results)
+
     def _swap_all(self) -> None:
         """Exchange on every rank. When some fail (each undoes its own part), the others swap back; if that fails too, no
         rank can be trusted and the engine is poisoned: it generates nothing until a full update heals it."""
@@ -256,6 +265,8 @@ class ExchangeStep:
         ):
             self._poison(str(error))
         if self.poisoned is None:
+            if swapped:
+                self._settle()
             self._core.resume()
         raise error
 
@@ -266,7 +277,8 @@ class ExchangeStep:
     def condemn(self, reason: str) -> None:
         """Nobody knows what is served: stay paused, end every request, until a full update was staged and committed."""
         self._core.release()
-        self._core.pause()
+        self._core.stop()
+        self._core.drain()
         self.poisoned, self.previous = reason, None
         logger.critical("fp8ext: the engine is poisoned and generates nothing: %s", reason)
         self._core.refuse_requests()

@@ -2,7 +2,8 @@
 """What one worker process does for an update. Methods never raise: they return plain results or a described error.
 
 Staging runs on a thread of its own, one job after the other, so that engine steps go on, and so do digests on another. The
-canary (unless it was recorded) and the exchange run on the worker's main thread, between steps.
+canary (unless it was recorded) runs on the worker's main thread, between steps, and so does the exchange, or takes its turn
+there on a GPU.
 """
 
 import hashlib
@@ -218,10 +219,10 @@ class Rank:
 
     @described
     def exchange(self, only: list[int] | None = None) -> Result:
-        """Swap live and twin contents, unless other ranks are named. A failure is undone; `broken` if that failed."""
+        """Swap live and twin contents, unless other ranks are named. A failure is undone; `broken` if that failed. On a GPU
+        this queues it between the steps before and after: `settle` tells when it is done."""
         if only is not None and self.rank not in only:
             return {}
-        start = time.perf_counter()
         try:
             with torch.inference_mode():
                 self.twin.commit()
@@ -230,7 +231,12 @@ class Rank:
         except Exception as error:
             failure = UpdateError("exchange-failed", f"rank {self.rank}: {error}", status=500)
             return {"error": failure.as_dict(), "broken": self.twin.exchange.broken}
-        return {"seconds": time.perf_counter() - start}
+        return {}
+
+    @described
+    def settle(self) -> Result:
+        """Wait until the exchange is done: others than the engine's steps may look at live and twin then."""
+        return {"seconds": self.twin.exchange.wait()}
 
     def _exchange_scales(self, kv: RankKv) -> None:
         """Beside weights that were exchanged already, and are again when this fails."""
