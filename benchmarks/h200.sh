@@ -39,10 +39,10 @@ beside="--together --serve kv-cache-memory-bytes=${KV_BYTES:-30000000000} gpu-me
 large="--serve kv-cache-memory-bytes=4000000000 gpu-memory-utilization=0.4"
 part update_8b "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --variants blockfp8 stock \
   --transports ipc http files ipc-fp8 --running 0 128 --out \$O/update_8b.json"
-part update_8b_ipc "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $beside --variants blockfp8 stock \
+part update_8b_ipc "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $beside \
   --transports ipc --running 0 128 --out \$O/update_8b_ipc.json"
 part update_8b_buckets "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $beside --variants blockfp8 stock \
-  --transports ipc --buckets --running 0 128 --out \$O/update_8b_buckets.json"
+  --transports ipc ipc-fp8 --buckets --running 0 128 --out \$O/update_8b_buckets.json"
 part update_8b_recompute "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
   --transports ipc --running 128 --policy recompute --out \$O/update_8b_recompute.json"
 part update_8b_inplace "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc \
