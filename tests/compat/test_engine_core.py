@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
 from vllm_fp8ext.compat.engine_core import CoreAccess
@@ -28,6 +29,9 @@ class Scheduler:
         self.requests[name] = SimpleNamespace(
             request_id=name, status=status, num_output_tokens=outputs, resumable=resumable
         )
+
+    def has_requests(self) -> bool:
+        return True
 
     def reset_encoder_cache(self) -> None:
         self.told.append("scheduler")
@@ -53,7 +57,8 @@ def access(scheduler: Scheduler) -> CoreAccess:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         model_config=SimpleNamespace(quantization=None, get_vocab_size=lambda: 100, max_model_len=10),
     )
-    executor: Any = SimpleNamespace(is_sleeping=False, sleeping_tags=set())
+    executor: Any = object.__new__(UniProcExecutor)
+    executor.sleeping_tags = set()
     core = SimpleNamespace(
         vllm_config=config, scheduler=scheduler, model_executor=executor, add_request=None, batch_queue=None
     )
@@ -143,22 +148,45 @@ class Steps:
 
 
 def test_steps_in_flight_end_and_the_next_is_queued_without_being_waited_for(access: CoreAccess) -> None:
-    steps = Steps(access._core)
+    steps, reports = Steps(access._core), []
     access.begin_step()
     access.begin_step()
     assert (steps.begun, steps.output_queue.qsize()) == (1, 0), "one is queued already"
     access.stop()
     assert steps.output_queue.qsize() == 0, "it goes on"
-    assert access.drain() >= 0
+    access.drain()
     assert (steps.output_queue.get_nowait(), steps.output_queue.qsize()) == ((0, "tokens of step 0"), 0)
     access.resume()
     access.begin_step()
     assert (steps.begun, len(access._core.batch_queue), steps.ended) == (2, 1, [True, False, True])
+    access.time_next_step(lambda: reports.append(steps.output_queue.get_nowait()))
+    access._step()
+    access._step()
+    assert reports == [(0, "tokens of step 1")], "not what comes after it"
+
+
+def test_a_step_that_was_only_queued_has_not_ended(access: CoreAccess) -> None:
+    steps, reports = Steps(access._core), []
+    access.time_next_step(lambda: reports.append(steps.output_queue.get_nowait()))
+    access._step()
+    assert reports == []
+    access._step()
+    assert reports == [(0, "tokens of step 0")]
+
+
+def test_no_step_is_queued_that_would_be_waited_for_or_of_nothing(access: CoreAccess) -> None:
+    steps = Steps(access._core)
+    vars(access._core.scheduler)["has_requests"] = lambda: False
+    access.begin_step()
+    del access._core.scheduler.has_requests
+    access._core.model_executor = SimpleNamespace()
+    access.begin_step()
+    assert steps.begun == 0
 
 
 def test_where_steps_are_not_queued_ahead_none_is_begun(access: CoreAccess) -> None:
     access.stop()
-    assert access.drain() >= 0
+    access.drain()
     access.resume()
     access.begin_step()
 

@@ -147,7 +147,8 @@ def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
     vars(core).update(
         ranks=ranks,
         stop=lambda: None,
-        drain=lambda: 0.0,
+        drain=lambda: None,
+        begin_step=lambda: None,
         resume=lambda: None,
         enter_epoch=lambda epoch, recompute: None,
         label=lambda label: None,
@@ -203,7 +204,7 @@ def test_scales_are_not_read_for_the_first_time_from_memory_that_was_given_back(
     ("running", "settings", "rate"),
     [
         (0, Settings(), 0.0),
-        (3, Settings(), 50e9),
+        (3, Settings(), 64e9),
         (3, Settings(busy_staging_rate=1e9), 1e9),
         (3, Settings(staging="inplace"), 0.0),
     ],
@@ -363,7 +364,7 @@ def test_in_place_a_chunk_that_wrote_nothing_poisons_nothing(core: IdleCore, unt
         resume=lambda: told.append("resume"),
         release=lambda: None,
         stop=lambda: None,
-        drain=lambda: 0.0,
+        drain=lambda: None,
         refuse_requests=lambda: told.append("refuse"),
     )
     engine = UpdateEngine(core)  # type: ignore[arg-type]

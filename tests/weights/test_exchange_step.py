@@ -20,6 +20,7 @@ from vllm_fp8ext.weights.totals import Totals
 
 NEW = Label(1, "step-1")
 BEFORE = Label(0, "epoch-0")
+SWAP_SECONDS = 2.0**-30
 
 
 class ScriptedCore:
@@ -69,21 +70,20 @@ class ScriptedCore:
     def _settle(self, rank: int) -> dict[str, Any]:
         if rank in self.unsettled:
             return {"error": UpdateError("internal", "no device", status=500).as_dict()}
-        return {"seconds": 0.125 * rank}
+        return {"seconds": SWAP_SECONDS * rank}
 
     def stop(self) -> None:
         self.state = "paused"
         self.reports.clear()
         self.told.append("stop")
 
-    def drain(self) -> float:
+    def drain(self) -> None:
         assert self.state == "paused"
         self.told.append("drain")
-        return 0.5
 
     def begin_step(self) -> None:
         assert self.state == "on"
-        assert not self.reports, "its end is not what the stall lasts to"
+        assert not self.reports, "that it is queued is not what the stall lasts to"
         self.told.append("begin step")
 
     def hold(self) -> None:
@@ -134,6 +134,8 @@ class ScriptedCore:
     def enter_epoch(self, epoch: int, *, recompute: bool) -> None:
         if self.caches_fail:
             raise RuntimeError("no block pool")
+        if recompute:
+            self.requests = 0  # they wait, and hold nothing
         self.told.append(f"epoch {epoch}{' recompute' if recompute else ''}")
 
     def recent_tokens(self) -> list[list[int]]:
@@ -189,7 +191,7 @@ COMMIT = ["epoch 1", "label 1 step-1", "resume"]
             Running.RECOMPUTE,
             [*SWAP, "epoch 1 recompute", "label 1 step-1", "resume", "begin step", "settle"],
         ),
-        (Running.ABORT, [*SWAP, "abort", *COMMIT, "settle"]),
+        (Running.ABORT, [*SWAP, "abort", *COMMIT, "begin step", "settle"]),
     ],
 )
 def test_what_a_commit_does_and_in_which_order(
@@ -201,7 +203,9 @@ def test_what_a_commit_does_and_in_which_order(
     assert core.swapped == [True, True]
     assert (step.live, step.previous, step.poisoned) == (NEW, BEFORE, None)
     assert phases is not None
-    assert (phases["drain"], phases["exchange"]) == (0.5, 0.125)
+    assert phases["exchange"] == SWAP_SECONDS
+    assert phases["pause"] >= SWAP_SECONDS + phases["drain"]
+    assert len(core.reports) == (running is not Running.ABORT), "who was preempted is stalled, too"
     assert phases.keys() == {"drain", "exchange", "caches", "pause"}
 
 
@@ -252,12 +256,12 @@ def test_a_commit_waits_until_every_request_has_finished(core: ScriptedCore, ste
         assert (core.told, core.state) == (["admit no more"], "admits no more")
     core.requests = 0
     assert run(step, Running.WAIT) is not None
-    assert core.told == ["admit no more", *SWAP, *COMMIT, "settle"]
+    assert core.told == ["admit no more", *SWAP, *COMMIT, "begin step", "settle"]
 
 
 def test_without_requests_nothing_is_waited_for(core: ScriptedCore, step: ExchangeStep) -> None:
     assert run(step, Running.WAIT) is not None
-    assert core.told == ["admit no more", *SWAP, *COMMIT, "settle"]
+    assert core.told == ["admit no more", *SWAP, *COMMIT, "begin step", "settle"]
 
 
 def test_a_wait_ends_at_its_deadline(core: ScriptedCore, step: ExchangeStep) -> None:
@@ -347,7 +351,9 @@ def test_a_failure_on_one_rank_is_undone_on_the_other(
 def test_a_failure_on_every_rank_has_nothing_to_undo(core: ScriptedCore, step: ExchangeStep) -> None:
     core.failures = [{0: False, 1: False}]
     assert refused(step).kind == "exchange-failed"
-    assert core.told == ["stop", "exchange [0, 1]", "resume"]
+    assert core.told == ["stop", "exchange [0, 1]", "settle", "resume"], (
+        "each has undone its own part by then"
+    )
 
 
 def caches_failed(core: ScriptedCore) -> None:
@@ -383,6 +389,7 @@ def test_what_cannot_be_undone_poisons_the_engine(
     assert step.poisoned
     assert "resume" not in core.told
     assert core.told[-1] == "refuse"
+    assert "settle" in core.told, "what heals it must not get into an exchange under way"
 
 
 @poisoning
@@ -404,6 +411,7 @@ def test_the_next_commit_heals(
         "label 5 step-5",
         "accept",
         "resume",
+        "begin step",
         "settle",
     ]
     assert (step.live, step.previous, step.poisoned) == (healed, None, None)

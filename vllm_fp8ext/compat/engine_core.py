@@ -10,13 +10,13 @@ requests, hold the scheduler and hear of sleep.
 
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
 from vllm_fp8ext.compat.kv_cache import held_blocks
@@ -135,16 +135,18 @@ class CoreAccess:
         """Begin no step until `resume`; those in flight go on."""
         self._set_pause_state(PauseState.PAUSED_ALL)
 
-    def drain(self) -> float:
-        """Finish the steps in flight; their outputs leave under the version of now. Seconds taken."""
-        start = time.perf_counter()
+    def drain(self) -> None:
+        """Finish the steps in flight; their outputs leave under the version of now."""
         while self._core.batch_queue:
             self._step()
-        return time.perf_counter() - start
 
     def begin_step(self) -> None:
-        """Queue the next step without waiting for it, where the engine queues steps and none is."""
-        if self._core.batch_queue is not None and not self._core.batch_queue:
+        """Queue the next step without waiting for it: where the engine queues steps, and its worker is in this process. From
+        others nothing is heard before that step has ended."""
+        core = self._core
+        if core.batch_queue is None or not isinstance(core.model_executor, UniProcExecutor):
+            return
+        if not core.batch_queue and core.scheduler.has_requests():
             self._step()
 
     def _step(self) -> None:
@@ -153,6 +155,7 @@ class CoreAccess:
         try:
             outputs, executed = core.step_with_batch_queue()
         except Exception as error:
+            logger.exception("fp8ext: a step failed")
             self.watchdog.end(f"a step failed: {error!r}")
         for output in (outputs or {}).items():
             core.output_queue.put_nowait(output)
@@ -257,13 +260,19 @@ class CoreAccess:
             self._prefix_cache.advance(epoch, recompute=recompute)
 
     def time_next_step(self, report: Callable[[], None]) -> None:
-        """Call `report` at the end of the next engine step."""
+        """Call `report` at the end of the next engine step: of the one that is queued, or will be."""
         core = self._core
         original = core.post_step
+        ends = (
+            2 if core.batch_queue is not None and not core.batch_queue else 1
+        )  # queueing a step ends like a step
 
-        def once(executed: bool) -> None:
-            core.post_step = original
+        def counted(executed: bool) -> None:
+            nonlocal ends
+            ends -= 1
             original(executed)
-            report()
+            if not ends:
+                core.post_step = original
+                report()
 
-        core.post_step = once
+        core.post_step = counted

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Swaps the contents of live and twin parameters, so that every address stays where CUDA graphs expect it."""
 
-import time
 import zlib
 from typing import TYPE_CHECKING
 
@@ -31,10 +30,8 @@ class Exchange:
         largest = max((live.numel() for live, _ in self.pairs), default=0)
         self._device = self.pairs[0][0].device if self.pairs else torch.device("cpu")
         self._launch = self._compiled() if self._device.type == "cuda" else None
-        self._seconds = 0.0
         if self._launch is not None:
             largest = 0
-            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if inplace:
             largest = 0
         self._workspace = torch.empty(min(largest, _WORKSPACE_BYTES), dtype=torch.uint8, device=self._device)
@@ -57,18 +54,16 @@ class Exchange:
         return 0 if self.inplace else sum(live.numel() for live, _ in self.pairs)
 
     def run(self) -> None:
-        """Swap everything. On a GPU that is queued on the current stream: what follows there finds it done, others `wait`."""
+        """Swap everything. On a GPU that is queued on the current stream: what follows there finds it done, who looks from
+        elsewhere has to wait for it."""
         if self.inplace:
             self.broken = False
             return
         if self._launch is not None:
             self.broken = True  # one of two launches may fail
-            self._begin.record()
             self._launch.run()
-            self._end.record()
             self.broken = False
             return
-        start = time.perf_counter()
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
             for live, twin in self._slices():
@@ -79,14 +74,6 @@ class Exchange:
             self._undo(swapped)
             raise
         self.broken = False
-        self._seconds = time.perf_counter() - start
-
-    def wait(self) -> float:
-        """Until the last `run` is done; the seconds that it took since its turn came."""
-        if self._launch is None or self.inplace:
-            return self._seconds
-        self._end.synchronize()
-        return self._begin.elapsed_time(self._end) / 1e3
 
     def refresh(self) -> None:
         """The pairs' memory lost its contents: they are zero until an update comes, and what it does not bring, padding that
@@ -99,7 +86,7 @@ class Exchange:
             self._launch = type(self._launch)(self.pairs)
 
     def fingerprint(self, *, twin: bool) -> int:
-        """Tells the contents of one side from others, on this device. Not to be called before `wait` after a `run`."""
+        """Tells the contents of one side from others, on this device. Not to be called before a `run` is done."""
         if self._launch is not None:
             return self._launch.fingerprint(int(twin))
         found = 0

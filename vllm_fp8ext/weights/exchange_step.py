@@ -32,7 +32,7 @@ class Core(Protocol):
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
     def stop(self) -> None: ...
-    def drain(self) -> float: ...
+    def drain(self) -> None: ...
     def begin_step(self) -> None: ...
     def hold(self) -> None: ...
     def release(self) -> None: ...
@@ -127,9 +127,9 @@ class ExchangeStep:
         """Exchange live and twin and serve `label` from then on, with these KV-cache scales (by default the previous ones;
         `cached`: what becomes of K and V that running requests keep).
 
-        The exchange takes its turn between two steps: it is queued behind those in flight, which end under the old label, and
-        the next is queued behind it. Returns the seconds of each phase, or None while running requests are waited for: call
-        again.
+        The exchange takes its turn between two steps: it is queued behind those in flight, which end under the old label,
+        and where that can be the next is queued behind it. Returns the seconds of each phase, or None while running requests
+        are waited for: call again.
 
         Raises:
             UpdateError: `paused`, `not-recomputable`, `wait-timeout`, `exchange-failed` (nothing has changed), or `poisoned`.
@@ -141,38 +141,36 @@ class ExchangeStep:
         self.require_recomputable(running, cached)
         held, self._held = self._held, None
         self._waiting = None
-        start = held or time.perf_counter()
+        stopped = time.perf_counter()
         self._core.stop()
         healing = self.poisoned is not None
         self._swap_all()
-        drain = self._core.drain()
+        self._core.drain()
+        drained = time.perf_counter()
         if running is Running.ABORT:
             self._core.abort_running()
-        drained = time.perf_counter()
+        stalls = self._core.unfinished() > 0
         self.previous, self.live = None if healing or held else self.live, label
         try:
             recompute = healing or running is Running.RECOMPUTE
-            keep = not recompute and self._core.unfinished() > 0
+            keep = not recompute and stalls
             recompute |= self._kv.exchanged(scales, keep=keep, cached=cached)
             self._core.enter_epoch(label.epoch, recompute=recompute)
             self._core.label(label)
         except Exception as error:
             self._poison(f"the caches could not be separated from the old weights: {error}")
-        caches = time.perf_counter() - drained
         if healing:
             self._core.accept_requests()
-        self.stall_seconds = None
         self._core.resume()
-        if self._core.unfinished():
-            self._core.begin_step()
+        resumed = time.perf_counter()
+        self._core.begin_step()
+        start, self.stall_seconds = held or stopped, None
+        if stalls:
             self._core.time_next_step(lambda: self._stalled(start))
-        exchange = self._settle()
-        end = time.perf_counter()
-        phases = {"drain": drain, "exchange": exchange, "caches": caches, "pause": end - start}
-        logger.info(
-            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, (end - start) * 1e3
-        )
-        return phases
+        drain, exchange = drained - stopped, self._settle()
+        pause = max(resumed, drained + exchange) - start
+        logger.info("fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, pause * 1e3)
+        return {"drain": drain, "exchange": exchange, "caches": resumed - drained, "pause": pause}
 
     def stop_waiting(self, key: str) -> None:
         """Forget a commit that waits: new requests start again, unless somebody else has stopped the engine meanwhile."""
@@ -265,12 +263,12 @@ class ExchangeStep:
         ):
             self._poison(str(error))
         if self.poisoned is None:
-            if swapped:
-                self._settle()
+            self._settle()
             self._core.resume()
         raise error
 
     def _poison(self, reason: str) -> NoReturn:
+        self._core.ranks("settle")  # tensors that come to heal it must not get into an exchange under way
         self.condemn(reason)
         raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)
 

@@ -24,6 +24,7 @@ from vllm_fp8ext.weights.recording import Recording
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 from vllm_fp8ext.weights.slices import Pause, Slices
 from vllm_fp8ext.weights.source import source_of
+from vllm_fp8ext.weights.stopwatch import Stopwatch
 from vllm_fp8ext.weights.twin import Twin
 
 _REHEARSAL = 0
@@ -74,6 +75,7 @@ class Rank:
         self._told = _Told()
         self._intake = Intake(twin, rank, world_size, self._device)
         self._lanes = Lanes(self._device)
+        self._exchanging = Stopwatch(self._device)
         self._recitals: dict[int, Slices] = {}
         self._recording: Recording | None = None
 
@@ -224,7 +226,7 @@ class Rank:
         if only is not None and self.rank not in only:
             return {}
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._exchanging:
                 self.twin.commit()
                 if self.kv is not None:
                     self._exchange_scales(self.kv)
@@ -235,8 +237,8 @@ class Rank:
 
     @described
     def settle(self) -> Result:
-        """Wait until the exchange is done: others than the engine's steps may look at live and twin then."""
-        return {"seconds": self.twin.exchange.wait()}
+        """Wait until the exchange is done, or undone: others than the engine's steps may look at live and twin then."""
+        return {"seconds": self._exchanging.wait()}
 
     def _exchange_scales(self, kv: RankKv) -> None:
         """Beside weights that were exchanged already, and are again when this fails."""
