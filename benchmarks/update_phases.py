@@ -26,11 +26,11 @@ import torch
 from rich.console import Console
 
 from vllm_fp8ext.bench.background import Background, generated_tokens
-from vllm_fp8ext.bench.buckets import in_buckets
 from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Client
+from vllm_fp8ext.serve.client.flat import in_buffers
 from vllm_fp8ext.serve.client.handles import handles
 from vllm_fp8ext.weights.wire import stored
 
@@ -103,7 +103,7 @@ class Parts:
         self._folders = itertools.cycle(checkpoints[::-1])
         self._tensors = {path: dict(stored(path, "cuda")) for path in checkpoints} if on_gpu else {}
         self._buckets = {
-            path: dict(in_buckets(held.items())) for path, held in self._tensors.items() if buckets
+            path: dict(in_buffers(held.items())) for path, held in self._tensors.items() if buckets
         }
 
     def open(self) -> None:

@@ -4,6 +4,7 @@
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.client.clients import AsyncClient, AsyncReplicas, Client, Replicas
+from vllm_fp8ext.serve.client.flat import flatten
 from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.progress import Progress
 from vllm_fp8ext.serve.client.push import Transport
@@ -21,4 +22,5 @@ __all__ = [
     "Replicas",
     "Transport",
     "UpdateError",
+    "flatten",
 ]

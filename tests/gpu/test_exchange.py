@@ -5,23 +5,25 @@ import pytest
 import torch
 
 from vllm_fp8ext.weights.exchange import Exchange
+from vllm_fp8ext.weights.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.gpu
 
 
 def test_it_takes_its_turn_and_is_waited_for() -> None:
     live, twin = (torch.full((64 << 20,), value, dtype=torch.uint8, device="cuda") for value in (1, 2))
-    exchange = Exchange([(live, twin)])
+    exchange, stopwatch = Exchange([(live, twin)]), Stopwatch(live.device)
     other = torch.cuda.Stream()
     torch.cuda.synchronize()
     before, after = torch.empty_like(live), torch.empty_like(live)
     torch.cuda._sleep(200_000_000)  # a tenth of a second
     before.copy_(live)
-    exchange.run()
+    with stopwatch:
+        exchange.run()
     assert not torch.cuda.current_stream().query(), "it was waited for"
     assert not exchange.broken
     after.copy_(live)
-    seconds = exchange.wait()
+    seconds = stopwatch.wait()
     assert 0 < seconds < 0.05, "what came before it is not counted"
     with torch.cuda.stream(other):
         assert (live.sum() // live.numel(), twin.sum() // twin.numel()) == (2, 1)

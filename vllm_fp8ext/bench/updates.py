@@ -261,14 +261,14 @@ def _in_memory(checkpoint: Path, way: str, options: argparse.Namespace, *, fused
     """The trainer's tensors: on the GPU that is served from, or for `nccl` on the last one."""
     import torch
 
-    from vllm_fp8ext.bench.buckets import in_buckets
     from vllm_fp8ext.bench.fused import stored_fused
+    from vllm_fp8ext.serve.client.flat import in_buffers
     from vllm_fp8ext.weights.wire import stored
 
     last = torch.cuda.device_count() - 1
     read = stored_fused if fused else stored
     tensors = read(checkpoint, f"cuda:{last}" if way == "nccl" and last > 0 else None)
-    return dict(in_buckets(tensors) if options.buckets else tensors)
+    return dict(in_buffers(tensors) if options.buckets else tensors)
 
 
 def _updates(
