@@ -57,12 +57,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """One server with one rank and one with two, both on the early checkpoint."""
+    """One server with one rank, which queues steps ahead, and one with two, both on the early checkpoint."""
     logs = tmp_path_factory.mktemp("logs")
     settings = {"allowed_dirs": [str(folder)], "upload_idle_seconds": PATIENCE_SECONDS}
     started = {
         "tp1": Server(
-            EARLY, logs / "tp1.log", arguments=OPTIONS, settings=settings, variables=variables(logs)
+            EARLY,
+            logs / "tp1.log",
+            arguments=OPTIONS,
+            settings=settings,
+            variables=variables(logs, "fp8ext_batches"),
         ),
         "tp2": Server(
             EARLY,

@@ -2,12 +2,15 @@
 """What a commit does to running requests, to the prefix cache, and to what responses say about it."""
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
+from safetensors.torch import load_file
 from vllm.entrypoints.openai.completion.protocol import CompletionResponseStreamChoice
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
@@ -15,7 +18,7 @@ from vllm_fp8ext.demo.server import MODEL, Server
 from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
 
-from .ask import ATTEMPTS, complete, metric
+from .ask import ATTEMPTS, Stream, complete, metric
 
 TOKENS = 500
 """Of a request that a commit meets; enough that it still runs then."""
@@ -90,6 +93,33 @@ def test_recompute_continues_as_the_new_weights_would(single: Server):
     after = tokens[switch : switch + 16]
     fresh = complete(single, before, len(after), ignore_eos=True)["choices"][0]["token_ids"]
     assert fresh == after
+
+
+def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoiled: Callable[..., Path]):
+    """Weights whose last norm is negated write the same K and V, and sample the token that the others like least."""
+    norm = load_file(LATE / "model.safetensors")["model.norm.weight"]
+    negated = spoiled("negated", model__norm__weight=-norm)
+    with server.client() as client:
+        for _ in range(ATTEMPTS):
+            client.push(LATE, version="late")
+            stream = Stream(server, tokens=2 * TOKENS)
+            while stream.running:
+                client.push(negated, version="negated")
+                client.rollback()
+            stream.wait()
+            if len(stream.weight_versions) > 4:
+                break
+        spans, tokens = stream.weight_versions, stream.token_ids
+        assert {span["version"] for span in spans} == {"late", "negated"}
+        assert (spans[-1]["end"], len(tokens)) == (2 * TOKENS, 2 * TOKENS)
+        client.push(LATE, version="late")
+    prompt = complete(server, "12+34=", 1)["choices"][0]["prompt_token_ids"]
+    judged = complete(server, prompt + tokens, 1, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
+    ranks = [row[str(token)]["rank"] for row, token in zip(judged[len(prompt) :], tokens, strict=True)]
+    for span in spans:
+        best, worst = (1, 4) if span["version"] == "late" else (120, 128)
+        found = ranks[span["start"] : span["end"]]
+        assert all(best <= rank <= worst for rank in found), (span, found)
 
 
 def test_cached_blocks_are_not_found_across_epochs(server: Server):
