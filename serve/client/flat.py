@@ -10,8 +10,6 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 BUFFER_BYTES = 1 << 30
-_UNIT = 256
-"""Where a tensor begins: what torch's allocator gives, too."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -55,13 +53,8 @@ def in_buffers(
 ) -> Iterator[tuple[Key, Any]]:
     """The same torch tensors, one by one, copied into buffers of `buffer_bytes` on their device; a larger one has a buffer of
     its own."""
-    import torch
+    from vllm_fp8ext.weights.buffers import Buffers
 
-    buffer, used = torch.empty(0, dtype=torch.uint8), 0
+    buffers = Buffers(buffer_bytes)
     for key, tensor in tensors:
-        room = -(-tensor.nbytes // _UNIT) * _UNIT
-        if used + room > buffer.numel() or buffer.device != tensor.device:
-            buffer, used = torch.empty(max(buffer_bytes, room), dtype=torch.uint8, device=tensor.device), 0
-        place = buffer[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        yield key, place.copy_(tensor)
-        used += room
+        yield key, buffers.empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.quantize_weight import empty_like, queue, totals
 from vllm_fp8ext.kernels.reference import FP8_DTYPE, NonFiniteError, ScaleFormat
+from vllm_fp8ext.weights.buffers import Buffers
 from vllm_fp8ext.weights.dtype_name import dtype_name
 from vllm_fp8ext.weights.manifest import DTYPES, Manifest, scale_name
+
+BUFFER_BYTES = 256 << 20
+"""Of codes and scales on a GPU, side by side: a server there opens few handles."""
 
 
 def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Iterator[tuple[str, Any]]:
@@ -36,13 +40,18 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
         )
     form = cast("ScaleFormat", formats.pop())
     queued: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+    together, alone = Buffers(BUFFER_BYTES), Buffers(0)
     for name, tensor in tensors:
         if not _is_quantized(name, tensor, manifests):
             yield name, tensor
             continue
         _require_quantizable(name, tensor)
         source = tensor.detach().to(manifests[0].dtype_of(name))
-        codes, scales = empty_like(source)
+        buffers = together if source.is_cuda else alone
+        codes, scales = (
+            buffers.empty(part.shape, part.dtype, source.device)
+            for part in empty_like(source, torch.device("meta"))
+        )
         with torch.cuda.device_of(codes):  # kernels run on the current one
             sums = queue(source, codes, scales, form)
         if codes.is_cuda:
