@@ -16,43 +16,55 @@ Key = TypeVar("Key", bound=Hashable)
 
 def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
     """Move the parameters of a torch module, each on its device, into buffers of `buffer_bytes`, where they stay: its
-    `Parameter`s are the same objects with the same values, contiguous now. Parameters that share memory go on doing so.
+    `Parameter`s are the same objects with the same values, contiguous now. Those that share all of their memory go on doing
+    so. Buffers of the module, and other views of its parameters, are not followed.
 
-    Once, before anything remembers their addresses (CUDA graphs, flat optimizers). One parameter after the other: beside the
-    model this takes one buffer.
+    Once, before anything remembers their addresses (CUDA graphs, flat optimizers). One parameter after the other: on a GPU this
+    takes two buffers beside the model.
 
     Raises:
-        ValueError: a parameter that is no plain tensor (a `DTensor`, say), or that overlaps with another one; nothing was moved.
+        ValueError: a parameter that is no plain tensor (a `DTensor`, say) or has no memory, or that overlaps with another one;
+            nothing was moved.
     """
     import torch
+
+    from vllm_fp8ext.weights.buffers import padded
 
     sharing: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         data = parameter.data
-        if type(data) is not torch.Tensor or data.layout is not torch.strided:
-            raise ValueError(
-                f"parameter {name}: expected a plain tensor, found {type(data).__name__} {data.layout}"
-            )
+        if type(data) is not torch.Tensor or data.layout is not torch.strided or data.is_meta:
+            found = f"{type(data).__name__} {data.layout} on {data.device}"
+            raise ValueError(f"parameter {name}: expected a plain tensor, found {found}")
         first = data.data_ptr()
         last = first + data.element_size() * sum(
             (size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True)
         )
-        key = (str(data.device), first, last, data.dtype, data.shape, data.stride())
-        sharing[key if data.numel() else (name,)].append(parameter)
-    placed = sorted((key for key in sharing if len(key) > 1), key=itemgetter(0, 1, 2))
+        if data.numel():
+            key = (str(data.device), first, last, data.dtype, data.shape, data.stride())
+            sharing[key].append(parameter)
+    placed = sorted(sharing, key=itemgetter(0, 1, 2))
     for here, there in itertools.pairwise(placed):
         if here[0] == there[0] and there[1] <= here[2]:
             raise ValueError(f"two parameters overlap in memory: {here[3:]} and {there[3:]}")
-    for key, flat in in_buffers(((key, sharing[key][0].data) for key in placed), buffer_bytes):
+    total = sum(padded(sharing[key][0].nbytes) for key in placed)
+    pairs = ((key, sharing[key][0].data) for key in placed)  # each is let go of when it has moved
+    used: set[int] = set()
+    for key, flat in in_buffers(pairs, min(buffer_bytes, total)):
         for parameter in sharing[key]:
             parameter.data = flat
+        if flat.is_cuda and (buffer := flat.untyped_storage().data_ptr()) not in used:
+            used.add(buffer)
+            torch.cuda.empty_cache()  # what parameters have left has no room for a buffer
+    if used:
+        torch.cuda.empty_cache()
 
 
 def in_buffers(
     tensors: Iterable[tuple[Key, Any]], buffer_bytes: int = BUFFER_BYTES
 ) -> Iterator[tuple[Key, Any]]:
-    """The same torch tensors, one by one, copied into buffers of `buffer_bytes` on their device; a larger one has a buffer of
-    its own."""
+    """The same torch tensors, one by one, copied into buffers of `buffer_bytes` on their device; large ones that fit in no
+    buffer's rest are by themselves."""
     from vllm_fp8ext.weights.buffers import Buffers
 
     buffers = Buffers(buffer_bytes)

@@ -4,6 +4,7 @@ which."""
 
 import queue
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,13 @@ class Scheduler:
         self.pause_state = state
 
 
+class Core(SimpleNamespace):
+    ended: list[bool]
+
+    def post_step(self, executed: bool) -> None:
+        self.ended.append(executed)
+
+
 @pytest.fixture
 def scheduler() -> Scheduler:
     return Scheduler()
@@ -59,7 +67,7 @@ def access(scheduler: Scheduler) -> CoreAccess:
     )
     executor: Any = object.__new__(UniProcExecutor)
     executor.sleeping_tags = set()
-    core = SimpleNamespace(
+    core = Core(
         vllm_config=config, scheduler=scheduler, model_executor=executor, add_request=None, batch_queue=None
     )
     core._send_abort_outputs = lambda requests: None
@@ -128,7 +136,7 @@ class Steps:
         self.core, self.failing, self.begun = core, failing, 0
         self.output_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         core.batch_queue, core.step_with_batch_queue = deque(), self.step
-        core.output_queue, core.post_step, self.ended = self.output_queue, self.end, list[bool]()
+        core.output_queue, core.ended = self.output_queue, []
         self._depth = depth
 
     def step(self) -> tuple[dict[int, str] | None, bool]:
@@ -143,9 +151,6 @@ class Steps:
             raise RuntimeError("out of memory")
         return {0: f"tokens of step {step}"}, runs
 
-    def end(self, executed: bool) -> None:
-        self.ended.append(executed)
-
 
 def test_steps_in_flight_end_and_the_next_is_queued_without_being_waited_for(access: CoreAccess) -> None:
     steps, reports = Steps(access._core), []
@@ -158,7 +163,7 @@ def test_steps_in_flight_end_and_the_next_is_queued_without_being_waited_for(acc
     assert (steps.output_queue.get_nowait(), steps.output_queue.qsize()) == ((0, "tokens of step 0"), 0)
     access.resume()
     access.begin_step()
-    assert (steps.begun, len(access._core.batch_queue), steps.ended) == (2, 1, [True, False, True])
+    assert (steps.begun, len(access._core.batch_queue), access._core.ended) == (2, 1, [True, False, True])
     access.time_next_step(lambda: reports.append(steps.output_queue.get_nowait()))
     access._step()
     access._step()
@@ -172,6 +177,20 @@ def test_a_step_that_was_only_queued_has_not_ended(access: CoreAccess) -> None:
     assert reports == []
     access._step()
     assert reports == [(0, "tokens of step 0")]
+
+
+def test_only_the_last_of_several_reports_is_waited_for(access: CoreAccess, scheduler: Scheduler) -> None:
+    Steps(access._core)
+    reports: list[int] = []
+    for number in range(3):
+        access.time_next_step(partial(reports.append, number))
+    access._step()
+    access._step()
+    assert reports == [2]
+    assert "post_step" not in vars(access._core)
+    vars(scheduler)["has_requests"] = lambda: False
+    access.time_next_step(lambda: reports.append(3))
+    assert "post_step" not in vars(access._core), "no step will come"
 
 
 def test_no_step_is_queued_that_would_be_waited_for_or_of_nothing(access: CoreAccess) -> None:

@@ -48,6 +48,7 @@ def test_it_waits_for_nothing_until_all_are_there(manifest: Manifest, nothing_wa
     found = dict(next(made) for _ in range(2 * len(NAMES)))
     torch.cuda.set_sync_debug_mode("default")
     assert next(made, None) is None
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1, "one handle for all"
     for name, weight in given.items():
         codes, scales = reference.quantize_weight(weight.cpu(), "fp32")
         assert torch.equal(found[name].cpu().view(torch.uint8), codes.view(torch.uint8))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commit against an engine core that notes what it is told, and ranks that fail by a script."""
 
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ class ScriptedCore:
         self.swapped: list[bool | None] = [False] * ranks
         self.failures: list[dict[int, bool]] = []
         self.unsettled: set[int] = set()
+        self.swap_seconds = SWAP_SECONDS
         self.requests = 0
         self.kept = 0
         self.state = "on"
@@ -70,7 +72,7 @@ class ScriptedCore:
     def _settle(self, rank: int) -> dict[str, Any]:
         if rank in self.unsettled:
             return {"error": UpdateError("internal", "no device", status=500).as_dict()}
-        return {"seconds": SWAP_SECONDS * rank}
+        return {"seconds": self.swap_seconds * rank}
 
     def stop(self) -> None:
         self.state = "paused"
@@ -204,9 +206,37 @@ def test_what_a_commit_does_and_in_which_order(
     assert (step.live, step.previous, step.poisoned) == (NEW, BEFORE, None)
     assert phases is not None
     assert phases["exchange"] == SWAP_SECONDS
-    assert phases["pause"] >= SWAP_SECONDS + phases["drain"]
     assert len(core.reports) == (running is not Running.ABORT), "who was preempted is stalled, too"
     assert phases.keys() == {"drain", "exchange", "caches", "pause"}
+
+
+@pytest.mark.parametrize(
+    ("takes", "pause"),
+    [
+        ({"drain": 1.0, "begin step": 0.25, "settle": 9.75}, 11.0),
+        ({"drain": 1.0, "begin step": 30.0}, 11.0),
+        ({"exchange [0, 1]": 10.0, "drain": 1.0}, 11.0),
+        ({"drain": 1.0, "epoch 1": 20.0}, 21.0),
+    ],
+    ids=["waited for", "over before the next step is queued", "on the host", "slow caches"],
+)
+def test_a_pause_ends_with_the_exchange_or_when_the_engine_goes_on(
+    core: ScriptedCore,
+    step: ExchangeStep,
+    monkeypatch: pytest.MonkeyPatch,
+    takes: dict[str, float],
+    pause: float,
+) -> None:
+    """An exchange of ten seconds on one of the ranks. What has been told took its time."""
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(takes.get(told, 0.0) for told in core.told))
+    core.swap_seconds = 10.0
+    core.requests = 1
+    phases = run(step)
+    assert phases is not None
+    assert phases["pause"] == pause
+    assert phases["exchange"] == 10.0
+    assert phases["drain"] == sum(takes.get(told, 0.0) for told in SWAP)
+    assert phases["caches"] == takes.get("epoch 1", 0.0)
 
 
 def test_what_is_served_and_what_was_change_places(core: ScriptedCore, step: ExchangeStep) -> None:
@@ -438,6 +468,7 @@ def test_a_heal_that_fails_leaves_the_engine_poisoned(core: ScriptedCore, step: 
     assert refused(step).kind == "exchange-failed"
     assert step.poisoned
     assert (core.state, core.refusing) == ("paused", True)
+    assert core.told[-2:] == ["exchange [0]", "settle"]
     assert run(step) is not None
     assert core.state == "on"
 

@@ -260,19 +260,22 @@ class CoreAccess:
             self._prefix_cache.advance(epoch, recompute=recompute)
 
     def time_next_step(self, report: Callable[[], None]) -> None:
-        """Call `report` at the end of the next engine step: of the one that is queued, or will be."""
+        """Call `report` at the end of the next engine step, which is queued or will be; never where there is none. An earlier
+        report that still waits is forgotten."""
         core = self._core
+        vars(core).pop("post_step", None)
+        if not core.scheduler.has_requests():
+            return
         original = core.post_step
-        ends = (
-            2 if core.batch_queue is not None and not core.batch_queue else 1
-        )  # queueing a step ends like a step
+        queued = core.batch_queue is None or len(core.batch_queue) > 0
+        ends = 1 if queued else 2  # to queue a step ends like a step
 
         def counted(executed: bool) -> None:
             nonlocal ends
             ends -= 1
             original(executed)
             if not ends:
-                core.post_step = original
+                del core.post_step
                 report()
 
         core.post_step = counted

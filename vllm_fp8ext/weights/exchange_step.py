@@ -168,7 +168,9 @@ class ExchangeStep:
         if stalls:
             self._core.time_next_step(lambda: self._stalled(start))
         drain, exchange = drained - stopped, self._settle()
-        pause = max(resumed, drained + exchange) - start
+        # `settle` may come late, after the host has queued the next step; the exchange began before `drained`
+        over = min(time.perf_counter(), drained + exchange)
+        pause = max(resumed, over) - start
         logger.info("fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, pause * 1e3)
         return {"drain": drain, "exchange": exchange, "caches": resumed - drained, "pause": pause}
 
@@ -265,6 +267,8 @@ class ExchangeStep:
         if self.poisoned is None:
             self._settle()
             self._core.resume()
+        else:
+            self._core.ranks("settle")
         raise error
 
     def _poison(self, reason: str) -> NoReturn:

@@ -17,7 +17,7 @@ from vllm_fp8ext.weights.buffers import Buffers
 from vllm_fp8ext.weights.dtype_name import dtype_name
 from vllm_fp8ext.weights.manifest import DTYPES, Manifest, scale_name
 
-BUFFER_BYTES = 256 << 20
+BUFFER_BYTES = 512 << 20
 """Of codes and scales on a GPU, side by side: a server there opens few handles."""
 
 

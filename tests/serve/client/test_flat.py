@@ -26,7 +26,7 @@ def test_tensors_lie_in_few_buffers_as_they_were() -> None:
         assert (found[name].dtype, found[name].is_contiguous()) == (tensor.dtype, True)
     buffers = {name: tensor.untyped_storage().data_ptr() for name, tensor in found.items()}
     assert buffers["a"] == buffers["b"]
-    assert len(set(buffers.values())) == 4, "c fills half of one, d more than the other half"
+    assert len(set(buffers.values())) == 4, "behind a and b is no room"
     assert all((found[name].data_ptr() - buffers[name]) % 256 == 0 for name in found)
 
 
@@ -69,6 +69,10 @@ def sparse(model: Any) -> None:
     model.part = nn.Parameter(torch.eye(3).to_sparse())
 
 
+def nowhere(model: Any) -> None:
+    model.part = nn.Parameter(torch.ones(2, device="meta"))
+
+
 def wrapped(model: Any) -> None:
     class Sharded(torch.Tensor):
         pass
@@ -80,8 +84,9 @@ def wrapped(model: Any) -> None:
     ("spoil", "told"),
     [
         (overlapping, r"two parameters overlap in memory: .*\[4, 8\].* and .*\[3, 8\]"),
-        (sparse, "parameter part: expected a plain tensor, found Tensor torch.sparse_coo"),
-        (wrapped, "parameter part: expected a plain tensor, found Sharded torch.strided"),
+        (sparse, "parameter part: expected a plain tensor, found Tensor torch.sparse_coo on cpu"),
+        (wrapped, "parameter part: expected a plain tensor, found Sharded torch.strided on cpu"),
+        (nowhere, "parameter part: expected a plain tensor, found Tensor torch.strided on meta"),
     ],
 )
 def test_what_can_not_be_moved_moves_nothing(spoil: Any, told: str) -> None:
