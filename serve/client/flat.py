@@ -19,12 +19,12 @@ def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
     `Parameter`s are the same objects with the same values, contiguous now. Those that share all of their memory go on doing
     so. Buffers of the module, and other views of its parameters, are not followed.
 
-    Once, before anything remembers their addresses (CUDA graphs, flat optimizers). One parameter after the other: on a GPU this
-    takes two buffers beside the model.
+    Once, before anything remembers their addresses (CUDA graphs, flat optimizers). One parameter after the other: on a GPU
+    this takes two buffers beside the model.
 
     Raises:
-        ValueError: a parameter that is no plain tensor (a `DTensor`, say) or has no memory, or that overlaps with another one;
-            nothing was moved.
+        ValueError: a parameter that is no plain tensor (a `DTensor`, say), has no memory, or overlaps with another one; nothing
+            was moved.
     """
     import torch
 
