@@ -23,8 +23,8 @@ def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
     this takes two buffers beside the model.
 
     Raises:
-        ValueError: a parameter that is no plain tensor (a `DTensor`, say), has no memory, or overlaps with another one; nothing
-            was moved.
+        ValueError: a parameter that is no plain tensor (a `DTensor`, say), has no memory, or overlaps with another one;
+            nothing was moved.
     """
     import torch
 
