@@ -1,9 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """How commands end that have started something."""
 
+import contextlib
 import signal
+import threading
+from collections.abc import Iterator
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def end_on_sigterm() -> None:
     """Have SIGTERM end this process as Ctrl-C does: what it has started, or opened, ends too."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """What would end this process waits until the context is left: a process is being started, and nobody could end it yet.
+    On other threads than the main one nothing interrupts anyway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: dict[int, None] = {}
+    usual = {number: signal.getsignal(number) for number in _ENDING}
+    for number in _ENDING:
+        signal.signal(number, lambda found, _: came.update({found: None}))
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        for found in came:
+            signal.raise_signal(found)

@@ -2,6 +2,7 @@
 """What a commit does to running requests, to the prefix cache, and to what responses say about it."""
 
 import json
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -96,18 +97,19 @@ def test_recompute_continues_as_the_new_weights_would(single: Server):
 
 
 def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoiled: Callable[..., Path]):
-    """Weights whose last norm is negated write the same K and V, and sample the token that the others like least."""
+    """Weights whose last norm is negated write the same K and V, and sample the token that the others like least. A rollback
+    goes from the ones to the others, and back."""
     norm = load_file(LATE / "model.safetensors")["model.norm.weight"]
-    negated = spoiled("negated", model__norm__weight=-norm)
     with server.client() as client:
+        client.push(LATE, version="late")
+        client.push(spoiled("negated", model__norm__weight=-norm), version="negated")
         for _ in range(ATTEMPTS):
-            client.push(LATE, version="late")
             stream = Stream(server, tokens=2 * TOKENS)
             while stream.running:
-                client.push(negated, version="negated")
                 client.rollback()
+                time.sleep(0.1)  # for the request: two cores may be all that there is
             stream.wait()
-            if len(stream.weight_versions) > 4:
+            if len(stream.weight_versions) > 2:
                 break
         spans, tokens = stream.weight_versions, stream.token_ids
         assert {span["version"] for span in spans} == {"late", "negated"}

@@ -19,6 +19,7 @@ import httpx
 from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.launch import command, environment, stock_command
+from vllm_fp8ext.signals import held_back
 
 MODEL = "model"
 """Name under which every server here serves its model."""
@@ -62,10 +63,13 @@ class Server:
             env, _ = environment({**own, ADMIN_KEY: self.key})
             told = ["--additional-config", json.dumps({"fp8ext": settings})] if settings else []
             line = command(str(model), [*here, *told])
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                line, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        with contextlib.ExitStack() as started:
+            with held_back(), log.open("wb") as file:
+                self.process = subprocess.Popen(
+                    line, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
+                started.callback(self.stop)
+            started.pop_all()
 
     def wait(self, seconds: float = 300) -> None:
         """Wait until the server answers.
