@@ -17,10 +17,12 @@ from vllm_fp8ext.signals import end_on_sigterm, held_back
 
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     end_on_sigterm()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -38,6 +40,13 @@ def test_a_signal_waits_for_the_end(number: signal.Signals) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     with held_back():
         pass
+
+
+def test_what_is_ignored_stays_so() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with held_back():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_another_thread_holds_nothing_back() -> None:

@@ -22,8 +22,10 @@ def held_back() -> Iterator[None]:
         yield
         return
     came: dict[int, None] = {}
-    usual = {number: signal.getsignal(number) for number in _ENDING}
-    for number in _ENDING:
+    handlers = {number: signal.getsignal(number) for number in _ENDING}
+    # what is ignored, as SIGINT is in the background of a script, stays so in what is started
+    usual = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in usual:
         signal.signal(number, lambda found, _: came.update({found: None}))
     try:
         yield
