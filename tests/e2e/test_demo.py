@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -52,7 +53,8 @@ def test_a_command_that_is_told_to_end_leaves_nothing(command: list[str], tmp_pa
             time.sleep(0.05)
         assert list(folders.glob("fp8ext-*"))
         process.terminate()
-        assert process.wait(120) == 1
+        # the interpreter's own code where it was importing: it tells such an interrupt by SIGINT, whatever caught it
+        assert process.wait(120) in (1, -signal.SIGINT)
     finally:
         process.kill()
     assert not psutil.wait_procs(started, 10)[1]
