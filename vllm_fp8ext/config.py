@@ -152,7 +152,7 @@ class Settings(BaseModel):
     """Longest time between two pieces of an upload (one that stops gives its room back), and longest time that ranks wait
     for a broadcast: for all processes of its group, and for each bucket."""
 
-    busy_staging_rate: float = Field(default=50e9, ge=0)
+    busy_staging_rate: float = Field(default=80e9, ge=0)
     """Most bytes a second that a rank stages, beside running requests, of tensors that lie on its GPU: they slow each step a
     little instead of a few steps much. 0: as many as it can."""
 

@@ -204,7 +204,7 @@ def test_scales_are_not_read_for_the_first_time_from_memory_that_was_given_back(
     ("running", "settings", "rate"),
     [
         (0, Settings(), 0.0),
-        (3, Settings(), 50e9),
+        (3, Settings(), 80e9),
         (3, Settings(busy_staging_rate=1e9), 1e9),
         (3, Settings(staging="inplace"), 0.0),
     ],
