@@ -71,12 +71,10 @@ part rollout_8b_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8
 # weights of three engines fit, and K and V of one
 part rollout_17b_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-1.7B 0) --lend --kv auto --kv-gib 57 --out \$O/rollout_17b_auto.json"
 part rollout_17b_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-1.7B 0) --kv fp8 --kv-gib 29 --out \$O/rollout_17b_fp8.json"
-part rollout_8b_128_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv auto --kv-gib 38.7 \
-  --cases 128x1024x1024 --out \$O/rollout_8b_128_auto.json"
 part rollout_8b_256_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv fp8 --kv-gib 37 \
   --cases 256x1024x1024 1x400x16 1x1024x16 4x1024x16 8x1024x16 --out \$O/rollout_8b_256_fp8.json"
 part rollout_8b_256_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv auto --kv-gib 74 \
-  --cases 256x1024x1024 --out \$O/rollout_8b_256_auto.json"
+  --cases 128x1024x1024 256x1024x1024 32x1024x1024 --out \$O/rollout_8b_256_auto.json"
 part batch_invariant "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \
   --settings '{}' '{\"kernels\": {\"batch_invariant\": true}}' --cases 8x1024x1024 128x1024x1024 --out \$O/batch_invariant.json"
 part norm_rope "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv-gib 6 \
