@@ -34,6 +34,7 @@ from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.blocking_transport import BlockingTransport
 from vllm_fp8ext.serve.client import AsyncClient, Client
+from vllm_fp8ext.serve.own_transport import OwnTransport
 from vllm_fp8ext.serve.routes import router
 
 _URL = "http://fp8ext.embedded"
@@ -88,7 +89,7 @@ async def _routes(engine: Any) -> AsyncIterator[tuple[str, httpx.AsyncBaseTransp
         looking = asyncio.create_task(backend.keep_looking())
         stack.callback(looking.cancel)
         try:
-            yield key, httpx.ASGITransport(app)
+            yield key, OwnTransport(httpx.ASGITransport(app))
         finally:
             with contextlib.suppress(TimeoutError, UpdateError):  # the engine may have ended
                 async with asyncio.timeout(_LEAVING_SECONDS):

@@ -235,7 +235,7 @@ async def _begin_file(backend: Backend, id: str, file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UpdateError("not-found", f"{file}: {error.strerror or error}", status=404) from error
     source = Source(str(file), 0, stamp)
-    return await backend.engine("stage", **_chunk(id, file.name, source, tensors, stamp[2]))
+    return await backend.engine("stage", **_chunk(id, str(file), source, tensors, stamp[2]))
 
 
 async def _stage_files(backend: Backend, id: str, files: list[Path]) -> list[Any]:

@@ -51,6 +51,7 @@ def broadcast(
         return
     used, whole = group or Group(), False
     try:
+        yield from _quiet(updates)
         limits = [update.max_receive_bytes for update in (*updates.values(), *beside)]
         yield from _broadcast(
             updates, tensors, min([limit, *filter(None, limits)]), used, Counter(progress, None)
@@ -123,6 +124,13 @@ def _tried(step: Callable[[], T], updates: Mapping[Endpoint, schema.Update], sen
             yield from _busy(updates, sent)
             yield Wait(_LOOK_SECONDS)
         raise
+
+
+def _quiet(updates: Mapping[Endpoint, schema.Update]) -> Flow[None]:
+    """Wait until the ranks of these servers, as they were opened, have ended, or given up, what a push told them before that
+    was interrupted."""
+    if any(chunk.busy for update in updates.values() for chunk in update.chunks.values()):
+        yield from _staged(updates, 0)
 
 
 def _staged(updates: Mapping[Endpoint, schema.Update], sent: int) -> Flow[None]:

@@ -36,11 +36,13 @@ def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
         if type(data) is not torch.Tensor or data.layout is not torch.strided or data.is_meta:
             found = f"{type(data).__name__} {data.layout} on {data.device}"
             raise ValueError(f"parameter {name}: expected a plain tensor, found {found}")
-        first = data.data_ptr()
-        last = first + data.element_size() * sum(
-            (size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True)
-        )
+        extent = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
+        first, last = data.data_ptr(), data.data_ptr() + data.element_size() * extent
         if data.numel():
+            needed = data.element_size() * (data.storage_offset() + extent + 1)
+            found = data.untyped_storage().nbytes()
+            if found < needed:  # given back, as sharding and offloading do
+                raise ValueError(f"parameter {name}: expected {needed} bytes of memory, found {found}")
             key = (str(data.device), first, last, data.dtype, data.shape, data.stride())
             sharing[key].append(parameter)
     placed = sorted(sharing, key=itemgetter(0, 1, 2))

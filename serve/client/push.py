@@ -20,7 +20,7 @@ from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
 from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.progress import Counter, Progress
-from vllm_fp8ext.serve.client.repeat import lost_by, unsent
+from vllm_fp8ext.serve.client.repeat import lost_by, undecided, unsent
 from vllm_fp8ext.serve.client.source import Pushable, Source, source_of, tensors_of
 from vllm_fp8ext.serve.tensors import TensorLike
 
@@ -76,7 +76,8 @@ def push(
 
     Raises:
         ValueError: a checkpoint that can't be read, a tensor that can't be sent, or a number that is none.
-        UpdateError: a refusal; or `interrupted`, with `details["id"]`: the connection was lost, and the update stays open.
+        UpdateError: a refusal; or `interrupted`, with `details["id"]`: an answer was lost, and the update stays open, or is
+            committed.
         httpx.HTTPError: the server can't be reached; no update was opened.
     """
     sending = Sending(
@@ -126,13 +127,15 @@ def push(
         raise
     if update.state == "committed":
         return update
+    committing = False
     try:
         yield from send(update)
         if not commit:
             return (yield from calls.prepare(endpoint, id))
+        committing = True
         return (yield from calls.commit(endpoint, id, wait_seconds=wait_seconds))
     except BaseException as error:
-        if lost_by(endpoint, error):
+        if lost_by(endpoint, error) or (committing and undecided(error)):
             raise _interrupted(endpoint, id, error) from error
         yield from abandon_quietly(endpoint, id)
         raise
@@ -168,7 +171,7 @@ def abandon_quietly(endpoint: Endpoint, id: str) -> Flow[None]:
 
 def _interrupted(endpoint: Endpoint, id: str, error: BaseException) -> UpdateError:
     message = (
-        f"{endpoint.url}: the connection was lost ({error or type(error).__name__}). Update {id} may still be open: "
+        f"{endpoint.url}: no answer ({error or type(error).__name__}). Update {id} may still be open: "
         f"push the same weights with id={id!r} (fp8ext push --resume {id}) to go on, or abandon it"
     )
     return UpdateError("interrupted", message, status=503, id=id)

@@ -63,6 +63,11 @@ def lost(error: BaseException) -> bool:
     return isinstance(error, _DROPPED)
 
 
+def undecided(error: BaseException) -> bool:
+    """Whether a commit that failed so may take place all the same: a busy engine comes to it later."""
+    return lost(error) or (isinstance(error, UpdateError) and error.kind == "engine-timeout")
+
+
 def lost_by(endpoint: Endpoint, error: BaseException) -> bool:
     """Whether it was this server that did not answer: what makes tensors may ask others, by httpx too."""
     if isinstance(error, httpx.RequestError):

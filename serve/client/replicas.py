@@ -15,7 +15,7 @@ from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, together
 from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.progress import Progress
 from vllm_fp8ext.serve.client.push import abandon_quietly
-from vllm_fp8ext.serve.client.repeat import backoff, lost
+from vllm_fp8ext.serve.client.repeat import backoff, lost, undecided
 from vllm_fp8ext.serve.client.source import Pushable, source_of, tensors_of
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def _commit(
         committed |= done
         if not failed:
             return committed
-        if not committed and not any(map(lost, failed.values())):
+        if not committed and not any(map(undecided, failed.values())):
             yield from _abandon(endpoints, id)
             raise _not_committed(_messages(failed))
         if attempt == retries or time.monotonic() > deadline:

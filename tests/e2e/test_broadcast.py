@@ -214,6 +214,14 @@ with Client(sys.argv[1], sys.argv[2]) as client, Mortal() as group:
 """
 
 
+def test_a_push_that_was_interrupted_goes_on(server: Server, store: TCPStore, late: dict[str, Tensor]) -> None:
+    """Though the ranks still wait for what it has told them."""
+    with server.client() as client:
+        id = client.open(version="late").id
+        assert client.receive(id, told(store, server)).chunks["0"].busy
+        assert client.push(late, version="late", transport="nccl", id=id).state == "committed"
+
+
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_trainer_that_dies(server: Server, late: dict[str, Tensor], at: int) -> None:
     """When a bucket of its was announced; the first, and a later one."""

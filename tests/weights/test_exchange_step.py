@@ -417,6 +417,7 @@ def test_what_cannot_be_undone_poisons_the_engine(
     assert (error.kind, error.status) == ("poisoned", 503)
     assert (core.state, core.refusing, step.previous) == ("paused", True, None)
     assert step.poisoned
+    assert step.live == BEFORE, "nothing was served under the new label"
     assert "resume" not in core.told
     assert core.told[-1] == "refuse"
     assert "settle" in core.told, "what heals it must not get into an exchange under way"

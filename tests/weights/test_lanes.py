@@ -4,6 +4,7 @@
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -83,10 +84,41 @@ def test_what_is_left_to_do_can_be_done_at_once(lanes: Lanes, monkeypatch: pytes
     order = []
     lanes.start("a", 1, dict, lambda: order.append("after"))
     assert lanes.take(1, PATIENCE) == {}
-    give_up = time.monotonic() + PATIENCE / 2
-    while not order and time.monotonic() < give_up:
-        lanes.finish()
     lanes.finish()
+    assert order == ["after"]
+
+
+def test_what_is_left_to_do_is_waited_for_whoever_does_it(lanes: Lanes) -> None:
+    begun, go = threading.Event(), threading.Event()
+    order = []
+
+    def after() -> None:
+        begun.set()
+        assert go.wait(PATIENCE)
+        order.append("after")
+
+    lanes.start("a", 1, dict, after)
+    assert begun.wait(PATIENCE), "the lane is quiet, and has begun"
+    threading.Timer(0.05, go.set).start()
+    lanes.finish()
+    assert order == ["after"]
+
+
+def test_what_is_left_to_do_is_known_with_the_result(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_fp8ext.weights.lanes.QUIET_SECONDS", PATIENCE)
+    order: list[str] = []
+    tell = lanes.tell
+
+    def told(job: int, result: dict[str, Any]) -> None:
+        tell(job, result)
+        lanes.finish()  # as somebody who waited for the result
+
+    monkeypatch.setattr(lanes, "tell", told)
+    lanes.start("a", 1, dict, lambda: order.append("after"))
+    lanes.start("a", 2, dict)
+    assert lanes.take(2, PATIENCE) == {}
     assert order == ["after"]
 
 

@@ -273,6 +273,18 @@ def test_what_is_forgotten_is_sent_again() -> None:
     assert session.state is State.PREPARED
 
 
+def test_what_heals_is_for_no_epoch_any_more() -> None:
+    """The commit that failed half-way may have used one up."""
+    session = opened(base_epoch=0)
+    send(session, "0", NAMES)
+    prepare(session)
+    assert refused(lambda: session.check_base(1)).kind == "stale-base"
+    session.forget()
+    send(session, "0", NAMES)
+    prepare(session, epoch=1)
+    assert session.state is State.PREPARED
+
+
 def test_a_chunk_reopens_a_prepared_update() -> None:
     session = prepared()
     session.receive("0", specs(NAMES), 10)
@@ -555,6 +567,7 @@ class AnySequence(RuleBasedStateMachine):
         self.last = OPENED
         self.chunks: dict[str, tuple[str, frozenset[str], int]] = {}
         self.arrivals = 0
+        self.healing = False
         self.checked: tuple[int, int] | None = None
         """Arrivals, and the session's own revision, when everything was found to be here."""
 
@@ -629,7 +642,7 @@ class AnySequence(RuleBasedStateMachine):
     def check(self, epoch: int) -> None:
         if not self.live:
             kind = self.over
-        elif epoch != 1:
+        elif epoch != 1 and not self.healing:
             kind = "stale-base"
         elif self.staging:
             kind = "staging"
@@ -676,6 +689,7 @@ class AnySequence(RuleBasedStateMachine):
     def forget(self) -> None:
         """The commit of a prepared update failed half-way."""
         self.session.forget()
+        self.healing = True
         self.chunks.clear()
         self.arrivals += 1
         self.state = "open"

@@ -150,7 +150,6 @@ class ExchangeStep:
         if running is Running.ABORT:
             self._core.abort_running()
         stalls = self._core.unfinished() > 0
-        self.previous, self.live = None if healing or held else self.live, label
         try:
             recompute = healing or running is Running.RECOMPUTE
             keep = not recompute and stalls
@@ -159,6 +158,7 @@ class ExchangeStep:
             self._core.label(label)
         except Exception as error:
             self._poison(f"the caches could not be separated from the old weights: {error}")
+        self.previous, self.live = None if healing or held else self.live, label
         if healing:
             self._core.accept_requests()
         self._core.resume()

@@ -37,6 +37,7 @@ class Lanes:
         self._jobs: dict[str, queue.SimpleQueue[_Job]] = {}
         self._results: dict[int, Result] = {}
         self._left: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._finishing = threading.Lock()
         self._told = threading.Condition()
         self._working = 0
         self._usual = sys.getswitchinterval()
@@ -110,13 +111,14 @@ class Lanes:
             if after:
                 self.finish()
             with self._turns():
-                self.tell(job, done(work))
-            if after:
-                self._left.put(after)
+                result = done(work)
+                if after:  # before anybody knows of the result, and may want to `finish`
+                    self._left.put(after)
+                self.tell(job, result)
 
     def finish(self) -> None:
-        """Do what jobs that have ended left to do, once."""
-        with self._turns(), suppress(queue.Empty):
+        """Do what jobs that have ended left to do, once. When it returns it is done, by whichever thread."""
+        with self._turns(), self._finishing, suppress(queue.Empty):
             while True:
                 left = self._left.get_nowait()
                 try:

@@ -95,6 +95,8 @@ class Session:
     """Of each rank's twin, once prepared."""
     overwritten: Set[str] = frozenset()
     """In place: tensors that chunks brought, whatever became of them."""
+    healing: bool = False
+    """Its commit failed half-way: nothing else can be served before it is sent again, whatever it was made for."""
     staged_until: float = 0.0
     """When a chunk was staged last, by the clock of `took_staging`."""
     expires_at: float = field(init=False)
@@ -133,7 +135,8 @@ class Session:
             )
         problems = self.manifest.problems(specs)
         told = {(problem["kind"], problem["tensor"]) for problem in problems}
-        problems += [p for p in claim_problems(self.claims, specs) if (p["kind"], p["tensor"]) not in told]
+        claimed = claim_problems(self.claims, specs, self.manifest)
+        problems += [p for p in claimed if (p["kind"], p["tensor"]) not in told]
         brought = self.manifest.parts(spec.name for spec in specs)
         names = frozenset(brought)
         if len(names) < len(brought):
@@ -229,7 +232,7 @@ class Session:
 
     def check_base(self, epoch: int) -> None:
         """Refuse an update that was made for other weights than those that are served."""
-        if self.base_epoch is not None and self.base_epoch != epoch:
+        if self.base_epoch not in (None, epoch) and not self.healing:
             raise UpdateError(
                 "stale-base",
                 f"the update was made for epoch {self.base_epoch}; epoch {epoch} is served",
@@ -252,6 +255,7 @@ class Session:
     def forget(self) -> None:
         """What was staged is lost: everything must be sent again."""
         self.state = State.OPEN
+        self.healing = True
         self.revision += 1
         self.chunks.clear()
 

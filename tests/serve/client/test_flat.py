@@ -73,6 +73,13 @@ def nowhere(model: Any) -> None:
     model.part = nn.Parameter(torch.ones(2, device="meta"))
 
 
+def given_back(model: Any) -> None:
+    """As sharding and offloading leave parameters; two of one shape look as if they shared their memory."""
+    model.part, model.other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    for parameter in (model.part, model.other):
+        parameter.data.untyped_storage().resize_(0)
+
+
 def wrapped(model: Any) -> None:
     class Sharded(torch.Tensor):
         pass
@@ -87,6 +94,7 @@ def wrapped(model: Any) -> None:
         (sparse, "parameter part: expected a plain tensor, found Tensor torch.sparse_coo on cpu"),
         (wrapped, "parameter part: expected a plain tensor, found Sharded torch.strided on cpu"),
         (nowhere, "parameter part: expected a plain tensor, found Tensor torch.strided on meta"),
+        (given_back, "parameter part: expected 8 bytes of memory, found 0"),
     ],
 )
 def test_what_can_not_be_moved_moves_nothing(spoil: Any, told: str) -> None:

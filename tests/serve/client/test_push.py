@@ -542,6 +542,17 @@ def test_a_commit_whose_answer_was_lost_is_found_to_be_done(
     assert server.calls[calls_before:] == ["POST /updates"]
 
 
+def test_a_commit_that_a_busy_engine_comes_to_later_is_not_called_off(
+    caller: Caller, server: Server, checkpoint: Path
+) -> None:
+    server.faults[COMMIT] = [answer(504, kind="engine-timeout")]
+    with pytest.raises(UpdateError) as caught:
+        caller(server.url, "push", checkpoint, retries=0)
+    assert (caught.value.kind, server.states) == ("interrupted", ["open"]), "its commit would prepare it first"
+    done = caller(server.url, "push", checkpoint, id=caught.value.details["id"])
+    assert (done.state, server.epoch) == ("committed", 1)
+
+
 # --- on an event loop
 
 

@@ -302,6 +302,18 @@ def test_commits_that_may_have_happened_are_not_called_off(
     assert states(servers) == [["prepared"]] * 3
 
 
+def test_a_commit_that_a_busy_engine_comes_to_later_is_not_called_off(
+    caller: Caller, servers: list[Server], checkpoint: Path
+) -> None:
+    servers[0].faults[COMMIT] = [answer(504, kind="engine-timeout")] * 100
+    servers[1].faults[COMMIT] = [answer(409, kind="wait-timeout")] * 100
+    servers[2].faults[COMMIT] = [answer(409, kind="wait-timeout")] * 100
+    with pytest.raises(UpdateError) as caught:
+        caller(urls(servers), "push", checkpoint, retries=1)
+    assert (caught.value.kind, caught.value.details["committed"]) == ("partly-committed", {})
+    assert states(servers) == [["prepared"]] * 3
+
+
 def test_a_chunk_that_one_server_has_is_sent_to_the_others(
     caller: Caller, servers: list[Server], checkpoint: Path
 ) -> None:
