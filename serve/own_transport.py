@@ -19,7 +19,11 @@ class OwnTransport(httpx.AsyncBaseTransport):
         body = _Body(request.stream)
         answer = await self._inner.handle_async_request(
             httpx.Request(
-                request.method, request.url, headers=request.headers, stream=body, extensions=request.extensions
+                request.method,
+                request.url,
+                headers=request.headers,
+                stream=body,
+                extensions=request.extensions,
             )
         )
         if body.error is not None:

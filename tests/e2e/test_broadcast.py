@@ -214,7 +214,9 @@ with Client(sys.argv[1], sys.argv[2]) as client, Mortal() as group:
 """
 
 
-def test_a_push_that_was_interrupted_goes_on(server: Server, store: TCPStore, late: dict[str, Tensor]) -> None:
+def test_a_push_that_was_interrupted_goes_on(
+    server: Server, store: TCPStore, late: dict[str, Tensor]
+) -> None:
     """Though the ranks still wait for what it has told them."""
     with server.client() as client:
         id = client.open(version="late").id

@@ -104,9 +104,7 @@ def test_what_is_left_to_do_is_waited_for_whoever_does_it(lanes: Lanes) -> None:
     assert order == ["after"]
 
 
-def test_what_is_left_to_do_is_known_with_the_result(
-    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_left_to_do_is_known_with_the_result(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_fp8ext.weights.lanes.QUIET_SECONDS", PATIENCE)
     order: list[str] = []
     tell = lanes.tell

@@ -548,7 +548,9 @@ def test_a_commit_that_a_busy_engine_comes_to_later_is_not_called_off(
     server.faults[COMMIT] = [answer(504, kind="engine-timeout")]
     with pytest.raises(UpdateError) as caught:
         caller(server.url, "push", checkpoint, retries=0)
-    assert (caught.value.kind, server.states) == ("interrupted", ["open"]), "its commit would prepare it first"
+    assert (caught.value.kind, server.states) == ("interrupted", ["open"]), (
+        "its commit would prepare it first"
+    )
     done = caller(server.url, "push", checkpoint, id=caught.value.details["id"])
     assert (done.state, server.epoch) == ("committed", 1)
 
