@@ -22,6 +22,9 @@ from vllm_fp8ext.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLi
 
 logger = logging.getLogger("vllm.fp8ext")
 
+MATRICES = ("", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
+"""What stands behind the number of an expert, in names by which one may be ignored."""
+
 
 class BlockFp8Config(QuantizationConfig):
     """Blockwise FP8 for attention and MLP projections; embeddings, norms and lm_head stay as they are.
@@ -102,7 +105,8 @@ class BlockFp8Config(QuantizationConfig):
 
     def _experts_method(self, settings: Settings, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
         experts = prefix.removesuffix(".routed_experts")
-        matrices = [f"{experts}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")]
+        count = layer.moe_config.num_logical_experts if settings.ignore else 1
+        matrices = [f"{experts}.{expert}{name}" for expert in range(count) for name in MATRICES]
         named = [name for name in (prefix, experts, *matrices) if self._ignored(name, settings)]
         if named:
             raise ConfigError(f"blockfp8 serves all experts in FP8: expected ignore without {named[0]}")
@@ -145,7 +149,10 @@ def _is_block_fp8(config: dict[str, Any]) -> bool:
 
 
 def _routes(layer: LinearBase, prefix: str) -> bool:
-    """Whether a layer sends tokens to experts, or weighs a shared one: some models build routers as plain layers."""
-    name = prefix.rpartition(".")[2]
-    called_so = name == "gate" or name.endswith(("expert_gate", "experts_gate")) or "router" in name
+    """Whether a layer sends tokens to experts, or weighs a shared one: some models build routers as plain layers, or as
+    modules with such a layer in them."""
+    called_so = any(
+        name == "gate" or name.endswith(("expert_gate", "experts_gate")) or "router" in name
+        for name in prefix.split(".")[-2:]
+    )
     return isinstance(layer, GateLinear) or (isinstance(layer, ReplicatedLinear) and called_so)

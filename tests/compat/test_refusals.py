@@ -33,6 +33,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"enable_eplb": True, "additional_config": {"fp8ext": {"staging": "none"}}},
         "--enable-eplb: experts would move between ranks",
     ),
+    "weights of other ranks' experts": (
+        {"enable_ep_weight_filter": True},
+        "--enable-ep-weight-filter: no rank would know the names of the others' experts",
+    ),
     "CPU offload": ({"cpu_offload_gb": 1}, "CPU offload: offloaded weights have no address"),
     "KV transfer": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},

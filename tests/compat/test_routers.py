@@ -16,6 +16,8 @@ from vllm_fp8ext.quantization import _routes
         (ReplicatedLinear, "model.layers.0.mlp.shared_expert_gate", True),
         (ReplicatedLinear, "model.layers.0.mlp.text_experts_gate", True),
         (ReplicatedLinear, "model.layers.0.mlp.router", True),
+        (ReplicatedLinear, "model.layers.0.mlp.gate.wg", True),
+        (ReplicatedLinear, "model.layers.0.mlp.router.layer", True),
         (ReplicatedLinear, "model.layers.0.mlp.q_a_proj", False),
         (ReplicatedLinear, "model.layers.0.per_layer_input_gate", False),
         (ColumnParallelLinear, "model.layers.0.mlp.gate", False),

@@ -25,10 +25,10 @@ from vllm_fp8ext.weights.digest import EXPERT
 from vllm_fp8ext.weights.manifest import Manifest
 from vllm_fp8ext.weights.wire import stored
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from experts_prompts import PROMPTS
 from routing import FOLLOWED, followed, taken
-
-PROMPTS = [[3 + (7 * i + 11 * row) % 120 for i in range(24)] for row in range(3)]
 
 
 def engine_on(model: str, staging: str, ranks: int, share_out: bool) -> AsyncLLM:

@@ -39,6 +39,13 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
         {"load_format": "dummy", "additional_config": {"fp8ext": {"ignore": ["*.experts"]}}},
         "blockfp8 serves all experts in FP8: expected ignore without model.layers.0.mlp.experts",
     ),
+    "one ignored expert": (
+        {
+            "load_format": "dummy",
+            "additional_config": {"fp8ext": {"ignore": ["model.layers.0.mlp.experts.1.*"]}},
+        },
+        "blockfp8 serves all experts in FP8: expected ignore without model.layers.0.mlp.experts.1.gate_proj",
+    ),
     "mixture of experts": (
         {"load_format": "dummy"},
         "each rank must have whole blocks of an expert, found 192 of its columns",
@@ -110,6 +117,7 @@ def outcomes(
         "pow2 on fp32 scales": block_fp8,
         "mixture of experts": mixture,
         "ignored experts": mixture,
+        "one ignored expert": mixture,
         "fused experts": fused,
     }
     out = tmp_path_factory.mktemp("engines") / "answers.json"

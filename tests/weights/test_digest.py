@@ -352,3 +352,28 @@ def test_each_matrix_of_an_expert_has_blocks_of_its_own_without_a_manifest() -> 
             True,
         )
     assert not found[router.name][0].quantized
+
+
+@pytest.fixture
+def experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    noise = torch.Generator().manual_seed(1)
+    names = [f"layers.0.mlp.experts.{expert}" for expert in range(3)]
+    made = {f"{name}.{part}_proj.weight": (72, WIDTH) for name in names for part in ("gate", "up")}
+    made |= {f"{name}.down_proj.weight": (WIDTH, 72) for name in names}
+    others = {name: tensor for name, tensor in weights.items() if ".mlp." not in name}
+    return others | {name: torch.randn(shape, generator=noise).bfloat16() for name, shape in made.items()}
+
+
+def test_experts_may_be_fused(tmp_path: Path, experts: dict[str, Tensor]) -> None:
+    apart = save(tmp_path / "apart", experts)
+    manifest = default_manifest(spec for spec, _ in checkpoint_index(apart).values())
+    together = dict(experts)
+    for name, whole in manifest.fused.items():
+        together[name] = torch.cat([together.pop(part) for part in whole.parts]).view(whole.shape)
+    assert len(together) == len(experts) - 9 + 2
+    fused = save(tmp_path / "fused", together)
+    assert checkpoint_digests(fused, manifest) == checkpoint_digests(apart, manifest)
+    [both] = [part for part in experts if part.endswith("experts.1.down_proj.weight")]
+    twice = save(tmp_path / "twice", together | {both: experts[both]})
+    with pytest.raises(UpdateError, match=f"{both} comes both alone and in layers.0.mlp.experts.down_proj"):
+        checkpoint_digests(twice, manifest)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a transport takes at least: the same bytes moved, with nothing else done to them. Measured beside updates, in turns.
 
-`http`: the checkpoint's chunks, as `push` makes them and as many at a time, are read and PUT to a handler that drops them: an
-ASGI application of a few lines under uvicorn, in a process of its own, without vLLM; no checksums. Then, with a GPU, as many
-bytes are copied to it from page-locked memory. `files`: the checkpoint is read by as many threads as a rank has, into memory
-that is used again, page-locked with a GPU.
+`http`: the checkpoint's chunks, as `push` makes them, are read and PUT to a handler that drops them, one after the other and
+as many at a time as `push` sends, of which the faster counts: an ASGI application of a few lines under uvicorn, in a process
+of its own, without vLLM; no checksums. Then, with a GPU, as many bytes are copied to it from page-locked memory. `files`: the
+checkpoint is read by as many threads as a rank has, into memory that is used again, page-locked with a GPU.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import queue
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection
@@ -30,53 +30,64 @@ COPY_BYTES = 256 << 20
 
 
 class Bare:
-    """A baseline: `move` brings a checkpoint's bytes over, with so many `threads`, and returns how many these are."""
+    """A baseline: each of `moves`, by the number of its threads, brings a checkpoint's bytes over, and returns how many these
+    are."""
 
-    def __init__(self, threads: int, move: Callable[[Path], int]) -> None:
-        self.samples: list[dict[str, float]] = []
-        self._threads = threads
-        self._move = move
+    def __init__(self, moves: Mapping[int, Callable[[Path], int]]) -> None:
+        self._moves = moves
+        self._samples: dict[int, list[dict[str, float]]] = {threads: [] for threads in moves}
 
     def __call__(self, checkpoint: Path) -> None:
-        """Measure it once."""
-        start = time.monotonic()
-        size = self._move(checkpoint)
-        self.samples.append({"seconds": time.monotonic() - start, "bytes": float(size)})
+        """Measure each once."""
+        for threads, move in self._moves.items():
+            start = time.monotonic()
+            size = move(checkpoint)
+            self._samples[threads].append({"seconds": time.monotonic() - start, "bytes": float(size)})
 
     def case(self, model: str, transport: str) -> dict[str, Any]:
-        """What was measured."""
-        totals = [sample["seconds"] for sample in self.samples]
+        """What was measured with the number of threads that is fastest at the median."""
+        medians = {
+            threads: statistics.median(sample["seconds"] for sample in samples)
+            for threads, samples in self._samples.items()
+        }
+        threads = min(medians, key=lambda threads: medians[threads])
+        samples = self._samples[threads]
         return {
             "model": model,
             "transport": transport,
             "variant": "bare",
             "load": 0,
-            "threads": self._threads,
-            "total_seconds": statistics.median(totals),
-            "first_seconds": totals[0],
-            "bytes": self.samples[0]["bytes"],
-            "samples": self.samples,
+            "threads": threads,
+            "seconds_by_threads": medians,
+            "total_seconds": medians[threads],
+            "first_seconds": samples[0]["seconds"],
+            "bytes": samples[0]["bytes"],
+            "samples": samples,
         }
 
 
 @contextlib.contextmanager
 def baseline(transport: str) -> Iterator[Bare | None]:
     """The baseline of a transport, ready to be measured; None where there is none."""
-    if transport == "http":
+    if transport in ("http", "http-plain"):
         copy = _copier()
         with _dropping() as port:
-            yield Bare(CHUNKS_IN_FLIGHT, lambda checkpoint: copy(_upload(port, checkpoint)))
+
+            def move(threads: int, checkpoint: Path) -> int:
+                return copy(_upload(port, threads, checkpoint))
+
+            yield Bare({threads: partial(move, threads) for threads in (1, CHUNKS_IN_FLIGHT)})
     elif transport == "files":
         from vllm_fp8ext.weights.read_ahead import READERS
 
-        yield Bare(READERS, _reader(READERS))
+        yield Bare({READERS: _reader(READERS)})
     else:
         yield None
 
 
-def _upload(port: int, checkpoint: Path) -> int:
-    with ThreadPoolExecutor(CHUNKS_IN_FLIGHT) as threads:
-        return sum(threads.map(partial(_put, port), bodies(ranges_of(checkpoint), CHUNK_BYTES)))
+def _upload(port: int, threads: int, checkpoint: Path) -> int:
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(partial(_put, port), bodies(ranges_of(checkpoint), CHUNK_BYTES)))
 
 
 def _put(port: int, body: Body) -> int:
@@ -109,6 +120,9 @@ def _dropping() -> Iterator[int]:
 def _serve(listening: socket.socket) -> None:
     import uvicorn
 
+    # Freeing it teaches glibc to keep what is freed, as vLLM's imports do in a server. Else it gives each piece of a body back
+    # to the kernel, and faults its pages in again: half of the rate.
+    bytearray(16 << 20)
     uvicorn.Server(uvicorn.Config(_drop, log_level="warning", lifespan="off")).run(sockets=[listening])
 
 

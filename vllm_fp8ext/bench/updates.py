@@ -9,7 +9,8 @@ those before and after; that is done --windows times, and what was lost over the
 `http` and `files` take turns with a baseline of the same bytes (`bare`), and `ratio_bare` is the update's time by the
 baseline's.
 `stock` is vLLM's own reload of `fp8_per_block` from files and, with `ipc` among the transports, its own weight transfer by
-CUDA IPC. With `nccl` the server is kept off the last GPU, from which the trainer broadcasts.
+CUDA IPC. `http-plain` is `http` without checksums. With `nccl` the server is kept off the last GPU, from which the trainer
+broadcasts.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Group
 from vllm_fp8ext.serve.schema import Running
 
-TRANSPORTS = ("files", "http", "http-fp8", "ipc", "ipc-fp8", "nccl", "nccl-fp8")
+TRANSPORTS = ("files", "http", "http-plain", "http-fp8", "ipc", "ipc-fp8", "nccl", "nccl-fp8")
 VARIANTS = ("blockfp8", "stock")
 POLICIES: tuple[Running, ...] = ("keep", "recompute")
 console = Console(width=140, highlight=False)
@@ -217,6 +218,7 @@ def _pusher(
                     running=policy,
                     transport=way,
                     group=group,
+                    checksum=not transport.endswith("-plain"),
                     fp8=transport.endswith("-fp8"),
                 )
             return {"bytes": float(done.bytes), **done.seconds}

@@ -4,7 +4,7 @@ layer.
 
 Replaces: `select_fp8_moe_backend` and vLLM's modular kernels, which may take a kernel that lays weights out anew, choose once
 for all numbers of tokens, and write into one workspace of the whole process, where a twin would meet the served model.
-vLLM's CUTLASS experts take no block scales. Can go once this project has kernels of its own for every number of tokens.
+vLLM's own CUTLASS experts take no block scales. Can go once this project has kernels of its own for every number of tokens.
 """
 
 from collections.abc import Callable

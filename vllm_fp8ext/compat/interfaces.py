@@ -393,6 +393,12 @@ INTERFACES: tuple[Interface, ...] = (
         why="run the experts of a second model",
     ),
     Interface(
+        module="vllm.model_executor.models.transformers.moe",
+        name="TransformersMoERunner._forward_super",
+        parameters=("hidden_states", "topk_weights"),
+        why="run the experts of a second model that Transformers defines",
+    ),
+    Interface(
         module="vllm.config.compilation",
         name="CompilationConfig.static_all_moe_layers",
         why="keep the experts of a second model out of the served one",

@@ -71,6 +71,8 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         raise ConfigError(
             "blockfp8 can't be combined with VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key"
         )
+    if getattr(parallel, "enable_ep_weight_filter", False):
+        reasons.append("--enable-ep-weight-filter: no rank would know the names of the others' experts")
     if parallel.enable_eplb:
         raise ConfigError(
             "blockfp8 can't be combined with --enable-eplb: experts would move between ranks, away from where updates and "

@@ -2,15 +2,17 @@
 """Mixture-of-experts layers of a model that no engine schedules.
 
 Replaces, on the layers of a twin, the operator through which `MoERunner.forward` finds its own layer by name in the
-process-wide forward context, which belongs to the live model, and the context's part in sequence parallelism. Can go once
-vLLM can run a second model beside the served one.
+process-wide forward context, which belongs to the live model, and the context's part in sequence parallelism; and likewise
+that of `TransformersMoERunner`, whose tokens come with their experts. Can go once vLLM can run a second model beside the
+served one.
 """
 
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 
@@ -20,6 +22,13 @@ def route_alone(model: nn.Module) -> None:
         if isinstance(module, MoERunner):
             module._forward_entry = partial(_forward, module)
             module._sequence_parallel_context = nullcontext
+            if hasattr(module, "_moe_state"):
+                module.forward = partial(_told, module)
+
+
+def _told(runner: Any, hidden: Tensor, experts: Tensor, weights: Tensor, **_: Any) -> Any:
+    runner._moe_state.topk_ids = experts.to(torch.int32)
+    return runner._forward_super(hidden, weights.to(torch.float32))
 
 
 def _forward(

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -49,7 +50,7 @@ def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
 def checkpoint_digests(
     directory: Path, manifest: Manifest | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Digests:
-    """Digests that a server with this manifest has after it took this checkpoint.
+    """Digests that a server with this manifest has after it took this checkpoint, in which experts may be fused.
 
     Without a manifest, that of a server with one rank, fp32 scales and no ignored layers is derived from the
     checkpoint's names. `progress` is called with tensors done and tensors in all.
@@ -57,11 +58,12 @@ def checkpoint_digests(
     Raises:
         UpdateError: the checkpoint is not one that the manifest takes.
     """
-    index = checkpoint_index(directory)
+    found = checkpoint_index(directory)
     if manifest is None:
-        manifest = default_manifest(spec for spec, _ in index.values())
+        manifest = default_manifest(spec for spec, _ in found.values())
+    index = _taken_apart(found, manifest)
     missing = sorted(manifest.tensors.keys() - index.keys())
-    problems = manifest.problems(spec for spec, _ in index.values())
+    problems = manifest.problems(spec for spec, _ in found.values())
     if missing or problems:
         raise UpdateError(
             "incomplete",
@@ -113,6 +115,39 @@ def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
     return index
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is read: under which name of which file and, of a fused one, its how manieth matrix it is."""
+
+    file: Path
+    name: str
+    rows: int = 0
+    number: int | None = None
+
+    def read(self) -> Tensor:
+        with safe_open(self.file, framework="pt") as reader:
+            if self.number is None:
+                return cast("Tensor", reader.get_tensor(self.name))
+            whole = reader.get_slice(self.name)
+            expert, matrix = divmod(self.number * self.rows, whole.get_shape()[1])
+            return cast("Tensor", whole[expert : expert + 1, matrix : matrix + self.rows][0])
+
+
+def _taken_apart(index: Mapping[str, tuple[TensorSpec, Path]], manifest: Manifest) -> dict[str, _Place]:
+    places: dict[str, _Place] = {}
+    for name, (spec, file) in index.items():
+        whole = manifest.fused.get(name)
+        if whole is None or whole.shape != spec.shape:
+            places[name] = _Place(file, name)
+            continue
+        both = sorted(index.keys() & set(whole.parts))
+        if both:
+            raise UpdateError("duplicate-tensor", f"{both[0]} comes both alone and in {name}", status=422)
+        rows = manifest.tensors[whole.parts[0]].shape[0]
+        places |= {part: _Place(file, name, rows, number) for number, part in enumerate(whole.parts)}
+    return places
+
+
 def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
     """The manifest of a one-rank server of a Llama- or Qwen-like checkpoint with default settings.
 
@@ -156,7 +191,7 @@ def _whole(target: str, spec: TensorSpec, quantized: bool, shape: tuple[int, ...
 
 
 def _target_digests(
-    group: Mapping[str, list[Piece]], index: Mapping[str, tuple[TensorSpec, Path]], manifest: Manifest
+    group: Mapping[str, list[Piece]], index: Mapping[str, _Place], manifest: Manifest
 ) -> dict[tuple[str, Piece], str]:
     """Digests of the pieces of one parameter of one rank."""
     first = next(iter(group.values()))[0]
@@ -171,11 +206,10 @@ def _target_digests(
     pieces = {name: tuple(parts) for name, parts in group.items()}
     stager = Stager(pieces, quantized, {first.target: values})
     for name in group:
-        with safe_open(index[name][1], framework="pt") as reader:
-            try:
-                settled(stager.stage(name, reader.get_tensor(name)))
-            except NonFiniteError as error:
-                raise UpdateError("non-finite", f"{name}: {error}", status=422) from None
+        try:
+            settled(stager.stage(name, index[name].read()))
+        except NonFiniteError as error:
+            raise UpdateError("non-finite", f"{name}: {error}", status=422) from None
     return {(name, piece): digest(piece, values, scales) for name, parts in pieces.items() for piece in parts}
 
 
