@@ -120,8 +120,8 @@ def _dropping() -> Iterator[int]:
 def _serve(listening: socket.socket) -> None:
     import uvicorn
 
-    # Freeing it teaches glibc to keep what is freed, as vLLM's imports do in a server. Else it gives each piece of a body back
-    # to the kernel, and faults its pages in again: half of the rate.
+    # Freeing it teaches glibc to keep what is freed, as the imports of vLLM do in a server. Else it gives each piece of a
+    # body back to the kernel, and faults its pages in again: half of the rate.
     bytearray(16 << 20)
     uvicorn.Server(uvicorn.Config(_drop, log_level="warning", lifespan="off")).run(sockets=[listening])
 
