@@ -47,6 +47,7 @@ part update_8b_stock "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two 
   --transports ipc ipc-fp8 --buckets --running 0 128 --out \$O/update_8b_stock.json"
 part update_8b_http "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
   --transports http http-plain --out \$O/update_8b_http.json"
+part update_memory "python3 -P \$HERE/update_memory.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --out \$O/update_memory.json"
 part update_8b_recompute "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
   --transports ipc --running 128 --policy recompute --out \$O/update_8b_recompute.json"
 part update_8b_inplace "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc \

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an update takes of a rank's GPU while it lasts, beside the twin: by torch's allocator, and by the driver.
+
+    python benchmarks/update_memory.py --shape Qwen3-8B --out benchmarks/results/update_memory_h200.json
+
+An idle engine in a process of its own is updated by each transport, twice: what the first one keeps is not taken again.
+`allocated`: the most that tensors of the rank took meanwhile, beyond what they took before. `reserved`: the same of the
+memory that its allocator holds. `given`: what the GPU gave away between before and after, to whatever process. GPUs only.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
+from vllm_fp8ext.bench.provenance import provenance, write_cases
+from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.serve.client import Client
+from vllm_fp8ext.serve.embedded import embedded_blocking
+from vllm_fp8ext.weights.wire import stored
+
+TRANSPORTS = ("ipc", "ipc-fp8", "http", "files")
+
+
+class Watched:
+    """What a vLLM worker can do besides: tell what its tensors take."""
+
+    def begin_to_watch(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.before = (
+            torch.cuda.memory_allocated(),
+            torch.cuda.memory_reserved(),
+            torch.cuda.mem_get_info()[0],
+        )
+
+    def seen(self) -> dict[str, int]:
+        torch.cuda.synchronize()
+        allocated, reserved, free = self.before
+        return {
+            "allocated": torch.cuda.max_memory_allocated() - allocated,
+            "reserved": torch.cuda.max_memory_reserved() - reserved,
+            "given": free - torch.cuda.mem_get_info()[0],
+        }
+
+
+def main() -> int:
+    options = _options()
+    if not torch.cuda.is_available():
+        raise ConfigError("expected a GPU: on CPUs nothing counts what tensors take")
+    from vllm import LLM
+
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    cases: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
+        folders = two_checkpoints(options.checkpoints, options.shape, Path(scratch), "cuda")
+        allowed = sorted({str(folder.resolve().parent) for folder in folders})
+        llm = LLM(
+            str(folders[0]),
+            quantization="blockfp8",
+            max_model_len=1024,
+            kv_cache_memory_bytes=4 << 30,
+            gpu_memory_utilization=0.4,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            worker_extension_cls="update_memory.Watched",
+            additional_config={"fp8ext": {"allowed_dirs": allowed}},
+        )
+        with embedded_blocking(llm) as weights:
+            for transport in options.transports:
+                for number, folder in enumerate(reversed(folders)):
+                    push = _pushed(weights, transport, folder)
+                    llm.collective_rpc("begin_to_watch")
+                    push()
+                    seen = llm.collective_rpc("seen")
+                    told = {"model": options.shape, "transport": transport, "number": number}
+                    cases.append(told | {name: max(rank[name] for rank in seen) for name in seen[0]})
+                    del push
+    table = Table("transport", "number", "allocated MiB", "reserved MiB", "given MiB")
+    for case in cases:
+        numbers = (f"{case[name] / 2**20:,.0f}" for name in ("allocated", "reserved", "given"))
+        table.add_row(case["transport"], str(case["number"]), *numbers)
+    Console().print(table)
+    write_cases(options.out, provenance(), cases)
+    return 0
+
+
+def _pushed(weights: Client, transport: str, folder: Path) -> Any:
+    """What pushes it; the trainer's tensors are there by now."""
+    if transport == "files":
+        return lambda: weights.load(folder)
+    if transport == "http":
+        return lambda: weights.push(folder)
+    held = dict(stored(folder))
+    return lambda: weights.push(held, transport="ipc", fp8=transport == "ipc-fp8")
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
+    parser.add_argument("--checkpoints", type=Path, nargs=2, help="these instead of generated weights")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
+    parser.add_argument("--out", type=Path, help="JSON results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
