@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
+from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.environment import ADMIN_KEY
@@ -52,7 +52,7 @@ def main() -> int:
                 *("--max-num-batched-tokens", "8192", *extra),
                 *serve_options(options.serve),
             ]
-            settings = {"allowed_dirs": sorted({str(path.resolve().parent) for path in checkpoints})}
+            settings = {"allowed_dirs": allowed_dirs(checkpoints)}
             log = folder / f"{name}.log"
             with Server(checkpoints[0], log, arguments=arguments, settings=settings, stock=stock) as server:
                 server.wait(1200)

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
+from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve.client import Client
@@ -61,7 +61,6 @@ def main() -> int:
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folders = two_checkpoints(options.checkpoints, options.shape, Path(scratch), "cuda")
-        allowed = sorted({str(folder.resolve().parent) for folder in folders})
         llm = LLM(
             str(folders[0]),
             quantization="blockfp8",
@@ -71,7 +70,7 @@ def main() -> int:
             skip_tokenizer_init=True,
             enforce_eager=True,
             worker_extension_cls="update_memory.Watched",
-            additional_config={"fp8ext": {"allowed_dirs": allowed}},
+            additional_config={"fp8ext": {"allowed_dirs": allowed_dirs(folders)}},
         )
         with embedded_blocking(llm) as weights:
             for transport in options.transports:

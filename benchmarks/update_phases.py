@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from vllm_fp8ext.bench.background import Background, generated_tokens
-from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
+from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Client
@@ -50,7 +50,7 @@ def main() -> int:
             *("--skip-tokenizer-init", "--max-model-len", "4096"),
             *("--max-num-seqs", str(max(16, options.running + 1)), *serve_options(options.serve)),
         ]
-        settings = {"allowed_dirs": sorted({str(path.resolve().parent) for path in checkpoints})}
+        settings = {"allowed_dirs": allowed_dirs(checkpoints)}
         with Server(checkpoints[0], folder / "server.log", arguments=arguments, settings=settings) as server:
             server.wait(1200)
             with server.client() as client, Background(server.url, options.running) as load:

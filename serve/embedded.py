@@ -54,7 +54,7 @@ async def embedded(engine: Any) -> AsyncIterator[AsyncClient]:
     """
     async with (
         _routes(engine) as (key, routes),
-        AsyncClient(_URL, key, retries=0, transport=routes) as client,
+        AsyncClient(_URL, key, retries=0, transport=OwnTransport(routes)) as client,
     ):
         yield client
 
@@ -89,7 +89,7 @@ async def _routes(engine: Any) -> AsyncIterator[tuple[str, httpx.AsyncBaseTransp
         looking = asyncio.create_task(backend.keep_looking())
         stack.callback(looking.cancel)
         try:
-            yield key, OwnTransport(httpx.ASGITransport(app))
+            yield key, httpx.ASGITransport(app)
         finally:
             with contextlib.suppress(TimeoutError, UpdateError):  # the engine may have ended
                 async with asyncio.timeout(_LEAVING_SECONDS):

@@ -16,16 +16,15 @@ class OwnTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """The answer."""
-        body = _Body(request.stream)
-        answer = await self._inner.handle_async_request(
-            httpx.Request(
-                request.method,
-                request.url,
-                headers=request.headers,
-                stream=body,
-                extensions=request.extensions,
-            )
+        return await self.answer(request, request.stream)
+
+    async def answer(self, request: httpx.Request, stream: Any) -> httpx.Response:
+        """The answer to a request whose body is this stream."""
+        body = _Body(stream)
+        asked = httpx.Request(
+            request.method, request.url, headers=request.headers, stream=body, extensions=request.extensions
         )
+        answer = await self._inner.handle_async_request(asked)
         if body.error is not None:
             raise body.error
         return answer

@@ -126,10 +126,10 @@ def test_no_schedule_for_what_flash_attention_does_not_compute(
         seq_lens_cpu_upper_bound=None,
     )
     for _ in range(2):
-        FlashAttentionMetadataBuilder.build(builder, 0, step, fast_build=fast)  # type: ignore[arg-type]
+        FlashAttentionMetadataBuilder.build(builder, 0, step, fast_build=fast)  # type: ignore[arg-type]  # all that is asked
     assert asked == [unasked] * 2
     builder.aot_sliding_window = None
-    FlashAttentionMetadataBuilder.build(builder, 0, step, fast_build=fast)  # type: ignore[arg-type]
+    FlashAttentionMetadataBuilder.build(builder, 0, step, fast_build=fast)  # type: ignore[arg-type]  # all that is asked
     assert asked[2:] == [fast], "vLLM finds out about windows in its first build"
 
 

@@ -5,7 +5,7 @@ to a file."""
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,12 @@ async def session(engine: AsyncLLM, name: str, goes_on: asyncio.Event) -> list[i
     return tokens
 
 
+def broken() -> Iterator[bytes]:
+    """A body that can't be read to its end."""
+    yield b"abc"
+    raise FileNotFoundError("a shard is gone")
+
+
 async def main(out: Path) -> None:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**OPTIONS))
     early, late = dict(stored(EARLY)), dict(stored(LATE))
@@ -121,6 +127,10 @@ async def main(out: Path) -> None:
         facts["after wait"] = (await told(weights))["state"]
 
         opened = await weights.open()
+        try:
+            await weights.put_chunk(opened.id, 0, broken(), 8)
+        except FileNotFoundError as error:
+            facts["an error of the trainer's"] = str(error)
         await weights.abandon(opened.id)
         facts["abandoned before anything came"] = (await told(weights))["state"]
         infinite = {**late, "model.norm.weight": late["model.norm.weight"] * torch.inf}

@@ -25,10 +25,10 @@ from vllm_fp8ext.weights.digest import EXPERT
 from vllm_fp8ext.weights.manifest import Manifest
 from vllm_fp8ext.weights.wire import stored
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from experts_prompts import PROMPTS
 from routing import FOLLOWED, followed, taken
+
+PROMPTS = [[3 + (7 * i + 11 * row) % 120 for i in range(24)] for row in range(3)]
 
 
 def engine_on(model: str, staging: str, ranks: int, share_out: bool) -> AsyncLLM:
@@ -51,7 +51,7 @@ def engine_on(model: str, staging: str, ranks: int, share_out: bool) -> AsyncLLM
 
 
 async def answers(engine: AsyncLLM, name: str) -> list[Any]:
-    """Token ids and log-probabilities that the engine goes on with, greedily, one request at a time."""
+    """Prompts, and the token ids and log-probabilities that the engine goes on with, greedily, one request at a time."""
     wanted = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
     found: list[Any] = []
     for number, prompt in enumerate(PROMPTS):
@@ -59,7 +59,7 @@ async def answers(engine: AsyncLLM, name: str) -> list[Any]:
             one = output.outputs[0]
         ids = list(one.token_ids)
         found.append(
-            [ids, [step[token].logprob for step, token in zip(one.logprobs or [], ids, strict=True)]]
+            [prompt, ids, [step[token].logprob for step, token in zip(one.logprobs or [], ids, strict=True)]]
         )
     return found
 

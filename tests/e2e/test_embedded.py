@@ -83,6 +83,10 @@ def test_half_an_update_in_place_is_never_served(facts: dict[str, Any]) -> None:
     assert facts["healed"]["state"] == "serving"
 
 
+def test_what_fails_in_the_trainer_is_raised_there(facts: dict[str, Any]) -> None:
+    assert facts["an error of the trainer's"] == "a shard is gone"
+
+
 def test_an_update_that_is_open_when_it_is_left_is_given_up(facts: dict[str, Any]) -> None:
     """Nobody is left to finish it, and the engine would stand still for it."""
     assert facts["left half-way"] == [None, "poisoned"]

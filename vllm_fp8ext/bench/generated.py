@@ -4,7 +4,7 @@
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +101,11 @@ def two_checkpoints(
         size = write_checkpoint(checkpoint, shape, seed, device)
         print(f"{checkpoint.name}: {size / 1e9:.1f} GB generated", flush=True)
     return found
+
+
+def allowed_dirs(checkpoints: Iterable[Path]) -> list[str]:
+    """What a server is told, of which it reads these from its disk."""
+    return sorted({str(checkpoint.resolve().parent) for checkpoint in checkpoints})
 
 
 def write_checkpoint(folder: Path, shape: str, seed: int, device: str) -> int:

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.bare import baseline
-from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
+from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.bench.native import SERVE, VARIABLES, Native
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
@@ -116,13 +116,12 @@ def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path
         *("--skip-tokenizer-init", "--max-model-len", "4096", "--max-num-seqs", str(max(16, longest + 1))),
         *serve_options(options.serve),
     ]
-    allowed = [str(path.resolve().parent) for path in options.checkpoints or [folder / "a"]]
     if variant == "stock":
         native = "ipc" in options.transports
         arguments += ["--quantization", "fp8_per_block", *(SERVE if native else ())]
         variables = VARIABLES if native else {}
         return Server(model, folder / "stock.log", arguments=arguments, variables=variables, stock=True)
-    settings = {"allowed_dirs": sorted(set(allowed)), **options.settings}
+    settings = {"allowed_dirs": allowed_dirs(options.checkpoints or [folder / "a"]), **options.settings}
     variables = _without_the_last_gpu() if any(_way(name) == "nccl" for name in options.transports) else {}
     log = folder / "blockfp8.log"
     return Server(model, log, arguments=arguments, settings=settings, variables=variables)

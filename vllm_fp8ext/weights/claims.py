@@ -25,21 +25,15 @@ class Claim:
 def opening_problems(claims: Mapping[str, Claim], manifest: Manifest) -> list[dict[str, Any]]:
     """Everything wrong with claims before a byte is sent: what they name must fit the manifest. Of what is not told anything
     may be true that fits."""
-    codes = {name.removesuffix(SCALES) for name in claims if name.endswith(SCALES)}
-    codes = {name for name in codes if manifest.takes_codes(name)}
-    specs = []
-    for name, claim in claims.items():
-        dtype = claim.dtype or (CODES_DTYPE if name in codes else DTYPES[0])
-        specs.append(TensorSpec(name, _either(claim.shape, manifest.shape_of(name)), dtype))
-    specs += [TensorSpec(name, manifest.tensors[name].shape, CODES_DTYPE) for name in codes - claims.keys()]
-    scales = manifest.scales_among(specs)
-    for index, spec in enumerate(specs):
-        if spec.name in scales:
-            known, claim = scales[spec.name], claims[spec.name]
-            shape = _either(claim.shape, known.shape)
-            specs[index] = TensorSpec(spec.name, shape, claim.dtype or known.dtype)
-    specs += [scale for name, scale in scales.items() if name not in claims]
-    return manifest.problems(specs)
+    scaled = {name.removesuffix(SCALES) for name in claims if name.endswith(SCALES)}
+    codes = sorted(name for name in scaled if manifest.takes_codes(name))
+    specs = {}
+    for name in (*claims, *codes):
+        dtype = CODES_DTYPE if name in codes else DTYPES[0]
+        specs[name] = _filled(claims, TensorSpec(name, manifest.shape_of(name) or (), dtype))
+    for name, scale in manifest.scales_among(specs.values()).items():
+        specs[name] = _filled(claims, scale)
+    return manifest.problems(specs.values())
 
 
 def claim_problems(
@@ -47,25 +41,26 @@ def claim_problems(
 ) -> list[dict[str, Any]]:
     """Tensors of a chunk that differ from what was claimed of them, or come in a form in which a claimed SHA-256 can't be
     checked: an expert's matrices fused, or one by one."""
-    if not claims:
-        return []
-    hashed = {part: name for name, claim in claims.items() if claim.sha256 for part in manifest.parts([name])}
     found: list[dict[str, Any]] = []
-    for spec in specs:
+    for spec in specs if claims else ():
         claim = claims.get(spec.name, Claim())
         if claim.shape is not None and claim.shape != spec.shape:
             found.append(_problem("wrong-shape", spec.name, list(claim.shape), list(spec.shape)))
         if claim.dtype is not None and claim.dtype != spec.dtype:
             found.append(_problem("wrong-dtype", spec.name, claim.dtype, spec.dtype))
-        others = {hashed[part] for part in manifest.parts([spec.name]) if part in hashed} - {spec.name}
-        if others:
-            form = {"expected": sorted(others)[0], "found": spec.name}
-            found.append({"kind": "wrong-form", "tensor": spec.name, **form})
+        for form in manifest.other_forms(spec.name):
+            if form in claims and claims[form].sha256:
+                told = {"expected": form, "found": spec.name}
+                found.append({"kind": "wrong-form", "tensor": spec.name, **told})
+                break
     return found
 
 
-def _either(shape: tuple[int, ...] | None, known: tuple[int, ...] | None) -> tuple[int, ...]:
-    return shape if shape is not None else known or ()
+def _filled(claims: Mapping[str, Claim], known: TensorSpec) -> TensorSpec:
+    """What is claimed of a tensor; what is not told is as it is known."""
+    claim = claims.get(known.name, Claim())
+    shape = known.shape if claim.shape is None else claim.shape
+    return TensorSpec(known.name, shape, claim.dtype or known.dtype)
 
 
 def _problem(kind: str, tensor: str, expected: Any, found: Any) -> dict[str, Any]:

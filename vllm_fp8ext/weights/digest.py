@@ -117,7 +117,7 @@ def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor is read: under which name of which file and, of a fused one, its how manieth matrix it is."""
+    """Where a tensor is read: under which name of which file and, of a fused one, which of its matrices it is."""
 
     file: Path
     name: str

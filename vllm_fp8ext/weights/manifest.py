@@ -2,7 +2,7 @@
 """What an engine takes and how it serves it, as plain data: the contract between trainer, server and digests."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -88,6 +88,17 @@ class Manifest:
     def fused(self) -> dict[str, Fused]:
         """Tensors that may come instead of all the matrices in them, by name."""
         return fused_experts({name: spec.shape for name, spec in self.tensors.items()})
+
+    @cached_property
+    def _wholes(self) -> dict[str, str]:
+        """By matrix, the fused tensor that it lies in."""
+        return {part: name for name, whole in self.fused.items() for part in whole.parts}
+
+    def other_forms(self, name: str) -> Sequence[str]:
+        """Other names under which bytes of this tensor may come: its matrices, or the fused tensor that it lies in."""
+        if name in self.fused:
+            return self.fused[name].parts
+        return (self._wholes[name],) if name in self._wholes else ()
 
     def parts(self, names: Iterable[str]) -> list[str]:
         """These names, with those of its matrices for each fused tensor."""
