@@ -29,35 +29,35 @@ from vllm_fp8ext.weights.wire import stored
 TRANSPORTS = ("ipc", "ipc-fp8", "http", "files")
 
 
-class Watched:
-    """What a vLLM worker can do besides: tell what its tensors take."""
+def begin_to_watch(worker: Any) -> None:
+    """Called in a worker: from now on its peaks count."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    worker.watched = (
+        torch.cuda.memory_allocated(),
+        torch.cuda.memory_reserved(),
+        torch.cuda.mem_get_info()[0],
+    )
 
-    def begin_to_watch(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self.before = (
-            torch.cuda.memory_allocated(),
-            torch.cuda.memory_reserved(),
-            torch.cuda.mem_get_info()[0],
-        )
 
-    def seen(self) -> dict[str, int]:
-        torch.cuda.synchronize()
-        allocated, reserved, free = self.before
-        return {
-            "allocated": torch.cuda.max_memory_allocated() - allocated,
-            "reserved": torch.cuda.max_memory_reserved() - reserved,
-            "given": free - torch.cuda.mem_get_info()[0],
-        }
+def seen(worker: Any) -> dict[str, int]:
+    """Called in a worker: bytes since then."""
+    torch.cuda.synchronize()
+    allocated, reserved, free = worker.watched
+    return {
+        "allocated": torch.cuda.max_memory_allocated() - allocated,
+        "reserved": torch.cuda.max_memory_reserved() - reserved,
+        "given": free - torch.cuda.mem_get_info()[0],
+    }
 
 
 def main() -> int:
     options = _options()
     if not torch.cuda.is_available():
         raise ConfigError("expected a GPU: on CPUs nothing counts what tensors take")
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions travel to workers
     from vllm import LLM
 
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folders = two_checkpoints(options.checkpoints, options.shape, Path(scratch), "cuda")
@@ -69,18 +69,17 @@ def main() -> int:
             gpu_memory_utilization=0.4,
             skip_tokenizer_init=True,
             enforce_eager=True,
-            worker_extension_cls="update_memory.Watched",
             additional_config={"fp8ext": {"allowed_dirs": allowed_dirs(folders)}},
         )
         with embedded_blocking(llm) as weights:
             for transport in options.transports:
                 for number, folder in enumerate(reversed(folders)):
                     push = _pushed(weights, transport, folder)
-                    llm.collective_rpc("begin_to_watch")
+                    llm.collective_rpc(begin_to_watch)
                     push()
-                    seen = llm.collective_rpc("seen")
+                    ranks = llm.collective_rpc(seen)
                     told = {"model": options.shape, "transport": transport, "number": number}
-                    cases.append(told | {name: max(rank[name] for rank in seen) for name in seen[0]})
+                    cases.append(told | {name: max(rank[name] for rank in ranks) for name in ranks[0]})
                     del push
     table = Table("transport", "number", "allocated MiB", "reserved MiB", "given MiB")
     for case in cases:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Content-Digest` of a request body (RFC 9530), computed beside its arrival."""
+"""`Content-Digest` of a request body (RFC 9530), computed as it arrives."""
 
-import asyncio
 import base64
 import binascii
 import hashlib
@@ -11,8 +10,6 @@ from vllm_fp8ext.errors import UpdateError
 
 _ALGORITHMS = {"sha-256": hashlib.sha256, "sha-512": hashlib.sha512}
 _MEMBER = re.compile(r"\s*([a-z0-9*_.-]+)=:([A-Za-z0-9+/=]*):\s*(?:;[^,]*)?")
-_STEP = 8 << 20
-"""Bytes hashed at once, on another thread."""
 
 
 class ContentDigest:
@@ -21,8 +18,6 @@ class ContentDigest:
     def __init__(self, expected: dict[str, bytes]) -> None:
         self._expected = expected
         self._hashes = {name: _ALGORITHMS[name]() for name in expected}
-        self._done = 0
-        self._task: asyncio.Task[None] | None = None
 
     @classmethod
     def parse(cls, header: str | None) -> "ContentDigest | None":
@@ -48,25 +43,17 @@ class ContentDigest:
             raise _invalid(f"expected sha-256 or sha-512, found {header!r:.200}")
         return cls(found)
 
-    async def advance(self, content: memoryview, received: int) -> None:
-        """`received` bytes of the body are there: hash them when they are enough. Waits for what is being hashed already,
-        so that a body does not run away from its digest."""
-        if received - self._done < _STEP:
-            return
-        if self._task is not None:
-            await self._task
-        self._task = asyncio.create_task(asyncio.to_thread(self._update, content[self._done : received]))
-        self._done = received
+    def update(self, piece: memoryview) -> None:
+        """Take the next bytes of the body."""
+        for running in self._hashes.values():
+            running.update(piece)
 
-    async def verify(self, content: memoryview) -> None:
+    def verify(self) -> None:
         """The body is complete.
 
         Raises:
             UpdateError: `digest-mismatch` with the digests that were expected and found.
         """
-        if self._task is not None:
-            await self._task
-        await asyncio.to_thread(self._update, content[self._done :])
         for name, expected in self._expected.items():
             found = self._hashes[name].digest()
             if found != expected:
@@ -77,10 +64,6 @@ class ContentDigest:
                     expected=_text(expected),
                     found=_text(found),
                 )
-
-    def _update(self, piece: memoryview) -> None:
-        for running in self._hashes.values():
-            running.update(piece)
 
 
 def _text(value: bytes) -> str:

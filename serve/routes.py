@@ -12,6 +12,7 @@ from fastapi.security import HTTPBearer
 from pydantic import Field
 from starlette.requests import ClientDisconnect
 
+from vllm_fp8ext.compat.connection import Connection
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.auth import AdminKey
@@ -179,7 +180,9 @@ async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> d
             "length-required", f"Content-Length: expected a number, found {length!r}", status=400
         )
     digest = ContentDigest.parse(request.headers.get("content-digest"))
-    async with backend.spool.receive(_body(request), int(length) if length else None, digest) as extent:
+    connection = Connection.of(request.scope, request.receive)
+    size = int(length) if length else None
+    async with backend.spool.receive(_body(request), size, digest, connection) as extent:
         content = extent.content
 
         def read(start: int, size: int) -> bytes:

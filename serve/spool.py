@@ -2,7 +2,7 @@
 """Uploaded bodies on their way to the ranks: one bounded file in shared memory that every rank maps, used over and over.
 
 A body gets an extent of the file for as long as it lives; one that finds no room waits, in order of arrival, and its client
-with it: nothing is read from its connection meanwhile.
+with it: nothing is read from its connection meanwhile. Room is taken from the folder as bodies need it.
 """
 
 import asyncio
@@ -17,9 +17,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_fp8ext.compat.connection import Connection
 from vllm_fp8ext.errors import ConfigError, UpdateError
-from vllm_fp8ext.serve.batch_writer import BatchWriter
 from vllm_fp8ext.serve.content_digest import ContentDigest
+from vllm_fp8ext.serve.filling import Filling
+from vllm_fp8ext.serve.work import in_thread
 
 _PAGE = 4096
 _NAME = "fp8ext-", ".spool"
@@ -52,6 +54,8 @@ class Spool:
         self._descriptor, self.path = _created(folder)
         os.ftruncate(self._descriptor, self.limit)
         self._content = memoryview(mmap.mmap(self._descriptor, self.limit))
+        self._backed = 0
+        """Bytes from the start for which the folder has given room."""
         self._idle_seconds = idle_seconds
         self._extents: list[tuple[int, int]] = []
         self._lost: list[tuple[int, int]] = []
@@ -78,9 +82,15 @@ class Spool:
 
     @asynccontextmanager
     async def receive(
-        self, body: AsyncIterator[bytes], length: int | None, digest: ContentDigest | None = None
+        self,
+        body: AsyncIterator[bytes],
+        length: int | None,
+        digest: ContentDigest | None = None,
+        connection: Connection | None = None,
     ) -> AsyncIterator[Extent]:
         """Take a body of `length` bytes; its extent is free again when the context is left, unless by `engine-timeout`.
+
+        `connection`: by which it comes, if it can be read from there; what follows the first piece of `body` is.
 
         Raises:
             UpdateError: no length, a length beyond the file, or beyond what silent ranks leave of it, a body of another
@@ -99,7 +109,7 @@ class Spool:
         in_use = False
         try:
             extent = Extent(str(self.path), offset, length, self._content[offset : offset + length])
-            await self._fill(extent, body, digest)
+            await self._fill(Filling(extent.content, digest), body, connection)
             yield extent
         except UpdateError as error:
             # ranks that have not answered may still read it: what another upload puts there would be staged for this one
@@ -122,6 +132,7 @@ class Spool:
                     )
                     raise UpdateError("engine-timeout", message, status=504)
                 await self._room.wait()
+            await self._back(offset + length)
             self._extents.append((offset, length))
             self._extents.sort()
             return offset
@@ -135,38 +146,64 @@ class Spool:
             start = -(-(offset + size) // _PAGE) * _PAGE
         return None
 
-    async def _fill(self, extent: Extent, body: AsyncIterator[bytes], digest: ContentDigest | None) -> None:
-        loop = asyncio.get_running_loop()
-        received, renewed = 0, loop.time()
-        writer = BatchWriter(self._descriptor, self.path, extent.offset)
+    async def _back(self, end: int) -> None:
+        """Have the folder's room up to there: who writes to a map where there is none is killed."""
+        if end <= self._backed:
+            return
         try:
-            async with asyncio.timeout_at(renewed + self._idle_seconds) as limit:
-                async for piece in body:
-                    received += len(piece)
-                    if received > extent.length:
-                        break
-                    await writer.add(piece)
-                    if digest is not None:
-                        await digest.advance(extent.content, writer.written)
-                    now = loop.time()
-                    if now - renewed > self._idle_seconds / 16:  # cheaper than at every piece
-                        limit.reschedule(now + self._idle_seconds)
-                        renewed = now
-            await writer.finish()
+            await in_thread(_allocate, os.dup(self._descriptor), self._backed, end)
+        except OSError as error:
+            raise UpdateError("spool-failed", f"{self.path}: {error}", status=507) from error
+        self._backed = end
+
+    async def _fill(
+        self, filling: Filling, body: AsyncIterator[bytes], connection: Connection | None
+    ) -> None:
+        try:
+            await self._copy(filling, body, connection)
+            if connection is not None:
+                await connection.read_into(filling.rest, self._idle_seconds, filling.took)
         except TimeoutError:
-            message = f"nothing came for {self._idle_seconds:g} s after {received} of {extent.length} bytes"
+            came = f"{filling.filled} of {len(filling.content)} bytes"
+            message = f"nothing came for {self._idle_seconds:g} s after {came}"
             raise UpdateError("upload-stalled", message, status=408) from None
-        finally:
-            await writer.stop()
-        if received != extent.length:
-            raise UpdateError(
-                "truncated",
-                f"the body should have {extent.length} bytes, found {received}",
-                status=400,
-                expected=extent.length,
-            )
-        if digest is not None:
-            await digest.verify(extent.content)
+        if filling.rest:
+            raise _of_another_length(filling, filling.filled)
+        await in_thread(filling.verify)
+
+    async def _copy(
+        self, filling: Filling, body: AsyncIterator[bytes], connection: Connection | None
+    ) -> None:
+        """Take the pieces of a body; of one whose connection can be read, those that have been read already."""
+        loop = asyncio.get_running_loop()
+        renewed = loop.time()
+        async with asyncio.timeout_at(renewed + self._idle_seconds) as limit:
+            async for piece in body:
+                if len(piece) > len(filling.rest):
+                    raise _of_another_length(filling, filling.filled + len(piece))
+                filling.copy(piece)
+                if connection is not None and filling.rest:
+                    filling.copy(connection.take_over())
+                    return
+                if filling.behind:
+                    await in_thread(filling.hash)
+                now = loop.time()
+                if now - renewed > self._idle_seconds / 16:  # cheaper than at every piece
+                    limit.reschedule(now + self._idle_seconds)
+                    renewed = now
+
+
+def _of_another_length(filling: Filling, found: int) -> UpdateError:
+    expected = len(filling.content)
+    message = f"the body should have {expected} bytes, found {found}"
+    return UpdateError("truncated", message, status=400, expected=expected)
+
+
+def _allocate(descriptor: int, start: int, end: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, start, end - start)
+    finally:
+        os.close(descriptor)
 
 
 def _created(folder: str) -> tuple[int, Path]:

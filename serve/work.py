@@ -2,7 +2,7 @@
 """Work that goes on when its client has gone."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from vllm_fp8ext.errors import UpdateError
@@ -31,3 +31,13 @@ async def outcome(work: Awaitable[Any]) -> Any:
         return await work
     except UpdateError as error:
         return error
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """What a function returns that is called in a thread. A cancellation waits for its end."""
+    call = asyncio.create_task(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait({call})
+        raise

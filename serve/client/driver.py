@@ -3,13 +3,14 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import httpx
 
 from vllm_fp8ext.serve.client.flow import Flow, Pipelined, Request, Step, Together, Wait, Work
+from vllm_fp8ext.serve.work import in_thread
 
 T = TypeVar("T")
 
@@ -136,7 +137,7 @@ class AsyncDriver:
             case Wait(seconds):
                 return await asyncio.sleep(seconds)
             case Work(function):
-                return await _in_thread(function)
+                return await in_thread(function)
             case Together(flows):
                 return await asyncio.gather(*map(self._outcome, flows))
             case Pipelined():
@@ -191,16 +192,6 @@ async def _some_ended(tasks: set[asyncio.Task[Any]], *, wanted: bool) -> set[asy
     return others
 
 
-async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """What a function returns that is called in a thread. A cancellation waits for its end."""
-    call = asyncio.create_task(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        await asyncio.wait({call})
-        raise
-
-
 def _counted(step: Request, stop: threading.Event) -> Iterator[bytes]:
     count = 0
     for piece in step.content or ():
@@ -214,7 +205,7 @@ def _counted(step: Request, stop: threading.Event) -> Iterator[bytes]:
 async def _counted_in_thread(step: Request) -> AsyncIterator[bytes]:
     count = 0
     pieces = iter(step.content or ())
-    while (piece := await _in_thread(next, pieces, None)) is not None:
+    while (piece := await in_thread(next, pieces, None)) is not None:
         yield piece
         count += len(piece)
         if step.sent:
