@@ -79,6 +79,22 @@ def test_chunks_come_in_any_order_and_again(server: Server):
         assert client.digests().digests == checkpoint_digests(LATE, Manifest.from_dict(client.manifest()))
 
 
+def test_long_bodies_are_read_past_uvicorn(single: Server):
+    """Through every middleware of vLLM; such a connection is not used again."""
+    (body,) = bodies(ranges_of(LATE), 1 << 30)
+    with single.client() as client:
+        id = client.open().id
+        answer = httpx.put(
+            f"{single.url}/fp8ext/v1/updates/{id}/chunks/0",
+            content=b"".join(body),
+            headers={"Authorization": f"Bearer {single.key}"},
+            timeout=60,
+        )
+        assert (answer.status_code, answer.headers.get("Connection")) == (200, "close")
+        assert answer.json()["tensors_missing"] == 0
+        client.abandon(id)
+
+
 def test_staging_changes_nothing_that_is_served(server: Server):
     before = state(server)
     with server.client() as client:
