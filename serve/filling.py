@@ -8,12 +8,12 @@ _STEP = 1 << 20
 
 
 class Filling:
-    """`content`: the place. `filled`: bytes of the body that are there."""
+    """`content`: the place. `filled`: bytes of the body that are there. `digest`: of them, if one is expected."""
 
     def __init__(self, content: memoryview, digest: ContentDigest | None) -> None:
         self.content = content
         self.filled = 0
-        self._digest = digest
+        self.digest = digest
         self._hashed = 0
 
     @property
@@ -24,7 +24,7 @@ class Filling:
     @property
     def behind(self) -> bool:
         """Whether it is time to `hash`."""
-        return self._digest is not None and self.filled - self._hashed >= _STEP
+        return self.digest is not None and self.filled - self._hashed >= _STEP
 
     def copy(self, piece: bytes) -> None:
         """Take the next piece, which fits."""
@@ -38,8 +38,8 @@ class Filling:
 
     def hash(self) -> None:
         """Bring the digest up to what is there. On any thread."""
-        if self._digest is not None:
-            self._digest.update(self.content[self._hashed : self.filled])
+        if self.digest is not None:
+            self.digest.update(self.content[self._hashed : self.filled])
             self._hashed = self.filled
 
     def verify(self) -> None:
@@ -49,5 +49,5 @@ class Filling:
             UpdateError: `digest-mismatch`.
         """
         self.hash()
-        if self._digest is not None:
-            self._digest.verify()
+        if self.digest is not None:
+            self.digest.verify()

@@ -61,7 +61,7 @@ class Spool:
         self._lost: list[tuple[int, int]] = []
         """Those of them that will not be free again."""
         self._turn = asyncio.Lock()
-        self._room = asyncio.Condition()
+        self._freed = asyncio.Event()
 
     def require_room(self, size: int, what: str) -> None:
         """Raises `ConfigError` when a body of `size` bytes, which `what` describes, could never be sent."""
@@ -105,6 +105,8 @@ class Spool:
                 status=413,
                 limit=self.limit,
             )
+        if not self._content:
+            raise UpdateError("spool-failed", f"{self.path}: closed, since the server ends", status=507)
         offset = await self._reserve(length)
         in_use = False
         try:
@@ -116,22 +118,22 @@ class Spool:
             in_use = error.kind == "engine-timeout"
             raise
         finally:
-            async with self._room:
-                if in_use:
-                    self._lost.append((offset, length))
-                else:
-                    self._extents.remove((offset, length))
-                self._room.notify_all()
+            if in_use:
+                self._lost.append((offset, length))
+            else:
+                self._extents.remove((offset, length))
+            self._freed.set()
 
     async def _reserve(self, length: int) -> int:
-        async with self._turn, self._room:
+        async with self._turn:
             while (offset := self._gap(length, self._extents)) is None:
                 if self._gap(length, sorted(self._lost)) is None:
                     message = (
                         f"a rank may still read some of the room for uploads: none is left for {length} bytes"
                     )
                     raise UpdateError("engine-timeout", message, status=504)
-                await self._room.wait()
+                self._freed.clear()
+                await self._freed.wait()
             await self._back(offset + length)
             self._extents.append((offset, length))
             self._extents.sort()
@@ -169,7 +171,8 @@ class Spool:
             raise UpdateError("upload-stalled", message, status=408) from None
         if filling.rest:
             raise _of_another_length(filling, filling.filled)
-        await in_thread(filling.verify)
+        if filling.digest is not None:
+            await in_thread(filling.verify)
 
     async def _copy(
         self, filling: Filling, body: AsyncIterator[bytes], connection: Connection | None

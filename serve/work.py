@@ -2,7 +2,11 @@
 """Work that goes on when its client has gone."""
 
 import asyncio
+import contextlib
+import contextvars
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from functools import partial
 from typing import Any, TypeVar
 
 from vllm_fp8ext.errors import UpdateError
@@ -33,11 +37,17 @@ async def outcome(work: Awaitable[Any]) -> Any:
         return error
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """What a function returns that is called in a thread. A cancellation waits for its end."""
-    call = asyncio.create_task(asyncio.to_thread(function, *arguments))
+async def in_thread(function: Callable[..., T], *arguments: Any, executor: Executor | None = None) -> T:
+    """What a function returns that is called in a thread, of the loop's own if there is no other `executor`. A cancellation
+    waits for its end."""
+    context = contextvars.copy_context()
+    call = asyncio.get_running_loop().run_in_executor(executor, partial(context.run, function, *arguments))
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:
-        await asyncio.wait({call})
+        while not call.done():
+            with contextlib.suppress(asyncio.CancelledError):  # another one
+                await asyncio.wait({call})
+        if not call.cancelled():
+            call.exception()  # nobody asks
         raise

@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,9 +62,16 @@ class Served:
 
 
 def put(
-    connection: HTTPConnection, body: Any, length: int | None = None, digest: str | None = None
+    connection: HTTPConnection,
+    body: Any,
+    length: int | None = None,
+    digest: str | None = None,
+    scheme: str | None = None,
 ) -> Answer:
+    """`scheme`: by which a proxy says that the request came to it."""
     headers = {"Content-Length": str(len(body) if length is None else length)}
+    if scheme is not None:
+        headers["X-Forwarded-Proto"] = scheme
     connection.request("PUT", "/", body, headers | ({"Content-Digest": digest} if digest else {}))
     answer = connection.getresponse()
     return Answer((answer.status, json.loads(answer.read())), answer.getheader("Connection"))
@@ -238,12 +246,70 @@ def test_a_cancelled_request_ends_its_reading(served: Served) -> None:
         assert time.monotonic() - start < IDLE_SECONDS / 2
 
 
+@pytest.mark.parametrize("how", ["again", "reset"])
+def test_a_cancelled_request_waits_until_nothing_writes(tmp_path: Path, how: str) -> None:
+    """Also when it is cancelled again, or its client has gone: else its place would be another body's already."""
+    ends: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        writing = asyncio.Event()
+
+        def took(count: int) -> None:
+            loop.call_soon_threadsafe(writing.set)
+            time.sleep(0.3)
+            ends.append("thread")
+
+        ours, client = socket.socketpair()
+        transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, ours)
+        transport.pause_reading()
+        connection = Connection(SimpleNamespace(transport=transport))
+        with closing(client), closing(transport):
+            client.sendall(b"x" * 100_000)
+            reading = asyncio.create_task(connection.read_into(memoryview(bytearray(1 << 20)), 10, took))
+            await asyncio.wait_for(writing.wait(), 10)
+            if how == "reset":
+                client.close()
+            for _ in range(3 if how == "again" else 1):
+                reading.cancel()
+                await asyncio.sleep(0.02)
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+        ends.append("task")
+
+    asyncio.run(main())
+    assert ends[-1] == "task"
+    assert ends.count("thread") == len(ends) - 1 > 0
+
+
+def test_bodies_that_stall_do_not_hold_up_others(served: Served) -> None:
+    count = 2 * len(os.sched_getaffinity(0)) + 30
+    before = len(served.answers)
+    with ExitStack() as stack:
+        stalled = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 30))
+            for _ in range(count)
+        ]
+        for client in stalled:
+            client.sendall(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 8192\r\n\r\nx")
+        assert served.put(BODY[: 5 << 20]).told == taken(BODY[: 5 << 20])
+        assert served.answers[before:] == [200], "it came first"
+        for client in stalled:
+            assert client.makefile("rb").read().startswith(b"HTTP/1.1 408")
+
+
 def test_chunks_of_http_are_not_taken_for_the_body(served: Served) -> None:
     """Without a length they are refused; with one, by uvicorn."""
     with closing(HTTPConnection("127.0.0.1", served.port, timeout=30)) as connection:
         connection.request("PUT", "/", iter([BODY]), encode_chunked=True)
         answer = connection.getresponse()
         assert (answer.status, json.loads(answer.read())["kind"]) == (411, "length-required")
+
+
+def test_behind_a_proxy_that_ends_tls_bodies_are_read(served: Served) -> None:
+    with closing(HTTPConnection("127.0.0.1", served.port, timeout=30)) as connection:
+        answer = put(connection, BODY, scheme="https")
+    assert (answer.told, answer.connection) == (taken(BODY), "close")
 
 
 @pytest.mark.parametrize("way", ["h11", "tls"])
@@ -274,6 +340,7 @@ def test_where_a_connection_cannot_be_read_uvicorn_hands_over_all(tmp_path: Path
     with serving(folder, **options) as served:
         for digest, expected in ((BODY, taken(BODY)), (BODY[1:], None)):
             with closing(kind("127.0.0.1", served.port, timeout=30, **more)) as connection:
-                told = put(connection, BODY, digest=digest_of(digest)).told
+                # as of a client of a proxy that encrypts anew
+                told = put(connection, BODY, digest=digest_of(digest), scheme="http").told
             assert told == expected if expected else told[1]["kind"] == "digest-mismatch"
         assert served.handed == [len(BODY)] * 2

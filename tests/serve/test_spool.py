@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -362,6 +363,42 @@ def test_a_cancelled_upload_leaves_nothing(spool: Spool, moment: str) -> None:
     asyncio.run(main())
 
 
+def test_while_the_folder_gives_room_others_end_and_can_be_cancelled(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    allocate = os.posix_fallocate
+
+    def slowly(*arguments: int) -> None:
+        go_on.wait(10)
+        allocate(*arguments)
+
+    async def upload(until: asyncio.Event) -> None:
+        async with spool.receive(pages(2), 2 * PAGE):
+            await until.wait()
+
+    async def main() -> None:
+        done = asyncio.Event()
+        first = asyncio.create_task(upload(done))
+        cancelled = asyncio.create_task(upload(asyncio.Event()))
+        while len(spool._extents) < 2:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(os, "posix_fallocate", slowly)
+        second = asyncio.create_task(upload(done))
+        await settle()
+        done.set()
+        cancelled.cancel()
+        await asyncio.wait_for(first, 5)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(cancelled, 5)
+        assert not second.done()
+        go_on.set()
+        await asyncio.wait_for(second, 10)
+        await takes_everything(spool)
+
+    asyncio.run(main())
+
+
 def test_what_a_silent_rank_may_still_read_is_not_given_to_another(spool: Spool) -> None:
     """Its bytes would be staged as those of the upload that was given up."""
 
@@ -505,6 +542,9 @@ def test_one_that_is_closed_takes_no_memory(tmp_path: Path) -> None:
         assert used()
         spool.close()
         assert not used()
+        error = await refused(spool, pages(1), PAGE)
+        assert (error.kind, error.status) == ("spool-failed", 507)
+        assert "closed" in str(error)
 
     asyncio.run(main())
 

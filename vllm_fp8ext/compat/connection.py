@@ -7,17 +7,25 @@ can read a body into memory that the application has.
 """
 
 import asyncio
+import os
 import select
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
+from vllm_fp8ext.serve.work import in_thread
+
 _CYCLE = "uvicorn.protocols.http.httptools_impl", "RequestResponseCycle"
 _STEP = 1 << 20
 """Bytes read at once, at most: what is done with them finds them in the cache."""
-_THREADS = ThreadPoolExecutor(32, "fp8ext-upload")
-"""For bodies alone: one that stops coming holds its thread until it is given up."""
+_TURN_SECONDS = 0.1
+"""Longest time that a body has a thread before others have their turn."""
+_PATIENCE_MS = 5
+"""Longest time that a thread waits for more of it."""
+_THREADS = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "fp8ext-upload")
+"""Reading takes a core, and a digest too. A body of which nothing comes waits without one."""
 
 
 class Connection:
@@ -29,8 +37,11 @@ class Connection:
     @classmethod
     def of(cls, scope: Any, receive: Any) -> Self | None:
         """That of a request; None where its bytes are not the body's, or do not come by uvicorn."""
-        cycle = getattr(receive, "__self__", None)
-        if (type(cycle).__module__, type(cycle).__name__) != _CYCLE or scope["scheme"] != "http":
+        cycle: Any = getattr(receive, "__self__", None)
+        if (type(cycle).__module__, type(cycle).__name__) != _CYCLE:
+            return None
+        # not by the scope's scheme: a proxy says there how its own client came
+        if cycle.transport.get_extra_info("sslcontext") is not None:
             return None
         return None if any(name == b"transfer-encoding" for name, _ in scope["headers"]) else cls(cycle)
 
@@ -45,8 +56,8 @@ class Connection:
         return read
 
     async def read_into(self, content: memoryview, idle_seconds: float, took: Callable[[int], None]) -> None:
-        """Read on until `content` is full or the client has gone. `took` is called on the thread, with the number of bytes
-        that are there as well now. A cancellation waits for its end.
+        """Read on until `content` is full or the client has gone. `took` is called on a thread, with the number of bytes
+        that are there as well now. A cancellation waits until no thread writes there.
 
         Raises:
             TimeoutError: nothing came for `idle_seconds`.
@@ -56,35 +67,48 @@ class Connection:
             return
         descriptor = transport.get_extra_info("socket").fileno()
         with socket.socket(fileno=socket.dup(descriptor)) as source:
-            source.setblocking(
-                False
-            )  # as it is; of this object it would be another by `socket.setdefaulttimeout`
-            loop = asyncio.get_running_loop()
-            reading = loop.run_in_executor(_THREADS, _read, source, content, idle_seconds, took)
+            source.setblocking(False)  # as it is already: `socket.setdefaulttimeout` may say otherwise
+            reading = _Reading(source, content, took)
+            while not reading.over:
+                if not await in_thread(reading.turn, executor=_THREADS):
+                    async with asyncio.timeout(idle_seconds):
+                        await _readable(source)
+
+
+class _Reading:
+    """A body on its way from `source` into `rest`. `over`: it is there, or the client has gone."""
+
+    def __init__(self, source: socket.socket, rest: memoryview, took: Callable[[int], None]) -> None:
+        self.over = False
+        self._source, self._rest, self._took = source, rest, took
+        self._poller = select.poll()
+        self._poller.register(source, select.POLLIN)
+
+    def turn(self) -> bool:
+        """Read for a while. False: nothing came at last."""
+        end = time.monotonic() + _TURN_SECONDS
+        while not self.over and time.monotonic() < end:
             try:
-                await asyncio.shield(reading)
-            except asyncio.CancelledError:
-                source.shutdown(socket.SHUT_RD)
-                await asyncio.wait({reading})
-                raise
+                count = self._source.recv_into(self._rest[:_STEP])
+            except BlockingIOError:
+                if not self._poller.poll(_PATIENCE_MS):
+                    return False
+                continue
+            except OSError:
+                count = 0
+            self._rest = self._rest[count:]
+            self.over = not count or not self._rest
+            if count:
+                self._took(count)
+        return True
 
 
-def _read(
-    source: socket.socket, content: memoryview, idle_seconds: float, took: Callable[[int], None]
-) -> None:
-    poller = select.poll()
-    poller.register(source, select.POLLIN)
-    start = 0
-    while start < len(content):
-        try:
-            count = source.recv_into(content[start : start + _STEP])
-        except BlockingIOError:
-            if not poller.poll(idle_seconds * 1000):
-                raise TimeoutError from None
-            continue
-        except ConnectionError:
-            return
-        if not count:
-            return
-        start += count
-        took(count)
+async def _readable(source: socket.socket) -> None:
+    """Wait until something comes, or the client has gone."""
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    loop.add_reader(source, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(source)
