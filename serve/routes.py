@@ -12,11 +12,11 @@ from fastapi.security import HTTPBearer
 from pydantic import Field
 from starlette.requests import ClientDisconnect
 
-from vllm_fp8ext.compat.connection import Connection
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
+from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
 from vllm_fp8ext.serve.work import finished, kept, outcome

@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_fp8ext.compat.connection import Connection
 from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.filling import Filling
 from vllm_fp8ext.serve.work import in_thread

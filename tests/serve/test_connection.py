@@ -25,8 +25,8 @@ import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
-from vllm_fp8ext.compat.connection import Connection
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.spool import Spool
 
