@@ -2,7 +2,9 @@
 """Leaves out what this machine has no hardware for, and interprets Triton's kernels where there is no GPU."""
 
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items=[item for item, need in zip(items, needs, strict=True) if need > gpus]
     )
     items[:] = [item for item, need in zip(items, needs, strict=True) if need <= gpus]
+
+
+@pytest.fixture
+def on_a_small_disk(tmp_path: Path) -> Callable[[str, str], "subprocess.CompletedProcess[str]"]:
+    """Runs a script, in a process of its own, with a folder as its argument that is a file system of this size."""
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+
+    def run(size: str, script: str) -> "subprocess.CompletedProcess[str]":
+        mounted = f'mount -t tmpfs -o size={size} none "$0"'
+        if subprocess.run([*alone, mounted, str(tmp_path)], capture_output=True).returncode:
+            pytest.skip("a small disk cannot be mounted here")
+        line = [*alone, mounted + ' && exec "$@" "$0"', str(tmp_path), sys.executable, "-P", "-c", script]
+        return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+    return run

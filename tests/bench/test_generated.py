@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated checkpoints have the tensors that the model of their shape takes."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,15 +60,10 @@ def test_a_checkpoint_that_was_not_finished_is_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [blocked]
 
 
-def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error(on_a_small_disk: Callable[..., Any]) -> None:
     """Not the end of the process, as it is where pages of a mapped file find no room."""
-    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    mounted = 'mount -t tmpfs -o size=1m none "$0"'
-    if subprocess.run([*alone, mounted, str(tmp_path)], capture_output=True).returncode:
-        pytest.skip("a small disk cannot be mounted here")
     write = "import sys, pathlib; from vllm_fp8ext.bench.generated import write_checkpoint as write; "
     write += "write(pathlib.Path(sys.argv[1]), 'tiny', 0, 'cpu')"
-    line = [*alone, mounted + ' && exec "$@" "$0"', str(tmp_path), sys.executable, "-P", "-c", write]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    done = on_a_small_disk("1m", write)
     assert done.returncode == 1, done.stderr
     assert "No space left on device" in done.stderr

@@ -103,13 +103,15 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
     with server.client() as client:
         client.push(LATE, version="late")
         client.push(spoiled("negated", model__norm__weight=-norm), version="negated")
-        for _ in range(ATTEMPTS):
+        for _ in range(3 * ATTEMPTS):
             stream = Stream(server, tokens=2 * TOKENS)
             while stream.running:
                 client.rollback()
                 time.sleep(0.1)  # for the request: two cores may be all that there is
             stream.wait()
-            if len(stream.weight_versions) > 2:  # on a busy machine few rollbacks meet it
+            # ranks that spin may leave this process no core for seconds: then few rollbacks meet the request
+            longest = max(span["end"] - span["start"] for span in stream.weight_versions)
+            if len(stream.weight_versions) > 4 and longest <= TOKENS // 2:
                 break
         spans, tokens = stream.weight_versions, stream.token_ids
         assert {span["version"] for span in spans} == {"late", "negated"}
@@ -119,8 +121,7 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
     judged = complete(server, prompt + tokens, 1, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
     ranks = [row[str(token)]["rank"] for row, token in zip(judged[len(prompt) :], tokens, strict=True)]
     for span in spans:
-        # of 128, as the late weights see the whole text at once: near ties may come otherwise token by token
-        best, worst = (1, 16) if span["version"] == "late" else (112, 128)
+        best, worst = (1, 4) if span["version"] == "late" else (120, 128)
         found = ranks[span["start"] : span["end"]]
         assert all(best <= rank <= worst for rank in found), (span, found)
 

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -466,11 +467,9 @@ asyncio.run(main())
 """
 
 
-def test_a_body_for_which_the_folder_is_too_full_is_refused(tmp_path: Path) -> None:
+def test_a_body_for_which_the_folder_is_too_full_is_refused(on_a_small_disk: Callable[..., Any]) -> None:
     """On a file system of 64 pages, which others fill meanwhile."""
-    mount = 'mount -t tmpfs -o size=256k none "$1" && exec "$0" -P -c "$2" "$1"'
-    command = ["unshare", "-rm", "sh", "-c", mount, sys.executable, str(tmp_path), FULL]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = on_a_small_disk("256k", FULL)
     assert done.returncode == 0, done.stderr
 
 
