@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import httpx
 import pytest
 
 from vllm_fp8ext.errors import UpdateError
 
+from .ask import complete
 from .conftest import answering
 from .fault_cells import CELLS, DEAD, Cell, FaultyServer, run
 
@@ -48,7 +50,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[int,
 
 @pytest.mark.parametrize("key", SERVERS, ids=["TP 1", "TP 2", "TP 2, experts"])
 def test_a_bit_that_flips_is_found(faulty: dict[tuple[int, bool], FaultyServer], key: tuple[int, bool]):
-    """In weights that an update brought. They stay wrong when a rollback brings them back."""
+    """In weights that an update brought. A rollback does not bring them back unnoticed."""
     server, ranks = faulty[key], key[0]
     with server.client() as client:
         assert client.verify().ranks == ranks
@@ -62,11 +64,40 @@ def test_a_bit_that_flips_is_found(faulty: dict[tuple[int, bool], FaultyServer],
             assert (caught.value.kind, caught.value.details["ranks"]) == ("weights-differ", [ranks - 1])
         client.push(server.early, version="early")
         assert client.verify().version == "early"
-        client.rollback()
-        with pytest.raises(UpdateError, match="not those that were committed as epoch"):
-            client.verify()
+        with pytest.raises(UpdateError, match="not those that were committed as epoch") as caught:
+            client.rollback()
+        assert (caught.value.kind, client.weights().state) == ("poisoned", "poisoned")
         client.push(server.early, version="early")
         client.verify()
+
+
+@pytest.mark.parametrize("key", SERVERS, ids=["TP 1", "TP 2", "TP 2, experts"])
+def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(
+    faulty: dict[tuple[int, bool], FaultyServer], key: tuple[int, bool]
+):
+    """Nobody is answered by such weights, however often the commit is asked for; a push heals the server."""
+    server, ranks = faulty[key], key[0]
+    with server.client() as client:
+        client.push(server.early, version="early")
+        update = client.open(version="late")
+        client.put_chunk(update.id, 0, (server.late / "model.safetensors").read_bytes())
+        client.prepare(update.id)
+        fault = {"point": "verify", "kind": "flipped bit", "rank": ranks - 1, "lasting": False}
+        server.fault.write_text(json.dumps(fault))
+        for _ in range(2):
+            with pytest.raises(UpdateError) as caught:
+                client.commit(update.id)
+            assert (caught.value.kind, caught.value.status) == ("poisoned", 503)
+        found = client.weights()
+        assert (found.state, found.version, found.previous_version) == ("poisoned", "late", None)
+        assert f"rank {ranks - 1}: the served weights are not those" in found.poisoned
+        with pytest.raises(httpx.HTTPStatusError, match="503"):
+            complete(server, "12+34=")
+        done = client.push(server.late, version="late")
+        assert done.seconds["verify"] > 0
+        assert client.verify().version == "late"
+        complete(server, "12+34=")
+        client.push(server.early, version="early")
 
 
 @pytest.mark.parametrize("cell", ALIVE, ids=str)

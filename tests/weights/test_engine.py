@@ -116,6 +116,7 @@ class Ranks:
     def __init__(self, fails: str = "", *, recorded: bool = False) -> None:
         self.calls: list[str] = []
         self.busy = False
+        self.fingerprint = 1
         self._fails = fails
         self._recorded = recorded
         self._last = ""
@@ -131,7 +132,7 @@ class Ranks:
             return [{"done": False}]
         if self._last == self._fails:
             return [{"error": UpdateError("internal", "no", status=500).as_dict()}]
-        marked = {"fingerprint": 1, "seconds": 0.0}
+        marked = {"fingerprint": self.fingerprint, "seconds": 0.0}
         sung = {"finite": True, "tokens": 0, "logprob": 0.0}
         sings = self._last == "sing" or (self._last == "mark" and self._recorded)
         return [{"done": True, **marked, **(sung if sings else {})}]
@@ -143,10 +144,14 @@ def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
     session.receive("0", [SPEC], 4)
     session.staged("0", [])
     engine._fingerprints.keep(engine.step.live, [0], None)
+    engine._model._manifest = session.manifest
     engine.jobs._ranks = ranks
     vars(core).update(
         ranks=ranks,
+        compiled=[],
         stop=lambda: None,
+        release=lambda: None,
+        refuse_requests=lambda: vars(core).update(refuses=True),
         drain=lambda: None,
         begin_step=lambda: None,
         resume=lambda: None,
@@ -163,7 +168,7 @@ def test_a_commit_prepares_what_nobody_prepared_in_the_same_job(core: IdleCore, 
     assert session.state is State.OPEN
     done = engine.handle("poll", {"job": started["job"]})
     assert (done["state"], done["result"]["epoch"]) == ("committed", 1)
-    assert ranks.calls == ["mark", "poll", "sing", "poll", "exchange", "settle"]
+    assert ranks.calls == ["mark", "poll", "sing", "poll", "exchange", "settle", "fingerprint", "poll"]
     assert engine.handle("commit", {"id": "u"})["result"] == done["result"]
 
 
@@ -186,6 +191,72 @@ def test_a_commit_ends_where_its_preparation_fails(core: IdleCore, engine: Updat
     assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "internal"
     assert session.state is State.OPEN
     assert "exchange" not in ranks.calls
+
+
+def ended(engine: UpdateEngine, operation: str, **arguments: Any) -> dict[str, Any]:
+    """What becomes of an operation that is a job."""
+    return engine.handle("poll", {"job": engine.handle(operation, arguments)["job"]})
+
+
+def confirming(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> int:
+    """The job of a commit whose exchange is done."""
+    asked(core, engine, ranks)
+    ended(engine, "prepare", id="u")
+    ranks.busy = True
+    job: int = engine.handle("commit", {"id": "u"})["job"]
+    return job
+
+
+def test_a_commit_ends_when_every_rank_serves_what_was_prepared(core: IdleCore, engine: UpdateEngine) -> None:
+    ranks = Ranks()
+    job = confirming(core, engine, ranks)
+    assert engine.handle("commit", {"id": "u"}) == {"waiting": 0}
+    ranks.busy = False
+    again = engine.handle("commit", {"id": "u"})
+    assert (again["state"], again["seconds"].keys() >= {"exchange", "verify", "total"}) == ("committed", True)
+    assert engine.handle("poll", {"job": job})["result"] == again["result"]
+    assert engine.status()["totals"]["outcomes"]["committed"] == 1
+
+
+@pytest.mark.parametrize("fails", ["", "fingerprint"], ids=["other contents", "unreadable"])
+def test_an_exchange_that_left_anything_else_poisons(
+    core: IdleCore, engine: UpdateEngine, fails: str
+) -> None:
+    ranks = Ranks(fails)
+    job = confirming(core, engine, ranks)
+    ranks.busy, ranks.fingerprint = False, 1 if fails else 2
+    for error in (
+        engine.handle("poll", {"job": job})["error"],
+        engine.handle("commit", {"id": "u"})["error"],
+    ):
+        assert (error["kind"], error["status"]) == ("poisoned", 503)
+    assert vars(core)["refuses"]
+    status = engine.status()
+    assert (status["state"], status["previous_version"]) == ("poisoned", None)
+    assert status["totals"]["outcomes"]["committed"] == 0
+
+
+def test_a_rollback_may_overtake_what_confirms_a_commit(core: IdleCore, engine: UpdateEngine) -> None:
+    ranks = Ranks()
+    job = confirming(core, engine, ranks)
+    rollback = engine.handle("rollback", {})["job"]
+    ranks.busy, ranks.fingerprint = False, 0
+    assert engine.handle("poll", {"job": job})["state"] == "committed"
+    assert engine.handle("poll", {"job": rollback})["version"] == "epoch-0"
+
+
+def test_a_rollback_to_anything_else_than_what_was_served_poisons(
+    core: IdleCore, engine: UpdateEngine
+) -> None:
+    ranks = Ranks()
+    job = confirming(core, engine, ranks)
+    ranks.busy = False
+    engine.handle("poll", {"job": job})
+    ranks.fingerprint = 0
+    done = ended(engine, "rollback")
+    assert (done["epoch"], done["version"], "verify" in done["seconds"]) == (2, "epoch-0", True)
+    assert ended(engine, "rollback")["error"]["kind"] == "poisoned"
+    assert engine.status()["totals"]["outcomes"]["rolled-back"] == 1
 
 
 def test_a_16_bit_kv_cache_has_no_scales(engine: UpdateEngine) -> None:
@@ -246,8 +317,10 @@ def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
     ranks.busy = False
     assert engine.handle("poll", {"job": started["job"]})["state"] == "prepared"
     assert engine.handle("prepare", {"id": "u"})["state"] == "prepared"
-    assert engine.handle("commit", {"id": "u"})["state"] == "committed"
-    assert [call for call in ranks.calls if call != "poll"] == ["mark", "sing", "exchange", "settle"]
+    started = engine.handle("commit", {"id": "u"})
+    assert engine.handle("poll", {"job": started["job"]})["state"] == "committed"
+    calls = [call for call in ranks.calls if call != "poll"]
+    assert calls == ["mark", "sing", "exchange", "settle", "fingerprint"]
 
 
 def test_a_preparation_that_nobody_asks_about_goes_on_with_the_next_call(
@@ -317,11 +390,12 @@ def test_a_rollback_that_has_lost_its_weights_waits_no_more(core: IdleCore, engi
 def test_a_version_that_nobody_chose_is_that_of_the_epoch(core: IdleCore, engine: UpdateEngine) -> None:
     ranks = Ranks()
     session = asked(core, engine, ranks)
-    engine._model._manifest = session.manifest
     session.named, session.version = False, "epoch-1"
     engine.step.previous = Label(0, "early")
+    engine._fingerprints.keep(engine.step.previous, [0], None)
     engine._fingerprints.keep(engine.step.live, [0], engine.step.previous)
-    assert engine.handle("rollback", {})["epoch"] == 1
+    ranks.fingerprint = 0
+    assert ended(engine, "rollback")["epoch"] == 1
     started = engine.handle("commit", {"id": "u"})
     assert engine.handle("poll", {"job": started["job"]})["result"]["version"] == "epoch-2"
 

@@ -181,10 +181,10 @@ class UpdateEngine:
 
     def commit(self, id: str) -> Result:
         """Serve an update's weights from the next step on; `{"waiting": requests}` while it waits. Idempotent. What nobody
-        prepared is prepared first: that is a job, which ends in the commit."""
+        prepared is prepared first. A job, which ends when every rank was seen to serve what was prepared."""
         session = self.updates.get(id)
         if session.state is State.COMMITTED:
-            return session.as_dict()
+            return self._committed(session)
         if session.state is State.OPEN:
             self.step.stop_waiting(id)  # when a chunk came while it waited
             started = self.prepare(id)
@@ -212,10 +212,25 @@ class UpdateEngine:
         if phases is None:
             return {"waiting": self.core.unfinished()}
         self._fingerprints.keep(label, session.fingerprints, self.step.previous)
-        session.seconds.update(phases)
-        session.seconds["total"] = self._clock() - session.opened_at
         session.commit({"epoch": label.epoch, "version": label.version, "pause_seconds": phases["pause"]})
         session.kv_scales = self.kv.describe(label.epoch)
+        confirming = self._audits.confirm(partial(self._confirmed, session, phases))
+        return self.jobs.watched(confirming, session.doubt)
+
+    def _committed(self, session: Session) -> Result:
+        """What a commit answers that is asked for once more."""
+        self.jobs.reap()
+        if session.verified is None:
+            return {"waiting": self.core.unfinished()}
+        if not session.verified:
+            message = f"update {session.id} was committed, but not every rank served what was prepared"
+            raise UpdateError("poisoned", message, status=503)
+        return session.as_dict()
+
+    def _confirmed(self, session: Session, phases: dict[str, float], seconds: float) -> Result:
+        session.verified = True
+        session.seconds.update(phases, verify=seconds)
+        session.seconds["total"] = self._clock() - session.opened_at
         self.totals.ended(session.state)
         self.totals.took(session.seconds)
         self.totals.bytes += session.bytes
@@ -248,7 +263,8 @@ class UpdateEngine:
         self.step.give_up(f"update {session.id}", writing=session.busy)
 
     def rollback(self, running: str = Running.KEEP, wait_seconds: float | None = None) -> Result:
-        """Serve the previous weights again, as a new epoch; `{"waiting": requests}` while it waits."""
+        """Serve the previous weights again, as a new epoch; `{"waiting": requests}` while it waits. A job, which ends when
+        every rank was seen to serve them."""
         self._model.manifest()
         if self.step.previous is None:
             self.step.stop_waiting(ROLLBACK)  # when a chunk came while it waited
@@ -265,6 +281,10 @@ class UpdateEngine:
         updating = self.updates.under_way
         if updating is not None and not updating.named:
             updating.version = default_version(label.epoch + 1)
+        return self._audits.confirm(partial(self._rolled_back, label, phases))
+
+    def _rolled_back(self, label: Label, phases: dict[str, float], seconds: float) -> Result:
+        phases["verify"] = seconds
         self.totals.ended("rolled-back")
         self.totals.took(phases)
         return {"epoch": label.epoch, "version": label.version, "seconds": phases}

@@ -276,6 +276,11 @@ class ExchangeStep:
         self.condemn(reason)
         raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)
 
+    def distrust(self, reason: str) -> NoReturn:
+        """What the exchange has left is not what was prepared. Raises `UpdateError` (`poisoned`)."""
+        self.condemn(reason)
+        raise UpdateError("poisoned", f"nobody knows what is served: {reason}", status=503)
+
     def condemn(self, reason: str) -> None:
         """Nobody knows what is served: stay paused, end every request, until a full update was staged and committed."""
         self._core.release()

@@ -85,6 +85,8 @@ class Session:
     revision: int = 0
     """Counts the chunks that arrived: what was prepared holds for one revision only."""
     result: dict[str, Any] | None = None
+    verified: bool | None = None
+    """Whether every rank was seen to serve what was prepared, once that is known."""
     seconds: dict[str, float] = field(default_factory=dict)
     canary_perplexity: float | None = None
     kv: Any = None
@@ -251,6 +253,10 @@ class Session:
         self.require_prepared()
         self.state = State.COMMITTED
         self.result = result
+
+    def doubt(self) -> None:
+        """Whether every rank serves it is known by now, or nobody will know."""
+        self.verified = bool(self.verified)
 
     def forget(self) -> None:
         """What was staged is lost: everything must be sent again."""
