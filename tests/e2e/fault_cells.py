@@ -27,7 +27,7 @@ from .ask import Stream
 from .plugins import variables
 
 KINDS = ("exception", "out of memory", "kill -9", "hang")
-POINTS = ("open", "chunk", "staging", "prepare", "commit", "rollback")
+POINTS = ("open", "chunk", "staging", "prepare", "commit", "verify", "rollback")
 DEADLINE_SECONDS = 10.0
 """Of the servers here: a hang is noticed after this long."""
 GRACE_SECONDS = 15.0
@@ -53,7 +53,7 @@ class Cell:
     @property
     def expected(self) -> str:
         """How it must end."""
-        if self.lasting:
+        if self.lasting or (self.point == "verify" and self.kind != "kill -9"):
             return POISONED
         if self.kind == "kill -9" or (self.kind == "hang" and self.point != "staging"):
             return DEAD
@@ -66,6 +66,7 @@ CELLS = tuple(
     for ranks in (1, 2)
     for point in POINTS
     for kind in KINDS
+    if (kind, point) != ("hang", "verify")
     for lasting in ((False, True) if kind == "exception" and point in ("commit", "rollback") else (False,))
 )
 
@@ -120,9 +121,9 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
     if cell.expected == DEAD:
         code = server.process.wait(DEADLINE_SECONDS + GRACE_SECONDS)
         assert code != 0, f"{cell}: the server ended with code 0"
-    elif cell.lasting:
+    elif cell.expected == POISONED:
         _require_poisoned(server)
-        server.fault.unlink()
+        server.fault.unlink(missing_ok=True)
     else:
         assert _state(server) == before, f"{cell}: what is served has changed"
     stream.wait(DEADLINE_SECONDS + GRACE_SECONDS)
@@ -131,7 +132,7 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
         _require_nothing_left(server)
     elif cell.kind != "hang":
         _heal(server)
-    assert cell.lasting or cell.expected == DEAD or stream.finish == "length", f"{cell}: {stream.finish}"
+    assert cell.expected != UNTOUCHED or stream.finish == "length", f"{cell}: {stream.finish}"
     return Ending(cell.expected, answer, answered)
 
 

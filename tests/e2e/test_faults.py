@@ -25,7 +25,11 @@ ALIVE = [
     and cell.kind != "hang"
     and (
         (cell.ranks == 1 and not cell.experts)
-        or (cell.ranks == 2 and cell.kind == "exception" and cell.point in ("staging", "commit", "rollback"))
+        or (
+            cell.ranks == 2
+            and cell.kind == "exception"
+            and cell.point in ("staging", "commit", "verify", "rollback")
+        )
     )
 ]
 SERVERS = (1, False), (2, False), (2, True)
