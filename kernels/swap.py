@@ -96,6 +96,11 @@ class Swap:
         self._tiles, self._rest = (
             torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(device) for rows in (tiles, rest)
         )
+        # made once: a fingerprint is taken of what is served, when a trainer may have left no memory
+        self._sums = [
+            [torch.empty(len(rows), dtype=torch.int64, device=device) for rows in (tiles, rest)]
+            for _ in range(2)
+        ]
 
     def run(self) -> None:
         """Queue the exchange on the current stream."""
@@ -105,17 +110,21 @@ class Swap:
             _swap_bytes[(len(self._rest),)](self._rest, BYTES=_BYTE_TILE, num_warps=4)
 
     def fingerprint(self, side: int) -> int:
-        """64 bits of the contents of the first (0) or the second (1) tensors; waits for the current stream.
+        """64 bits of the contents of the first (0) or the second (1) tensors; waits for the current stream. Not to be called
+        twice for one side at the same time.
 
         A sum of words times weights of their positions, modulo 2^64: a changed word always shows, other changes with near
         certainty. It finds accidents, not forgeries.
         """
         parts = []
-        for rows, count, as_bytes, salt in (
-            (self._tiles, TILE_BYTES // 4, False, 0),
-            (self._rest, _BYTE_TILE, True, 0x5BD1E995),
+        for rows, sums, count, as_bytes, salt in zip(
+            (self._tiles, self._rest),
+            self._sums[side],
+            (TILE_BYTES // 4, _BYTE_TILE),
+            (False, True),
+            (0, 0x5BD1E995),
+            strict=True,
         ):
-            sums = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
             if len(rows):
                 _fingerprint[(len(rows),)](
                     rows, sums, SIDE=side, COUNT=count, BYTES=as_bytes, SALT=salt, num_warps=8

@@ -75,7 +75,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.post("/updates", response_model=schema.Update, status_code=201, summary="Open an update")
     async def open_update(body: schema.OpenUpdate) -> Any:
-        opened = await backend.engine("open", **body.model_dump())
+        opened = await backend.engine.patiently("open", **body.model_dump())
         limits = {"max_chunk_bytes": backend.spool.limit, "max_receive_bytes": backend.receive_bytes}
         return opened | limits | {"group": backend.group}
 

@@ -284,7 +284,7 @@ class Update(BaseModel):
     """State of an update."""
 
     id: str
-    state: Literal["open", "prepared", "committed", "abandoned", "expired"]
+    state: Literal["open", "prepared", "committing", "committed", "abandoned", "expired"]
     version: str
     running: Running
     base_epoch: int | None

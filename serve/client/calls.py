@@ -168,7 +168,7 @@ def prepare(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
 
 
 def commit(endpoint: Endpoint, /, id: str, *, wait_seconds: float | None = None) -> Flow[schema.Update]:
-    """Serve the new weights; the response comes when every rank does.
+    """Serve the new weights; the response comes when every rank was seen to.
 
     `wait_seconds`: as the update was opened with; the response may take that much longer.
     """

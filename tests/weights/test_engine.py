@@ -210,7 +210,14 @@ def confirming(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> int:
 def test_a_commit_ends_when_every_rank_serves_what_was_prepared(core: IdleCore, engine: UpdateEngine) -> None:
     ranks = Ranks()
     job = confirming(core, engine, ranks)
-    assert engine.handle("commit", {"id": "u"}) == {"waiting": 0}
+    for operation in ("commit", "prepare", "open", "rollback"):
+        arguments = {"id": "u"} if operation != "rollback" else {}
+        assert engine.handle(operation, arguments) == {"waiting": 0}, operation
+    for operation, arguments in (("abandon", {"id": "u"}), ("stage", {"id": "u", **CALLS[0][1]})):
+        assert engine.handle(operation, arguments)["error"]["kind"] == "wrong-state"
+    assert engine.handle("open", {})["error"]["kind"] == "update-open"
+    assert ranks.calls.count("exchange") == 1
+    assert engine.handle("update", {"id": "u"})["state"] == "committing"
     ranks.busy = False
     again = engine.handle("commit", {"id": "u"})
     assert (again["state"], again["seconds"].keys() >= {"exchange", "verify", "total"}) == ("committed", True)
@@ -218,31 +225,67 @@ def test_a_commit_ends_when_every_rank_serves_what_was_prepared(core: IdleCore, 
     assert engine.status()["totals"]["outcomes"]["committed"] == 1
 
 
+@pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("fails", ["", "fingerprint"], ids=["other contents", "unreadable"])
 def test_an_exchange_that_left_anything_else_poisons(
-    core: IdleCore, engine: UpdateEngine, fails: str
+    core: IdleCore, engine: UpdateEngine, fails: str, partial: bool
 ) -> None:
     ranks = Ranks(fails)
     job = confirming(core, engine, ranks)
+    engine.updates.get("u").partial = partial
     ranks.busy, ranks.fingerprint = False, 1 if fails else 2
-    for error in (
-        engine.handle("poll", {"job": job})["error"],
-        engine.handle("commit", {"id": "u"})["error"],
-    ):
-        assert (error["kind"], error["status"]) == ("poisoned", 503)
+    error = engine.handle("poll", {"job": job})["error"]
+    assert (error["kind"], error["status"]) == ("poisoned", 503)
     assert vars(core)["refuses"]
     status = engine.status()
     assert (status["state"], status["previous_version"]) == ("poisoned", None)
     assert status["totals"]["outcomes"]["committed"] == 0
+    session = engine.updates.get("u")
+    assert (session.state, session.healing) == (State.ABANDONED if partial else State.OPEN, True)
+    if not partial:
+        assert engine.handle("commit", {"id": "u"})["error"]["kind"] == "incomplete"
 
 
-def test_a_rollback_may_overtake_what_confirms_a_commit(core: IdleCore, engine: UpdateEngine) -> None:
+def test_a_rank_that_does_not_say_what_it_serves_ends_the_engine(
+    core: IdleCore, engine: UpdateEngine
+) -> None:
+    class Ended(BaseException):
+        pass
+
+    def end(reason: str) -> None:
+        raise Ended(reason)
+
+    vars(core)["end"] = end
+    confirming(core, engine, Ranks())
+    engine.status()
+    assert engine._confirmation._since is not None
+    engine._confirmation._since -= core.settings.deadline_seconds
+    with pytest.raises(Ended, match="not confirmed within"):
+        engine.handle("status", {})
+
+
+def test_before_its_weights_are_discarded_an_engine_knows_what_it_serves(
+    core: IdleCore, engine: UpdateEngine
+) -> None:
     ranks = Ranks()
-    job = confirming(core, engine, ranks)
-    rollback = engine.handle("rollback", {})["job"]
-    ranks.busy, ranks.fingerprint = False, 0
-    assert engine.handle("poll", {"job": job})["state"] == "committed"
-    assert engine.handle("poll", {"job": rollback})["version"] == "epoch-0"
+    confirming(core, engine, ranks)
+    ranks.busy = False
+    engine.sleeping.before(2)
+    assert engine.updates.get("u").state is State.COMMITTED
+
+
+def test_a_poisoned_engine_waits_for_no_request(core: IdleCore, engine: UpdateEngine) -> None:
+    ranks = Ranks()
+    asked(core, engine, ranks)
+    resumed: list[None] = []
+    vars(core).update(admit_no_more=lambda: None, unfinished=lambda: 1, interrupted=lambda: False)
+    ended(engine, "prepare", id="u")
+    engine.updates.get("u").running = Running.WAIT
+    assert engine.handle("commit", {"id": "u"}) == {"waiting": 1}
+    engine.step.condemn("half of it")
+    vars(core)["resume"] = lambda: resumed.append(None)
+    engine.handle("abandon", {"id": "u"})
+    assert not resumed
 
 
 def test_a_rollback_to_anything_else_than_what_was_served_poisons(

@@ -60,8 +60,14 @@ def prepared() -> Session:
     return session
 
 
-def committed() -> Session:
+def committing() -> Session:
     session = prepared()
+    session.exchanged()
+    return session
+
+
+def committed() -> Session:
+    session = committing()
     session.commit({"epoch": 1})
     return session
 
@@ -183,49 +189,60 @@ def test_the_way_through() -> None:
     send(session, "1", "cd")
     prepare(session)
     assert (session.state, session.live) == (State.PREPARED, True)
+    session.exchanged()
+    assert (session.state, session.live, session.result) == (State.COMMITTING, True, None)
     session.commit({"epoch": 1})
     assert (session.state, session.live) == (State.COMMITTED, False)
     assert session.result == {"epoch": 1}
 
 
 ENDED = {committed: ("wrong-state", 409), abandoned: ("wrong-state", 409), expired: ("expired", 410)}
+TAKES_NOTHING = {committing: ("wrong-state", 409), **ENDED}
 ended = pytest.mark.parametrize("make", ENDED, ids=lambda make: make.__name__)
 
 
-@ended
+@pytest.mark.parametrize("make", TAKES_NOTHING, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     "call",
     [
         lambda session: session.receive("0", specs("a"), 1),
         lambda session: session.check(0),
         lambda session: session.prepared(session.revision),
-        lambda session: session.commit({"epoch": 7}),
+        lambda session: session.exchanged(),
     ],
     ids=["receive", "check", "prepared", "commit"],
 )
-def test_an_ended_update_takes_no_call(
+def test_an_update_that_is_served_or_has_ended_takes_no_call(
     make: Callable[[], Session], call: Callable[[Session], object]
 ) -> None:
     session = make()
     before = session.as_dict()
     error = refused(lambda: call(session))
-    assert (error.kind, error.status) == ENDED[make]
+    assert (error.kind, error.status) == TAKES_NOTHING[make]
     assert str(session.state) in str(error)
     assert session.as_dict() == before
 
 
 def test_an_open_update_is_not_committed() -> None:
-    error = refused(lambda: opened().commit({"epoch": 7}))
+    error = refused(opened().exchanged)
     assert (error.kind, error.status) == ("not-prepared", 409)
     assert "prepare it first" in str(error)
 
 
-def test_a_committed_update_is_not_abandoned() -> None:
-    session = committed()
+@pytest.mark.parametrize(("make", "why"), [(committing, "it is committing"), (committed, "roll back")])
+def test_what_is_served_is_not_abandoned(make: Callable[[], Session], why: str) -> None:
+    session = make()
+    before = session.as_dict()
     error = refused(session.abandon)
     assert error.kind == "wrong-state"
-    assert "roll back" in str(error)
-    assert session.state is State.COMMITTED
+    assert why in str(error)
+    assert session.as_dict() == before
+
+
+def test_a_commit_that_is_being_confirmed_does_not_expire() -> None:
+    session = committing()
+    assert not session.expire(OPENED + 10 * LIFETIME)
+    assert session.state is State.COMMITTING
 
 
 @pytest.mark.parametrize("make", [opened, prepared], ids=lambda make: make.__name__)
@@ -290,7 +307,7 @@ def test_a_chunk_reopens_a_prepared_update() -> None:
     session.receive("0", specs(NAMES), 10)
     assert session.state is State.OPEN
     assert refused(lambda: prepare(session)).kind == "staging"
-    assert refused(lambda: session.commit({})).kind == "not-prepared"
+    assert refused(session.exchanged).kind == "not-prepared"
     session.staged("0", [])
     prepare(session)
     assert session.state is State.PREPARED
@@ -573,11 +590,16 @@ class AnySequence(RuleBasedStateMachine):
 
     @property
     def live(self) -> bool:
+        return self.state in ("open", "prepared", "committing")
+
+    @property
+    def takes(self) -> bool:
+        """Whether a client can do anything to it."""
         return self.state in ("open", "prepared")
 
     @property
     def over(self) -> str:
-        """The refusal of an ended update."""
+        """The refusal of an update that takes nothing."""
         return "expired" if self.state == "expired" else "wrong-state"
 
     @property
@@ -606,7 +628,7 @@ class AnySequence(RuleBasedStateMachine):
         size=st.integers(0, 99),
     )
     def receive(self, key: str, names: frozenset[str], size: int) -> str:
-        if not self.live:
+        if not self.takes:
             kind = self.over
         elif self.chunks.get(key, ("",))[0] == "staging":
             kind = "chunk-busy"
@@ -640,7 +662,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule(epoch=st.sampled_from((1, 1, 1, 2)))
     def check(self, epoch: int) -> None:
-        if not self.live:
+        if not self.takes:
             kind = self.over
         elif epoch != 1 and not self.healing:
             kind = "stale-base"
@@ -660,7 +682,7 @@ class AnySequence(RuleBasedStateMachine):
         if self.checked is None:
             return
         arrivals, revision = self.checked
-        kind = self.over if not self.live else "staging" if arrivals != self.arrivals else None
+        kind = self.over if not self.takes else "staging" if arrivals != self.arrivals else None
         self.expect(kind, lambda: self.session.prepared(revision))
         if kind is None:
             self.state = "prepared"
@@ -675,19 +697,25 @@ class AnySequence(RuleBasedStateMachine):
         self.prepared()
 
     @rule()
-    def commit(self) -> None:
+    def exchanged(self) -> None:
         kind = None if self.state == "prepared" else "not-prepared" if self.state == "open" else self.over
-        self.expect(kind, lambda: self.session.commit({"epoch": 2}))
+        self.expect(kind, self.session.exchanged)
         if kind is None:
             assert self.have() >= set(NAMES)
             assert self.checked is not None
             assert self.checked[0] == self.arrivals
-            self.state = "committed"
+            self.state = "committing"
 
-    @precondition(lambda self: self.state == "prepared")
+    @precondition(lambda self: self.state == "committing")
+    @rule()
+    def commit(self) -> None:
+        self.session.commit({"epoch": 2})
+        self.state = "committed"
+
+    @precondition(lambda self: self.state in ("prepared", "committing"))
     @rule()
     def forget(self) -> None:
-        """The commit of a prepared update failed half-way."""
+        """The commit failed half-way, or a rank serves something else."""
         self.session.forget()
         self.healing = True
         self.chunks.clear()
@@ -699,7 +727,7 @@ class AnySequence(RuleBasedStateMachine):
     def abandon(self, really: bool) -> None:
         if not really:
             return
-        if self.state == "committed":
+        if self.state in ("committing", "committed"):
             self.expect("wrong-state", self.session.abandon)
             return
         assert self.session.abandon() == self.live
@@ -713,7 +741,7 @@ class AnySequence(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.0, 10.0, 59.0, 60.0)))
     def expire(self, seconds: float) -> None:
         self.now += seconds
-        ends = self.live and not self.staging and self.now - self.last >= LIFETIME
+        ends = self.takes and not self.staging and self.now - self.last >= LIFETIME
         assert self.session.expire(self.now) == ends
         self.state = "expired" if ends else self.state
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
@@ -130,6 +130,10 @@ class CoreAccess:
     def held_blocks(self) -> list[dict[str, Any]]:
         """Blocks of K and V that running requests hold, by group of layers (fields of `HeldBlocks`)."""
         return [asdict(group) for group in held_blocks(self._core)]
+
+    def end(self, reason: str) -> NoReturn:
+        """End the engine at once: it does not do what it must."""
+        self.watchdog.end(reason)
 
     def stop(self) -> None:
         """Begin no step until `resume`; those in flight go on."""

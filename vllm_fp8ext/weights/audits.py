@@ -2,7 +2,6 @@
 """Questions about what is served: its digests, and whether it is what was committed."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 from vllm_fp8ext.errors import UpdateError
@@ -36,30 +35,6 @@ class Audits:
         served, exchanges = self._step.live, self._step.exchanges
         finish = partial(self._verified, served, exchanges, time.perf_counter())
         return self._jobs.start("fingerprint", finish=finish)
-
-    def confirm(self, done: Callable[[float], Result]) -> Result:
-        """Start to compare what was exchanged just now with what was prepared; `done` makes the job's result of the seconds
-        that it took. Where they differ, nobody knows what is served."""
-        finish = partial(self._confirmed, self._step.live, self._step.exchanges, time.perf_counter(), done)
-        return self._jobs.start("fingerprint", finish=finish)
-
-    def _confirmed(
-        self,
-        served: Label,
-        exchanges: int,
-        started: float,
-        done: Callable[[float], Result],
-        results: list[Result],
-    ) -> Result:
-        step = self._step
-        overtaken = step.exchanges != exchanges or step.held or step.poisoned is not None
-        if not overtaken:
-            try:
-                raise_first(results)
-                self._fingerprints.require(served, [result["fingerprint"] for result in results])
-            except UpdateError as error:
-                step.distrust(str(error))
-        return done(time.perf_counter() - started)
 
     def _require_known(self) -> None:
         if self._step.poisoned is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kv.engine import KvEngine
 from vllm_fp8ext.weights.audits import Audits
+from vllm_fp8ext.weights.confirmation import Confirmation
 from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
 from vllm_fp8ext.weights.fingerprints import Fingerprints
 from vllm_fp8ext.weights.fused import taken_apart
@@ -52,6 +53,7 @@ class UpdateEngine:
         self._model = ServedModel(core, self.step, self.kv, self._fingerprints)
         self._preparations = Preparations(self.jobs, self.step, self.kv, clock)
         self._audits = Audits(self.jobs, self.step, self._fingerprints)
+        self._confirmation = Confirmation(core, self.jobs, self.step, self._fingerprints)
         self._clock = clock
         self._last: Result | None = None
         self.sleeping = Sleeping(core, self.step, self.jobs, self._abandon_open)
@@ -81,6 +83,7 @@ class UpdateEngine:
             if not self._preparations.under_way(session) and session.expire(now):
                 self._ended(session)
         self.step.tick()
+        self._confirmation.tick()
         if operation not in _ASLEEP and self.core.asleep():
             raise UpdateError("asleep", f"can't {operation}: the weights are asleep, wake the engine first")
         return self._operations[operation](**arguments)
@@ -119,8 +122,11 @@ class UpdateEngine:
         return self._model.manifest().as_dict()
 
     def open(self, **asked: Any) -> Result:
-        """Open an update (`Updates.open`)."""
-        return self.updates.open(self._model.manifest(), **asked).as_dict()
+        """Open an update (`Updates.open`); `{"waiting": requests}` while the one that has its `id` is being committed."""
+        session = self.updates.open(self._model.manifest(), **asked)
+        if session.state is State.COMMITTING and self._confirmation.pending():
+            return self._wait()
+        return session.as_dict()
 
     def check(self, id: str) -> Result:
         """Require that an update takes chunks, before a long body is read and while it is; its `lifetime` begins again."""
@@ -165,7 +171,7 @@ class UpdateEngine:
 
     def prepare(self, id: str) -> Result:
         """Validate an update as a whole: complete, and its canary sings on the twin. A job unless that was done before;
-        `{"waiting": requests}` while another call does it."""
+        `{"waiting": requests}` while another call does it, or commits it."""
         session = self.updates.get(id)
         self.step.require_healing(session.partial)
         self.jobs.reap()
@@ -174,8 +180,8 @@ class UpdateEngine:
             if session.state is State.PREPARED:
                 session.check_base(self.step.live.epoch)
             return session.as_dict()
-        if self._preparations.under_way(session):
-            return {"waiting": self.core.unfinished()}
+        if session.state is State.COMMITTING or self._preparations.under_way(session):
+            return self._wait()
         session.check(self.step.live.epoch)
         return self._preparations.start(session)
 
@@ -183,8 +189,10 @@ class UpdateEngine:
         """Serve an update's weights from the next step on; `{"waiting": requests}` while it waits. Idempotent. What nobody
         prepared is prepared first. A job, which ends when every rank was seen to serve what was prepared."""
         session = self.updates.get(id)
+        if self._confirmation.pending():
+            return self._wait()
         if session.state is State.COMMITTED:
-            return self._committed(session)
+            return session.as_dict()
         if session.state is State.OPEN:
             self.step.stop_waiting(id)  # when a chunk came while it waited
             started = self.prepare(id)
@@ -205,32 +213,32 @@ class UpdateEngine:
             )
         except UpdateError:
             if self.step.poisoned:
-                session.forget()
-                if session.partial:
-                    self.abandon(id)
+                self._lost(session)
             raise
         if phases is None:
-            return {"waiting": self.core.unfinished()}
+            return self._wait()
         self._fingerprints.keep(label, session.fingerprints, self.step.previous)
-        session.commit({"epoch": label.epoch, "version": label.version, "pause_seconds": phases["pause"]})
-        session.kv_scales = self.kv.describe(label.epoch)
-        confirming = self._audits.confirm(partial(self._confirmed, session, phases))
-        return self.jobs.watched(confirming, session.doubt)
+        session.exchanged()
+        session.seconds.update(phases)
+        return self._confirmation.start(
+            partial(self._committed, session, label), partial(self._lost, session)
+        )
 
-    def _committed(self, session: Session) -> Result:
-        """What a commit answers that is asked for once more."""
-        self.jobs.reap()
-        if session.verified is None:
-            return {"waiting": self.core.unfinished()}
-        if not session.verified:
-            message = f"update {session.id} was committed, but not every rank served what was prepared"
-            raise UpdateError("poisoned", message, status=503)
-        return session.as_dict()
+    def _wait(self) -> Result:
+        """What a call answers that is to come again."""
+        return {"waiting": self.core.unfinished()}
 
-    def _confirmed(self, session: Session, phases: dict[str, float], seconds: float) -> Result:
-        session.verified = True
-        session.seconds.update(phases, verify=seconds)
+    def _lost(self, session: Session) -> None:
+        """Its commit failed half-way: nobody knows what is served."""
+        session.forget()
+        if session.partial:
+            self.abandon(session.id)
+
+    def _committed(self, session: Session, label: Label, seconds: float) -> Result:
+        session.seconds["verify"] = seconds
         session.seconds["total"] = self._clock() - session.opened_at
+        session.commit({**label._asdict(), "pause_seconds": session.seconds["pause"]})
+        session.kv_scales = self.kv.describe(label.epoch)
         self.totals.ended(session.state)
         self.totals.took(session.seconds)
         self.totals.bytes += session.bytes
@@ -252,6 +260,8 @@ class UpdateEngine:
         return session.as_dict()
 
     def _abandon_open(self) -> None:
+        if self._confirmation.pending():
+            self.jobs.settle()
         updating = self.updates.under_way
         if updating is not None:
             self.abandon(updating.id)
@@ -266,6 +276,8 @@ class UpdateEngine:
         """Serve the previous weights again, as a new epoch; `{"waiting": requests}` while it waits. A job, which ends when
         every rank was seen to serve them."""
         self._model.manifest()
+        if self._confirmation.pending():
+            return self._wait()
         if self.step.previous is None:
             self.step.stop_waiting(ROLLBACK)  # when a chunk came while it waited
             raise UpdateError(
@@ -276,12 +288,12 @@ class UpdateEngine:
         cached = self.core.settings.kv_scales.cached if self.core.settings.kv_scales else "rescale"
         phases = self.step.run(ROLLBACK, label, Running(running), wait_seconds, cached=cached)
         if phases is None:
-            return {"waiting": self.core.unfinished()}
+            return self._wait()
         self._fingerprints.keep(label, self._fingerprints.of(previous), self.step.previous)
         updating = self.updates.under_way
         if updating is not None and not updating.named:
             updating.version = default_version(label.epoch + 1)
-        return self._audits.confirm(partial(self._rolled_back, label, phases))
+        return self._confirmation.start(partial(self._rolled_back, label, phases), lambda: None)
 
     def _rolled_back(self, label: Label, phases: dict[str, float], seconds: float) -> Result:
         phases["verify"] = seconds

@@ -33,6 +33,7 @@ class Core(Protocol):
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
     def stop(self) -> None: ...
     def drain(self) -> None: ...
+    def end(self, reason: str) -> NoReturn: ...
     def begin_step(self) -> None: ...
     def hold(self) -> None: ...
     def release(self) -> None: ...
@@ -157,7 +158,7 @@ class ExchangeStep:
             self._core.enter_epoch(label.epoch, recompute=recompute)
             self._core.label(label)
         except Exception as error:
-            self._poison(f"the caches could not be separated from the old weights: {error}")
+            self.poison(f"the caches could not be separated from the old weights: {error}")
         self.previous, self.live = None if healing or held else self.live, label
         if healing:
             self._core.accept_requests()
@@ -245,7 +246,7 @@ class ExchangeStep:
         """Wait until the exchange is done on every rank; the longest time that it took."""
         results = self._core.ranks("settle")
         if any("error" in result for result in results):
-            self._poison(f"the exchange did not end: {results}")
+            self.poison(f"the exchange did not end: {results}")
         return max(result["seconds"] for result in results)
 
     def _swap_all(self) -> None:
@@ -263,7 +264,7 @@ class ExchangeStep:
         if any(result.get("broken", True) for result in failures) or any(
             "error" in result for result in undone
         ):
-            self._poison(str(error))
+            self.poison(str(error))
         if self.poisoned is None:
             self._settle()
             self._core.resume()
@@ -271,21 +272,18 @@ class ExchangeStep:
             self._core.ranks("settle")
         raise error
 
-    def _poison(self, reason: str) -> NoReturn:
+    def poison(self, reason: str) -> NoReturn:
+        """An exchange has left what nobody knows. Raises `UpdateError` (`poisoned`)."""
         self._core.ranks("settle")  # tensors that come to heal it must not get into an exchange under way
         self.condemn(reason)
         raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)
-
-    def distrust(self, reason: str) -> NoReturn:
-        """What the exchange has left is not what was prepared. Raises `UpdateError` (`poisoned`)."""
-        self.condemn(reason)
-        raise UpdateError("poisoned", f"nobody knows what is served: {reason}", status=503)
 
     def condemn(self, reason: str) -> None:
         """Nobody knows what is served: stay paused, end every request, until a full update was staged and committed."""
         self._core.release()
         self._core.stop()
         self._core.drain()
+        self._waiting = None
         self.poisoned, self.previous = reason, None
         logger.critical("fp8ext: the engine is poisoned and generates nothing: %s", reason)
         self._core.refuse_requests()

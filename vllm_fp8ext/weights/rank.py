@@ -199,7 +199,7 @@ class Rank:
     @described
     def fingerprint(self, job: int) -> Result:
         """Start to compute the fingerprint of the live contents."""
-        return self._lanes.start("digests", job, lambda: self._fingerprint(twin=False))
+        return self._lanes.start("fingerprint", job, lambda: self._fingerprint(twin=False))
 
     @described
     def poll(self, job: int, patience: float) -> Result:

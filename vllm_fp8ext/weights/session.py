@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One update from open to its end, as a pure state machine: no torch, no vLLM, no I/O, no clock of its own.
 
-    open ──prepare──▶ prepared ──commit──▶ committed
-     ▲  ╲               │   ╲
-     └─chunk────────────┘    ╲──▶ abandoned (given up) or expired (nothing came for its lifetime)
+    open ──prepare──▶ prepared ──exchange──▶ committing ──confirmed──▶ committed
+     ▲  ╲               │   ╲                    │
+     └─chunk────────────┴────╲─doubtful──────────┘
+                              ╲──▶ abandoned (given up) or expired (nothing came for its lifetime)
 
-A chunk that arrives after `prepare` reopens the update. Ends are final and are kept for reading. Times are Unix seconds.
+A chunk that arrives after `prepare` reopens the update, and so does an exchange after which a rank does not serve what was
+prepared: everything must be sent again then. Ends are final and are kept for reading. Times are Unix seconds.
 """
 
 from collections import Counter
@@ -35,13 +37,15 @@ class State(StrEnum):
 
     OPEN = "open"
     PREPARED = "prepared"
+    COMMITTING = "committing"
+    """It is served, and it is being found out whether every rank serves what was prepared."""
     COMMITTED = "committed"
     ABANDONED = "abandoned"
     EXPIRED = "expired"
 
     @property
     def ended(self) -> bool:
-        return self not in (State.OPEN, State.PREPARED)
+        return self in (State.COMMITTED, State.ABANDONED, State.EXPIRED)
 
 
 class Running(StrEnum):
@@ -85,8 +89,6 @@ class Session:
     revision: int = 0
     """Counts the chunks that arrived: what was prepared holds for one revision only."""
     result: dict[str, Any] | None = None
-    verified: bool | None = None
-    """Whether every rank was seen to serve what was prepared, once that is known."""
     seconds: dict[str, float] = field(default_factory=dict)
     canary_perplexity: float | None = None
     kv: Any = None
@@ -117,7 +119,8 @@ class Session:
 
     def expire(self, now: float) -> bool:
         """End an update whose time is over; one whose chunks are being staged is not idle. True when it ended now."""
-        over = self.live and now >= self.expires_at and not self.busy
+        idle = self.state in (State.OPEN, State.PREPARED) and not self.busy
+        over = idle and now >= self.expires_at
         if over:
             self.state = State.EXPIRED
         return over
@@ -248,15 +251,15 @@ class Session:
         if self.state is not State.PREPARED:
             raise UpdateError("not-prepared", f"can't commit: the update is {self.state}, prepare it first")
 
-    def commit(self, result: dict[str, Any]) -> None:
+    def exchanged(self) -> None:
         """The exchange is done on every rank."""
         self.require_prepared()
+        self.state = State.COMMITTING
+
+    def commit(self, result: dict[str, Any]) -> None:
+        """Every rank was seen to serve what was prepared."""
         self.state = State.COMMITTED
         self.result = result
-
-    def doubt(self) -> None:
-        """Whether every rank serves it is known by now, or nobody will know."""
-        self.verified = bool(self.verified)
 
     def forget(self) -> None:
         """What was staged is lost: everything must be sent again."""
@@ -269,6 +272,8 @@ class Session:
         """Give the update up. Idempotent; a committed one can't be. True when it ended now."""
         if self.state is State.COMMITTED:
             raise UpdateError("wrong-state", "can't abandon: the update is committed (roll back instead)")
+        if self.state is State.COMMITTING:
+            self.require_live("abandon")
         given_up = self.live
         if given_up:
             self.state = State.ABANDONED
@@ -327,5 +332,5 @@ class Session:
         if self.state is State.EXPIRED:
             message = f"can't {action} this update: nothing came for {self.lifetime:g} s, and it expired"
             raise UpdateError("expired", message, status=410)
-        if not self.live:
+        if self.state not in (State.OPEN, State.PREPARED):
             raise UpdateError("wrong-state", f"can't {action} this update: it is {self.state}")
