@@ -156,6 +156,19 @@ def test_only_the_last_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
             jobs.poll(job)
 
 
+def test_what_a_job_ends_in_may_take_in_others() -> None:
+    jobs = Jobs(Ranks([done(1), done(2)]))
+
+    def finish(results: list[Result]) -> Result:
+        jobs.reap()
+        return summed(results)
+
+    jobs.start("stage", finish=finish)
+    jobs.start("fingerprint", finish=summed)
+    jobs.reap()
+    assert [jobs.poll(job)["sum"] for job in (1, 2)] == [1, 2]
+
+
 def test_settling_waits_until_no_rank_works_any_more() -> None:
     ranks = Ranks([{"done": False}, {"done": False}, done(1)], [{"done": False}, done(2)])
     jobs = Jobs(ranks)

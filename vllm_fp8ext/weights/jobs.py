@@ -86,6 +86,8 @@ class Jobs:
     def reap(self) -> None:
         """Take in finished jobs whose caller may have stopped to poll."""
         for serial in list(self._jobs):
+            if serial not in self._jobs:  # what another one ended in has taken it in
+                continue
             result = self._advance(serial)
             if result["done"]:
                 self._done[serial] = result
