@@ -3,6 +3,7 @@
 
 import _thread
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,9 @@ def test_an_interrupt_gives_the_updates_up_everywhere(start: Callable[..., Serve
     servers = [start(), start()]
 
     def interrupted(handler: Handler) -> bool:
+        end = time.monotonic() + 30
+        while not servers[1].states and time.monotonic() < end:
+            time.sleep(0.01)
         _thread.interrupt_main()
         return slow(0.5)(handler)
 
