@@ -117,13 +117,10 @@ class Swap:
         certainty. It finds accidents, not forgeries.
         """
         parts = []
-        for rows, sums, count, as_bytes, salt in zip(
-            (self._tiles, self._rest),
-            self._sums[side],
-            (TILE_BYTES // 4, _BYTE_TILE),
-            (False, True),
-            (0, 0x5BD1E995),
-            strict=True,
+        of_tiles, of_rest = self._sums[side]
+        for rows, sums, count, as_bytes, salt in (
+            (self._tiles, of_tiles, TILE_BYTES // 4, False, 0),
+            (self._rest, of_rest, _BYTE_TILE, True, 0x5BD1E995),
         ):
             if len(rows):
                 _fingerprint[(len(rows),)](

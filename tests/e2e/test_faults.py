@@ -52,6 +52,12 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[int,
         yield started
 
 
+def _flip_a_bit(server: FaultyServer) -> None:
+    """Of what the last rank serves, when its fingerprint is taken next."""
+    fault = {"point": "verify", "kind": "flipped bit", "rank": server.ranks - 1, "lasting": False}
+    server.fault.write_text(json.dumps(fault))
+
+
 @pytest.mark.parametrize("key", SERVERS, ids=["TP 1", "TP 2", "TP 2, experts"])
 def test_a_bit_that_flips_is_found(faulty: dict[tuple[int, bool], FaultyServer], key: tuple[int, bool]):
     """In weights that an update brought. A rollback does not bring them back unnoticed."""
@@ -60,8 +66,7 @@ def test_a_bit_that_flips_is_found(faulty: dict[tuple[int, bool], FaultyServer],
         assert client.verify().ranks == ranks
         epoch = client.push(server.late, version="late").result["epoch"]
         assert client.verify().epoch == epoch
-        fault = {"point": "verify", "kind": "flipped bit", "rank": ranks - 1, "lasting": False}
-        server.fault.write_text(json.dumps(fault))
+        _flip_a_bit(server)
         for _ in range(2):
             with pytest.raises(UpdateError) as caught:
                 client.verify()
@@ -86,8 +91,7 @@ def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(
         update = client.open(version="late")
         client.put_chunk(update.id, 0, (server.late / "model.safetensors").read_bytes())
         client.prepare(update.id)
-        fault = {"point": "verify", "kind": "flipped bit", "rank": ranks - 1, "lasting": False}
-        server.fault.write_text(json.dumps(fault))
+        _flip_a_bit(server)
         for error in (("poisoned", 503), ("incomplete", 422)):
             with pytest.raises(UpdateError) as caught:
                 client.commit(update.id)

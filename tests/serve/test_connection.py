@@ -146,8 +146,12 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def everything_is_free_again(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "served" in request.fixturenames:
-        body = bytes(LIMIT)
-        assert request.getfixturevalue("served").put(body).told == taken(body)
+        _require_free(request.getfixturevalue("served"))
+
+
+def _require_free(served: Served) -> None:
+    body = bytes(LIMIT)
+    assert served.put(body).told == taken(body)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 1 << 16, (1 << 20) + 1, len(BODY)])
@@ -248,8 +252,8 @@ def _eventually(happened: Callable[[], bool]) -> None:
 def test_a_cancelled_request_ends_its_reading(tmp_path: Path, loop: str) -> None:
     """Long before it would have waited long enough for more."""
     with (
-        serving(tmp_path, loop, idle_seconds=600) as served,
-        socket.create_connection(("127.0.0.1", served.port), 30) as client,
+        serving(tmp_path, loop, idle_seconds=60) as served,
+        socket.create_connection(("127.0.0.1", served.port), 20) as client,
     ):
         client.sendall(f"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode())
         client.sendall(BODY[: 1 << 20])
@@ -257,6 +261,7 @@ def test_a_cancelled_request_ends_its_reading(tmp_path: Path, loop: str) -> None
         time.sleep(0.1)  # until it waits for more
         served.loop.call_soon_threadsafe(served.tasks[-1].cancel)
         assert client.makefile("rb").read().startswith(b"HTTP/1.1 500")
+        _require_free(served)
 
 
 @pytest.mark.parametrize("how", ["again", "reset"])

@@ -131,7 +131,7 @@ class UpdateEngine:
     def check(self, id: str) -> Result:
         """Require that an update takes chunks, before a long body is read and while it is; its `lifetime` begins again."""
         session = self.updates.get(id)
-        session.require_live("send a chunk to")
+        session.require_alterable("send a chunk to")
         session.touch(self._clock())
         return {"lifetime": session.lifetime}
 

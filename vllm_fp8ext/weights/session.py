@@ -119,8 +119,7 @@ class Session:
 
     def expire(self, now: float) -> bool:
         """End an update whose time is over; one whose chunks are being staged is not idle. True when it ended now."""
-        idle = self.state in (State.OPEN, State.PREPARED) and not self.busy
-        over = idle and now >= self.expires_at
+        over = self.alterable and now >= self.expires_at and not self.busy
         if over:
             self.state = State.EXPIRED
         return over
@@ -131,7 +130,7 @@ class Session:
         Raises:
             UpdateError: wrong state, or (as one report) every tensor that does not fit.
         """
-        self.require_live("send a chunk to")
+        self.require_alterable("send a chunk to")
         specs = list(specs)
         existing = self.chunks.get(key)
         if existing is not None and existing.busy:
@@ -208,7 +207,7 @@ class Session:
         Raises:
             UpdateError: `stale-base`, `staging`, or `incomplete` with every missing tensor and every refused chunk.
         """
-        self.require_live("prepare")
+        self.require_alterable("prepare")
         self.check_base(epoch)
         if self.busy:
             raise UpdateError("staging", "chunks are still being staged: prepare when they are done")
@@ -231,7 +230,7 @@ class Session:
         Raises:
             UpdateError: `staging`, when chunks arrived since.
         """
-        self.require_live("prepare")
+        self.require_alterable("prepare")
         if revision != self.revision:
             raise UpdateError("staging", "a chunk arrived while the update was prepared: prepare it again")
 
@@ -247,7 +246,7 @@ class Session:
 
     def require_prepared(self) -> None:
         """Raises `UpdateError` unless the update can be committed."""
-        self.require_live("commit")
+        self.require_alterable("commit")
         if self.state is not State.PREPARED:
             raise UpdateError("not-prepared", f"can't commit: the update is {self.state}, prepare it first")
 
@@ -273,7 +272,7 @@ class Session:
         if self.state is State.COMMITTED:
             raise UpdateError("wrong-state", "can't abandon: the update is committed (roll back instead)")
         if self.state is State.COMMITTING:
-            self.require_live("abandon")
+            self.require_alterable("abandon")
         given_up = self.live
         if given_up:
             self.state = State.ABANDONED
@@ -282,6 +281,11 @@ class Session:
     @property
     def live(self) -> bool:
         return not self.state.ended
+
+    @property
+    def alterable(self) -> bool:
+        """Whether calls can still do something to it: it is not served yet, and has not ended."""
+        return self.state in (State.OPEN, State.PREPARED)
 
     @property
     def busy(self) -> bool:
@@ -328,9 +332,9 @@ class Session:
         """Of what was staged (`chunk.quantization_error`)."""
         return quantization_error(self.chunks.values())
 
-    def require_live(self, action: str) -> None:
+    def require_alterable(self, action: str) -> None:
         if self.state is State.EXPIRED:
             message = f"can't {action} this update: nothing came for {self.lifetime:g} s, and it expired"
             raise UpdateError("expired", message, status=410)
-        if self.state not in (State.OPEN, State.PREPARED):
+        if not self.alterable:
             raise UpdateError("wrong-state", f"can't {action} this update: it is {self.state}")
