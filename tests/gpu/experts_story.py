@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tests/e2e/experts_story.py` on a GPU: CUDA graphs, batches of every size, and what is compiled meanwhile. Takes two
-checkpoints and a file for what it saw, as JSON."""
+checkpoints, a file for what it saw, as JSON, and more arguments of the engine, as JSON too."""
 
 import asyncio
 import json
@@ -22,10 +22,10 @@ BATCHES = (1, 2, 3, 5, 8, 13, 40, 64)
 LENGTHS = (1, 5, 17, 70, 150, 300, 480)
 
 
-async def compiled(engine: AsyncLLM) -> dict[str, int]:
-    (answer,) = await engine.collective_rpc("fp8ext", args=(0, "drop", "no update"))
-    found: dict[str, int] = answer["compiled"]
-    return found
+async def compiled(engine: AsyncLLM) -> list[dict[str, int]]:
+    """By each rank."""
+    answers = await engine.collective_rpc("fp8ext", args=(0, "drop", "no update"))
+    return [answer["compiled"] for answer in answers]
 
 
 async def batch(engine: AsyncLLM, name: str, requests: int, length: int) -> None:
@@ -40,7 +40,7 @@ async def batch(engine: AsyncLLM, name: str, requests: int, length: int) -> None
     await asyncio.gather(*(one(number) for number in range(requests)))
 
 
-async def main(early: str, late: str, out: str) -> None:
+async def main(early: str, late: str, out: str, more: str) -> None:
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=early,
@@ -52,6 +52,7 @@ async def main(early: str, late: str, out: str) -> None:
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             jit_monitor_verbose=True,  # its log says what Triton compiles late
+            **json.loads(more),
         )
     )
     facts: dict[str, Any] = {"early": await answers(engine, "early")}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -86,13 +86,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def story(early: Path, late: Path, out: Path, cache: Path) -> dict[str, Any]:
+def story(early: Path, late: Path, out: Path, cache: Path, more: dict[str, Any]) -> dict[str, Any]:
     """`cache`: where DeepGEMM keeps kernels, and those that are there are counted."""
     # whoever skips the warm-up elsewhere does not here
     env = {**os.environ, "DG_JIT_CACHE_DIR": str(cache), "VLLM_DEEP_GEMM_WARMUP": "relax"}
     line = [sys.executable, "-P", str(Path(__file__).with_name("experts_story.py"))]
     done = subprocess.run(
-        [*line, str(early), str(late), str(out)], capture_output=True, text=True, timeout=590, env=env
+        [*line, str(early), str(late), str(out), json.dumps(more)],
+        capture_output=True,
+        text=True,
+        timeout=590,
+        env=env,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(out.read_text())
@@ -102,27 +106,54 @@ def story(early: Path, late: Path, out: Path, cache: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def stories(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, int], dict[str, Any]]:
-    """What engines saw that began on the early or on the late checkpoint of a width; all at the same time."""
-    folder = tmp_path_factory.mktemp("stories")
+Stories: TypeAlias = dict[tuple[str, int], dict[str, Any]]
+"""What engines saw that began on the early or on the late checkpoint of a width."""
+
+
+def told(checkpoints: dict[str, Path], folder: Path, more: dict[str, Any]) -> Stories:
+    """All at the same time."""
     keys = [(name, width) for width in WIDTHS for name in ("early", "late")]
 
-    def told(key: tuple[str, int]) -> dict[str, Any]:
+    def one(key: tuple[str, int]) -> dict[str, Any]:
         name, width = key
         served, late = checkpoints[f"{name}{width}"], checkpoints[f"late{width}"]
-        return story(served, late, folder / f"{name}{width}.json", folder / f"kernels{width}")
+        return story(served, late, folder / f"{name}{width}.json", folder / f"kernels{width}", more)
 
     with ThreadPoolExecutor() as pool:
-        return dict(zip(keys, pool.map(told, keys), strict=True))
+        return dict(zip(keys, pool.map(one, keys), strict=True))
+
+
+@pytest.fixture(scope="module")
+def stories(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Stories:
+    return told(checkpoints, tmp_path_factory.mktemp("stories"), {})
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["tensor parallel", "expert parallel"])
+def stories_of_two(
+    request: pytest.FixtureRequest,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Stories:
+    """Of engines of two ranks."""
+    together = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    more = {**together, "disable_custom_all_reduce": True, "enable_expert_parallel": request.param}
+    return told(checkpoints, tmp_path_factory.mktemp("stories"), more)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_an_update_in_an_engine_serves_what_a_cold_start_serves(
-    width: int, checkpoints: dict[str, Path], stories: dict[tuple[str, int], dict[str, Any]]
+    width: int, checkpoints: dict[str, Path], stories: Stories
 ) -> None:
+    require_equal_to_a_cold_start(width, checkpoints, stories)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("width", WIDTHS)
+def test_so_it_does_on_two_ranks(width: int, checkpoints: dict[str, Path], stories_of_two: Stories) -> None:
+    require_equal_to_a_cold_start(width, checkpoints, stories_of_two)
+
+
+def require_equal_to_a_cold_start(width: int, checkpoints: dict[str, Path], stories: Stories) -> None:
     from vllm_fp8ext.weights.digest import checkpoint_digests
     from vllm_fp8ext.weights.manifest import Manifest
 
