@@ -366,6 +366,23 @@ def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
     assert calls == ["mark", "sing", "exchange", "settle", "fingerprint"]
 
 
+def test_nobody_waits_for_a_preparation_in_which_nothing_is_done(
+    core: IdleCore, engine: UpdateEngine
+) -> None:
+    ranks = Ranks()
+    asked(core, engine, ranks)
+    started = engine.handle("prepare", {"id": "u"})
+    ranks.busy = True
+    assert engine.handle("prepare", {"id": "u"}) == {"waiting": 0}
+    engine.jobs._jobs[started["job"]].since -= core.settings.deadline_seconds
+    for operation in ("prepare", "commit"):
+        assert engine.handle(operation, {"id": "u"})["error"]["kind"] == "engine-timeout"
+    ranks.busy = False
+    while "waiting" in (found := engine.handle("prepare", {"id": "u"})):
+        pass
+    assert found["state"] == "prepared"
+
+
 def test_a_preparation_that_nobody_asks_about_goes_on_with_the_next_call(
     core: IdleCore, engine: UpdateEngine
 ) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs against ranks that answer from a script."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +205,34 @@ def test_something_follows_a_job_and_those_that_it_goes_on_in() -> None:
     assert jobs.poll(1) == {"done": True, "result": "of then"}
     assert followed == ["then"]
     assert jobs.followed({"state": "prepared"}, then) == {"result": "of then"}
+
+
+@pytest.mark.parametrize("fails", [None, "start", "sing"])
+def test_where_a_job_has_moved_is_told_to_its_end(fails: str | None) -> None:
+    jobs = Jobs(Ranks([done(1), {"error": ERROR.as_dict()} if fails == "sing" else done(2)]))
+    moves: list[int | None] = []
+    started = jobs.start("stage", finish=lambda results: jobs.start("sing", finish=summed))
+    if fails == "start":
+        started = {"error": ERROR.as_dict()}
+    assert jobs.watched(started, moves.append) == started
+    if fails == "start":
+        assert moves == [None]
+        return
+    assert moves == [1]
+    assert ("error" in jobs.poll(1)) == (fails == "sing")
+    assert moves == [1, 2, None]
+
+
+def test_a_job_is_silent_since_a_rank_last_did_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [10.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    jobs = Jobs(
+        Ranks([{"done": False, "tensors": 0}, {"done": False, "tensors": 3}, {"done": False, "tensors": 3}])
+    )
+    jobs.start("stage", finish=summed)
+    for clock[0], silence in ((12.0, 2.0), (15.0, 0.0), (16.0, 1.0)):
+        jobs.reap()
+        assert jobs.silence(1) == silence
 
 
 @pytest.mark.parametrize("when", ["start", "rank", "finish"])

@@ -51,7 +51,9 @@ class UpdateEngine:
         self._inplace = core.settings.staging == "inplace"
         self._fingerprints = Fingerprints()
         self._model = ServedModel(core, self.step, self.kv, self._fingerprints)
-        self._preparations = Preparations(self.jobs, self.step, self.kv, clock)
+        self._preparations = Preparations(
+            self.jobs, self.step, self.kv, clock, core.settings.deadline_seconds
+        )
         self._audits = Audits(self.jobs, self.step, self._fingerprints)
         self._confirmation = Confirmation(core, self.jobs, self.step, self._fingerprints)
         self._clock = clock
@@ -180,7 +182,10 @@ class UpdateEngine:
             if session.state is State.PREPARED:
                 session.check_base(self.step.live.epoch)
             return session.as_dict()
-        if session.state is State.COMMITTING or self._preparations.under_way(session):
+        if self._preparations.under_way(session):
+            self._preparations.require_alive(session)
+            return self._wait()
+        if session.state is State.COMMITTING:
             return self._wait()
         session.check(self.step.live.epoch)
         return self._preparations.start(session)

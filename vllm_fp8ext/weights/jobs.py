@@ -18,10 +18,13 @@ KEPT_RESULTS = 64
 
 @dataclass
 class Job:
-    """`outcomes`: the final result of each rank that has one."""
+    """`outcomes`: the final result of each rank that has one. `since`: when the ranks last said that more `tensors` were
+    done."""
 
     outcomes: list[Result | None]
     finish: Callable[[list[Result]], Result]
+    since: float
+    tensors: int = 0
 
 
 class Jobs:
@@ -44,7 +47,7 @@ class Jobs:
         started = self._ranks(method, serial, *arguments)
         if any("error" in result for result in started):
             return described(finish)(started)
-        self._jobs[serial] = Job([None] * len(started), finish)
+        self._jobs[serial] = Job([None] * len(started), finish, time.monotonic())
         return {"job": serial}
 
     def followed(self, started: Result, then: Callable[[], Result]) -> Result:
@@ -58,15 +61,19 @@ class Jobs:
         job.finish = lambda results: self.followed(finish(results), then)
         return started
 
-    def watched(self, started: Result, over: Callable[[], None]) -> Result:
-        """What `start` returned. Once its job, and those that it goes on in, have ended, well or not, `over` is called."""
-        if "job" not in started:
-            over()
-            return started
-        job = self._jobs[started["job"]]
-        finish = described(job.finish)
-        job.finish = lambda results: self.watched(finish(results), over)
+    def watched(self, started: Result, moved: Callable[[int | None], None]) -> Result:
+        """What `start` returned. `moved` is called with its job, with each that it goes on in, and, when they have ended,
+        well or not, with None."""
+        moved(started.get("job"))
+        if "job" in started:
+            job = self._jobs[started["job"]]
+            finish = described(job.finish)
+            job.finish = lambda results: self.watched(finish(results), moved)
         return started
+
+    def silence(self, job: int) -> float:
+        """For how many seconds no rank has done anything for a job that has not ended."""
+        return time.monotonic() - self._jobs[job].since
 
     def poll(self, job: int) -> Result:
         """Progress of a job: `{"done": False, …}`, or `done` with its result, once every rank has one. A result may be
@@ -109,6 +116,8 @@ class Jobs:
                 job.outcomes[rank] = result
             tensors = max(tensors, result.get("tensors", 0))
             again = again or result.get("again", False)
+        if tensors != job.tensors:
+            job.tensors, job.since = tensors, time.monotonic()
         finished = [outcome for outcome in job.outcomes if outcome is not None]
         if len(finished) < len(job.outcomes):
             return {"done": False, "tensors": tensors, "again": again}

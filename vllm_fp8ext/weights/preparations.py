@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from vllm_fp8ext.errors import described
+from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.kv.engine import KvEngine, ScaleSet
 from vllm_fp8ext.weights.canary import judge
 from vllm_fp8ext.weights.exchange_step import ExchangeStep
@@ -16,27 +16,44 @@ from vllm_fp8ext.weights.session import Session
 
 
 class Preparations:
-    """Each is one job that goes on in another; of an update there is one at a time."""
+    """Each is one job that goes on in another; of an update there is one at a time. `deadline`: seconds in which ranks do
+    something for it."""
 
-    def __init__(self, jobs: Jobs, step: ExchangeStep, kv: KvEngine, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, jobs: Jobs, step: ExchangeStep, kv: KvEngine, clock: Callable[[], float], deadline: float
+    ) -> None:
         self._jobs = jobs
         self._kv = kv
         self._step = step
         self._clock = clock
-        self._under_way: set[str] = set()
+        self._deadline = deadline
+        self._under_way: dict[str, int] = {}
+        """The job of each, by the update's id."""
 
     def under_way(self, session: Session) -> bool:
         """Whether an update is being prepared."""
         return session.id in self._under_way
 
+    def require_alive(self, session: Session) -> None:
+        """Require that it is worth to wait for the one under way.
+
+        Raises:
+            UpdateError: `engine-timeout`.
+        """
+        if self._jobs.silence(self._under_way[session.id]) > self._deadline:
+            message = f"update {session.id} is being prepared, and nothing was done for {self._deadline:g} s"
+            raise UpdateError("engine-timeout", message, status=504)
+
     def start(self, session: Session) -> Result:
         """Prepare an update in which nothing is missing; returns a job."""
-        self._under_way.add(session.id)
-        return self._jobs.watched(described(self._begin)(session), partial(self._ended, session))
+        return self._jobs.watched(described(self._begin)(session), partial(self._moved, session))
 
-    def _ended(self, session: Session) -> None:
-        self._under_way.discard(session.id)
-        session.touch(self._clock())
+    def _moved(self, session: Session, job: int | None) -> None:
+        if job is None:
+            self._under_way.pop(session.id, None)
+            session.touch(self._clock())
+        else:
+            self._under_way[session.id] = job
 
     def _begin(self, session: Session) -> Result:
         scale = partial(self._scale, session, session.revision, time.perf_counter())
