@@ -67,6 +67,7 @@ part check "fp8ext bench kernels --check"
 part host_time "python3 -P \$HERE/host_time.py --out \$O/host_time.json"
 part crossover "python3 -P \$HERE/crossover.py --table \$O/crossover.json"
 part kernels "fp8ext bench kernels --out \$O/kernels.json"
+part experts "fp8ext bench kernels --only experts --expert-tokens 128 256 512 --out \$O/experts.json"
 few="8x1024x1024 1x1024x1024 8x512x256 32x1024x1024"
 part rollout_8b_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv auto --kv-gib 24 --cases $few --out \$O/rollout_8b_auto.json"
 part rollout_8b_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv-gib 20 --cases $few 128x1024x1024 \

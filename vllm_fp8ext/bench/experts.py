@@ -54,6 +54,11 @@ TRIED = (
     Cut(tokens=32, down_rows=128, stages=3),
     Cut(tokens=32, down_rows=128, stages=3, ahead=2),
     Cut(tokens=32, rows=128, down_rows=128, stages=3),
+    Cut(tokens=64, stages=3),
+    Cut(tokens=64, stages=3, ahead=4),
+    Cut(tokens=64),
+    Cut(tokens=64, rows=128, stages=3, warps=8),
+    Cut(tokens=64, rows=128, down_rows=128, stages=3, warps=8, ahead=2),
 )
 """Cuts that are timed."""
 
