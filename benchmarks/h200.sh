@@ -94,19 +94,19 @@ part kv_history "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants b
   --settings '{\"kv_scales\": \"calibrate\"}' '{\"kv_scales\": \"history\"}' --repeats 9 --out \$O/kv_history.json"
 part kv_accuracy "fp8ext bench kv-accuracy --granularity layer head --out \$O/kv_accuracy.json"
 # large models: not all engines at once
-part rollout_32b "fp8ext bench rollout --checkpoint \$(w Qwen3-32B 0) --kv fp8 --apart --kv-gib 36 \
-  --cases 8x1024x1024 8x512x256 32x1024x1024 128x1024x1024 --out \$O/rollout_32b.json"
 part update_32b "fp8ext bench update --shape Qwen3-32B --checkpoints \$(w Qwen3-32B 0) \$(w Qwen3-32B 0) $large --transports files \
   --out \$O/update_32b.json"
 part update_30b "fp8ext bench update --shape Qwen3-30B-A3B --checkpoints \$(w Qwen3-30B-A3B 0) \$(w Qwen3-30B-A3B 0) $large \
   --transports ipc --fused --out \$O/update_30b.json"
 part rollout_30b "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --kv auto --apart --kv-gib 49 \
   --cases 1x1024x1024 8x1024x1024 32x1024x1024 128x1024x1024 256x1024x1024 --out \$O/rollout_30b.json"
-part rollout_30b_many "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants fp8_per_block blockfp8 --kv auto --apart \
+part rollout_30b_many "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants blockfp8 fp8_per_block --kv auto --apart \
   --kv-gib 49 --cases 32x1024x1024 128x1024x1024 256x1024x1024 --out \$O/rollout_30b_many.json"
 for variants in "fp8_per_block blockfp8" bf16; do
   part "rollout_30b_fp8_${variants##* }" "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants $variants --kv fp8 --kv-gib 14 \
     --cases 8x1024x1024 128x1024x1024 --out \$O/rollout_30b_fp8_${variants##* }.json"
+  part "rollout_32b_${variants##* }" "fp8ext bench rollout --checkpoint \$(w Qwen3-32B 0) --variants $variants --kv fp8 --apart --kv-gib 36 \
+    --cases 8x1024x1024 8x512x256 128x1024x1024 32x1024x1024 1x1024x1024 --out \$O/rollout_32b_${variants##* }.json"
 done
 part kv_30b "fp8ext bench kv --checkpoint \$(w Qwen3-30B-A3B 0) --variants bf16 blockfp8_kv --cases 256x512x8192 --out \$O/kv_30b.json"
 part correct "python3 -P \$HERE/update_correct.py --shape Qwen3-8B --device cuda --out \$O/update_correct.json"
