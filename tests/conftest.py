@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+FP8_KV = torch.cuda.is_available() or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+"""Whether vLLM has an FP8 KV cache here."""
 BESIDE = Path(sys.prefix) / "beside"
 """Where Triton and NCCL may lie where there is no GPU: out of sight of vLLM, which would import it without any use."""
 
@@ -29,16 +31,19 @@ if torch.cuda.device_count() == 0:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests for GPUs that are not here."""
+    """Deselect tests for GPUs, or instructions of the CPU, that are not here."""
     gpus = torch.cuda.device_count()
-    needs = [
-        (2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0)
-        for item in items
-    ]
-    config.hook.pytest_deselected(
-        items=[item for item, need in zip(items, needs, strict=True) if need > gpus]
-    )
-    items[:] = [item for item, need in zip(items, needs, strict=True) if need <= gpus]
+    found = {"gpu": gpus >= 1, "multigpu": gpus >= 2, "fp8_kv": FP8_KV}
+    lacking = [name for name, here in found.items() if not here]
+    left_out = [item for item in items if any(map(item.get_closest_marker, lacking))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture(scope="session")
+def kv_dtype() -> str:
+    """Of the KV cache of engines that are tried with an FP8 one where there is any."""
+    return "fp8" if FP8_KV else "auto"
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.fp8_kv
+
 TOKENS = 33 + 100 + 5
 """Of the prompts."""
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that holds the engine in its own process, updated in place, with an FP8 KV cache. Writes what it saw, as JSON,
-to a file."""
+"""A trainer that holds the engine in its own process, updated in place. Takes a file, to which it writes what it
+saw, as JSON, and the KV cache's dtype."""
 
 import asyncio
 import json
@@ -34,15 +34,10 @@ OPTIONS: dict[str, Any] = {
     "gpu_memory_utilization": 0.3,
     "kv_cache_memory_bytes": 64 << 20,
     "skip_tokenizer_init": True,
-    "kv_cache_dtype": "fp8",
-    "additional_config": {
-        "fp8ext": {
-            "staging": "inplace",
-            "update_lifetime_seconds": 30.0,
-            "kv_scales": {"policy": "calibrate", "prompts": [[5 + 7 * i % 110 for i in range(100)]]},
-        }
-    },
 }
+SETTINGS: dict[str, Any] = {"staging": "inplace", "update_lifetime_seconds": 30.0}
+KV_SCALES = {"policy": "calibrate", "prompts": [[5 + 7 * i % 110 for i in range(100)]]}
+"""Of an FP8 KV cache."""
 
 
 async def kind(call: Coroutine[Any, Any, Any]) -> str | None:
@@ -57,6 +52,16 @@ async def kind(call: Coroutine[Any, Any, Any]) -> str | None:
 async def told(weights: AsyncClient) -> dict[str, Any]:
     found = await weights.weights()
     return {**found.model_dump(include={"state", "epoch", "poisoned", "twin_bytes", "previous_version"})}
+
+
+async def scales_of(weights: AsyncClient) -> dict[str, Any] | None:
+    """Of the KV cache, where it has any."""
+    try:
+        return (await weights.kv_scales()).scales
+    except UpdateError as error:
+        if error.kind != "no-kv-scales":
+            raise
+        return None
 
 
 async def long_request(engine: AsyncLLM, name: str) -> int:
@@ -95,14 +100,17 @@ def broken() -> Iterator[bytes]:
     raise FileNotFoundError("a shard is gone")
 
 
-async def main(out: Path) -> None:
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**OPTIONS))
+async def main(out: Path, kv_dtype: str) -> None:
+    settings = {**SETTINGS, **({"kv_scales": KV_SCALES} if kv_dtype == "fp8" else {})}
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**OPTIONS, kv_cache_dtype=kv_dtype, additional_config={"fp8ext": settings})
+    )
     early, late = dict(stored(EARLY)), dict(stored(LATE))
     facts: dict[str, Any] = {}
     async with embedded(engine) as weights:
         cold = await weights.digests()
         facts["start"] = await told(weights)
-        scales = {"early": (await weights.kv_scales()).scales}
+        scales = {"early": await scales_of(weights)}
         facts["sampled early"] = await sample(engine, "early")
         goes_on = asyncio.Event()
         goes_on.set()
@@ -121,7 +129,7 @@ async def main(out: Path) -> None:
         facts["sampled late"] = await sample(engine, "late")
         facts["running went on"] = await running
         facts["verified"] = (await weights.verify()).epoch
-        scales["late"] = (await weights.kv_scales()).scales
+        scales["late"] = await scales_of(weights)
         facts["rollback"] = await kind(weights.rollback())
         facts["wait"] = await kind(weights.push(early, running="wait"))
         facts["after wait"] = (await told(weights))["state"]
@@ -137,14 +145,14 @@ async def main(out: Path) -> None:
         facts["refused half-way"] = await kind(weights.push(infinite))
         facts["half-way"] = await told(weights)
         facts["sampled half-way"] = await sample(engine, "half-way")
-        scales["half-way"] = (await weights.kv_scales()).scales
+        scales["half-way"] = await scales_of(weights)
         facts["partial on half"] = await kind(weights.push(early, partial=True, base_epoch=1))
         await update(weights, early, "early again")
         facts["healed"] = await told(weights)
         facts["digests equal"] = await weights.digests() == cold.model_copy(
             update={"epoch": 2, "version": "early again"}
         )
-        scales["early again"] = (await weights.kv_scales()).scales
+        scales["early again"] = await scales_of(weights)
         facts["addresses equal"] = (await weights.digests()).addresses == cold.addresses
         facts["sampled early again"] = await sample(engine, "early-again")
 
@@ -170,7 +178,7 @@ async def main(out: Path) -> None:
         facts["no sleep over the routes"] = await kind(weights.sleep())
         await engine.sleep(1)
         facts["asleep"] = (await told(weights))["state"]
-        scales["asleep"] = (await weights.kv_scales()).scales
+        scales["asleep"] = await scales_of(weights)
         facts["asleep refused"] = [
             await kind(call)
             for call in (weights.open(), weights.verify(), weights.digests(), weights.rollback())
@@ -189,7 +197,7 @@ async def main(out: Path) -> None:
         await update(weights, late, "late again")
         facts["healed from sleep"] = (await told(weights))["state"]
         facts["sampled late again"] = await sample(engine, "late-again")
-        scales["late again"] = (await weights.kv_scales()).scales
+        scales["late again"] = await scales_of(weights)
         facts["scales"] = scales
         opened = await weights.open()
         await weights.put_chunk(opened.id, 0, save(parts[0]))
@@ -202,4 +210,4 @@ async def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))

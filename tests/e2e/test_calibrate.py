@@ -4,6 +4,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ PROMPTS = [[3 + index * 7 % 12 for index in range(start, start + 40)] for start 
 """Digits and signs."""
 
 
+@pytest.mark.fp8_kv
 def test_a_calibrated_checkpoint_is_served(tmp_path: Path):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "late-kv"
     file.write_text("\n".join(map(json.dumps, PROMPTS)))

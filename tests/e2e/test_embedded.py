@@ -11,9 +11,9 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def facts(tmp_path_factory: pytest.TempPathFactory, kv_dtype: str) -> dict[str, Any]:
     """What `embedded_story` saw."""
-    return told_by("embedded_story.py", tmp_path_factory.mktemp("embedded"))
+    return told_by("embedded_story.py", tmp_path_factory.mktemp("embedded"), kv_dtype)
 
 
 @pytest.fixture(scope="session")
@@ -22,10 +22,10 @@ def blocking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return told_by("llm_story.py", tmp_path_factory.mktemp("llm"))
 
 
-def told_by(name: str, folder: Path) -> dict[str, Any]:
+def told_by(name: str, folder: Path, *more: str) -> dict[str, Any]:
     """What a process of its own, as a trainer is, writes down."""
     line = [sys.executable, "-P", str(Path(__file__).with_name(name)), str(folder / "facts.json")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    done = subprocess.run([*line, *more], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return found
@@ -39,6 +39,7 @@ def test_an_update_reaches_the_engine_in_the_same_process(facts: dict[str, Any])
     assert facts["addresses equal"]
 
 
+@pytest.mark.fp8_kv
 def test_scales_of_the_kv_cache_come_with_the_weights_in_place(facts: dict[str, Any]) -> None:
     scales = facts["scales"]
     early, late = scales["early"], scales["late"]

@@ -21,6 +21,8 @@ from .ask import ATTEMPTS, Stream, complete, metrics, state
 from .conftest import TWO_RANKS, answering
 from .plugins import variables
 
+pytestmark = pytest.mark.fp8_kv
+
 PROMPTS = [[5 + 7 * (i + 40 * n) % 110 for i in range(100)] for n in range(3)]
 """Three prompts of token ids; their tokens stand one after the other in the pass that calibrates."""
 FP8_WEIGHTS = 0.15

@@ -56,16 +56,16 @@ def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def others(
-    block_fp8: Path, ragged: Path, tmp_path_factory: pytest.TempPathFactory
+    block_fp8: Path, ragged: Path, kv_dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
-    """A server on each of these checkpoints, the first with an FP8 KV cache."""
+    """A server on each of these checkpoints, the first with an FP8 KV cache, where there is any."""
     logs = tmp_path_factory.mktemp("logs")
     started = {
         "block_fp8": Server(
             block_fp8,
             logs / "block_fp8.log",
-            arguments=(*SMALL, "--kv-cache-dtype", "fp8"),
-            settings={"kv_scales": {"policy": "static", "default": 1.0}},
+            arguments=(*SMALL, "--kv-cache-dtype", kv_dtype),
+            settings={"kv_scales": {"policy": "static", "default": 1.0}} if kv_dtype == "fp8" else {},
         ),
         "ragged": Server(
             ragged,
@@ -82,9 +82,6 @@ def test_a_block_fp8_checkpoint_is_served_as_it_is(others: dict[str, Server]):
     server = others["block_fp8"]
     asked = problems(40)
     with server.client() as client:
-        scales = client.kv_scales()
-        assert scales.policy == "static"
-        assert {value for layer in scales.scales.values() for value in (*layer["k"], *layer["v"])} == {1.0}
         manifest = Manifest.from_dict(client.manifest())
         assert client.digests().digests == checkpoint_digests(LATE, manifest)
         assert accuracy(answers(server.url, asked), asked) > 0.95
@@ -93,6 +90,15 @@ def test_a_block_fp8_checkpoint_is_served_as_it_is(others: dict[str, Server]):
         assert accuracy(answers(server.url, asked), asked) < 0.6
 
 
+@pytest.mark.fp8_kv
+def test_scales_of_an_fp8_kv_cache_may_be_chosen(others: dict[str, Server]):
+    with others["block_fp8"].client() as client:
+        scales = client.kv_scales()
+    assert scales.policy == "static"
+    assert {value for layer in scales.scales.values() for value in (*layer["k"], *layer["v"])} == {1.0}
+
+
+@pytest.mark.fp8_kv
 def test_an_fp8_kv_cache_has_the_planned_blocks(others: dict[str, Server]):
     found = cache_config(others["block_fp8"])
     serving = Serving(context=2048, kv_bytes=64 << 20, block_size=int(found["block_size"]))
@@ -122,10 +128,12 @@ def test_ragged_fp32_with_biases(others: dict[str, Server], ragged: Path):
 
 
 def test_the_served_model_of_ragged_shapes_is_the_reference(others: dict[str, Server], ragged: Path):
-    """Fused q, k and v in one block grid; power-of-two scales; biases."""
+    """Power-of-two scales; biases. Quantization moves log-probabilities, and the served ones move likewise: in BF16 not at
+    all, with scales in fp32 by 0.06 of it. It is not the whole, since what BF16 rounds otherwise gets other codes."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(ragged, dtype=torch.bfloat16).eval()
+    # in fp32, so that of rounding there is the server's alone
+    model: Any = AutoModelForCausalLM.from_pretrained(ragged, dtype=torch.bfloat16).eval().float()
     plain = _logprobs(model, TOKENS)
     for layer in model.model.layers:
         _fuse(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
@@ -133,17 +141,13 @@ def test_the_served_model_of_ragged_shapes_is_the_reference(others: dict[str, Se
         _fuse(layer.mlp, ("gate_proj", "up_proj"))
         _fuse(layer.mlp, ("down_proj",))
     reply = complete(others["ragged"], TOKENS, 1, prompt_logprobs=20)["choices"][0]["prompt_logprobs"][1:]
-
-    def distance(expected: torch.Tensor) -> float:
-        """Mean difference of the likeliest tokens' log-probabilities."""
-        found = [
-            (entry["logprob"], expected[p, int(t)]) for p, row in enumerate(reply) for t, entry in row.items()
-        ]
-        return sum(abs(a - float(b)) for a, b in found) / len(found)
-
-    to_reference, to_bf16 = distance(_logprobs(model, TOKENS)), distance(plain)
-    print(f"mean difference to the FP8 reference {to_reference:.4f}, to BF16 {to_bf16:.4f}")
-    assert to_reference < 0.6 * to_bf16
+    found = [(p, int(t), entry["logprob"]) for p, row in enumerate(reply) for t, entry in row.items()]
+    places, tokens, values = map(torch.tensor, zip(*found, strict=True))
+    bf16 = plain[places, tokens]
+    moved = _logprobs(model, TOKENS)[places, tokens] - bf16
+    share = float(moved @ (values - bf16) / (moved @ moved))
+    print(f"{share:.2f} of how the reference moves log-probabilities is served")
+    assert share > 0.5
 
 
 TOKENS = [5 + 7 * i % 110 for i in range(60)]
@@ -157,7 +161,7 @@ def _logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
 def _fuse(parent: Any, names: tuple[str, ...]) -> None:
     """Replace projections by slices of one fused layer in the reference numerics."""
     weight = torch.cat([getattr(parent, name).weight.data for name in names])
-    codes, scales = reference.quantize_weight(weight, "pow2")
+    codes, scales = reference.quantize_weight(weight.bfloat16(), "pow2")
     start = 0
     for name in names:
         module = getattr(parent, name)
@@ -168,7 +172,7 @@ def _fuse(parent: Any, names: tuple[str, ...]) -> None:
 
 def _slice(codes: Any, scales: Any, start: int, rows: int, bias: Any) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(-1, x.shape[-1]).bfloat16()
         out = reference.gemm(*reference.quantize_activation(flat, "pow2"), codes, scales)[
             :, start : start + rows
         ]
