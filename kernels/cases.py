@@ -24,6 +24,7 @@ KV_BLOCK = 16
 """Tokens of a block of the KV cache."""
 DECODE_TOKENS = (1, 8, 16, 32, 64)
 PREFILL_TOKENS = (4096, 8192)
+EXPERT_TOKENS = tuple(1 << power for power in range(14))
 
 CUTS = (
     Config(rows=128, splits=1),

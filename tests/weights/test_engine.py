@@ -348,13 +348,27 @@ def test_staging_has_a_pace_beside_running_requests(running: int, settings: Sett
     assert started.get("soonest") == (4 / rate if rate else None)
 
 
-def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
-    core: IdleCore, engine: UpdateEngine
-) -> None:
+def under_way(core: IdleCore, engine: UpdateEngine) -> tuple[Ranks, dict[str, int]]:
+    """The ranks that prepare an update, busy, and what started it."""
     ranks = Ranks()
     asked(core, engine, ranks)
     started = engine.handle("prepare", {"id": "u"})
     ranks.busy = True
+    return ranks, started
+
+
+def prepared(engine: UpdateEngine) -> str:
+    """The state of an update that is being prepared, after that."""
+    while "waiting" in (found := engine.handle("prepare", {"id": "u"})):
+        pass
+    state: str = found["state"]
+    return state
+
+
+def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
+    core: IdleCore, engine: UpdateEngine
+) -> None:
+    ranks, started = under_way(core, engine)
     for operation in ("prepare", "commit"):
         assert engine.handle(operation, {"id": "u"}) == {"waiting": 0}
     ranks.busy = False
@@ -369,18 +383,13 @@ def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
 def test_nobody_waits_for_a_preparation_in_which_nothing_is_done(
     core: IdleCore, engine: UpdateEngine
 ) -> None:
-    ranks = Ranks()
-    asked(core, engine, ranks)
-    started = engine.handle("prepare", {"id": "u"})
-    ranks.busy = True
+    ranks, started = under_way(core, engine)
     assert engine.handle("prepare", {"id": "u"}) == {"waiting": 0}
     engine.jobs._jobs[started["job"]].since -= core.settings.deadline_seconds
     for operation in ("prepare", "commit"):
         assert engine.handle(operation, {"id": "u"})["error"]["kind"] == "engine-timeout"
     ranks.busy = False
-    while "waiting" in (found := engine.handle("prepare", {"id": "u"})):
-        pass
-    assert found["state"] == "prepared"
+    assert prepared(engine) == "prepared"
 
 
 def test_a_preparation_that_nobody_asks_about_goes_on_with_the_next_call(
@@ -388,9 +397,7 @@ def test_a_preparation_that_nobody_asks_about_goes_on_with_the_next_call(
 ) -> None:
     session = asked(core, engine, Ranks())
     engine.handle("prepare", {"id": "u"})
-    while "waiting" in (found := engine.handle("prepare", {"id": "u"})):
-        pass
-    assert (found["state"], session.state) == ("prepared", State.PREPARED)
+    assert (prepared(engine), session.state) == ("prepared", State.PREPARED)
 
 
 @pytest.mark.parametrize("fails", ["mark", "sing"])

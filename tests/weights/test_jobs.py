@@ -207,20 +207,22 @@ def test_something_follows_a_job_and_those_that_it_goes_on_in() -> None:
     assert jobs.followed({"state": "prepared"}, then) == {"result": "of then"}
 
 
-@pytest.mark.parametrize("fails", [None, "start", "sing"])
-def test_where_a_job_has_moved_is_told_to_its_end(fails: str | None) -> None:
-    jobs = Jobs(Ranks([done(1), {"error": ERROR.as_dict()} if fails == "sing" else done(2)]))
+@pytest.mark.parametrize("last", [done(2), {"error": ERROR.as_dict()}], ids=["well", "not well"])
+def test_where_a_job_has_moved_is_told_to_its_end(last: Result) -> None:
+    jobs = Jobs(Ranks([done(1), last]))
     moves: list[int | None] = []
     started = jobs.start("stage", finish=lambda results: jobs.start("sing", finish=summed))
-    if fails == "start":
-        started = {"error": ERROR.as_dict()}
     assert jobs.watched(started, moves.append) == started
-    if fails == "start":
-        assert moves == [None]
-        return
     assert moves == [1]
-    assert ("error" in jobs.poll(1)) == (fails == "sing")
+    assert ("error" in jobs.poll(1)) == ("error" in last)
     assert moves == [1, 2, None]
+
+
+def test_what_is_no_job_has_ended() -> None:
+    moves: list[int | None] = []
+    refused = {"error": ERROR.as_dict()}
+    assert Jobs(Ranks()).watched(refused, moves.append) == refused
+    assert moves == [None]
 
 
 def test_a_job_is_silent_since_a_rank_last_did_something(monkeypatch: pytest.MonkeyPatch) -> None:

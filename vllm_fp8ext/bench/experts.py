@@ -27,7 +27,6 @@ from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 
 (EXPERTS, WIDTH, HIDDEN), CHOSEN = cases.EXPERTS, 8
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ROUTINGS = 4
 """Routings of one case."""
 CHECKED = 128
@@ -129,7 +128,7 @@ def _vllm(layer: Layer, x: Tensor, routings: list[tuple[Tensor, Tensor]], config
     return out
 
 
-def experts(report: Report, tokens: Sequence[int] = TOKENS) -> None:
+def experts(report: Report, tokens: Sequence[int]) -> None:
     """Times all of them; the last lines are a table."""
     from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 

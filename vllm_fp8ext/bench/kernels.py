@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rivals", nargs="*", choices=NAMES, default=["scaled_mm", "cutlass", "deep_gemm"])
     parser.add_argument("--prefill-tokens", type=int, nargs="*", default=cases.PREFILL_TOKENS)
     parser.add_argument("--decode-tokens", type=int, nargs="*", default=cases.DECODE_TOKENS)
-    parser.add_argument("--expert-tokens", nargs="*", type=int, help="default: 1 to 8192")
+    parser.add_argument("--expert-tokens", type=int, nargs="*", default=cases.EXPERT_TOKENS)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so long")
     parser.add_argument(
         "--check",
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from vllm_fp8ext.bench import experts
 
         with torch.inference_mode():
-            experts.experts(report, options.expert_tokens or experts.TOKENS)
+            experts.experts(report, options.expert_tokens)
     for kernel in ("decode_gemm", "prefill_gemm"):
         for variant in ("blockfp8", "blockfp8_codes"):
             report.summarize(kernel, variant)
