@@ -100,9 +100,9 @@ part update_30b "fp8ext bench update --shape Qwen3-30B-A3B --checkpoints \$(w Qw
   --transports ipc --fused --out \$O/update_30b.json"
 part rollout_30b "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --kv auto --apart --kv-gib 49 \
   --cases 1x1024x1024 8x1024x1024 32x1024x1024 128x1024x1024 256x1024x1024 --out \$O/rollout_30b.json"
-part rollout_30b_many "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants blockfp8 fp8_per_block --kv auto --apart \
-  --kv-gib 49 --cases 32x1024x1024 128x1024x1024 256x1024x1024 --out \$O/rollout_30b_many.json"
 for variants in "fp8_per_block blockfp8" bf16; do
+  part "rollout_30b_many_${variants##* }" "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants $variants --kv auto --apart \
+    --kv-gib 49 --cases 32x1024x1024 128x1024x1024 256x1024x1024 --out \$O/rollout_30b_many_${variants##* }.json"
   part "rollout_30b_fp8_${variants##* }" "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants $variants --kv fp8 --kv-gib 14 \
     --cases 8x1024x1024 128x1024x1024 --out \$O/rollout_30b_fp8_${variants##* }.json"
   part "rollout_32b_${variants##* }" "fp8ext bench rollout --checkpoint \$(w Qwen3-32B 0) --variants $variants --kv fp8 --apart --kv-gib 36 \
