@@ -50,6 +50,8 @@ def ranges_of(checkpoint: Path) -> list[Range]:
     Raises:
         ValueError: no such file, one that is not safetensors, or one of another size than its header says.
     """
+    if not checkpoint.exists():
+        raise ValueError(f"{checkpoint}: expected a folder or a file of safetensors, found none of that name")
     files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
     if not files or not all(file.is_file() for file in files):
         raise ValueError(f"{checkpoint}: expected *.safetensors, found none")

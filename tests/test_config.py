@@ -192,6 +192,17 @@ def test_what_vllm_is_told_of_batch_invariance_is_the_default(
     assert Settings.parse(section).kernels.batch_invariant is not invariant
 
 
+@pytest.mark.parametrize("name", ["fp8xt", "fp8_ext", "FP8EXT", "fpext8"])
+def test_a_misspelt_section_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f'expected "fp8ext", found "{name}"'):
+        Settings.parse({name: {"staging": "none"}})
+
+
+@pytest.mark.parametrize("name", ["fp8", "other_plugin", "quant"])
+def test_sections_of_others_are_left_to_them(name: str) -> None:
+    assert Settings.parse({name: {"staging": "none"}}) == Settings()
+
+
 def test_settings_outside_their_section_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r'expected allowed_dirs, staging inside "fp8ext", as in .*found outside'

@@ -35,7 +35,7 @@ errors = Console(stderr=True)
 _SERVER = "pip install 'vllm-fp8ext[cuda]', or [cpu] on a machine without a GPU"
 PACKAGES = {
     **dict.fromkeys(("vllm", "torch", "transformers", "safetensors", "fastapi", "numpy"), _SERVER),
-    **dict.fromkeys(("locust", "plotly", "hdrh"), "pip install 'vllm-fp8ext[loadtest]'"),
+    **dict.fromkeys(("locust", "gevent", "plotly", "hdrh"), "pip install 'vllm-fp8ext[loadtest]'"),
     "triton": "it comes with [cuda]",
 }
 """What some commands need, and how it is had."""
@@ -58,6 +58,8 @@ def serve(context: click.Context, model: str, options: tuple[str, ...]) -> None:
     """
     if model.startswith("-"):
         raise click.UsageError(f"expected MODEL before the options, found {model}", context)
+    if model.startswith(("/", ".")) and not Path(model).exists():
+        raise click.UsageError(f"there is no {model}", context)
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError(name="vllm")
     from vllm_fp8ext.serve.launch import command, environment

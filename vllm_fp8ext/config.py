@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of a server: `--additional-config '{"fp8ext": {…}}'`, validated."""
 
+import difflib
 import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
@@ -182,6 +183,9 @@ class Settings(BaseModel):
                 f'--additional-config: expected {", ".join(beside)} inside "{SECTION}", as in '
                 f'{{"{SECTION}": {{"{beside[0]}": …}}}}, found outside'
             )
+        for name in additional_config or {}:
+            if name != SECTION and difflib.get_close_matches(name.lower(), [SECTION], cutoff=0.8):
+                raise ConfigError(f'--additional-config: expected "{SECTION}", found "{name}"')
         section = (additional_config or {}).get(SECTION, {})
         if not isinstance(section, Mapping):
             raise ConfigError(f'--additional-config "{SECTION}": expected an object, found {section!r}')

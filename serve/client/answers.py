@@ -7,9 +7,11 @@ import httpx
 from pydantic import TypeAdapter
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.schema import PROBLEM
+from vllm_fp8ext.serve.schema import PREFIX, PROBLEM
 
 T = TypeVar("T")
+_NOT_MOUNTED = "are the routes mounted? the server needs VLLM_PLUGINS=fp8ext and FP8EXT_ADMIN_KEY"
+_NO_V1 = "expected the server's root as its URL, without the /v1 of the OpenAI API"
 
 
 def parsed(response: httpx.Response, form: TypeAdapter[T]) -> T:
@@ -39,7 +41,8 @@ def _refusal(response: httpx.Response) -> UpdateError:
     except (ValueError, KeyError, TypeError):
         message = _told(response)
         if response.status_code == 404:
-            message += " (are the routes mounted? the server needs VLLM_PLUGINS=fp8ext and FP8EXT_ADMIN_KEY)"
+            openai = response.request.url.path.startswith(f"/v1{PREFIX}")
+            message += f" ({_NO_V1 if openai else _NOT_MOUNTED})"
         return UpdateError("http", message, status=response.status_code)
 
 

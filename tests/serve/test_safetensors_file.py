@@ -117,9 +117,16 @@ def test_only_safetensors_files_of_a_folder_are_read(tmp_path: Path) -> None:
     assert [part.name for part in ranges_of(tmp_path)] == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", [".", "missing", "missing.safetensors"])
-def test_a_checkpoint_that_is_not_there(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="found none"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (".", r"expected \*\.safetensors, found none"),
+        ("missing", "none of that name"),
+        ("missing.safetensors", "none of that name"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         ranges_of(tmp_path / name)
 
 

@@ -286,7 +286,8 @@ class UpdateEngine:
         if self.step.previous is None:
             self.step.stop_waiting(ROLLBACK)  # when a chunk came while it waited
             raise UpdateError(
-                "no-previous", "no previous weights: no update was committed, or a newer one was begun"
+                "no-previous",
+                "no previous weights: no update was committed, or a newer one was begun, even if it was refused",
             )
         previous = self.step.previous
         label = Label(self.step.live.epoch + 1, previous.version)

@@ -64,6 +64,13 @@ def test_a_404_without_a_problem_says_how_the_routes_are_mounted(caller: Caller,
         caller(server.url, "weights")
 
 
+def test_a_url_of_the_openai_api_is_named(caller: Caller, server: Server) -> None:
+    server.faults[f"GET /v1{PREFIX}/weights"] = [answer(404, b'{"detail": "Not Found"}')]
+    with pytest.raises(UpdateError, match=r"root as its URL, without the /v1") as caught:
+        caller(f"{server.url}/v1/", "weights")
+    assert "VLLM_PLUGINS" not in str(caught.value)
+
+
 def test_a_404_with_a_problem_is_the_problem(caller: Caller, server: Server) -> None:
     with pytest.raises(UpdateError, match=r"^no update u1$") as caught:
         caller(server.url, "update", "u1")
