@@ -8,8 +8,8 @@ HERE = Path(__file__).parent
 
 
 def variables(folder: Path, *more: str, ranks: int = 1) -> dict[str, str]:
-    """The environment of a server that loads `fp8ext_short_spin`, and the modules `more`, in each of its processes, from a
-    distribution that is written below `folder`. Two ranks get one core each."""
+    """The environment of a server, or of an engine, that loads `fp8ext_short_spin`, and the modules `more`, in each of its
+    processes, from a distribution that is written below `folder`. Two ranks get one core each."""
     modules = ("fp8ext_short_spin", *more)
     path = folder / "-".join(modules)
     metadata = path / "fp8ext_tests-0.dist-info"
@@ -20,5 +20,5 @@ def variables(folder: Path, *more: str, ranks: int = 1) -> dict[str, str]:
     for module in modules:
         (path / f"{module}.py").write_bytes((HERE / f"{module}.py").read_bytes())
     paths = [str(path), os.environ.get("PYTHONPATH")]
-    found = {"VLLM_PLUGINS": ",".join(modules), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    found = {"VLLM_PLUGINS": ",".join(("fp8ext", *modules)), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return found if ranks == 1 else {**found, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}

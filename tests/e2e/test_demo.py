@@ -49,14 +49,19 @@ def test_a_command_that_is_told_to_end_leaves_nothing(command: list[str], tmp_pa
     process = subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
+        while not (found := list(folders.glob("fp8ext-*"))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert found
+        # a child may have been there before, of an import
         while not (started := psutil.Process(process.pid).children()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert list(folders.glob("fp8ext-*"))
+        assert started
         process.terminate()
         # the interpreter's own code where it was importing: it tells such an interrupt by SIGINT, whatever caught it
         assert process.wait(120) in (1, -signal.SIGINT)
     finally:
         process.kill()
+        process.wait()
     assert not psutil.wait_procs(started, 10)[1]
     assert not list(folders.glob("fp8ext-*"))
 

@@ -2,12 +2,19 @@
 """Engines in the trainer's own process: one updated in place, put to sleep and woken, one whose calls block."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .plugins import variables
+
+SECONDS = 900
+"""For a story: many, where servers of other tests have the machine."""
+pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +31,19 @@ def blocking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def told_by(name: str, folder: Path, *more: str) -> dict[str, Any]:
     """What a process of its own, as a trainer is, writes down."""
-    line = [sys.executable, "-P", str(Path(__file__).with_name(name)), str(folder / "facts.json")]
-    done = subprocess.run([*line, *more], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    line = [sys.executable, "-P", str(Path(__file__).with_name(name)), str(folder / "facts.json"), *more]
+    log = folder / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            line, env={**os.environ, **variables(folder)}, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            code: int | None = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.kill()
+            process.wait()
+    assert code == 0, log.read_text(errors="replace")[-6000:]
     found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return found
 
