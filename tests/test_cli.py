@@ -147,6 +147,12 @@ def test_seconds_to_wait_go_with_waiting(recorded: Recorded, tmp_path: Path) -> 
     assert "--wait-seconds goes with --running wait, found keep" in result.output
 
 
+def test_a_partial_update_says_what_it_is_of(recorded: Recorded, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["push", str(tmp_path), "--partial"])
+    assert (result.exit_code, recorded.pushed) == (2, [])
+    assert "--partial goes with --base-epoch, found none" in result.output
+
+
 def test_the_load_test_lists_its_options() -> None:
     result = CliRunner().invoke(cli, ["bench", "load", "--help"])
     assert result.exit_code == 0

@@ -32,10 +32,11 @@ from vllm_fp8ext.signals import end_on_sigterm
 
 errors = Console(stderr=True)
 
-_SERVER = "pip install 'vllm-fp8ext[cuda]', or [cpu] on a machine without a GPU"
+_EXTRA = "pip install 'vllm-fp8ext[{}] @ git+https://github.com/vllm-fp8ext/vllm-fp8ext'"
+_SERVER = f"{_EXTRA.format('cuda')}, or [cpu] on a machine without a GPU"
 PACKAGES = {
     **dict.fromkeys(("vllm", "torch", "transformers", "safetensors", "fastapi", "numpy"), _SERVER),
-    **dict.fromkeys(("locust", "gevent", "plotly", "hdrh"), "pip install 'vllm-fp8ext[loadtest]'"),
+    **dict.fromkeys(("locust", "gevent", "plotly", "hdrh"), _EXTRA.format("loadtest")),
     "triton": "it comes with [cuda]",
 }
 """What some commands need, and how it is had."""

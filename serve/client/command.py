@@ -99,6 +99,8 @@ def push(
     """Send CHECKPOINT (a folder of safetensors, or one file) to a server, or to several, and serve it."""
     if options["wait_seconds"] is not None and options["running"] != "wait":
         raise click.UsageError(f"--wait-seconds goes with --running wait, found {options['running']}")
+    if options["partial"] and options["base_epoch"] is None:
+        raise click.UsageError("--partial goes with --base-epoch, found none: fp8ext status tells what is served")
     end_on_sigterm()  # the update is given up
     columns = (
         TextColumn("sending"),
@@ -108,8 +110,8 @@ def push(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=_errors) as bar:
-        task = bar.add_task("sending", total=None)
-        options["progress"] = lambda sent, total: bar.update(task, completed=sent, total=total)
+        task = bar.add_task("sending", total=None, visible=False)  # a refusal may come before
+        options["progress"] = lambda sent, total: bar.update(task, completed=sent, total=total, visible=True)
         options |= {"checksum": not no_checksum, "id": resume}
         try:
             if len(urls) == 1:

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 import httpx
 
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL, key_of
+from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve.schema import PREFIX
 
 T = TypeVar("T")
@@ -34,9 +35,15 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str | None, key: str | None, *, timeout: float, retries: int) -> Self:
-        """What is not given comes from the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`)."""
+        """What is not given comes from the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`). A blank key is none.
+
+        Raises:
+            ConfigError: the URL has no scheme, or another one than HTTP's.
+        """
         root = (url or os.environ.get(URL) or DEFAULT_URL).rstrip("/")
-        given = key_of(key) or key_of(os.environ.get(ADMIN_KEY))
+        if not root.startswith(("http://", "https://")):
+            raise ConfigError(f"url: expected the server's root, such as {DEFAULT_URL}, found {root}")
+        given = key_of(os.environ.get(ADMIN_KEY) if key is None else key)
         return cls(url=root, key=given, timeout=timeout, retries=retries)
 
     def request(

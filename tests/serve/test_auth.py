@@ -3,8 +3,10 @@
 
 import pytest
 
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.environment import ADMIN_KEY
+from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.client.flow import Endpoint
 
 KEY = "k3y-with-Ümlaut"
@@ -20,6 +22,18 @@ def test_a_line_end_is_no_part_of_the_key() -> None:
     AdminKey(f"{KEY}\n").check(f"Bearer {KEY}")
     assert Endpoint.of(None, f"{KEY}\n", timeout=1.0, retries=0).key == KEY
     assert Endpoint.of(None, " ", timeout=1.0, retries=0).key is None
+
+
+def test_a_key_that_is_given_is_used_even_if_it_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMIN_KEY, KEY)
+    found = [Endpoint.of(None, given, timeout=1.0, retries=0).key for given in (None, "other", "")]
+    assert found == [KEY, "other", None]
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "//localhost:8000", "ftp://localhost"])
+def test_a_url_says_how_it_is_spoken_to(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"expected the server's root, such as http://.*, found {url}"):
+        Client(url, KEY)
 
 
 def test_a_blank_key_lets_nobody_in() -> None:
