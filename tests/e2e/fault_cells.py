@@ -109,8 +109,8 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
         if cell.point == "rollback":
             client.push(server.late, version="late")
     before = _state(server)
-    stream = Stream(server, tokens=500)
     method, path, body = _ready(server, cell)
+    stream = Stream(server, tokens=200)
     server.fault.write_text(json.dumps(_fault(cell)))
     begun = time.monotonic()
     answer = _answer(server, method, path, body)

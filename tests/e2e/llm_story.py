@@ -76,7 +76,7 @@ def main(out: Path) -> None:
         facts["sampled after refusals"] = sample(llm)
 
         beside: list[int] = []
-        generating = threading.Thread(target=lambda: beside.extend(sample(llm, 1900)))
+        generating = threading.Thread(target=lambda: beside.extend(sample(llm, 900)))
         generating.start()
         weights.push(early)
         weights.rollback()

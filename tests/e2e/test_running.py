@@ -23,8 +23,6 @@ from .ask import ATTEMPTS, Stream, complete, metric
 
 TOKENS = 500
 """Of a request that a commit meets; enough that it still runs then."""
-LONG = 1900
-"""The same of two ranks, which leave a machine of two cores little for whoever sends the commit."""
 BLOCK = 32
 """Tokens in a KV-cache block of these servers."""
 PROMPT = "123+456=9750" * 8
@@ -81,7 +79,7 @@ def _check_spans(spans: list[dict[str, Any]], tokens: int, *versions: str) -> No
 @pytest.mark.parametrize("running", ["keep", "recompute"])
 def test_a_running_request_gets_both_weights(server: Server, running: str):
     preempted = metric(server, "vllm:num_preemptions_total")
-    _check_spans(_straddle(server, running, tokens=LONG)["weight_versions"], LONG, "early", "late")
+    _check_spans(_straddle(server, running)["weight_versions"], TOKENS, "early", "late")
     more = metric(server, "vllm:num_preemptions_total") - preempted
     assert more >= 1 if running == "recompute" else more == 0
 
@@ -105,7 +103,7 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
     with server.client() as client:
         for version, folder in folders.items():
             client.push(folder, version=version)
-        stream = Stream(server, tokens=2 * TOKENS)
+        stream = Stream(server, tokens=TOKENS)
         while stream.running:
             client.rollback()
             time.sleep(0.1)  # for the request: two cores may be all that there is
@@ -113,7 +111,7 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
         spans, tokens = stream.weight_versions, stream.token_ids
         assert len(spans) > 4
         assert {span["version"] for span in spans} == set(folders)
-        assert (spans[-1]["end"], len(tokens)) == (2 * TOKENS, 2 * TOKENS)
+        assert (spans[-1]["end"], len(tokens)) == (TOKENS, TOKENS)
         prompt = complete(server, "12+34=", 1)["choices"][0]["prompt_token_ids"]
         for version in ("negated", "late"):
             client.push(folders[version], version=version)

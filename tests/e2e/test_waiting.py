@@ -55,7 +55,7 @@ def test_waiting_lets_running_requests_finish_and_holds_new_ones(server: Server)
 def test_waiting_has_a_deadline(server: Server):
     def attempt() -> bool:
         id = _prepared(client, LATE, running="wait", wait_seconds=0.2)
-        stream = Stream(server, tokens=1900)
+        stream = Stream(server, tokens=700)
         refused = _refusal(lambda: client.commit(id))
         if refused is None:
             stream.wait()
