@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fp8ext serve`: vLLM's own server with the routes and their key arranged."""
 
+import json
 import os
 import secrets
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+from vllm_fp8ext.config import Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
 
 PLUGIN = "fp8ext"
@@ -24,6 +27,24 @@ def stock_command(model: str, arguments: Sequence[str]) -> list[str]:
     # -P: the working directory must not shadow packages (this project's own folder `kernels` is one that would)
     module = "vllm.entrypoints.openai.api_server"
     return [sys.executable, "-P", "-m", module, "--model", model, *arguments]
+
+
+def require_valid(arguments: Sequence[str]) -> None:
+    """Look at this plugin's settings among vLLM's arguments, to which vLLM itself comes after half a minute.
+
+    Raises:
+        ConfigError: they are not valid.
+    """
+    words = [word for argument in arguments for word in argument.split("=", argument.startswith("-"))]
+    for option, text in pairwise(words):
+        if option.replace("_", "-") != "--additional-config":
+            continue
+        try:
+            found = json.loads(text)
+        except ValueError:
+            continue  # vLLM says what it expects
+        if isinstance(found, dict):
+            Settings.parse(found)
 
 
 def environment(base: Mapping[str, str]) -> tuple[dict[str, str], Path | None]:

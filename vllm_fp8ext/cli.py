@@ -63,8 +63,9 @@ def serve(context: click.Context, model: str, options: tuple[str, ...]) -> None:
         raise click.UsageError(f"there is no {model}", context)
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError(name="vllm")
-    from vllm_fp8ext.serve.launch import command, environment
+    from vllm_fp8ext.serve.launch import command, environment, require_valid
 
+    require_valid(options)
     env, key_file = environment(os.environ)
     if key_file:
         errors.print(f"fp8ext: the admin key is in {key_file}")

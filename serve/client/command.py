@@ -100,7 +100,9 @@ def push(
     if options["wait_seconds"] is not None and options["running"] != "wait":
         raise click.UsageError(f"--wait-seconds goes with --running wait, found {options['running']}")
     if options["partial"] and options["base_epoch"] is None:
-        raise click.UsageError("--partial goes with --base-epoch, found none: fp8ext status tells what is served")
+        raise click.UsageError(
+            "--partial goes with --base-epoch, found none: fp8ext status tells what is served"
+        )
     end_on_sigterm()  # the update is given up
     columns = (
         TextColumn("sending"),

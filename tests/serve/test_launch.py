@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from vllm_fp8ext.environment import ADMIN_KEY
-from vllm_fp8ext.serve.launch import command, environment
+from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.serve.launch import command, environment, require_valid
 
 START = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"]
 """`-P`, so that the working directory's folders (`kernels`, say) shadow no package."""
@@ -34,6 +35,22 @@ def test_a_chosen_quantization_stays(chosen: list[str]) -> None:
 
 def test_similar_arguments_are_no_choice() -> None:
     assert "blockfp8" in command("org/model", ["--quantization-param-path", "x"])
+
+
+@pytest.mark.parametrize(
+    "form", ["--additional-config {}", "--additional-config={}", "--additional_config {}"]
+)
+def test_settings_are_looked_at_before_vllm_is_started(form: str) -> None:
+    valid, misspelt = '{"fp8ext":{"staging":"none"},"other":1}', '{"fp8ext":{"stagng":"="}}'
+    require_valid(["--port", "1", *form.format(valid).split()])
+    with pytest.raises(ConfigError, match="stagng: unknown key; the keys are allowed_dirs"):
+        require_valid(["--port", "1", *form.format(misspelt).split()])
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "1"])
+def test_what_is_no_object_is_left_to_vllm(text: str) -> None:
+    require_valid(["--additional-config", text])
+    require_valid(["--additional-config"])
 
 
 @pytest.mark.parametrize(
