@@ -20,11 +20,17 @@ def chosen(tokens: int, each: int, experts: int, kind: str, device: str) -> torc
     return found.to(device)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "few", "remote"])
-@pytest.mark.parametrize("align", [1, 16, 128])
+FEW = [(1, 2, 4), (37, 8, 60), (260, 3, 5)]
+MANY = [(3, 8, 128), (5, 6, 160), (2, 8, 256)]
+"""Of so many experts an interpreter takes seconds: each kind and each alignment once."""
+KINDS = ["uniform", "few", "remote"]
+ALIGNMENTS = [16, 1, 128]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "each", "experts"),
-    [(1, 2, 4), (3, 8, 128), (37, 8, 60), (5, 6, 160), (2, 8, 256), (260, 3, 5)],
+    ("tokens", "each", "experts", "align", "kind"),
+    [(*shape, align, kind) for shape in FEW for align in ALIGNMENTS for kind in KINDS]
+    + [(*shape, align, kind) for shape in MANY for align, kind in zip(ALIGNMENTS, KINDS, strict=True)],
 )
 def test_rows_are_the_references(
     tokens: int, each: int, experts: int, align: int, kind: str, device: str
