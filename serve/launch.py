@@ -35,7 +35,9 @@ def require_valid(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: they are not valid.
     """
-    words = [word for argument in arguments for word in argument.split("=", argument.startswith("-"))]
+    words: list[str] = []
+    for argument in arguments:
+        words += argument.split("=", 1) if argument.startswith("-") else [argument]
     for option, text in pairwise(words):
         if option.replace("_", "-") != "--additional-config":
             continue

@@ -94,6 +94,9 @@ class Client(_Blocking[Endpoint]):
     `retries`: how often a call that failed is sent again where that is safe.
 
     Methods raise `UpdateError` when the server refuses, `httpx.HTTPError` when it can't be reached.
+
+    Raises:
+        ConfigError: a URL that does not begin with `http://` or `https://`.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class Endpoint:
             ConfigError: the URL has no scheme, or another one than HTTP's.
         """
         root = (url or os.environ.get(URL) or DEFAULT_URL).rstrip("/")
-        if not root.startswith(("http://", "https://")):
+        if not root.lower().startswith(("http://", "https://")):
             raise ConfigError(f"url: expected the server's root, such as {DEFAULT_URL}, found {root}")
         given = key_of(os.environ.get(ADMIN_KEY) if key is None else key)
         return cls(url=root, key=given, timeout=timeout, retries=retries)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small mixtures of experts, served and updated one after the other in one process. Takes a file of settings, each the
-arguments of `story`, and writes what it saw of each, as JSON, to another file."""
+"""Small mixtures of experts, served and updated one after the other in one process. Takes a file, to
+which it writes what it saw, as JSON, and a file of settings, each the arguments of `story`."""
 
 import asyncio
 import json
@@ -150,5 +150,5 @@ async def story(
 
 if __name__ == "__main__":
     os.environ["VLLM_MLA_DISABLE"] = "1"  # DeepSeek's attention, expanded
-    settings = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps([asyncio.run(story(**setting)) for setting in settings]))
+    settings = json.loads(Path(sys.argv[2]).read_text())
+    Path(sys.argv[1]).write_text(json.dumps([asyncio.run(story(**setting)) for setting in settings]))

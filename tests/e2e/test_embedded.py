@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines in the trainer's own process: one updated in place, put to sleep and woken, one whose calls block."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .plugins import variables
+from .stories import told_by
 
 SECONDS = 900
 """For a story: many, where servers of other tests have the machine."""
@@ -20,31 +16,16 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 @pytest.fixture(scope="session")
 def facts(tmp_path_factory: pytest.TempPathFactory, kv_dtype: str) -> dict[str, Any]:
     """What `embedded_story` saw."""
-    return told_by("embedded_story.py", tmp_path_factory.mktemp("embedded"), kv_dtype)
+    found: dict[str, Any] = told_by(
+        "embedded_story.py", tmp_path_factory.mktemp("embedded"), kv_dtype, seconds=SECONDS
+    )
+    return found
 
 
 @pytest.fixture(scope="session")
 def blocking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `llm_story` saw."""
-    return told_by("llm_story.py", tmp_path_factory.mktemp("llm"))
-
-
-def told_by(name: str, folder: Path, *more: str) -> dict[str, Any]:
-    """What a process of its own, as a trainer is, writes down."""
-    line = [sys.executable, "-P", str(Path(__file__).with_name(name)), str(folder / "facts.json"), *more]
-    log = folder / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            line, env={**os.environ, **variables(folder)}, stdout=file, stderr=subprocess.STDOUT
-        )
-        try:
-            code: int | None = process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
-            process.kill()
-            process.wait()
-    assert code == 0, log.read_text(errors="replace")[-6000:]
-    found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    found: dict[str, Any] = told_by("llm_story.py", tmp_path_factory.mktemp("llm"), seconds=SECONDS)
     return found
 
 
@@ -174,7 +155,7 @@ def test_a_blocking_engine_that_died_is_named(blocking: dict[str, Any]) -> None:
 
 
 def test_a_model_with_a_constant_without_dimensions_is_updated(tmp_path: Path) -> None:
-    found = told_by("gemma_story.py", tmp_path)
+    found = told_by("gemma_story.py", tmp_path, seconds=SECONDS)
     assert found["one"] != found["other"]
     assert found["one again"] == found["one"]
     assert found["state"] == "serving"

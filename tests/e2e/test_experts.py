@@ -4,8 +4,6 @@ byte for byte, and tokens go to the same experts."""
 
 import json
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -36,6 +34,7 @@ from vllm_fp8ext.weights.digest import EXPERT, Digests, checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
 from .block_fp8 import write_block_fp8
+from .stories import told_by
 
 WIDTH = 192
 """Of an expert: no multiple of 128, and on two ranks not even one block."""
@@ -124,16 +123,10 @@ def stories(
     folders = [tmp_path_factory.mktemp("stories") for _ in halves]
 
     def told(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-        (folder / "settings.json").write_text(json.dumps([runs[name] for name in names]))
-        story = Path(__file__).with_name("experts_story.py")
-        done = subprocess.run(
-            [sys.executable, "-P", str(story), str(folder / "settings.json"), str(folder / "facts.json")],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        return dict(zip(names, json.loads((folder / "facts.json").read_text()), strict=True))
+        settings = folder / "settings.json"
+        settings.write_text(json.dumps([runs[name] for name in names]))
+        found = told_by("experts_story.py", folder, str(settings), seconds=SECONDS)
+        return dict(zip(names, found, strict=True))
 
     with ThreadPoolExecutor() as pool:
         one, other = pool.map(told, halves, folders)

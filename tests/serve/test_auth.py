@@ -30,6 +30,11 @@ def test_a_key_that_is_given_is_used_even_if_it_is_blank(monkeypatch: pytest.Mon
     assert found == [KEY, "other", None]
 
 
+@pytest.mark.parametrize("url", ["http://rollout:8000", "HTTPS://rollout"])
+def test_a_scheme_may_be_written_in_either_case(url: str) -> None:
+    assert Endpoint.of(url, KEY, timeout=1.0, retries=0).url == url
+
+
 @pytest.mark.parametrize("url", ["localhost:8000", "//localhost:8000", "ftp://localhost"])
 def test_a_url_says_how_it_is_spoken_to(url: str) -> None:
     with pytest.raises(ConfigError, match=f"expected the server's root, such as http://.*, found {url}"):

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stories: scripts of this folder that hold engines in their own process, as a trainer does, and write down what they saw."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .plugins import HERE, variables
+
+
+def told_by(name: str, folder: Path, *more: str, seconds: float) -> Any:
+    """What a story, given a file for it and the arguments `more`, writes down there; its log is beside it."""
+    facts, log, code = folder / "facts.json", folder / "log", None
+    line = [sys.executable, "-P", str(HERE / name), str(facts), *more]
+    own = {**os.environ, **variables(folder)}
+    with log.open("wb") as file, contextlib.suppress(subprocess.TimeoutExpired):
+        code = subprocess.run(
+            line, env=own, stdout=file, stderr=subprocess.STDOUT, timeout=seconds
+        ).returncode
+    assert code == 0, log.read_text(errors="replace")[-6000:]
+    return json.loads(facts.read_text())
