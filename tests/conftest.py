@@ -56,6 +56,6 @@ def on_a_small_disk(tmp_path: Path) -> Callable[[str, str], "subprocess.Complete
         if subprocess.run([*alone, mounted, str(tmp_path)], capture_output=True).returncode:
             pytest.skip("a small disk cannot be mounted here")
         line = [*alone, mounted + ' && exec "$@" "$0"', str(tmp_path), sys.executable, "-P", "-c", script]
-        return subprocess.run(line, capture_output=True, text=True, timeout=120)
+        return subprocess.run(line, capture_output=True, text=True, timeout=300)
 
     return run

@@ -163,7 +163,7 @@ def run(script: str, *line: str) -> subprocess.CompletedProcess[str]:
     """The console script in a process of its own, after a line of Python."""
     program = f"import sys; {script}; from vllm_fp8ext.cli import main; main()"
     command = [sys.executable, "-P", "-c", program, *line]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -49,20 +49,19 @@ def test_a_command_that_is_told_to_end_leaves_nothing(command: list[str], tmp_pa
     process = subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
     started: list[psutil.Process] = []
     try:
-        deadline = time.monotonic() + 60
-        while not started and time.monotonic() < deadline:
+        while not started:  # importing takes seconds, and minutes beside busy servers
+            assert process.poll() is None
             time.sleep(0.05)
             if list(folders.glob("fp8ext-*")):  # an import may have had a child before
                 started = psutil.Process(process.pid).children()
-        assert started
         assert list(folders.glob("fp8ext-*"))
         process.terminate()
         # the interpreter's own code where it was importing: it tells such an interrupt by SIGINT, whatever caught it
-        assert process.wait(120) in (1, -signal.SIGINT)
+        assert process.wait(300) in (1, -signal.SIGINT)
     finally:
         process.kill()
         process.wait()
-    assert not psutil.wait_procs(started, 10)[1]
+    assert not psutil.wait_procs(started, 300)[1]
     assert not list(folders.glob("fp8ext-*"))
 
 

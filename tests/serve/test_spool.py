@@ -371,7 +371,7 @@ def test_while_the_folder_gives_room_others_end_and_can_be_cancelled(
     allocate = os.posix_fallocate
 
     def slowly(*arguments: int) -> None:
-        go_on.wait(10)
+        go_on.wait(60)
         allocate(*arguments)
 
     async def upload(until: asyncio.Event) -> None:

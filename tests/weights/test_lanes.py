@@ -11,7 +11,7 @@ import torch
 
 from vllm_fp8ext.weights.lanes import TURN_SECONDS, Lanes
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 @pytest.fixture

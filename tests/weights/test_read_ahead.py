@@ -131,7 +131,7 @@ class Fills:
         with self._lock:
             self.begun.append(index)
         if index >= self._held:
-            assert self.go.wait(10)
+            assert self.go.wait(60)
         buffer[:] = bytes(len(buffer))
         with self._lock:
             self.ended += 1
@@ -140,7 +140,7 @@ class Fills:
 
 
 def until(condition) -> None:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.001)
@@ -180,7 +180,7 @@ def test_closing_waits_for_reads_under_way_and_begins_no_others() -> None:
     closing.join(0.05)
     assert closing.is_alive()
     fills.go.set()
-    closing.join(10)
+    closing.join(60)
     assert fills.ended == len(fills.begun) == 3
 
 

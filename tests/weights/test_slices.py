@@ -21,7 +21,7 @@ def workers() -> list[threading.Thread]:
 def _no_thread_stays() -> Iterator[None]:
     yield
     for thread in workers():
-        thread.join(10)
+        thread.join(60)
     assert workers() == []
 
 

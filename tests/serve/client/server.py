@@ -274,7 +274,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    timeout = 30
+    timeout = 120
     answered = True
 
     @property

@@ -568,7 +568,7 @@ def test_the_event_loop_goes_on(server: Server, monkeypatch: pytest.MonkeyPatch)
 
     def see() -> None:
         ticks.clear()
-        seen.append(ticks.wait(10))
+        seen.append(ticks.wait(60))
 
     def slowly_fetched(part: TensorPart) -> HostPart:
         see()
@@ -601,7 +601,7 @@ def test_many_can_be_awaited_at_once(server: Server) -> None:
     all_there = threading.Barrier(5)
 
     def wait_for_all(handler: Handler) -> bool:
-        all_there.wait(20)
+        all_there.wait(60)
         return False
 
     server.faults["GET /weights"] = [wait_for_all] * 5

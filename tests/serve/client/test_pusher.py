@@ -15,7 +15,7 @@ from vllm_fp8ext.loadtest.weights import Pusher
 
 from .server import KEY, Handler, Server
 
-SECONDS = 20
+SECONDS = 60
 
 
 @pytest.mark.parametrize("files", [False, True])
