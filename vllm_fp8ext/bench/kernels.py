@@ -6,14 +6,13 @@
 Everything that is timed passes its bound in the same process first. Exit code 1 when a kernel of ours does not.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from vllm_fp8ext.bench.options import command_parser
 from vllm_fp8ext.bench.rivals import NAMES
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import cases
@@ -27,15 +26,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: no GPU.
     """
-    parser = argparse.ArgumentParser(
-        prog="fp8ext bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_parser("kernels", __doc__)
+    parser.add_argument(
+        "--only",
+        metavar="PART",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="these parts alone: %(choices)s",
     )
-    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts alone")
-    parser.add_argument("--rivals", nargs="*", choices=NAMES, default=["scaled_mm", "cutlass", "deep_gemm"])
-    parser.add_argument("--prefill-tokens", type=int, nargs="*", default=cases.PREFILL_TOKENS)
-    parser.add_argument("--decode-tokens", type=int, nargs="*", default=cases.DECODE_TOKENS)
-    parser.add_argument("--expert-tokens", type=int, nargs="*", default=cases.EXPERT_TOKENS)
+    parser.add_argument(
+        "--rivals",
+        metavar="NAME",
+        nargs="*",
+        choices=NAMES,
+        default=["scaled_mm", "cutlass", "deep_gemm"],
+        help="beside GEMMs of ours: %(choices)s",
+    )
+    for part, tokens in (
+        ("prefill", cases.PREFILL_TOKENS),
+        ("decode", cases.DECODE_TOKENS),
+        ("expert", cases.EXPERT_TOKENS),
+    ):
+        parser.add_argument(
+            f"--{part}-tokens",
+            metavar="M",
+            type=int,
+            nargs="*",
+            default=tokens,
+            help=f"rows of the {part} cases",
+        )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so long")
     parser.add_argument(
         "--check",

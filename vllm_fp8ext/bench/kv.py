@@ -10,7 +10,6 @@ find room. Weights are generated (or given, --checkpoint); token ids go in and c
 
 import argparse
 import contextlib
-import json
 import statistics
 from collections.abc import Sequence
 from operator import itemgetter
@@ -21,8 +20,8 @@ from rich.console import Console
 
 from vllm_fp8ext.bench.engines import Engine, in_turn, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
+from vllm_fp8ext.bench.options import case_of, command_parser, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_fp8ext.bench.steady import Window
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ConfigError: no GPU to generate weights for, or a case that is none.
     """
     options = _parser().parse_args(arguments)
-    cases = [_case(text) for text in options.cases]
+    cases = [case_of(text) for text in options.cases]
     origin = provenance()
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
@@ -66,36 +65,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fp8ext bench kv", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_parser("kv", __doc__)
+    parser.add_argument(
+        "--shape", metavar="NAME", choices=SHAPES, default="Qwen3-8B", help="of the model: %(choices)s"
     )
-    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--cases", nargs="+", metavar="REQUESTSxINPUTxOUTPUT", default=CASES)
+    parser.add_argument(
+        "--variants",
+        metavar="NAME",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="engines, one after the other: %(choices)s",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="REQUESTSxINPUTxOUTPUT",
+        default=CASES,
+        help="how many at once, and tokens of each",
+    )
     parser.add_argument("--seconds", type=float, default=15.0, help="of each window")
     parser.add_argument("--repeats", type=int, default=2, help="windows of each case")
     parser.add_argument(
         "--gpu-memory-utilization", type=float, default=0.9, help="as vLLM's, for each engine"
     )
     parser.add_argument(
-        "--settings", type=json.loads, default={}, help="more settings of blockfp8, as JSON: staging, say"
+        "--settings", type=json_object, default={}, help="more settings of blockfp8, as JSON: staging, say"
     )
     parser.add_argument(
-        "--engine", type=json.loads, default={}, help="more arguments of vllm.LLM for all of them, as JSON"
+        "--engine", type=json_object, default={}, help="more arguments of vllm.LLM for all of them, as JSON"
     )
     parser.add_argument("--checkpoint", type=Path, help="serve this one, or keep the generated weights here")
-    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
     return parser
-
-
-def _case(text: str) -> tuple[int, int, int]:
-    try:
-        requests, tokens, output = map(int, text.split("x"))
-        if min(requests, tokens, output) > 0:
-            return requests, tokens, output
-    except ValueError:
-        pass
-    raise ConfigError(f"--cases: expected REQUESTSxINPUTxOUTPUT such as 256x512x8192, found {text!r}")
 
 
 def _arguments(

@@ -27,6 +27,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from vllm_fp8ext.bench.options import command_parser
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.checkpoints import LATE, Problem, problems
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server, serve_options
@@ -103,25 +104,35 @@ def _show(case: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fp8ext bench kv-accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser("kv-accuracy", __doc__)
+    parser.add_argument(
+        "--policies",
+        metavar="NAME",
+        nargs="+",
+        choices=POLICIES,
+        default=list(POLICIES),
+        help="of the scales: %(choices)s",
     )
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+    parser.add_argument(
+        "--directions",
+        metavar="NAME",
+        nargs="+",
+        choices=DIRECTIONS,
+        default=list(DIRECTIONS),
+        help="of K and V: %(choices)s",
+    )
     parser.add_argument(
         "--granularity",
+        metavar="NAME",
         nargs="+",
         choices=get_args(Granularity),
         default=["layer"],
-        help="of the scales; by head with FlashAttention 3 only",
+        help="of the scales: %(choices)s; by head with FlashAttention 3 only",
     )
-    parser.add_argument("--updates", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=8, help="until K and V are a hundredfold")
+    parser.add_argument("--prompts", type=int, default=32, help="read after each update")
+    parser.add_argument("--threads", type=int, default=2, help="of torch, for what the trainer would compute")
     parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
-    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
     return parser
 
 

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from vllm_fp8ext.bench.engines import VARIANTS, Engine, in_turn, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
+from vllm_fp8ext.bench.options import case_of, command_parser, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
 
@@ -113,49 +114,58 @@ def _apart(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Gene
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fp8ext bench rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_parser("rollout", __doc__)
+    parser.add_argument(
+        "--shape", metavar="NAME", choices=SHAPES, default="Qwen3-8B", help="of the model: %(choices)s"
     )
-    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--kv", nargs="+", choices=("auto", "fp8"), default=["auto"])
-    parser.add_argument("--cases", nargs="+", metavar="REQUESTSxINPUTxOUTPUT", default=CASES)
+    parser.add_argument(
+        "--variants",
+        metavar="NAME",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="engines that take turns: %(choices)s",
+    )
+    parser.add_argument(
+        "--kv",
+        metavar="DTYPE",
+        nargs="+",
+        choices=("auto", "fp8"),
+        default=["auto"],
+        help="of the KV cache: %(choices)s; engines of each",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="REQUESTSxINPUTxOUTPUT",
+        default=CASES,
+        help="how many at once, and tokens of each",
+    )
     places = parser.add_mutually_exclusive_group()
     places.add_argument("--lend", action="store_true", help="K and V of one engine at a time")
     places.add_argument("--apart", action="store_true", help="one engine after the other")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each engine in each case")
     parser.add_argument("--kv-gib", type=float, default=24.0, help="KV cache of each engine")
     parser.add_argument(
         "--settings", type=_settings, nargs="+", default=["{}"], help="more settings of blockfp8, as JSON"
     )
     parser.add_argument(
-        "--engine", type=json.loads, default={}, help="more arguments of vllm.LLM for all of them, as JSON"
+        "--engine", type=json_object, default={}, help="more arguments of vllm.LLM for all of them, as JSON"
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no repeat after so long")
     parser.add_argument("--profile", type=Path, help="write kernel times of each case here, measure nothing")
     parser.add_argument("--checkpoint", type=Path, help="serve this one, or keep the generated weights here")
-    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
     parser.add_argument("--append", action="store_true", help="keep the other cases that --out has")
     return parser
 
 
 def _case(text: str) -> tuple[int, int, int]:
-    try:
-        requests, tokens, output = map(int, text.split("x"))
-    except ValueError:
-        raise ConfigError(
-            f"--cases: expected REQUESTSxINPUTxOUTPUT such as 8x512x256, found {text!r}"
-        ) from None
-    if min(requests, tokens) < 1 or output < 2:
-        raise ConfigError(
-            f"--cases: expected a request, an input token, two output tokens at least, found {text!r}"
-        )
-    return requests, tokens, output
+    return case_of(text, least_output=2)  # the first token is timed by itself
 
 
 def _settings(text: str) -> str:
     """The same JSON for the same settings."""
-    return json.dumps(json.loads(text), sort_keys=True)
+    return json.dumps(json_object(text), sort_keys=True)
 
 
 def _arguments(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,6 @@ broadcasts.
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import statistics
 import tempfile
@@ -34,6 +33,7 @@ from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.bench.native import SERVE, VARIABLES, Native
+from vllm_fp8ext.bench.options import command_parser, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Group
@@ -74,16 +74,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fp8ext bench update", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_parser("update", __doc__)
+    parser.add_argument(
+        "--shape", metavar="NAME", choices=SHAPES, default="Qwen3-8B", help="of the model: %(choices)s"
     )
-    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
     parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["blockfp8"])
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["files", "http"])
+    parser.add_argument(
+        "--variants",
+        metavar="NAME",
+        nargs="+",
+        choices=VARIANTS,
+        default=["blockfp8"],
+        help="servers: %(choices)s",
+    )
+    parser.add_argument(
+        "--transports",
+        metavar="NAME",
+        nargs="+",
+        choices=TRANSPORTS,
+        default=["files", "http"],
+        help="in turn: %(choices)s",
+    )
     parser.add_argument("--running", type=int, nargs="+", default=[0], help="requests beside the updates")
     parser.add_argument(
-        "--policy", nargs="+", choices=POLICIES, default=["keep"], help="for running requests, in turn"
+        "--policy",
+        metavar="NAME",
+        nargs="+",
+        choices=POLICIES,
+        default=["keep"],
+        help="for running requests, in turn: %(choices)s",
     )
     parser.add_argument(
         "--fused", action="store_true", help="ipc, nccl: experts fused, as transformers holds them"
@@ -93,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="ipc, nccl: tensors in buffers of a GiB, as flat parameters are",
     )
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="updates of each case on an idle server")
     parser.add_argument(
         "--busy-seconds", type=float, default=10.0, help="of updates beside requests at a time, at least"
     )
@@ -103,10 +122,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="start all servers at once, where they have room beside each other",
     )
-    parser.add_argument("--settings", type=json.loads, default={}, help="more settings of fp8ext, as JSON")
+    parser.add_argument("--settings", type=json_object, default={}, help="more settings of fp8ext, as JSON")
     parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
     parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
-    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
     return parser
 
 
