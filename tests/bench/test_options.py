@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from vllm_fp8ext.bench.options import case_of, command_parser, json_object
+from vllm_fp8ext.bench.options import CommandLine, case_of, json_object
 from vllm_fp8ext.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def test_help_tells_defaults(command: str, told: set[str], capsys: pytest.Captur
 
 
 def test_help_keeps_the_text() -> None:
-    parser = command_parser("rollout", "What it is.\n\n    as it is")
+    parser = CommandLine("rollout", "What it is.\n\n    as it is")
     parser.add_argument("--much", type=int, default=3, help="50 %% of it")
     said = parser.format_help()
     assert "\n    as it is\n" in said
@@ -69,3 +69,17 @@ def test_what_is_no_object_of_json(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError) as caught:
         json_object(text)
     assert str(caught.value) == f"expected a JSON object, found {text!r}"
+
+
+def test_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    line = CommandLine("rollout", None)
+    line.add_choice("--some", ("a", "b", "c"), ["a", "b"], "of letters")
+    line.add_choice("--one", ("a", "b"), "b", "of fewer", nargs=None)
+    said = " ".join(line.format_help().split())
+    assert "--some NAME [NAME ...] of letters: a, b, c (default: a b)" in said
+    assert "--one NAME of fewer: a, b (default: b)" in said
+    given = line.parse_args(["--some", "c", "a"])
+    assert (given.some, given.one) == (["c", "a"], "b")
+    with pytest.raises(SystemExit):
+        line.parse_args(["--one", "c"])
+    assert "invalid choice: 'c'" in capsys.readouterr().err

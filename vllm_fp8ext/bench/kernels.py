@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_fp8ext.bench.options import command_parser
+from vllm_fp8ext.bench.options import CommandLine
 from vllm_fp8ext.bench.rivals import NAMES
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import cases
@@ -26,23 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: no GPU.
     """
-    parser = command_parser("kernels", __doc__)
-    parser.add_argument(
-        "--only",
-        metavar="PART",
-        nargs="+",
-        choices=PARTS,
-        default=PARTS,
-        help="these parts alone: %(choices)s",
-    )
-    parser.add_argument(
-        "--rivals",
-        metavar="NAME",
-        nargs="*",
-        choices=NAMES,
-        default=["scaled_mm", "cutlass", "deep_gemm"],
-        help="beside GEMMs of ours: %(choices)s",
-    )
+    parser = CommandLine("kernels", __doc__)
+    parser.add_choice("--only", PARTS, PARTS, "these parts alone", metavar="PART")
+    rivals = ["scaled_mm", "cutlass", "deep_gemm"]
+    parser.add_choice("--rivals", NAMES, rivals, "beside GEMMs of ours", nargs="*")
     for part, tokens in (
         ("prefill", cases.PREFILL_TOKENS),
         ("decode", cases.DECODE_TOKENS),

@@ -13,14 +13,13 @@ import contextlib
 import statistics
 from collections.abc import Sequence
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from vllm_fp8ext.bench.engines import Engine, in_turn, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
-from vllm_fp8ext.bench.options import case_of, command_parser, json_object
+from vllm_fp8ext.bench.options import CommandLine, case_of, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 
 if TYPE_CHECKING:
@@ -65,25 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("kv", __doc__)
-    parser.add_argument(
-        "--shape", metavar="NAME", choices=SHAPES, default="Qwen3-8B", help="of the model: %(choices)s"
-    )
-    parser.add_argument(
-        "--variants",
-        metavar="NAME",
-        nargs="+",
-        choices=VARIANTS,
-        default=list(VARIANTS),
-        help="engines, one after the other: %(choices)s",
-    )
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        metavar="REQUESTSxINPUTxOUTPUT",
-        default=CASES,
-        help="how many at once, and tokens of each",
-    )
+    parser = CommandLine("kv", __doc__)
+    parser.add_engines(SHAPES, VARIANTS, CASES, "one after the other")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each window")
     parser.add_argument("--repeats", type=int, default=2, help="windows of each case")
     parser.add_argument(
@@ -92,10 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--settings", type=json_object, default={}, help="more settings of blockfp8, as JSON: staging, say"
     )
-    parser.add_argument(
-        "--engine", type=json_object, default={}, help="more arguments of vllm.LLM for all of them, as JSON"
-    )
-    parser.add_argument("--checkpoint", type=Path, help="serve this one, or keep the generated weights here")
     return parser
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from vllm_fp8ext.bench.options import command_parser
+from vllm_fp8ext.bench.options import CommandLine
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.checkpoints import LATE, Problem, problems
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server, serve_options
@@ -104,30 +104,14 @@ def _show(case: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("kv-accuracy", __doc__)
-    parser.add_argument(
-        "--policies",
-        metavar="NAME",
-        nargs="+",
-        choices=POLICIES,
-        default=list(POLICIES),
-        help="of the scales: %(choices)s",
-    )
-    parser.add_argument(
-        "--directions",
-        metavar="NAME",
-        nargs="+",
-        choices=DIRECTIONS,
-        default=list(DIRECTIONS),
-        help="of K and V: %(choices)s",
-    )
-    parser.add_argument(
+    parser = CommandLine("kv-accuracy", __doc__)
+    parser.add_choice("--policies", POLICIES, list(POLICIES), "of the scales")
+    parser.add_choice("--directions", DIRECTIONS, list(DIRECTIONS), "of K and V")
+    parser.add_choice(
         "--granularity",
-        metavar="NAME",
-        nargs="+",
-        choices=get_args(Granularity),
-        default=["layer"],
-        help="of the scales: %(choices)s; by head with FlashAttention 3 only",
+        get_args(Granularity),
+        ["layer"],
+        "of the scales, by head with FlashAttention 3 only",
     )
     parser.add_argument("--updates", type=int, default=8, help="until K and V are a hundredfold")
     parser.add_argument("--prompts", type=int, default=32, help="read after each update")

@@ -4,19 +4,62 @@
 import argparse
 import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_fp8ext.errors import ConfigError
 
 
-def command_parser(command: str, text: str | None) -> argparse.ArgumentParser:
+class CommandLine(argparse.ArgumentParser):
     """Of `fp8ext bench COMMAND`, with `text` as its help says it and the option that all have, --out."""
-    found = argparse.ArgumentParser(
-        prog=f"fp8ext bench {command}", description=text, formatter_class=_WithDefaults
-    )
-    found.add_argument("--out", type=Path, help="write the cases here, as JSON")
-    return found
+
+    def __init__(self, command: str, text: str | None) -> None:
+        super().__init__(prog=f"fp8ext bench {command}", description=text, formatter_class=_WithDefaults)
+        self.add_argument("--out", type=Path, help="write the cases here, as JSON")
+
+    def add_choice(
+        self,
+        option: str,
+        choices: Iterable[str],
+        default: str | Sequence[str],
+        what: str,
+        *,
+        nargs: str | None = "+",
+        metavar: str = "NAME",
+    ) -> None:
+        """An option that takes some of `choices`, or without `nargs` one of them; its help lists them after `what`."""
+        self.add_argument(
+            option,
+            metavar=metavar,
+            nargs=nargs,
+            choices=choices,
+            default=default,
+            help=f"{what}: %(choices)s",
+        )
+
+    def add_engines(
+        self, shapes: Iterable[str], variants: Iterable[str], cases: Sequence[str], turns: str
+    ) -> None:
+        """What engines of a benchmark serve, and are asked; `turns`: how they follow each other."""
+        self.add_choice("--shape", shapes, "Qwen3-8B", "of the model", nargs=None)
+        self.add_choice("--variants", variants, list(variants), f"engines, {turns}")
+        self.add_argument(
+            "--cases",
+            nargs="+",
+            metavar="REQUESTSxINPUTxOUTPUT",
+            default=cases,
+            help="how many at once, and tokens of each",
+        )
+        self.add_argument(
+            "--engine",
+            type=json_object,
+            default={},
+            help="more arguments of vllm.LLM for all of them, as JSON",
+        )
+        self.add_argument(
+            "--checkpoint", type=Path, help="serve this one, or keep the generated weights here"
+        )
 
 
 class _WithDefaults(argparse.RawDescriptionHelpFormatter):
@@ -26,7 +69,7 @@ class _WithDefaults(argparse.RawDescriptionHelpFormatter):
         default = action.default
         if not default or default in (argparse.SUPPRESS, math.inf):
             return action.help
-        if isinstance(default, list | tuple | dict):
+        if isinstance(default, list | tuple):
             words = [str(each) for each in default]
             default = "all" if words == [str(each) for each in action.choices or ()] else " ".join(words)
         return f"{action.help} (default: {default})"

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from vllm_fp8ext.bench.engines import VARIANTS, Engine, in_turn, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
-from vllm_fp8ext.bench.options import case_of, command_parser, json_object
+from vllm_fp8ext.bench.options import CommandLine, case_of, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
 
@@ -114,33 +114,9 @@ def _apart(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Gene
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("rollout", __doc__)
-    parser.add_argument(
-        "--shape", metavar="NAME", choices=SHAPES, default="Qwen3-8B", help="of the model: %(choices)s"
-    )
-    parser.add_argument(
-        "--variants",
-        metavar="NAME",
-        nargs="+",
-        choices=VARIANTS,
-        default=list(VARIANTS),
-        help="engines that take turns: %(choices)s",
-    )
-    parser.add_argument(
-        "--kv",
-        metavar="DTYPE",
-        nargs="+",
-        choices=("auto", "fp8"),
-        default=["auto"],
-        help="of the KV cache: %(choices)s; engines of each",
-    )
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        metavar="REQUESTSxINPUTxOUTPUT",
-        default=CASES,
-        help="how many at once, and tokens of each",
-    )
+    parser = CommandLine("rollout", __doc__)
+    parser.add_engines(SHAPES, VARIANTS, CASES, "in turn")
+    parser.add_choice("--kv", ("auto", "fp8"), ["auto"], "of the KV cache, engines of each", metavar="DTYPE")
     places = parser.add_mutually_exclusive_group()
     places.add_argument("--lend", action="store_true", help="K and V of one engine at a time")
     places.add_argument("--apart", action="store_true", help="one engine after the other")
@@ -149,12 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--settings", type=_settings, nargs="+", default=["{}"], help="more settings of blockfp8, as JSON"
     )
-    parser.add_argument(
-        "--engine", type=json_object, default={}, help="more arguments of vllm.LLM for all of them, as JSON"
-    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no repeat after so long")
     parser.add_argument("--profile", type=Path, help="write kernel times of each case here, measure nothing")
-    parser.add_argument("--checkpoint", type=Path, help="serve this one, or keep the generated weights here")
     parser.add_argument("--append", action="store_true", help="keep the other cases that --out has")
     return parser
 

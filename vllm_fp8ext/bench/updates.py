@@ -33,7 +33,7 @@ from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.bench.native import SERVE, VARIABLES, Native
-from vllm_fp8ext.bench.options import command_parser, json_object
+from vllm_fp8ext.bench.options import CommandLine, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Group
@@ -74,36 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("update", __doc__)
-    parser.add_argument(
-        "--shape", metavar="NAME", choices=SHAPES, default="Qwen3-8B", help="of the model: %(choices)s"
-    )
+    parser = CommandLine("update", __doc__)
+    parser.add_choice("--shape", SHAPES, "Qwen3-8B", "of the model", nargs=None)
     parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
-    parser.add_argument(
-        "--variants",
-        metavar="NAME",
-        nargs="+",
-        choices=VARIANTS,
-        default=["blockfp8"],
-        help="servers: %(choices)s",
-    )
-    parser.add_argument(
-        "--transports",
-        metavar="NAME",
-        nargs="+",
-        choices=TRANSPORTS,
-        default=["files", "http"],
-        help="in turn: %(choices)s",
-    )
+    parser.add_choice("--variants", VARIANTS, ["blockfp8"], "servers")
+    parser.add_choice("--transports", TRANSPORTS, ["files", "http"], "in turn")
     parser.add_argument("--running", type=int, nargs="+", default=[0], help="requests beside the updates")
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        nargs="+",
-        choices=POLICIES,
-        default=["keep"],
-        help="for running requests, in turn: %(choices)s",
-    )
+    parser.add_choice("--policy", POLICIES, ["keep"], "for running requests, in turn")
     parser.add_argument(
         "--fused", action="store_true", help="ipc, nccl: experts fused, as transformers holds them"
     )
