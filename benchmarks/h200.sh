@@ -6,7 +6,7 @@
 #
 # All parts, or these, in the order below. Weights are generated in SCRATCH (default /dev/shm), when a part needs them: 33 GB for
 # Qwen3-8B twice, 61 GB for Qwen3-30B-A3B, 66 GB for Qwen3-32B. A part that fails, or takes longer than LIMIT seconds (default 3600),
-# does not stop the others. VLLM_DEEP_GEMM_WARMUP=skip saves minutes where nothing is measured beside traffic, and is set there.
+# does not stop the others.
 set -u
 export O=$(realpath -m "${1:?a folder for the results}") W=${SCRATCH:-/dev/shm} HERE=$(dirname "$(realpath "$0")")
 shift
@@ -62,7 +62,6 @@ part phases "python3 -P \$HERE/update_phases.py --shape Qwen3-8B --checkpoints \
   --parts open stage stage_buckets prepare commit commit_buckets rollback --rounds 2 --running 128 --out \$O/phases.json"
 part load "python3 -P \$HERE/load_compare.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --variants blockfp8 fp8_per_block bf16 \
   --traffic updates --steps 4 --processes 4 --out \$O/load.json --page \$O/load.html"
-export VLLM_DEEP_GEMM_WARMUP=skip
 part check "fp8ext bench kernels --check"
 part host_time "python3 -P \$HERE/host_time.py --out \$O/host_time.json"
 part crossover "python3 -P \$HERE/crossover.py --table \$O/crossover.json"
