@@ -61,7 +61,7 @@ part update_17b_nccl "fp8ext bench update --shape Qwen3-1.7B --checkpoints \$(tw
 part phases "python3 -P \$HERE/update_phases.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --serve gpu-memory-utilization=0.4 \
   --parts open stage stage_buckets prepare commit commit_buckets rollback --rounds 2 --running 128 --out \$O/phases.json"
 part load "python3 -P \$HERE/load_compare.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --variants blockfp8 fp8_per_block bf16 \
-  --traffic updates --steps 4 --processes 4 --out \$O/load.json --page \$O/load.html"
+  --traffic updates --steps 4 --processes 4 --output-tokens lognormal:500,0.8,2000 --out \$O/load.json --page \$O/load.html"
 part check "fp8ext bench kernels --check"
 part host_time "python3 -P \$HERE/host_time.py --out \$O/host_time.json"
 part crossover "python3 -P \$HERE/crossover.py --table \$O/crossover.json"
@@ -99,13 +99,14 @@ part update_30b "fp8ext bench update --shape Qwen3-30B-A3B --checkpoints \$(w Qw
   --transports ipc --fused --out \$O/update_30b.json"
 part rollout_30b "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --kv auto --apart --kv-gib 49 \
   --cases 1x1024x1024 8x1024x1024 32x1024x1024 128x1024x1024 256x1024x1024 --out \$O/rollout_30b.json"
-for variants in "fp8_per_block blockfp8" bf16; do
-  part "rollout_30b_many_${variants##* }" "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants $variants --kv auto --apart \
-    --kv-gib 49 --cases 32x1024x1024 128x1024x1024 256x1024x1024 --out \$O/rollout_30b_many_${variants##* }.json"
-  part "rollout_30b_fp8_${variants##* }" "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants $variants --kv fp8 --kv-gib 14 \
-    --cases 8x1024x1024 128x1024x1024 --out \$O/rollout_30b_fp8_${variants##* }.json"
-  part "rollout_32b_${variants##* }" "fp8ext bench rollout --checkpoint \$(w Qwen3-32B 0) --variants $variants --kv fp8 --apart --kv-gib 36 \
-    --cases 8x1024x1024 8x512x256 128x1024x1024 32x1024x1024 1x1024x1024 --out \$O/rollout_32b_${variants##* }.json"
+# blockfp8 first, which compiles DeepGEMM's kernels in many processes: fp8_per_block then finds them
+for variants in "blockfp8 fp8_per_block" bf16; do
+  part "rollout_30b_many_${variants%% *}" "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants $variants --kv auto --apart \
+    --kv-gib 49 --cases 32x1024x1024 128x1024x1024 256x1024x1024 --out \$O/rollout_30b_many_${variants%% *}.json"
+  part "rollout_30b_fp8_${variants%% *}" "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants $variants --kv fp8 --kv-gib 14 \
+    --cases 8x1024x1024 128x1024x1024 --out \$O/rollout_30b_fp8_${variants%% *}.json"
+  part "rollout_32b_${variants%% *}" "fp8ext bench rollout --checkpoint \$(w Qwen3-32B 0) --variants $variants --kv fp8 --apart --kv-gib 36 \
+    --cases 8x1024x1024 8x512x256 128x1024x1024 32x1024x1024 1x1024x1024 --out \$O/rollout_32b_${variants%% *}.json"
 done
 part kv_30b "fp8ext bench kv --checkpoint \$(w Qwen3-30B-A3B 0) --variants bf16 blockfp8_kv --cases 256x512x8192 --out \$O/kv_30b.json"
 part correct "python3 -P \$HERE/update_correct.py --shape Qwen3-8B --device cuda --out \$O/update_correct.json"
