@@ -10,9 +10,10 @@ import functools
 import hashlib
 import itertools
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,16 +223,20 @@ def _driver(*, keeps_lock: bool = False) -> ctypes.CDLL:
         raise CudaError(f"found no driver of CUDA: {error}") from None
 
 
+def nvrtc_files(entries: Iterable[str]) -> list[Path]:
+    """NVRTC among the packages in these folders: the newest version first, and of one version that of the first folder."""
+    found = [
+        path
+        for entry in entries
+        for path in (Path(entry) / "nvidia").glob("cu*/lib/libnvrtc.so.*")  # cu13, cuda_nvrtc
+    ]
+    return sorted(found, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], reverse=True)
+
+
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
     """The newest NVRTC among the packages that torch installs, else the system's."""
-    found = [
-        path
-        for entry in sys.path
-        for pattern in ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*")
-        for path in (Path(entry) / "nvidia").glob(pattern)
-    ]
-    for path in sorted(found, reverse=True):
+    for path in nvrtc_files(sys.path):
         # NVRTC looks for this part of itself by bare name: have it loaded already
         for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
             ctypes.CDLL(str(builtins))

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_fp8ext.compat import deep_gemm_compile
-from vllm_fp8ext.compat.deep_gemm_compile import CONTEXT_BYTES, ordered, process_bytes, spread, write
+from vllm_fp8ext.compat.deep_gemm_compile import CONTEXT_BYTES, process_bytes
+from vllm_fp8ext.compat.deep_gemm_sizes import ordered, spread, write
 
 SHAPES = st.lists(st.integers(1, 100), min_size=2, max_size=3).map(tuple)
 COUNTS = st.lists(st.integers(1, 10_000), min_size=1, max_size=50, unique=True)
 TAKER = """
 import json, sys, time
-from vllm_fp8ext.compat.deep_gemm_compile import take
+from vllm_fp8ext.compat.deep_gemm_sizes import take
 for size in take(0):
     print(json.dumps(size), flush=True)
     time.sleep(0.001)

@@ -2,10 +2,12 @@
 """Which kernels are compiled before a server is ready."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels import decode_cuts
 from vllm_fp8ext.kernels.selection import Route
 
@@ -99,3 +101,20 @@ def test_blocks_are_those_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> No
         assert triton_sizes(1536, 7168) == {}
     finally:
         fp8_utils.get_w8a8_block_fp8_configs.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kv_scales", "batched", "most"),
+    [
+        (None, 2048, 2048),
+        ({"policy": "calibrate"}, 2048, 4096),
+        ({"policy": "calibrate", "tokens": 1000}, 2048, 2048),
+        ({"policy": "history", "tokens": 9000}, 2048, 2048),
+    ],
+)
+def test_a_calibration_may_run_more_tokens_than_a_step(kv_scales: Any, batched: int, most: int) -> None:
+    from vllm_fp8ext.compat.worker import _most_tokens
+
+    settings = Settings.parse({"fp8ext": {"kv_scales": kv_scales} if kv_scales else {}})
+    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=batched))
+    assert _most_tokens(settings, config) == most

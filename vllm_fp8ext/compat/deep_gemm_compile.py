@@ -5,14 +5,14 @@ Replaces nothing; DeepGEMM compiles a kernel when it first multiplies at a size,
 the other: minutes for a model that was never served here. Processes of their own fill its cache on disk, where the worker
 finds the kernels. Can go once vLLM's warm-up, or DeepGEMM, compiles in parallel.
 
-Which sizes share a kernel DeepGEMM alone knows. So processes take one size after the other from one list, in which those that
-follow each other lie far apart: at first each finds a kernel that nobody has, and at last almost all are on disk.
+Which sizes share a kernel DeepGEMM alone knows. So processes take one size after the other from one list (`deep_gemm_sizes`),
+in which those that follow each other lie far apart: at first each finds a kernel that nobody has, and at last almost all are
+on disk.
 """
 
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -20,15 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
 
 import torch
 import vllm
 from vllm.utils.deep_gemm import _lazy_init, is_deep_gemm_supported
 
-from vllm_fp8ext.compat.deep_gemm import multiply
+from vllm_fp8ext.compat.deep_gemm import compiler, multiply
+from vllm_fp8ext.compat.deep_gemm_sizes import Size, Sizes, ordered, take, write
 from vllm_fp8ext.compat.expert_gemm import grouped
 from vllm_fp8ext.kernels.quantized import empty
 from vllm_fp8ext.kernels.reference import blocks
@@ -42,14 +42,6 @@ _SECONDS = 900
 """For all of them together."""
 _CACHE = "DG_JIT_CACHE_DIR"
 """vLLM's `_lazy_init` sets it."""
-_RECORD = 64
-"""Bytes of a size in the list."""
-
-Sizes = Mapping[tuple[int, ...], Sequence[int]]
-"""Token counts by shape of weight `(N, K)`; numbers of rows by shape of experts `(N, K, E)`."""
-Size = tuple[int, ...]
-"""A count, and its shape."""
-T = TypeVar("T")
 
 
 def compile_ahead(sizes: Sizes, device: torch.device) -> None:
@@ -64,9 +56,9 @@ def compile_ahead(sizes: Sizes, device: torch.device) -> None:
 
 
 def _compile_once(folder: Path, sizes: Sizes, device: torch.device) -> None:
-    """Unless that was done before, with this vLLM on such a GPU; the ranks of one machine wait for the first."""
+    """Unless that was done before, with this vLLM and compiler on such a GPU; the ranks of one machine wait for the first."""
     folder.mkdir(parents=True, exist_ok=True)
-    origin = [vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device)]
+    origin = [vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device), compiler()]
     told = json.dumps([origin, [[shape, sizes[shape]] for shape in sorted(sizes)]])
     done = folder / f"fp8ext-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     with (folder / "fp8ext-lock").open("w") as lock:
@@ -83,19 +75,6 @@ def process_bytes(sizes: Sequence[Size]) -> int:
     """GPU memory that a process can need: weight, tokens and product, and as much again that torch keeps."""
     needed = (n * k * (experts[0] if experts else 1) + m * (k + 2 * n) for m, n, k, *experts in sizes)
     return CONTEXT_BYTES + 2 * max(needed)
-
-
-def ordered(sizes: Sizes) -> list[Size]:
-    """All sizes, by turns of each shape, and of a shape those first that divide its counts into halves, then quarters."""
-    turns = [spread([(count, *shape) for count in sorted(counts)]) for shape, counts in sizes.items()]
-    return [size for turn in itertools.zip_longest(*turns) for size in turn if size is not None]
-
-
-def spread(items: Sequence[T]) -> list[T]:
-    """The same ones, each far from those before it: by the reversed bits of their places."""
-    bits = max(1, (len(items) - 1).bit_length())
-    places = (int(f"{place:0{bits}b}"[::-1], 2) for place in range(1 << bits))
-    return [items[place] for place in places if place < len(items)]
 
 
 def _run(sizes: Sequence[Size], count: int, device: torch.device) -> bool:
@@ -121,18 +100,6 @@ def _run(sizes: Sequence[Size], count: int, device: torch.device) -> bool:
                 told = errors.read().decode(errors="replace")[-300:] or f"not done after {_SECONDS} s"
                 logger.warning("blockfp8: compiling ahead failed: %s", told)
     return not failed
-
-
-def write(listed: BinaryIO, sizes: Sequence[Size]) -> None:
-    """Write what processes that share this file `take`."""
-    listed.write(b"".join(json.dumps(size).encode().ljust(_RECORD) for size in sizes))
-    listed.seek(0)
-
-
-def take(listed: int) -> Iterator[Size]:
-    """Sizes that no other process took: a file that is inherited has one position for all, and each read moves it."""
-    while record := os.read(listed, _RECORD):
-        yield tuple(json.loads(record))
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 
-from vllm_fp8ext.compat.deep_gemm_compile import Sizes
+from vllm_fp8ext.compat.deep_gemm_sizes import Sizes
 from vllm_fp8ext.compat.expert_gemm import alignment, compute, grouped
 from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers
 from vllm_fp8ext.experts import BlockFp8ExpertsMethod

@@ -9,6 +9,7 @@ this can go once they take operators of a plugin.
 import inspect
 import logging
 import operator
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from vllm.utils.import_utils import has_deep_gemm
 from vllm_fp8ext.compat import fusion_rope, graph_nodes
 from vllm_fp8ext.compat.deep_gemm import compiler
 from vllm_fp8ext.compat.graph_nodes import alike
-from vllm_fp8ext.kernels import linear, rotary, selection
+from vllm_fp8ext.kernels import decode_cuts, linear, rotary, selection
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -52,11 +53,12 @@ def configure(config: Any, *, norm_rope: bool) -> None:
 
 def _baked_in() -> str:
     """Of everything that decides what is a constant of a compiled graph: the pass, and which kernel takes which layer."""
-    gemm = Path(__file__).with_name("gemm.py").read_text()
+    here = [Path(__file__).with_name(name).read_text() for name in ("gemm.py", "deep_gemm.py")]
+    chosen = sorted((name, value) for name, value in os.environ.items() if name.startswith("DG_JIT_"))
     return JoinLinear.hash_source(
         JoinLinear().uuid(),
-        *(inspect.getsource(selection), selection.TABLE.read_text()),
-        *(gemm, str(has_deep_gemm()), compiler()),
+        *(inspect.getsource(selection), selection.TABLE.read_text(), inspect.getsource(decode_cuts)),
+        *(*here, str(has_deep_gemm()), compiler(), str(chosen)),
     )
 
 

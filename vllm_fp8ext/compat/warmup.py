@@ -15,7 +15,8 @@ import vllm.envs as envs
 from torch import nn
 from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
-from vllm_fp8ext.compat.deep_gemm_compile import Sizes, compile_ahead
+from vllm_fp8ext.compat.deep_gemm_compile import compile_ahead
+from vllm_fp8ext.compat.deep_gemm_sizes import Sizes
 from vllm_fp8ext.compat.expert_warmup import expert_layers, expert_sizes, run_experts
 from vllm_fp8ext.compat.gemm import triton_sizes
 from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers, warm_up_together
@@ -34,8 +35,8 @@ Layers: TypeAlias = dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]
 
 @torch.inference_mode()
 def warm_up(model: nn.Module, max_tokens: int) -> None:
-    """Run each kernel once for every shape of weight in `model`; machine code is compiled on all cores first, DeepGEMM's in
-    processes beside this one while it makes all others."""
+    """Run each kernel once for every shape of weight in `model`, of one served model or several, for up to `max_tokens`;
+    machine code is compiled on all cores first, DeepGEMM's in processes beside this one while it makes all others."""
     start = time.perf_counter()
     layers: Layers = {}
     for module in model.modules():

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -64,8 +65,16 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_fp8ext.compat.warmup import warm_up
 
         graph_sizes.install()
-        warm_up(runner.get_model(), config.scheduler_config.max_num_batched_tokens)
+        models = [model for model in (runner.get_model(), runner.get_draft_model()) if model is not None]
+        warm_up(nn.ModuleList(models), _most_tokens(settings, config))
     return result
+
+
+def _most_tokens(settings: Settings, config: VllmConfig) -> int:
+    """That the model is given at once: by a step, or by a calibration, all of whose prompts run together."""
+    most: int = config.scheduler_config.max_num_batched_tokens
+    scales = settings.kv_scales
+    return max(most, scales.tokens) if scales is not None and scales.policy == "calibrate" else most
 
 
 def call(self: Any, number: int, method: str, *args: Any) -> dict[str, Any]:
