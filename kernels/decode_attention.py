@@ -2,7 +2,7 @@
 """Attention of one new token of each request over a paged cache, FP8 or BF16, which it joins (`decode_attention.cu`): K and V
 read once, at memory speed.
 
-Written in CUDA C++: with 16 query heads at most to a KV head a tensor core's tile is all but empty, and what counts is that
+Written in CUDA C++: with a few query heads to a KV head a tensor core's tile is all but empty, and what counts is that
 bytes never stop coming. That takes copies that run ahead of a warp without its registers, and fragments that are loaded as
 the cache lies there, without a transpose of V; Triton offers neither.
 

@@ -97,7 +97,7 @@ def test_a_compiler_that_comes_or_changes_is_another_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Compiled graphs name the kernels that ran with the one before."""
-    for name in ("CUDA_PATH", "DG_JIT_NVCC_COMPILER"):
+    for name in ("CUDA_PATH", "DG_JIT_NVCC_COMPILER", "DG_JIT_USE_NVRTC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -108,4 +108,8 @@ def test_a_compiler_that_comes_or_changes_is_another_one(
         nvcc.touch()
         os.utime(nvcc, (when, when))
         seen.append(deep_gemm.compiler())
-    assert len(set(seen)) == 3
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    seen.append(deep_gemm.compiler())
+    assert len(set(seen)) == 4
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path))  # which vLLM sets when it begins to use DeepGEMM
+    assert deep_gemm.compiler() == seen[-1]

@@ -28,11 +28,10 @@ Kernels: TypeAlias = dict[tuple[int, int, int, torch.device, torch.dtype], Decod
 """Those of one engine, by heads, KV heads, requests, device and dtype of the cache."""
 
 
-def attach_all(runner: Any, config: Any) -> None:
-    """Give the layers of a worker's models, the draft's too, the kernel: those that it computes."""
-    models: list[nn.Module | None] = [runner.get_model(), runner.get_draft_model()]
+def attach_all(model: nn.Module, config: Any) -> None:
+    """Give the layers of a model, or of several, the kernel: those that it computes."""
     kernels: Kernels = {}
-    for layer in dict.fromkeys(layer for model in models if model is not None for layer in model.modules()):
+    for layer in model.modules():
         if isinstance(layer, Attention):
             attach(layer, config, kernels)
 

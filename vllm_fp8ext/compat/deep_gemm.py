@@ -19,17 +19,20 @@ from vllm_fp8ext.kernels.reference import blocks
 
 logger = logging.getLogger("vllm.fp8ext")
 
+_CHOICES = "DG_JIT_USE_NVRTC", "DG_JIT_CPP_STANDARD"
+"""What decides, beside the compiler, whether and how it compiles."""
 _TRIED = 128, 4096, 4096
 """Tokens, rows and columns that every version takes."""
 
 
 def compiler() -> str:
-    """The nvcc that it would find, and of when that is; empty without one. What runs here may change with it."""
+    """The nvcc that it would find, of when that is, and what the user chose. What runs here may change with it."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     listed = [os.environ.get("DG_JIT_NVCC_COMPILER"), shutil.which("nvcc")]
     listed += [f"{home}/bin/nvcc" for home in homes if home]
     found = next((Path(path) for path in listed if path and Path(path).is_file()), None)
-    return f"{found} {found.stat().st_mtime_ns}" if found else ""
+    of = found.stat().st_mtime_ns if found else None
+    return f"{found} {of} {[os.environ.get(name) for name in _CHOICES]}"
 
 
 @torch.inference_mode()

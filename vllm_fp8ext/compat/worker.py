@@ -51,7 +51,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         if on_gpu and settings.kernels.takes_decode_attention:
             from vllm_fp8ext.compat.decode_attention import attach_all
 
-            attach_all(runner, config)
+            attach_all(_models(runner), config)
         if live:
             self.fp8ext_rank = _build(worker, config, runner, recorded)
         return result
@@ -65,9 +65,14 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_fp8ext.compat.warmup import warm_up
 
         graph_sizes.install()
-        models = [model for model in (runner.get_model(), runner.get_draft_model()) if model is not None]
-        warm_up(nn.ModuleList(models), _most_tokens(settings, config))
+        warm_up(_models(runner), _most_tokens(settings, config))
     return result
+
+
+def _models(runner: Any) -> nn.Module:
+    """What a worker runs, the draft model too."""
+    models: list[nn.Module | None] = [runner.get_model(), runner.get_draft_model()]
+    return nn.ModuleList(model for model in models if model is not None)
 
 
 def _most_tokens(settings: Settings, config: VllmConfig) -> int:
