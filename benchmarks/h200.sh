@@ -105,8 +105,10 @@ for variants in "blockfp8 fp8_per_block" bf16; do
     --kv-gib 49 --cases 32x1024x1024 128x1024x1024 256x1024x1024 --out \$O/rollout_30b_many_${variants%% *}.json"
   part "rollout_30b_fp8_${variants%% *}" "fp8ext bench rollout --checkpoint \$(w Qwen3-30B-A3B 0) --variants $variants --kv fp8 --kv-gib 14 \
     --cases 8x1024x1024 128x1024x1024 --out \$O/rollout_30b_fp8_${variants%% *}.json"
-  part "rollout_32b_${variants%% *}" "fp8ext bench rollout --checkpoint \$(w Qwen3-32B 0) --variants $variants --kv fp8 --apart --kv-gib 36 \
-    --cases 8x1024x1024 8x512x256 128x1024x1024 32x1024x1024 1x1024x1024 --out \$O/rollout_32b_${variants%% *}.json"
+  part "rollout_32b_${variants%% *}" "fp8ext bench rollout --checkpoint \$(w Qwen3-32B 0) --variants $variants --kv fp8 --apart --kv-gib 66 \
+    --cases 8x1024x1024 128x1024x1024 1x1024x1024 32x1024x1024 8x512x256 256x1024x1024 --out \$O/rollout_32b_${variants%% *}.json"
+  part "rollout_32b_auto_${variants%% *}" "fp8ext bench rollout --checkpoint \$(w Qwen3-32B 0) --variants $variants --kv auto --apart \
+    --kv-gib 66 --cases 8x1024x1024 128x1024x1024 1x1024x1024 32x1024x1024 8x512x256 --out \$O/rollout_32b_auto_${variants%% *}.json"
 done
 part kv_30b "fp8ext bench kv --checkpoint \$(w Qwen3-30B-A3B 0) --variants bf16 blockfp8_kv --cases 256x512x8192 --out \$O/kv_30b.json"
 part correct "python3 -P \$HERE/update_correct.py --shape Qwen3-8B --device cuda --out \$O/update_correct.json"
