@@ -45,7 +45,7 @@ def active(x, ACTIVATION: tl.constexpr):
     return tl.div_rn(x, 1.0 + tl.exp(-x))
 
 
-@triton.jit(do_not_specialize=["scales_column"])
+@triton.jit(do_not_specialize=["scales_token", "scales_column"])
 def _gated_quantize(
     gate_up_M2K,
     codes_MK,
@@ -53,6 +53,7 @@ def _gated_quantize(
     rows_S,
     K,
     row,
+    scales_token,
     scales_column,
     ACTIVATION: tl.constexpr,
     POW2: tl.constexpr,
@@ -81,19 +82,24 @@ def _gated_quantize(
     values = rounded(rounded(active(gate, ACTIVATION), dtype, HARDWARE) * up, dtype, HARDWARE)
     scale = scale_of(tl.max(magnitude_bits(values), axis=1), POW2)
     tl.store(codes_MK + token * K + columns, codes_of(values, scale[:, None], True, HARDWARE), mask=inside)
-    tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
+    tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 
 
 _launch = Launcher(_gated_quantize)
 
 
 def gated_quantize(
-    gate_up_M2K: Tensor, activation: Activation, scale_format: ScaleFormat, rows_S: Tensor | None = None
+    gate_up_M2K: Tensor,
+    activation: Activation,
+    scale_format: ScaleFormat,
+    rows_S: Tensor | None = None,
+    *,
+    by_token: bool = False,
 ) -> Quantized:
     """Codes and scales of `activation(gate) * up`; `gate_up_M2K` holds gate, then up, BF16 or FP16, columns contiguous.
-    `rows_S` (int32): these rows alone, the others stay uninitialized; -1 is none."""
+    `rows_S` (int32): these rows alone, the others stay uninitialized; -1 is none. `by_token`: how scales lie (`Quantized`)."""
     m, k = gate_up_M2K.shape[0], gate_up_M2K.shape[1] // 2
-    codes, scales = empty(m, k, gate_up_M2K.device)
+    codes, scales = empty(m, k, gate_up_M2K.device, by_token=by_token)
     early = gate_up_M2K.is_cuda
     count = m if rows_S is None else rows_S.numel()
     if count:
@@ -101,7 +107,7 @@ def gated_quantize(
             (count, -(-blocks(k) // GROUPS), 1),
             (gate_up_M2K, codes.view(torch.uint8), scales, scales if rows_S is None else rows_S),
             (k, gate_up_M2K.stride(0)),
-            (scales.stride(1),),
+            scales.stride(),
             (activation, scale_format == "pow2", early, early, rows_S is not None, GROUPS, BLOCK),
             4,
         )

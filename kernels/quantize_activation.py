@@ -36,7 +36,7 @@ def quantized_groups(
     return codes_of(x, scale[:, None], SHORT, HARDWARE), scale, groups, columns
 
 
-@triton.jit(do_not_specialize=["scales_column"])
+@triton.jit(do_not_specialize=["scales_token", "scales_column"])
 def _quantize_activation(
     x_MK,
     codes_MK,
@@ -44,6 +44,7 @@ def _quantize_activation(
     places_MT,
     K,
     x_row,
+    scales_token,
     scales_column,
     POW2: tl.constexpr,
     SHORT: tl.constexpr,
@@ -67,19 +68,21 @@ def _quantize_activation(
         for choice in tl.static_range(PLACES):
             row = tl.load(places_MT + token * PLACES + choice).to(tl.int64)
             tl.store(codes_MK + row * K + columns, codes, mask=inside & (row >= 0))
-            tl.store(scales_MKb + row + groups * scales_column, scale, mask=scaled & (row >= 0))
+            tl.store(scales_MKb + row * scales_token + groups * scales_column, scale, mask=scaled & (row >= 0))
     else:
         tl.store(codes_MK + token * K + columns, codes, mask=inside)
-        tl.store(scales_MKb + token + groups * scales_column, scale, mask=scaled)
+        tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=scaled)
 
 
 _launch = Launcher(_quantize_activation)
 
 
-def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat, rows: int | None = None) -> Quantized:
+def quantize_activation(
+    x_MK: Tensor, scale_format: ScaleFormat, rows: int | None = None, *, by_token: bool = False
+) -> Quantized:
     """Codes and scales of `x_MK` (BF16, FP16 or fp32, columns contiguous). `rows`: with room for so many tokens, those behind
-    uninitialized."""
-    return _quantized(x_MK, scale_format, x_MK.shape[0] if rows is None else rows, None)
+    uninitialized. `by_token`: how scales lie (`Quantized`)."""
+    return _quantized(x_MK, scale_format, x_MK.shape[0] if rows is None else rows, None, by_token=by_token)
 
 
 def quantize_to_rows(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor) -> Quantized:
@@ -88,9 +91,11 @@ def quantize_to_rows(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_
     return _quantized(x_MK, scale_format, rows, places_MT)
 
 
-def _quantized(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor | None) -> Quantized:
+def _quantized(
+    x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor | None, *, by_token: bool = False
+) -> Quantized:
     m, k = x_MK.shape
-    codes, scales = empty(rows, k, x_MK.device)
+    codes, scales = empty(rows, k, x_MK.device, by_token=by_token)
     early = x_MK.is_cuda
     if m:
         short, places = x_MK.dtype.itemsize == 2, 0 if places_MT is None else places_MT.shape[1]
@@ -98,7 +103,7 @@ def _quantized(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Te
             (m, -(-blocks(k) // GROUPS), 1),
             (x_MK, codes.view(torch.uint8), scales, scales if places_MT is None else places_MT),
             (k, x_MK.stride(0)),
-            (scales.stride(1),),
+            scales.stride(),
             (scale_format == "pow2", short, early, early, places, GROUPS, BLOCK),
             4,
         )

@@ -86,6 +86,16 @@ def test_rows_may_lie_apart(device: str) -> None:
     assert cases.same(scales, expected[1])
 
 
+def test_scales_lie_by_column_or_by_token(device: str) -> None:
+    gate_up = decided(cases.awkward(5, 600, "normal", torch.bfloat16))
+    expected = gated_quantize_reference(gate_up, "silu", "fp32")
+    for by_token, strides in ((False, (1, 8)), (True, (3, 1))):
+        codes, scales = gated_quantize(gate_up.to(device), "silu", "fp32", by_token=by_token)
+        assert scales.stride() == strides
+        assert cases.same(codes, expected[0])
+        assert cases.same(scales, expected[1])
+
+
 def test_no_tokens_make_no_codes(device: str) -> None:
     codes, scales = gated_quantize(torch.empty(0, 600, dtype=torch.bfloat16, device=device), "silu", "fp32")
     assert (codes.shape, scales.shape) == ((0, 300), (0, 3))

@@ -58,6 +58,16 @@ def test_rows_may_lie_apart(device: str) -> None:
     assert cases.same(scales, expected[1])
 
 
+def test_scales_lie_by_column_or_by_token(device: str) -> None:
+    x = cases.awkward(5, 300, "heavy", torch.bfloat16)
+    expected = reference.quantize_activation(x, "fp32")
+    for by_token, strides in ((False, (1, 8)), (True, (3, 1))):
+        codes, scales = quantize_activation(x.to(device), "fp32", 8, by_token=by_token)
+        assert (codes.shape, scales.shape, scales.stride()) == ((8, 300), (8, 3), strides)
+        assert cases.same(codes[:5], expected[0])
+        assert cases.same(scales[:5], expected[1])
+
+
 def test_no_tokens_make_no_codes(device: str) -> None:
     codes, scales = quantize_activation(torch.empty(0, 300, device=device), "fp32")
     assert (codes.shape, scales.shape) == ((0, 300), (0, 3))

@@ -129,9 +129,11 @@ def triton(
     gate_up = torch.empty(room, t, height, dtype=x_MK.dtype, device=x_MK.device)
     parts = torch.empty(room, t, k, dtype=x_MK.dtype, device=x_MK.device)
     ordered = rows.slots, rows.owners, rows.used
-    quantized = quantize_activation(x_MK, scale_format, room)
+    # each of a program's tokens lies somewhere else: of scales by token the cache then has those of the next columns, too
+    quantized = quantize_activation(x_MK, scale_format, room, by_token=True)
     _triton(quantized, weights.gate_up, weights.gate_up_scales, gate_up, *ordered, t, config)
-    active = gated_quantize(gate_up.view(room * t, height), cast("Activation", activation), scale_format)
+    function = cast("Activation", activation)
+    active = gated_quantize(gate_up.view(room * t, height), function, scale_format, by_token=True)
     _triton(active, weights.down, weights.down_scales, parts, *ordered, 1, config)
     return expert_sum(parts.view(room * t, k), None, weights_MT, experts_MT, x_MK.dtype)
 
