@@ -82,7 +82,9 @@ def _gated_quantize(
     values = rounded(rounded(active(gate, ACTIVATION), dtype, HARDWARE) * up, dtype, HARDWARE)
     scale = scale_of(tl.max(magnitude_bits(values), axis=1), POW2)
     tl.store(codes_MK + token * K + columns, codes_of(values, scale[:, None], True, HARDWARE), mask=inside)
-    tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
+    tl.store(
+        scales_MKb + token * scales_token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE)
+    )
 
 
 _launch = Launcher(_gated_quantize)
@@ -97,7 +99,7 @@ def gated_quantize(
     by_token: bool = False,
 ) -> Quantized:
     """Codes and scales of `activation(gate) * up`; `gate_up_M2K` holds gate, then up, BF16 or FP16, columns contiguous.
-    `rows_S` (int32): these rows alone, the others stay uninitialized; -1 is none. `by_token`: how scales lie (`Quantized`)."""
+    `rows_S` (int32): these rows alone, the others stay uninitialized; -1 is none. `by_token`: of scales (`Quantized`)."""
     m, k = gate_up_M2K.shape[0], gate_up_M2K.shape[1] // 2
     codes, scales = empty(m, k, gate_up_M2K.device, by_token=by_token)
     early = gate_up_M2K.is_cuda

@@ -68,7 +68,9 @@ def _quantize_activation(
         for choice in tl.static_range(PLACES):
             row = tl.load(places_MT + token * PLACES + choice).to(tl.int64)
             tl.store(codes_MK + row * K + columns, codes, mask=inside & (row >= 0))
-            tl.store(scales_MKb + row * scales_token + groups * scales_column, scale, mask=scaled & (row >= 0))
+            tl.store(
+                scales_MKb + row * scales_token + groups * scales_column, scale, mask=scaled & (row >= 0)
+            )
     else:
         tl.store(codes_MK + token * K + columns, codes, mask=inside)
         tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=scaled)

@@ -13,7 +13,7 @@ class Quantized(NamedTuple):
     """Activations for an FP8 GEMM.
 
     `codes`: E4M3 `[M, K]`, contiguous. `scales`: fp32 `[M, ceil(K/128)]`, tokens adjacent and columns a multiple of 16 bytes
-    apart, as the copy engine and DeepGEMM want them; or by token, contiguous, for a kernel that takes its tokens from anywhere.
+    apart, as the copy engine and DeepGEMM want them; or by token, contiguous, for a kernel that takes tokens from anywhere.
     """
 
     codes: Tensor
