@@ -33,10 +33,11 @@ def test_slots_of_each_expert_in_order(
 
 
 def test_an_expert_that_everything_goes_to(device: str) -> None:
-    of = torch.ones(SCANNED + 9, 1, dtype=torch.int32, device=device)
-    slots = expert_slots(cases.activations(SCANNED + 9, 128, device), of, 3, "fp32")[1]
-    assert slots.counts.tolist() == [0, SCANNED + 9, 0]
-    assert slots.slots[1, : SCANNED + 9].tolist() == list(range(SCANNED + 9))
+    tokens, each = SCANNED // 16 + 1, 16
+    of = torch.ones(tokens, each, dtype=torch.int32, device=device)
+    slots = expert_slots(cases.activations(tokens, 128, device), of, 3, "fp32")[1]
+    assert slots.counts.tolist() == [0, tokens * each, 0]
+    assert slots.slots[1, : tokens * each].tolist() == list(range(tokens * each))
 
 
 def test_no_slots_where_none_are_listed(device: str) -> None:
