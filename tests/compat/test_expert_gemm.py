@@ -51,10 +51,9 @@ def by_slot(
     size, tokens = config["BLOCK_SIZE_M"], x.codes.shape[0]
     flat = out.view(-1, out.shape[-1])
     for block in range(int(used) // size):
-        for slot in slots[block * size :][:size].tolist():
-            if slot < tokens * each:
-                row = slice(slot // each, slot // each + 1)
-                flat[slot] = product(x, row, codes, scales, int(owners[block]))[0]
+        taken = slots[block * size :][:size]
+        taken = taken[taken < tokens * each].long()
+        flat[taken] = product(x, taken // each, codes, scales, int(owners[block]))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
