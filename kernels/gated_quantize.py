@@ -99,7 +99,8 @@ def gated_quantize(
     by_token: bool = False,
 ) -> Quantized:
     """Codes and scales of `activation(gate) * up`; `gate_up_M2K` holds gate, then up, BF16 or FP16, columns contiguous.
-    `rows_S` (int32): these rows alone, the others stay uninitialized; -1 is none. `by_token`: of scales (`Quantized`)."""
+    `rows_S` (int32): these rows alone, the others stay uninitialized; -1 is none. `by_token`: how scales
+    lie (`Quantized`)."""
     m, k = gate_up_M2K.shape[0], gate_up_M2K.shape[1] // 2
     codes, scales = empty(m, k, gate_up_M2K.device, by_token=by_token)
     early = gate_up_M2K.is_cuda

@@ -84,20 +84,21 @@ def quantize_activation(
 ) -> Quantized:
     """Codes and scales of `x_MK` (BF16, FP16 or fp32, columns contiguous). `rows`: with room for so many tokens, those behind
     uninitialized. `by_token`: how scales lie (`Quantized`)."""
-    return _quantized(x_MK, scale_format, x_MK.shape[0] if rows is None else rows, None, by_token=by_token)
+    m, k = x_MK.shape
+    room = empty(m if rows is None else rows, k, x_MK.device, by_token=by_token)
+    return _quantized(room, x_MK, scale_format, None)
 
 
 def quantize_to_rows(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor) -> Quantized:
     """The same, each token written to the rows that `places_MT` (int32, contiguous) names, of so many; -1 names none. Rows
     that nobody names stay uninitialized."""
-    return _quantized(x_MK, scale_format, rows, places_MT)
+    return _quantized(empty(rows, x_MK.shape[1], x_MK.device), x_MK, scale_format, places_MT)
 
 
 def _quantized(
-    x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor | None, *, by_token: bool = False
+    room: Quantized, x_MK: Tensor, scale_format: ScaleFormat, places_MT: Tensor | None
 ) -> Quantized:
-    m, k = x_MK.shape
-    codes, scales = empty(rows, k, x_MK.device, by_token=by_token)
+    (m, k), (codes, scales) = x_MK.shape, room
     early = x_MK.is_cuda
     if m:
         short, places = x_MK.dtype.itemsize == 2, 0 if places_MT is None else places_MT.shape[1]
@@ -109,4 +110,4 @@ def _quantized(
             (scale_format == "pow2", short, early, early, places, GROUPS, BLOCK),
             4,
         )
-    return Quantized(codes, scales)
+    return room

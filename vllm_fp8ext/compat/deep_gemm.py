@@ -31,8 +31,8 @@ def compiler() -> str:
     listed = [os.environ.get("DG_JIT_NVCC_COMPILER"), shutil.which("nvcc")]
     listed += [f"{home}/bin/nvcc" for home in homes if home]
     found = next((Path(path) for path in listed if path and Path(path).is_file()), None)
-    of = found.stat().st_mtime_ns if found else None
-    return f"{found} {of} {[os.environ.get(name) for name in _CHOICES]}"
+    changed = found.stat().st_mtime_ns if found else None
+    return f"{found} {changed} {[os.environ.get(name) for name in _CHOICES]}"
 
 
 @torch.inference_mode()

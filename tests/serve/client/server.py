@@ -27,6 +27,11 @@ Fault = Callable[["Handler"], bool]
 """Called before a call is handled; true when it is dealt with."""
 
 
+def chunk(n: int) -> str:
+    """The call that brings it, as `Server.faults` names it."""
+    return f"PUT /updates/*/chunks/{n}"
+
+
 def answer(status: int, content: bytes = b"", kind: str | None = None) -> Fault:
     """This answer instead of the right one; with a kind, as a problem document."""
 
@@ -309,8 +314,11 @@ class Handler(BaseHTTPRequestHandler):
         self.answered = True
         call = f"{self.command} {self.path.removeprefix(schema.PREFIX)}"
         fault = self.scripted.note(self, call)
-        if fault and fault(self):
-            return
+        if fault:
+            ended = fault(self)
+            assert isinstance(ended, bool), f"expected a fault, found what makes one: {fault}"
+            if ended:
+                return
         try:
             assert self.headers.get("transfer-encoding") is None
             result = self.scripted.handle(call, self.body(), self.headers)

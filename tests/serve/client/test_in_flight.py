@@ -22,14 +22,10 @@ from vllm_fp8ext.serve.client import AsyncClient, repeat
 from vllm_fp8ext.serve.client.driver import FLOW_THREADS
 
 from .conftest import Caller
-from .server import KEY, Fault, Handler, Server, answer, drop, slow
+from .server import KEY, Fault, Handler, Server, answer, chunk, drop, slow
 
 SECONDS = 60
 """Longest time to wait for something that is about to happen."""
-
-
-def chunk(n: int) -> str:
-    return f"PUT /updates/*/chunks/{n}"
 
 
 def tensors(count: int) -> dict[str, Tensor]:

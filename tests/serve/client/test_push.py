@@ -27,9 +27,9 @@ from vllm_fp8ext.serve.client.source import Pushable
 from vllm_fp8ext.serve.schema import Canary
 
 from .conftest import Caller
-from .server import KEY, Fault, Handler, Server, answer, drop, drop_answer, slow
+from .server import KEY, Fault, Handler, Server, answer, chunk, drop, drop_answer, slow
 
-CHUNK_1 = "PUT /updates/*/chunks/1"
+CHUNK_1 = chunk(1)
 COMMIT = "POST /updates/*/commit"
 
 
@@ -351,7 +351,7 @@ def test_another_server_that_the_trainer_could_not_reach_is_not_this_one(
 def test_this_server_is_known_however_its_url_is_written(
     caller: Caller, server: Server, checkpoint: Path
 ) -> None:
-    server.faults["PUT /updates/*/chunks/0"] = [drop()]
+    server.faults[chunk(0)] = [drop()]
     with pytest.raises(UpdateError) as caught:
         caller(server.url.replace("127.0.0.1", "LOCALHOST"), "push", checkpoint, retries=0)
     assert caught.value.kind == "interrupted"

@@ -13,19 +13,19 @@ from safetensors.torch import save_file
 
 from vllm_fp8ext.loadtest.weights import Pusher
 
-from .server import KEY, Handler, Server
+from .server import KEY, Handler, Server, chunk
 
 SECONDS = 60
 
 
 @pytest.mark.parametrize("files", [False, True])
-@pytest.mark.parametrize("call", ["POST /updates", "PUT /updates/*/chunks/0", "POST /updates/*/commit"])
+@pytest.mark.parametrize("call", ["POST /updates", chunk(0), "POST /updates/*/commit"])
 def test_an_update_under_way_is_given_up_when_the_run_ends(
     server: Server, tmp_path: Path, call: str, files: bool
 ) -> None:
     """It would keep all others out until it is forgotten."""
     if files:
-        call = call.replace("PUT /updates/*/chunks/0", "POST /updates/*/files")
+        call = call.replace(chunk(0), "POST /updates/*/files")
     begun = threading.Event()
 
     def hold(handler: Handler) -> bool:

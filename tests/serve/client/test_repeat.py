@@ -17,7 +17,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import repeat
 
 from .conftest import Caller
-from .server import Server, answer, drop, drop_answer, slow
+from .server import Server, answer, chunk, drop, drop_answer, slow
 
 BODY = save({"a": ones(300_000)})
 
@@ -35,7 +35,7 @@ class Operation:
         return self.method
 
 
-CHUNK = "PUT /updates/*/chunks/0"
+CHUNK = chunk(0)
 PUT = Operation("put_chunk", CHUNK, lambda: ("u1", 0, BODY))
 ONE_SHOT = Operation("put_chunk", CHUNK, lambda: ("u1", 0, iter([BODY]), len(BODY)))
 REPEATED = [

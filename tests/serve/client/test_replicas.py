@@ -17,10 +17,10 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import Replicas
 
 from .conftest import Caller
-from .server import KEY, Handler, Server, answer, drop, drop_answer, slow
+from .server import KEY, Handler, Server, answer, chunk, drop, drop_answer, slow
 
 OPEN = "POST /updates"
-CHUNK_1 = "PUT /updates/*/chunks/1"
+CHUNK_1 = chunk(1)
 PREPARE = "POST /updates/*/prepare"
 COMMIT = "POST /updates/*/commit"
 Journal = list[tuple[str, str]]
@@ -87,7 +87,7 @@ def test_a_tensor_is_copied_once_for_all(
         return original(tensor)
 
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
-    servers[0].faults["PUT /updates/*/chunks/0"] = [drop(), drop()]
+    servers[0].faults[chunk(0)] = [drop(), drop()]
     caller(urls(servers), "push", {"a": torch.ones(5), "b": torch.ones(6)}, checksum=checksum)
     assert copied == [(5,), (6,)]
 
