@@ -36,7 +36,7 @@ def table(cases: Cases) -> str:
         if case["kernel"] == "experts":
             found.setdefault(case["m"], {})[case["variant"]] = case
     lines = ["| tokens | BF16 | `fp8_per_block` | `blockfp8` | by |", "|---|---|---|---|---|"]
-    for tokens, variants in found.items():
+    for tokens, variants in sorted(found.items()):
         choice = route.choose(tokens)
         cells = [_cell(variants[name]) for name in ("stock", variant(choice))]
         lines.append(f"| {tokens} | {variants['bf16']['us']:.1f} | {' | '.join(cells)} | `{choice.kernel}` |")

@@ -45,7 +45,7 @@ CUTS: tuple[tuple[float, Cut], ...] = (
 )
 """By the most slots for each expert of the model: up to 32 within 4 % of the fastest that `fp8ext bench kernels --only
 experts` finds for each number of tokens. The last one is for users who want `fused` beyond."""
-FUSED, TRITON = 16.0, 32.0
+FUSED, TRITON = 16.0, 48.0
 """Most slots for each expert that go to `fused`, and to `triton` beyond; `deep_gemm` takes the others."""
 
 

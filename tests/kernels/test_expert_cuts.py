@@ -13,11 +13,11 @@ COUNTS = st.integers(1, 10_000)
 
 def test_few_tokens_then_more_then_many() -> None:
     route = expert_route(128, 8, ALL)
-    ends = [(end, route.choose(end).kernel) for end in (1, 256, 257, 512, 513, 8192)]
+    ends = [(end, route.choose(end).kernel) for end in (1, 256, 257, 768, 769, 8192)]
     assert ends == [
         *((1, "fused"), (256, "fused")),
-        *((257, "triton"), (512, "triton")),
-        *((513, "deep_gemm"), (8192, "deep_gemm")),
+        *((257, "triton"), (768, "triton")),
+        *((769, "deep_gemm"), (8192, "deep_gemm")),
     ]
 
 
