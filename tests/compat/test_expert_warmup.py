@@ -45,7 +45,7 @@ def test_deep_gemm_is_compiled_for_every_number_of_rows_that_it_can_get(
     """What `deep_gemm` gives it for each number of tokens, seen where it would multiply."""
     monkeypatch.setattr(expert_warmup, "alignment", lambda: 128)
     route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"), one_path=one_path)
-    local, most = experts // ranks, 700
+    local, most = experts // ranks, 900
     sizes = expert_sizes([layer(route, local)], most)
     assert set(sizes) == {(256, 384, local), (384, 128, local)}
     for tokens in {*range(1, 40), *range(40, most, 7), most - 1, most}:
