@@ -2,14 +2,15 @@
 """The tensors of safetensors files as byte ranges: none is decoded, none is read before it is sent. Needs neither torch
 nor vLLM."""
 
-import json
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import safetensors_body
+from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
 from vllm_fp8ext.weights.manifest import SCALES, scale_name
+from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, stored_dtype
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,16 @@ class Range:
 
 
 def ranges_of(checkpoint: Path) -> list[Range]:
-    """Every tensor of a safetensors file, or of all of them in a folder.
+    """Every tensor of a safetensors file, or of those that make the checkpoint in a folder.
 
     Raises:
-        ValueError: no such file, one that is not safetensors, or one of another size than its header says.
+        ValueError: no such file, or one that is not safetensors.
     """
-    if not checkpoint.exists():
-        raise ValueError(f"{checkpoint}: expected a folder or a file of safetensors, found none of that name")
-    files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
-    if not files or not all(file.is_file() for file in files):
-        raise ValueError(f"{checkpoint}: expected *.safetensors, found none")
-    return _beside([part for file in files for part in _ranges(file)])
+    try:
+        files = checkpoint_files(checkpoint)
+        return _beside([_range(file, stored) for file in files for stored in file_tensors(file)])
+    except UpdateError as error:
+        raise ValueError(str(error)) from None
 
 
 def _beside(ranges: list[Range]) -> list[Range]:
@@ -71,31 +71,6 @@ def _beside(ranges: list[Range]) -> list[Range]:
     return [found for part in others for found in (part, *scales.pop(scale_name(part.name), ()))]
 
 
-def _ranges(file: Path) -> list[Range]:
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as reader:
-            (length,) = struct.unpack("<Q", reader.read(8))
-            if length > size - 8:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(reader.read(length))
-        ranges = [
-            Range(
-                name,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                file,
-                8 + length + entry["data_offsets"][0],
-                entry["data_offsets"][1] - entry["data_offsets"][0],
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
-        expected = max((part.start + part.size for part in ranges), default=8 + length)
-        if any(part.start < 8 + length or part.size < 0 for part in ranges):
-            raise ValueError("offsets that lie outside of it")
-    except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{file}: not a safetensors file: {error}") from None
-    if size != expected:
-        raise ValueError(f"{file}: expected {expected} bytes, as its header says, found {size}")
-    return ranges
+def _range(file: Path, stored: StoredTensor) -> Range:
+    spec = stored.spec
+    return Range(spec.name, stored_dtype(spec), spec.shape, file, stored.start, stored.size)

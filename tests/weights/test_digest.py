@@ -6,6 +6,7 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.reference import ScaleFormat
 from vllm_fp8ext.weights.digest import (
     checkpoint_digests,
     checkpoint_index,
@@ -219,6 +221,21 @@ def test_a_checkpoint_that_the_manifest_does_not_take(tmp_path: Path, weights: d
     assert caught.value.details["missing"] == [QKV[0]]
 
 
+def test_everything_that_the_manifest_does_not_take_is_told(
+    tmp_path: Path, weights: dict[str, Tensor]
+) -> None:
+    folder = save(tmp_path / "model", weights)
+    layout = default_manifest(spec for spec, _ in checkpoint_index(folder).values())
+    weights[QKV[0]], weights["stranger"] = torch.zeros(3, 3), torch.zeros(1)
+    with pytest.raises(UpdateError, match=r"2 problems: .*stranger") as caught:
+        checkpoint_digests(save(tmp_path / "other", weights), layout)
+    assert caught.value.kind == "invalid-tensors"
+    assert sorted(problem["kind"] for problem in caught.value.details["problems"]) == [
+        "unknown-tensor",
+        "wrong-shape",
+    ]
+
+
 def test_a_checkpoint_with_nan_is_refused(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     weights[QKV[1]][3, 3] = float("nan")
     with pytest.raises(UpdateError, match="k_proj"):
@@ -300,7 +317,7 @@ def test_a_dtype_that_nobody_knows_is_refused(file: Path) -> None:
     with_header(file, unheard_of)
     with pytest.raises(UpdateError, match="wrong-dtype") as caught:
         checkpoint_digests(file)
-    assert caught.value.kind == "incomplete"
+    assert caught.value.kind == "wrong-dtype"
 
 
 @pytest.mark.parametrize("content", [b"", b"not safetensors at all"])
@@ -373,7 +390,92 @@ def test_experts_may_be_fused(tmp_path: Path, experts: dict[str, Tensor]) -> Non
     assert len(together) == len(experts) - 9 + 2
     fused = save(tmp_path / "fused", together)
     assert checkpoint_digests(fused, manifest) == checkpoint_digests(apart, manifest)
+    with pytest.raises(
+        UpdateError, match=r"down_proj: what the matrices of fused experts are called"
+    ) as caught:
+        checkpoint_digests(fused)
+    assert (caught.value.kind, caught.value.status) == ("wrong-form", 422)
     [both] = [part for part in experts if part.endswith("experts.1.down_proj.weight")]
     twice = save(tmp_path / "twice", together | {both: experts[both]})
     with pytest.raises(UpdateError, match=f"{both} comes both alone and in layers.0.mlp.experts.down_proj"):
         checkpoint_digests(twice, manifest)
+
+
+# --- codes
+
+
+@pytest.fixture
+def values() -> dict[str, Tensor]:
+    """In a layout whose blocks are those of its tensors."""
+    noise = torch.Generator().manual_seed(2)
+    shapes = {
+        "self_attn.o_proj.weight": (200, 256),
+        "mlp.down_proj.weight": (256, 140),
+        "norm.weight": (256,),
+    }
+    shapes |= {f"self_attn.{part}_proj.weight": (128, 256) for part in "qkv"}
+    return {
+        f"layers.0.{name}": torch.randn(shape, generator=noise).bfloat16() for name, shape in shapes.items()
+    }
+
+
+def codes_of(values: dict[str, Tensor], scale_format: ScaleFormat = "fp32") -> dict[str, Tensor]:
+    """The same as codes and scales, in DeepSeek's layout, and scales of the KV cache."""
+    found = {"layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}
+    for name, tensor in values.items():
+        found[name] = tensor
+        if tensor.dim() == 2:
+            found[name], found[f"{name}_scale_inv"] = reference.quantize_weight(tensor, scale_format)
+    return found
+
+
+@pytest.mark.parametrize("given", [False, True], ids=("alone", "manifest"))
+def test_codes_have_the_digests_of_the_values_that_they_were_made_of(
+    tmp_path: Path, values: dict[str, Tensor], given: bool
+) -> None:
+    plain = save(tmp_path / "values", values)
+    layout = default_manifest(spec for spec, _ in checkpoint_index(plain).values()) if given else None
+    expected = checkpoint_digests(plain)
+    assert checkpoint_digests(save(tmp_path / "codes", codes_of(values), files=3), layout) == expected
+
+
+def test_codes_are_what_is_digested(tmp_path: Path, values: dict[str, Tensor]) -> None:
+    found = codes_of(values)
+    before = checkpoint_digests(save(tmp_path / "before", found))
+    name = "layers.0.mlp.down_proj.weight"
+    found[f"{name}_scale_inv"][1, 1] *= 2
+    after = checkpoint_digests(save(tmp_path / "after", found))
+    assert [changed for changed in before if before[changed] != after[changed]] == [name]
+    assert after[name]["0"] == sha(found[name], found[f"{name}_scale_inv"])
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        (lambda codes, scales: scales[0].zero_(), "wrong-scales", "expected positive scales"),
+        (
+            lambda codes, scales: codes.view(torch.uint8)[3].fill_(0x7F),
+            "non-finite",
+            "expected finite values",
+        ),
+        (lambda codes, scales: scales.resize_(1, 1), "wrong-shape", r"expected \[2, 2\] found \[1, 1\]"),
+    ],
+    ids=("scales", "codes", "shape"),
+)
+def test_codes_that_could_not_be_served_are_refused(
+    tmp_path: Path, values: dict[str, Tensor], change: Any, kind: str, said: str
+) -> None:
+    found = codes_of(values)
+    name = "layers.0.self_attn.o_proj.weight"
+    change(found[name], found[f"{name}_scale_inv"])
+    with pytest.raises(UpdateError, match=said) as caught:
+        checkpoint_digests(save(tmp_path / "model", found))
+    assert (caught.value.kind, caught.value.status) == (kind, 422)
+
+
+def test_codes_without_scales_are_refused(tmp_path: Path, values: dict[str, Tensor]) -> None:
+    found = codes_of(values)
+    del found["layers.0.self_attn.o_proj.weight_scale_inv"]
+    with pytest.raises(UpdateError, match="o_proj") as caught:
+        checkpoint_digests(save(tmp_path / "model", found))
+    assert caught.value.kind == "missing-scales"

@@ -24,6 +24,7 @@ from typing import Any
 from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.safetensors_body import Body, bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
+from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
 
 COPY_BYTES = 256 << 20
 """Of one copy to the GPU."""
@@ -180,7 +181,7 @@ def _reader(threads: int) -> Callable[[Path], int]:
 
     def read(checkpoint: Path) -> int:
         total = 0
-        for file in sorted(checkpoint.glob("*.safetensors")):
+        for file in checkpoint_files(checkpoint):
             with file.open("rb") as opened, ThreadPoolExecutor(threads) as pool:
                 size = os.fstat(opened.fileno()).st_size
                 starts = range(0, size, READ_BYTES)

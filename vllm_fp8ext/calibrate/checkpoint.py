@@ -11,31 +11,23 @@ from pathlib import Path
 from vllm_fp8ext.kv.names import is_kv_scale
 from vllm_fp8ext.kv.scales import Scales
 from vllm_fp8ext.serve.safetensors_file import Range, ranges_of
+from vllm_fp8ext.weights.checkpoint_files import INDEX
 
-INDEX = "model.safetensors.index.json"
 SCALES_FILE = "kv_scales.safetensors"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".safetensors")
 
 
 def parts_of(model: Path) -> list[Range]:
-    """The tensors of a checkpoint's folder, of those files that its index names if it has one.
+    """The tensors of a checkpoint's folder.
 
     Raises:
-        ValueError: no folder with a config.json and safetensors, or a file that the index names and that is not there.
+        ValueError: no folder with a config.json, or as `ranges_of`.
     """
     if not (model / "config.json").is_file():
         raise ValueError(
             f"{model}: expected a folder with config.json and *.safetensors, found no config.json"
         )
-    index = model / INDEX
-    found = ranges_of(model)
-    if not index.is_file():
-        return found
-    named = set(json.loads(index.read_text())["weight_map"].values())
-    missing = sorted(named - {part.file.name for part in found})
-    if missing:
-        raise ValueError(f"{index}: names files that are missing: {', '.join(missing)}")
-    return [part for part in found if part.file.name in named]
+    return ranges_of(model)
 
 
 def scales_in(parts: Iterable[Range]) -> list[str]:

@@ -21,10 +21,13 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels import quantize_weight
-from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
-from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, NonFiniteError, ScaleFormat
+from vllm_fp8ext.kv.names import is_kv_scale
+from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
+from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, Piece, TensorSpec, scale_name
+from vllm_fp8ext.weights.refusals import incomplete, refusal
 from vllm_fp8ext.weights.safetensors_header import file_tensors
-from vllm_fp8ext.weights.staging import QuantizedTarget, Stager, place, settled
+from vllm_fp8ext.weights.staging import QuantizedTarget, ScaleError, Stager, place, settled
 
 Digests = dict[str, dict[str, str]]
 """Hexadecimal digests by checkpoint name, then by rank (a string, as in JSON)."""
@@ -35,6 +38,7 @@ QUANTIZED_SUFFIXES = tuple(
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight$")
 """A matrix of an expert: it has blocks of its own."""
+FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
@@ -50,10 +54,11 @@ def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
 def checkpoint_digests(
     directory: Path, manifest: Manifest | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Digests:
-    """Digests that a server with this manifest has after it took this checkpoint, in which experts may be fused.
+    """Digests that a server with this manifest has after it took this checkpoint: values, or codes with their block scales,
+    which stay as they are. Experts may be fused.
 
     Without a manifest, that of a server with one rank, fp32 scales and no ignored layers is derived from the
-    checkpoint's names. `progress` is called with tensors done and tensors in all.
+    checkpoint's names, in which experts must not be fused. `progress` is called with tensors done and tensors in all.
 
     Raises:
         UpdateError: the checkpoint is not one that the manifest takes.
@@ -62,15 +67,12 @@ def checkpoint_digests(
     if manifest is None:
         manifest = default_manifest(spec for spec, _ in found.values())
     index = _taken_apart(found, manifest)
-    missing = sorted(manifest.tensors.keys() - index.keys())
     problems = manifest.problems(spec for spec, _ in found.values())
-    if missing or problems:
-        raise UpdateError(
-            "incomplete",
-            f"{directory}: missing {missing[:8]}, problems {problems[:8]}",
-            status=422,
-            missing=missing,
-        )
+    missing = sorted(manifest.tensors.keys() - index.keys())
+    if missing:
+        raise incomplete(missing, len(manifest.tensors), problems, what=str(directory))
+    if problems:
+        raise refusal(problems)
     members: dict[tuple[int, str], dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
     for name, pieces in manifest.pieces.items():
         for piece in pieces:
@@ -95,16 +97,13 @@ def combine(digests: list[str]) -> str:
 
 
 def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
-    """Every tensor of a folder of safetensors files (or of one file), by name.
+    """Every tensor of a checkpoint's folder (or of one safetensors file), by name.
 
     Raises:
         UpdateError: no such files, a broken file, or a name that occurs twice.
     """
-    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else [directory]
-    if not files:
-        raise UpdateError("not-found", f"{directory}: expected *.safetensors files, found none", status=404)
     index: dict[str, tuple[TensorSpec, Path]] = {}
-    for file in files:
+    for file in checkpoint_files(directory):
         for stored in file_tensors(file):
             spec = stored.spec
             if spec.name in index:
@@ -153,8 +152,17 @@ def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
 
     Projections are quantized, q/k/v and gate/up in one matrix each, and those of experts, each alone; everything else is
     served as it is.
+
+    Raises:
+        UpdateError: `wrong-form`: fused experts, whose matrices only a server's manifest names.
     """
-    tensors = {spec.name: spec for spec in specs}
+    listed = {spec.name: spec for spec in specs}
+    fused = sorted(name for name in listed if FUSED_EXPERTS.search(name))
+    if fused:
+        message = f"{fused[0]}: what the matrices of fused experts are called only a server's manifest says: expected one"
+        raise UpdateError("wrong-form", message, status=422)
+    scales = {scale_name(name) for name, spec in listed.items() if spec.dtype == CODES_DTYPE}
+    tensors = {name: spec for name, spec in listed.items() if name not in scales and not is_kv_scale(name)}
     pieces: dict[str, tuple[Piece, ...]] = {}
     for name, spec in tensors.items():
         if not name.endswith(QUANTIZED_SUFFIXES) and not EXPERT.search(name):
@@ -206,10 +214,16 @@ def _target_digests(
     pieces = {name: tuple(parts) for name, parts in group.items()}
     stager = Stager(pieces, quantized, {first.target: values})
     for name in group:
+        found = index[name].read()
         try:
-            settled(stager.stage(name, index[name].read()))
+            if found.dtype == FP8_DTYPE:
+                settled(stager.stage_codes(name, found, index[scale_name(name)].read()))
+            else:
+                settled(stager.stage(name, found))
         except NonFiniteError as error:
             raise UpdateError("non-finite", f"{name}: {error}", status=422) from None
+        except ScaleError as error:
+            raise UpdateError("wrong-scales", f"{name}: {error}", status=422) from None
     return {(name, piece): digest(piece, values, scales) for name, parts in pieces.items() for piece in parts}
 
 

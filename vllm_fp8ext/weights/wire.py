@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels.quantize_weight import empty_like, queue, totals
 from vllm_fp8ext.kernels.reference import FP8_DTYPE, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.buffers import Buffers
+from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
 from vllm_fp8ext.weights.dtype_name import dtype_name
 from vllm_fp8ext.weights.manifest import DTYPES, Manifest, scale_name
 
@@ -100,10 +101,10 @@ def _require_finite(weights: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def stored(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a safetensors file, or of all of them in a folder, one at a time; on the first GPU if there is one, or
-    on this device."""
+    """Every tensor of a safetensors file, or of those that make the checkpoint in a folder, one at a time; on the first GPU
+    if there is one, or on this device."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for file in sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]:
+    for file in checkpoint_files(checkpoint):
         with safe_open(file, framework="pt", device=device) as opened:
             for name in opened.keys():  # noqa: SIM118  it is no mapping
                 yield name, opened.get_tensor(name)
