@@ -21,6 +21,8 @@ from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
 from vllm_fp8ext.weights.manifest import Manifest
 
 _HEADER_ROOM = 4096
+_LARGEST_ITEM = 4
+"""Bytes of an element of fp32."""
 _LOOK_SECONDS = 5.0
 
 
@@ -34,14 +36,18 @@ class Backend:
         self.spool: Spool
         self.world_size: int
         self.receive_bytes: int
+        """To which buckets of broadcasts are filled."""
+        self.largest_bytes = 0
+        """Of a tensor in any dtype and form in which it may come: by itself a bucket may have as many, if that is more."""
         self.receive_seconds: float
         self.allowed_dirs: tuple[Path, ...] = ()
         self.poisoned: str | None = None
         self.metrics = Metrics(registry)
         self._held = contextlib.ExitStack()
 
-    def connect(self, engine_client: Any) -> None:
-        """Be about this engine, with the settings that it was started with.
+    def connect(self, engine_client: Any, *, routes: bool = True) -> None:
+        """Be about this engine, with the settings that it was started with. `routes`: whether there are any, and so room for
+        what they take.
 
         Raises:
             ConfigError: another one is about it, or uploads find no place.
@@ -49,6 +55,8 @@ class Backend:
         settings = Settings.parse(engine_client.vllm_config.additional_config)
         self.engine = EngineCalls(engine_client, settings.deadline_seconds)
         self._held.callback(self.engine.end.close)
+        if not routes:
+            return
         self.spool = Spool(settings.spool_dir, settings.spool_bytes, settings.upload_idle_seconds)
         self._held.callback(self.spool.close)
         self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
@@ -59,7 +67,7 @@ class Backend:
         self._held.close()
 
     async def require_room(self) -> None:
-        """Make room for the largest tensor, whichever way it comes.
+        """Make room for the largest tensor of a checkpoint, and allow for any that may come.
 
         Raises:
             ConfigError: it never could.
@@ -73,6 +81,9 @@ class Backend:
         self.spool.require_room(sizes[largest] + _HEADER_ROOM, f"{largest} alone")
         self.world_size = manifest.world_size
         self.receive_bytes = max(self.receive_bytes, sizes[largest] + MARK_BYTES)
+        shapes = [spec.shape for spec in manifest.tensors.values()]
+        shapes += [whole.shape for whole in manifest.fused.values()]
+        self.largest_bytes = _LARGEST_ITEM * max(map(math.prod, shapes)) + MARK_BYTES
 
     async def keep_looking(self) -> None:
         """`look` every few seconds, as long as the engine lives: updates expire by it, too."""
@@ -86,11 +97,28 @@ class Backend:
         """`look`, beside whatever goes on."""
         kept(outcome(self.look()))
 
-    async def look(self) -> None:
-        """Learn from the engine what metrics and the poison guard tell."""
-        status = await self.engine("status")
+    @contextlib.asynccontextmanager
+    async def looked_at(self) -> AsyncIterator[None]:
+        """Around what may poison the engine or heal it: before anybody is told, the poison guard knows."""
+        try:
+            yield
+        except UpdateError as error:
+            if error.kind == "poisoned":
+                await outcome(self.look())
+            else:
+                self.look_soon()
+            raise
+        if self.poisoned:
+            await outcome(self.look())
+        else:
+            self.look_soon()
+
+    async def look(self) -> dict[str, Any]:
+        """What the engine says of itself; metrics and the poison guard tell it from now on."""
+        status: dict[str, Any] = await self.engine("status")
         self.poisoned = status["poisoned"]
         self.metrics.observe(status)
+        return status
 
     @contextlib.asynccontextmanager
     async def kept_open(self, id: str) -> AsyncIterator[None]:

@@ -47,10 +47,11 @@ class Fp8ExtEndpoints:
         if engine_client is None:
             return
         backend = self._backend
-        backend.connect(engine_client)
+        guarded = bool(key_of(os.environ.get(ADMIN_KEY)))
+        backend.connect(engine_client, routes=guarded)
         atexit.register(backend.engine.end.require_clean)
-        atexit.register(backend.spool.close)
-        if key_of(os.environ.get(ADMIN_KEY)):
+        if guarded:
+            atexit.register(backend.spool.close)
             try:
                 await backend.require_room()
             except UpdateError as error:

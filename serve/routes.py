@@ -21,6 +21,7 @@ from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
 from vllm_fp8ext.serve.work import finished, kept, outcome
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor, check_group
+from vllm_fp8ext.weights.checkpoint_files import INDEX, checkpoint_files
 from vllm_fp8ext.weights.ipc_source import IpcSource, ipc_tensor
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
 from vllm_fp8ext.weights.source import AnySource, Source, settled_stamp
@@ -162,15 +163,15 @@ async def _asleep(backend: Backend, wanted: schema.Sleep) -> dict[str, Any]:
     await backend.engine("may_sleep")
     try:
         await backend.engine.sleep(wanted.level, wanted.requests)
-    finally:
+    except BaseException:
         backend.look_soon()
-    return await backend.engine("status")
+        raise
+    return await backend.look()
 
 
 async def _awake(backend: Backend, tags: list[str] | None) -> dict[str, Any]:
     await backend.engine.wake(tags)
-    backend.look_soon()
-    return await backend.engine("status")
+    return await backend.look()
 
 
 async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> dict[str, Any]:
@@ -201,9 +202,10 @@ async def _read_there(backend: Backend, id: str, body: schema.Handles) -> dict[s
 
 async def _begin_to_receive(backend: Backend, id: str, body: schema.Receive) -> dict[str, Any]:
     """Have the ranks wait for a broadcast; what becomes of it is told by the update."""
-    if body.bytes > backend.receive_bytes:
-        message = f"a bucket may have {backend.receive_bytes} bytes, found {body.bytes}"
-        raise UpdateError("chunk-too-large", message, status=413, limit=backend.receive_bytes)
+    limit = max(backend.receive_bytes, backend.largest_bytes)
+    if body.bytes > limit:
+        message = f"a bucket may have {limit} bytes, found {body.bytes}"
+        raise UpdateError("chunk-too-large", message, status=413, limit=limit)
     source = BroadcastSource(
         **dict(body.group), bytes=body.bytes, mark=body.mark, seconds=backend.receive_seconds
     )
@@ -257,24 +259,20 @@ async def _stage_files(backend: Backend, id: str, files: list[Path]) -> list[Any
 
 
 async def _commit(backend: Backend, id: str) -> dict[str, Any]:
-    try:
+    async with backend.looked_at():
         return await backend.engine.patiently("commit", id=id)
-    finally:
-        backend.look_soon()
 
 
 async def _rollback(backend: Backend, body: schema.Rollback) -> dict[str, Any]:
-    try:
+    async with backend.looked_at():
         return await backend.engine.patiently("rollback", **body.model_dump())
-    finally:
-        backend.look_soon()
 
 
 async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
-    """Stage a file, or every safetensors file of a folder; all problems of all files in one report."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise UpdateError("not-found", f"{path}: expected *.safetensors files, found none", status=404)
+    """Stage a file, or those that make the checkpoint in a folder; all problems of all files in one report."""
+    if (path / INDEX).exists():
+        backend.allowed(str(path / INDEX))
+    files = checkpoint_files(path)
     for file in files:
         backend.allowed(str(file))
     outcomes = await _stage_files(backend, id, files)

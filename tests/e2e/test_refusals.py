@@ -25,6 +25,7 @@ from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
 from vllm_fp8ext.serve.schema import TensorClaim
+from vllm_fp8ext.weights.checkpoint_files import INDEX
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
@@ -362,13 +363,15 @@ def test_no_key_beats_a_bad_body(unchanged: Server):
     assert reply.headers["content-type"] == "application/problem+json"
 
 
-@pytest.mark.parametrize("how", ["outside", "parent", "link", "missing", "linked file"])
+@pytest.mark.parametrize("how", ["outside", "parent", "link", "missing", "linked file", "linked index"])
 def test_paths(unchanged: Server, how: str, folder: Path, tmp_path: Path):
     inside = folder / "paths"
     inside.mkdir(exist_ok=True)
-    link, linked = inside / "link", inside / "linked" / "model.safetensors"
-    linked.parent.mkdir(exist_ok=True)
-    for path, target in ((link, LATE), (linked, LATE / "model.safetensors")):
+    link, linked, index = inside / "link", inside / "linked" / "model.safetensors", inside / "index" / INDEX
+    (tmp_path / "secret").touch()
+    for file in (linked, index):
+        file.parent.mkdir(exist_ok=True)
+    for path, target in ((link, LATE), (linked, LATE / "model.safetensors"), (index, tmp_path / "secret")):
         if not path.is_symlink():
             path.symlink_to(target)
     path, kind, status = {
@@ -376,6 +379,7 @@ def test_paths(unchanged: Server, how: str, folder: Path, tmp_path: Path):
         "parent": (f"{folder}/../{tmp_path.name}", "path-not-allowed", 403),
         "link": (link, "path-not-allowed", 403),
         "linked file": (linked.parent, "path-not-allowed", 403),
+        "linked index": (index.parent, "path-not-allowed", 403),
         "missing": (folder / "nothing-here", "not-found", 404),
     }[how]
     with unchanged.client() as client:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold after any number of updates, on one rank and on two."""
 
+import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import httpx
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.cli import cli
@@ -18,6 +21,7 @@ from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
+from vllm_fp8ext.weights.checkpoint_files import INDEX
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest
 
@@ -148,11 +152,19 @@ def test_rollback_needs_previous_weights(server: Server):
         assert (refused.value.kind, refused.value.status) == ("no-previous", 409)
 
 
-def test_load_from_the_servers_disk(server: Server, spoiled: Callable[..., Path]):
+def test_load_from_the_servers_disk(server: Server, spoiled: Callable[..., Path], folder: Path):
+    """Of a folder those files that its index names."""
+    indexed = folder / "indexed"
+    indexed.mkdir(exist_ok=True)
+    shutil.copy(LATE / "model.safetensors", indexed)
+    save_file({"of.another.form": torch.ones(2)}, indexed / "consolidated.safetensors")
+    (indexed / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "model.safetensors"}}))
     with server.client() as client:
-        update = client.load(spoiled("plain"), version="late")
-        assert update.result["version"] == "late"
-        assert client.digests().digests == checkpoint_digests(LATE, Manifest.from_dict(client.manifest()))
+        for path in (spoiled("plain"), indexed):
+            client.push(EARLY, version="early")
+            update = client.load(path, version="late")
+            assert update.result["version"] == "late"
+            assert client.digests().digests == checkpoint_digests(LATE, Manifest.from_dict(client.manifest()))
 
 
 def test_other_dtypes_are_converted_as_on_load(single: Server, spoiled: Callable[..., Path]):

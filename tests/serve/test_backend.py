@@ -3,14 +3,21 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve import routes
+from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.serve import backend as backend_module
+from vllm_fp8ext.serve import routes, schema
 from vllm_fp8ext.serve.backend import Backend
+from vllm_fp8ext.serve.schema import Rollback
+from vllm_fp8ext.serve.spool import Spool
+from vllm_fp8ext.serve.work import outcome
+from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
+from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 
 
 class Engine:
@@ -18,6 +25,7 @@ class Engine:
 
     def __init__(self, *answers: Any) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.poisoned: str | None = None
         self._answers = list(answers)
 
     async def __call__(self, operation: str, **arguments: Any) -> Any:
@@ -78,3 +86,82 @@ def test_a_file_that_is_gone_when_its_turn_comes(tmp_path: Path) -> None:
     with pytest.raises(UpdateError, match="model-2") as refused:
         asyncio.run(routes._begin_file(backend_of(Engine({})), "u", tmp_path / "model-2.safetensors"))
     assert (refused.value.kind, refused.value.status) == ("not-found", 404)
+
+
+class Committing(Engine):
+    """A commit has this outcome; what the engine says of itself takes a while."""
+
+    async def patiently(self, operation: str, **arguments: Any) -> Any:
+        return await self(operation, **arguments)
+
+    async def __call__(self, operation: str, **arguments: Any) -> Any:
+        if operation == "status":
+            await asyncio.sleep(0.05)
+            return {"poisoned": self.poisoned}
+        return await super().__call__(operation, **arguments)
+
+
+@pytest.mark.parametrize("before", [None, "a fault"])
+@pytest.mark.parametrize("after", [None, "a fault"])
+@pytest.mark.parametrize("operation", ["commit", "rollback"])
+def test_the_guard_knows_before_anybody_is_told(
+    operation: str, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Committing(UpdateError("poisoned", "it failed", status=503) if after else {"state": "committed"})
+    engine.poisoned = after
+    backend = backend_of(engine)
+    backend.poisoned = before
+    monkeypatch.setattr(backend.metrics, "observe", lambda status: None)
+
+    async def told() -> str | None:
+        call = (
+            routes._commit(backend, "u") if operation == "commit" else routes._rollback(backend, Rollback())
+        )
+        error = await outcome(call)
+        assert isinstance(error, UpdateError) == bool(after)
+        return backend.poisoned
+
+    assert asyncio.run(told()) == after
+
+
+class Ends:
+    """An engine's calls, of which nothing is asked."""
+
+    def __init__(self, *_: Any) -> None:
+        self.end = SimpleNamespace(close=lambda: None)
+
+
+def test_only_routes_need_room_for_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "EngineCalls", Ends)
+    settings = {"fp8ext": {"spool_dir": "/no/such/folder"}}
+    client = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=settings))
+    Backend(CollectorRegistry()).connect(client, routes=False)
+    with pytest.raises(ConfigError, match="spool_dir: expected a folder, found none at /no/such/folder"):
+        Backend(CollectorRegistry()).connect(client)
+
+
+def test_a_bucket_may_be_the_largest_tensor_in_any_form(tmp_path: Path) -> None:
+    """Fused experts in fp32 are larger than anything in the checkpoint; to that size no bucket is filled."""
+    names = [
+        f"layers.0.mlp.experts.{expert}.{name}_proj.weight" for expert in range(4) for name in ("gate", "up")
+    ]
+    specs = {name: TensorSpec(name, (64, 32), "bfloat16") for name in names}
+    backend = backend_of(Engine(Manifest(specs, frozenset(), {}, "fp32", 1).as_dict()))
+    backend.spool, backend.receive_bytes, backend.receive_seconds = (
+        Spool(str(tmp_path), 1 << 20),
+        1 << 12,
+        1.0,
+    )
+    try:
+        asyncio.run(backend.require_room())
+    finally:
+        backend.spool.close()
+    assert backend.receive_bytes == 2 * 64 * 32 + MARK_BYTES
+    largest = 4 * 8 * 64 * 32 + MARK_BYTES
+    group = schema.BroadcastGroup(backend="gloo", id="host:1/name", size=2, first_rank=2)
+    tensor = schema.DenseTensor(name=names[0], dtype="float32", shape=[64, 32], offset=0)
+    sizes = {largest: "has no ranks 2 to 2", largest + 1: f"a bucket may have {largest} bytes"}
+    for size, said in sizes.items():  # what is looked at next is the group
+        body = schema.Receive(n=0, group=group, bytes=size, mark="00" * 8, tensors=[tensor])
+        with pytest.raises(UpdateError, match=said):
+            asyncio.run(routes._begin_to_receive(backend, "u", body))
