@@ -183,13 +183,17 @@ def _refusal(layer: Any, **changes: Any) -> str:
 
 def recorded(story: Story, every: int) -> dict[str, Any]:
     """A run of few steps that is watched and recorded."""
+    before = {name: vars(layer.impl).get("forward") for name, layer in story.layers.items()}
     recorder = Recorder(story.layers, every)
     with story.watched():
         story.begin()
         steps = story.steps(7)
     seen = recorder.take()
     empty = recorder.take()
-    recorder.close()
+    for name, layer in story.layers.items():
+        vars(layer.impl).pop("forward")
+        if before[name] is not None:
+            layer.impl.forward = before[name]
     found: dict[str, Any] = {"steps": steps, "equal": True, "elements": [], "saturated": 0}
     for name, layer in story.layers.items():
         queries = [query.view(len(query), layer.num_kv_heads, -1) for query in story.queries[name]]

@@ -47,7 +47,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "--ec-transfer-config: outputs of other weights' encoders",
     ),
     "pooling": ({"runner": "pooling"}, "a pooling model: it has no logits"),
-    "MLA": ({"model": "mla"}, "multi-head latent attention: its weights are rebuilt"),
+    "MLA": ({"model": "mla"}, "multi-head latent attention (MLA): its weights are rebuilt"),
+    "MLA without updates": (
+        {"model": "mla", "additional_config": {"fp8ext": {"staging": "none"}}},
+        "blockfp8 can't be combined with:\n  multi-head latent attention (MLA)",
+    ),
     "dev mode": ({"VLLM_SERVER_DEV_MODE": "1"}, "it opens weight routes that need no key"),
     "dev mode without updates": (
         {"VLLM_SERVER_DEV_MODE": "1", "additional_config": {"fp8ext": {"staging": "none"}}},
@@ -56,6 +60,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scales of a 16-bit KV cache": (
         {"additional_config": {"fp8ext": {"kv_scales": "calibrate"}}},
         "expected --kv-cache-dtype fp8, found auto",
+    ),
+    "several at once": (
+        {"VLLM_SERVER_DEV_MODE": "1", "enable_lora": True, "pipeline_parallel_size": 2},
+        "blockfp8 can't be combined with:\n"
+        "  VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key\n"
+        "blockfp8 with live updates can't be combined with:\n"
+        "  --pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only\n"
+        "  --enable-lora: adapters are not part of an update\n"
+        'Without live updates (--additional-config \'{"fp8ext": {"staging": "none"}}\') the latter are not refused.',
     ),
     "unknown setting": ({"additional_config": {"fp8ext": {"stagign": "none"}}}, "stagign: unknown key"),
     "wrong setting": ({"additional_config": {"fp8ext": {"canary": {}}}}, "canary.prompts"),

@@ -109,7 +109,9 @@ def test_blocks_are_those_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> No
         (None, 2048, 2048),
         ({"policy": "calibrate"}, 2048, 4096),
         ({"policy": "calibrate", "tokens": 1000}, 2048, 2048),
-        ({"policy": "history", "tokens": 9000}, 2048, 2048),
+        ({"policy": "history", "tokens": 9000}, 2048, 9000),
+        ("provided", 2048, 4096),
+        ("static", 2048, 2048),
     ],
 )
 def test_a_calibration_may_run_more_tokens_than_a_step(kv_scales: Any, batched: int, most: int) -> None:

@@ -27,6 +27,7 @@ def test_a_calibrated_checkpoint_is_served(tmp_path: Path):
     file.write_text("\n".join(map(json.dumps, PROMPTS)))
     line = ["calibrate", str(LATE), "--out", str(out), "--prompts", str(file), *SMALL]
     line += ["--scale-format", "fp32", "--margin", "0.5", "--tokens", "400"]
+    line += ["--additional-config", '{"fp8ext": {"staging": "inplace"}}']  # kept beside the scales' own
     done = CliRunner().invoke(cli, line, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "scales of 3 layers" in done.stdout

@@ -101,16 +101,22 @@ def test_what_one_rank_ignores_another_may_take() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "said"),
     [
-        replace(manifest(1), scale_format="pow2"),
-        replace(manifest(1), tensors={"q": TensorSpec("q", (256, 64), "bfloat16")}),
-        replace(manifest(1), tensors={**manifest().tensors, "q": TensorSpec("q", (128, 64), "bfloat16")}),
+        (replace(manifest(1), scale_format="pow2"), "scale_format fp32 and pow2"),
+        (
+            replace(manifest(1), tensors={"q": TensorSpec("q", (256, 64), "bfloat16")}),
+            r"norm: float32 \[64\] and nothing",
+        ),
+        (
+            replace(manifest(1), tensors={**manifest().tensors, "q": TensorSpec("q", (128, 64), "bfloat16")}),
+            r"q: .*\[128, 64\]",
+        ),
     ],
     ids=["scale format", "names", "shapes"],
 )
-def test_ranks_that_disagree_are_refused(other: Manifest) -> None:
-    with pytest.raises(UpdateError) as caught:
+def test_ranks_that_disagree_are_refused(other: Manifest, said: str) -> None:
+    with pytest.raises(UpdateError, match=said) as caught:
         merge([manifest(0), other])
     assert (caught.value.kind, caught.value.status) == ("rank-mismatch", 500)
 

@@ -4,7 +4,7 @@
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from vllm_fp8ext.config import SECTION
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kv.settings import CALIBRATION_TOKENS
 from vllm_fp8ext.signals import end_on_sigterm
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_fp8ext.serve.schema import KvScalesServed
 
 progress = Console(stderr=True)
-
+_ADDITIONAL = "--additional-config"
 
 VLLM_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 """Of commands that pass on what they don't know. A group's `-h` would be found within vLLM's `-cc.cudagraph_mode`."""
@@ -104,9 +105,10 @@ def _served(
     """The scales with which an engine starts on this model."""
     from vllm_fp8ext.demo.server import Server
 
+    merged, others = with_scales(arguments, settings)
     config = folder / "vllm.yaml"  # JSON is YAML; a command line has no room for many prompts
-    config.write_text(json.dumps({"additional-config": {"fp8ext": {"kv_scales": settings}}}))
-    line = ["--config", str(config), "--kv-cache-dtype", "fp8", "--enforce-eager", *arguments]
+    config.write_text(json.dumps({"additional-config": merged}))
+    line = ["--config", str(config), "--kv-cache-dtype", "fp8", "--enforce-eager", *others]
     with (
         progress.status(
             f"calibrating: an engine starts on {model} and runs {settings['tokens']} tokens at most"
@@ -116,6 +118,39 @@ def _served(
         server.wait(math.inf)
         with server.client() as client:
             return client.kv_scales()
+
+
+def with_scales(arguments: Sequence[str], settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """vLLM's additional configuration with these settings of `kv_scales`, and the arguments without `--additional-config`:
+    on the command line it would count instead of all that is said elsewhere.
+
+    Raises:
+        ConfigError: one that is not an object, or says something of `kv_scales` itself.
+    """
+    merged: dict[str, Any] = {SECTION: {}}
+    others = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.replace("_", "-").startswith(_ADDITIONAL):
+            others.append(word)
+            continue
+        text = value if equals else next(words, "")
+        try:
+            given = json.loads(text) if len(name) == len(_ADDITIONAL) else None
+        except ValueError:
+            given = None
+        if not isinstance(given, dict) or not isinstance(given.get(SECTION, {}), dict):
+            raise ConfigError(
+                f"{name}: expected {_ADDITIONAL} and a JSON object of objects, found {text!r:.200}"
+            )
+        merged |= given
+    if "kv_scales" in merged[SECTION]:
+        raise ConfigError(
+            f"{_ADDITIONAL}: expected no kv_scales, which calibrate's own options choose (--granularity, --margin, "
+            f"--scale-format, --tokens, --prompts), found {merged[SECTION]['kv_scales']!r:.200}"
+        )
+    return {**merged, SECTION: {**merged[SECTION], "kv_scales": settings}}, others
 
 
 def _tokenized(model: Path, text: str) -> list[int]:

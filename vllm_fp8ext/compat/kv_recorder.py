@@ -30,14 +30,11 @@ class Recorder:
     """
 
     def __init__(self, layers: Mapping[str, Attention], every: int) -> None:
-        if every < 1:
-            raise ValueError(f"every: expected at least 1, found {every}")
         self._layers = dict(layers)
         self._every = every
         self._steps = 0
         self._recording = False
         self._tallies: dict[str, Tally] = {}
-        self._before = {name: vars(layer.impl).get("forward") for name, layer in self._layers.items()}
         for index, (name, layer) in enumerate(self._layers.items()):
             self._tallies[name] = Tally(layer.num_kv_heads, layer._k_scale.device)
             _warm_up(layer, self._tallies[name])
@@ -49,13 +46,6 @@ class Recorder:
         """What each layer has seen since the last time; waits for the GPU. Scales may change after this, not before: what is
         read off a quantized query is in units of its scale at that time."""
         return {name: tally.take() for name, tally in self._tallies.items()}
-
-    def close(self) -> None:
-        """Record no more, and leave the layers as they were."""
-        for name, layer in self._layers.items():
-            vars(layer.impl).pop("forward", None)
-            if (before := self._before[name]) is not None:  # somebody else's
-                layer.impl.forward = before
 
     def _wrapped(
         self, layer: Attention, tally: Tally, original: Callable[..., Any], *, first: bool

@@ -97,7 +97,7 @@ def checkpoint_specs(recorded: dict[str, TensorSpec], dtype: torch.dtype) -> lis
     served = str(dtype).removeprefix("torch.")
     specs = []
     for spec in recorded.values():
-        if spec.name.endswith(("weight_scale_inv", "_scale", ".kv_scale")):
+        if spec.name.endswith(("weight_scale_inv", "_scale")):
             continue
         dtype_name = served if spec.dtype.startswith("float8") else spec.dtype
         specs.append(TensorSpec(spec.name, spec.shape, dtype_name))

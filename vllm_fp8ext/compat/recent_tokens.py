@@ -9,7 +9,7 @@ from typing import Any
 
 
 class RecentTokens:
-    """At most `tokens` of them, of each request the first `longest`. They never leave the engine."""
+    """The fewest requests that have `tokens` together, of each the first `longest`. They never leave the engine."""
 
     def __init__(self, scheduler: Any, tokens: int, longest: int) -> None:
         self._requests: deque[list[int]] = deque()

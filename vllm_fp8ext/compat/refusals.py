@@ -40,7 +40,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def refuse_unsupported(config: Any, settings: Settings) -> None:
     """Raises `ConfigError` naming everything in a `VllmConfig` that can't be served, or not be updated live."""
-    parallel = config.parallel_config
+    parallel, cache_dtype = config.parallel_config, config.cache_config.cache_dtype
+    never: list[str] = []
     reasons = []
     if parallel.pipeline_parallel_size > 1:
         reasons.append("--pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only")
@@ -64,31 +65,32 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
     if offload is not None and _offloads(offload):
         reasons.append("CPU offload: offloaded weights have no address to exchange")
     if config.model_config.use_mla:
-        reasons.append(
-            "multi-head latent attention: its weights are rebuilt after loading in a way of its own"
+        never.append(
+            "multi-head latent attention (MLA): its weights are rebuilt after loading in a way of its own"
         )
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
-        raise ConfigError(
-            "blockfp8 can't be combined with VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key"
-        )
+        never.append("VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key")
     if getattr(parallel, "enable_ep_weight_filter", False):
         reasons.append("--enable-ep-weight-filter: no rank would know the names of the others' experts")
     if parallel.enable_eplb:
-        raise ConfigError(
-            "blockfp8 can't be combined with --enable-eplb: experts would move between ranks, away from where updates and "
-            "digests look for them"
+        never.append(
+            "--enable-eplb: experts would move between ranks, away from where updates and digests look for them"
         )
-    if settings.kv_scales is not None and not config.cache_config.cache_dtype.startswith("fp8"):
-        raise ConfigError(
+    if settings.kv_scales is not None and not cache_dtype.startswith("fp8"):
+        never.append(
             f"kv_scales {settings.kv_scales.policy}: the KV cache has no scales; expected --kv-cache-dtype fp8, found "
-            f"{config.cache_config.cache_dtype}, or no kv_scales"
+            f"{cache_dtype}, or no kv_scales"
         )
-    if reasons and settings.staging != "none":
-        raise ConfigError(
-            "blockfp8 with live updates can't be combined with:\n  "
-            + "\n  ".join(reasons)
-            + '\nWithout live updates (--additional-config \'{"fp8ext": {"staging": "none"}}\') they are not refused.'
+    live = reasons if settings.staging != "none" else []
+    groups = (("blockfp8", never), ("blockfp8 with live updates", live))
+    lines = ["\n  ".join([f"{what} can't be combined with:", *found]) for what, found in groups if found]
+    if live:
+        which = "the latter" if never else "they"
+        lines.append(
+            f'Without live updates (--additional-config \'{{"fp8ext": {{"staging": "none"}}}}\') {which} are not refused.'
         )
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def _offloads(offload: Any) -> bool:

@@ -76,10 +76,11 @@ def _models(runner: Any) -> nn.Module:
 
 
 def _most_tokens(settings: Settings, config: VllmConfig) -> int:
-    """That the model is given at once: by a step, or by a calibration, all of whose prompts run together."""
+    """That the model is given at once: by a step, or by a calibration, all of whose prompts run together. With every policy
+    but `static` an update can ask for one."""
     most: int = config.scheduler_config.max_num_batched_tokens
     scales = settings.kv_scales
-    return max(most, scales.tokens) if scales is not None and scales.policy == "calibrate" else most
+    return max(most, scales.tokens) if scales is not None and scales.policy != "static" else most
 
 
 def call(self: Any, number: int, method: str, *args: Any) -> dict[str, Any]:

@@ -229,7 +229,9 @@ class Manifest:
         try:
             return cls.from_dict(json.loads(file.read_text()))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            message = f"{file}: expected a server's manifest (GET /fp8ext/v1/manifest) as JSON: {error!r}"
+            message = (
+                f"{file}: expected a server's manifest (GET /fp8ext/v1/weights/manifest) as JSON: {error!r}"
+            )
             raise ValueError(message) from error
 
     @classmethod
@@ -256,19 +258,24 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
     for rank in ranks:
         tensors |= rank.tensors
     for rank in ranks:
-        taken = tensors.keys() & rank.tensors.keys()
-        sent = rank.tensors.keys() | rank.ignored
-        if (
-            rank.scale_format != first.scale_format
-            or tensors.keys() - sent
-            or any(rank.tensors[name] != tensors[name] for name in taken)
-        ):
-            raise UpdateError(
-                "rank-mismatch", "the ranks of this engine disagree on the tensors they take", status=500
-            )
+        if rank.scale_format != first.scale_format:
+            raise _disagree(f"scale_format {first.scale_format} and {rank.scale_format}")
+        for name in sorted(tensors):
+            found = rank.tensors.get(name, None if name not in rank.ignored else tensors[name])
+            if found != tensors[name]:
+                raise _disagree(f"{name}: {_shown(tensors[name])} and {_shown(found)}")
     pieces = {name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in tensors}
     ignored = frozenset.intersection(*(rank.ignored for rank in ranks))
     return Manifest(tensors, ignored, pieces, first.scale_format, len(ranks))
+
+
+def _disagree(what: str) -> UpdateError:
+    message = f"the ranks of this engine disagree on the tensors they take: {what}"
+    return UpdateError("rank-mismatch", message, status=500)
+
+
+def _shown(spec: TensorSpec | None) -> str:
+    return f"{spec.dtype} {list(spec.shape)}" if spec else "nothing"
 
 
 def _aligned(shape: tuple[int, ...], piece: Piece) -> bool:

@@ -42,7 +42,7 @@ class Updates:
         kv_scales: Mapping[str, Any] | None = None,
         id: str | None = None,
     ) -> Session:
-        """Open one. With an `id` that was opened before, that one is returned.
+        """Open one. With an `id` that was opened before, that one is returned as it was opened.
 
         Raises:
             UpdateError: `invalid-request`, `poisoned`, `update-open`, `stale-base`, `other-update` (what has this id was
@@ -110,7 +110,7 @@ class Updates:
 
 
 def _require_same(session: Session, asked: Mapping[str, Any]) -> None:
-    """Of what is said, nothing may be otherwise: other weights would be taken for those of this update."""
+    """Of what says which weights these are, nothing may be said otherwise: others would be taken for those of this update."""
     for name, value in asked.items():
         found = getattr(session, name)
         if value is not None and value != found:
