@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from vllm_fp8ext.errors import ConfigError
-
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 
 
@@ -19,10 +17,10 @@ def command(
     """What to run; `arguments` are passed on.
 
     Raises:
-        ConfigError: locust is not installed.
+        ModuleNotFoundError: locust is not installed.
     """
     if importlib.util.find_spec("locust") is None:
-        raise ConfigError("load tests need locust: pip install 'vllm-fp8ext[loadtest]'")
+        raise ModuleNotFoundError(name="locust")
     line = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", url]
     if not web:
         line += ["--headless", "--only-summary", "--run-time", run_time]

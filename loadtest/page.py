@@ -10,6 +10,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from vllm_fp8ext.loadtest.slo import LATENCIES
+
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; color: #1b1f24; }
@@ -20,15 +22,6 @@ th:first-child, td:first-child { text-align: left; }
 .bad { color: #b42318; font-weight: 600; } .good { color: #1a7f37; } .note { color: #57606a; }
 .wide { overflow-x: auto; }
 """
-_LATENCIES = (
-    ("ttft", "time to first token"),
-    ("itl", "inter-token latency"),
-    ("tpot", "time per output token"),
-    ("e2e", "end to end"),
-    ("schedule_delay", "schedule delay"),
-    ("generator_lag", "lag of the generator"),
-    ("steps", "rollout step"),
-)
 _STATISTICS = ("mean", "p50", "p90", "p99", "p99.9", "max")
 
 
@@ -130,7 +123,7 @@ def _totals(reports: Sequence[dict[str, Any]], names: list[str]) -> str:
 
 def _latencies(reports: Sequence[dict[str, Any]], names: list[str]) -> str:
     rows = []
-    for key, title in _LATENCIES:
+    for key, title in LATENCIES.items():
         for report, name in zip(reports, names, strict=True):
             found = report["measured"][key]
             if found.get("count"):

@@ -23,21 +23,12 @@ from vllm_fp8ext.loadtest.latency import PERCENTILES, percentile_name
 from vllm_fp8ext.loadtest.page import page
 from vllm_fp8ext.loadtest.records import Run
 from vllm_fp8ext.loadtest.series import series
-from vllm_fp8ext.loadtest.slo import Slo, verdicts
+from vllm_fp8ext.loadtest.slo import LATENCIES, Slo, verdicts
 
 BROKEN_SLO, INVALID = 1, 2
 """Exit codes. A run that is refused before it begins ends as an invalid one does."""
 UNBOUNDED = 10_000
 """Columns where the output is no terminal: tables are as wide as they need to be."""
-LATENCIES = {
-    "ttft": "time to first token",
-    "itl": "inter-token latency",
-    "tpot": "time per output token",
-    "e2e": "end to end",
-    "schedule_delay": "schedule delay",
-    "generator_lag": "lag of the generator",
-    "steps": "rollout step",
-}
 
 
 def write(run: Run, folder: Path | None, console: Console | None = None) -> int:

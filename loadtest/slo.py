@@ -13,7 +13,16 @@ _SIGNS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-LATENCIES = ("ttft", "itl", "tpot", "e2e", "schedule_delay", "generator_lag", "steps")
+LATENCIES = {
+    "ttft": "time to first token",
+    "itl": "inter-token latency",
+    "tpot": "time per output token",
+    "e2e": "end to end",
+    "schedule_delay": "schedule delay",
+    "generator_lag": "lag of the generator",
+    "steps": "rollout step",
+}
+"""What a report has of times, and their titles."""
 STATISTICS = ("mean", "max", "p50", "p90", "p99", "p99.9")
 SINGLE = (
     *("tokens_per_s", "requests_per_s", "goodput_per_s", "achieved_rate", "input_tokens_per_s"),

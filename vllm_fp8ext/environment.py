@@ -10,6 +10,9 @@ URL = "FP8EXT_URL"
 CACHE = "FP8EXT_CACHE"
 """Folder for compiled kernels; default `~/.cache/vllm-fp8ext`."""
 
+COMMIT = "FP8EXT_COMMIT"
+"""The commit that measurements are of, where the tree has no history."""
+
 API_KEY = "OPENAI_API_KEY"
 """Key of the OpenAI-compatible routes that a load test asks."""
 

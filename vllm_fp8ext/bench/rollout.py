@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per second of whole engines on one GPU: BF16, stock `fp8_per_block` and `blockfp8`, in turn.
 
-    fp8ext bench rollout --shape Qwen3-8B --kv auto fp8 --out rollout.json
+    fp8ext bench rollout --shape Qwen3-8B --kv fp8 --lend --kv-gib 37 --out rollout.json
 
 All engines are alive at once and take turns, so that they see the same GPU. Where their KV caches do not fit beside each
 other, the engine whose turn it is has the memory for them (--lend); where their weights do not, engines run one after the

@@ -8,10 +8,9 @@ from typing import get_args
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernels.layout import BLOCK, blocks
 from vllm_fp8ext.plan.model import Model, Parameter, Role
 
-BLOCK = 128
-"""Rows and columns of a block that shares a scale."""
 SIXTEEN_BITS = 2
 SCALE_BYTES = 4
 UTILIZATION = 0.92
@@ -145,19 +144,17 @@ def _parameter_memory(parameter: Parameter, model: Model, tp: int, *, fp8: bool)
     if len(parameter.shape) == 3:
         return _experts_memory(parameter, tp)
     rows, columns = parameter.shape
-    blocks = -(-rows // BLOCK) * -(-columns // BLOCK)
-    return size + -(-blocks // parts) * SCALE_BYTES
+    return size + -(-blocks(rows) * blocks(columns) // parts) * SCALE_BYTES
 
 
 def _experts_memory(parameter: Parameter, tp: int) -> int:
     """Codes and scales of all experts of a layer: each rank's part of gate, of up and of down is padded to whole blocks."""
     experts, rows, columns = parameter.shape
     if parameter.name.endswith("gate_up_proj"):
-        rows = 2 * -(-rows // 2 // tp // BLOCK) * BLOCK
+        rows = 2 * blocks(-(-rows // 2 // tp)) * BLOCK
     else:
-        columns = -(-columns // tp // BLOCK) * BLOCK
-    blocks = -(-rows // BLOCK) * -(-columns // BLOCK)
-    return experts * (rows * columns + blocks * SCALE_BYTES)
+        columns = blocks(-(-columns // tp)) * BLOCK
+    return experts * (rows * columns + blocks(rows) * blocks(columns) * SCALE_BYTES)
 
 
 def page_bytes(model: Model, serving: Serving, *, fp8: bool) -> int:
