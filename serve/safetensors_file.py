@@ -4,12 +4,13 @@ nor vLLM."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import safetensors_body
 from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
-from vllm_fp8ext.weights.manifest import SCALES, scale_name
+from vllm_fp8ext.weights.manifest import scales_beside
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, stored_dtype
 
 
@@ -46,29 +47,17 @@ class Range:
 
 
 def ranges_of(checkpoint: Path) -> list[Range]:
-    """Every tensor of a safetensors file, or of those that make the checkpoint in a folder.
+    """Every tensor of a safetensors file, or of those that make the checkpoint in a folder, scales beside their weights.
 
     Raises:
         ValueError: no such file, or one that is not safetensors.
     """
     try:
         files = checkpoint_files(checkpoint)
-        return _beside([_range(file, stored) for file in files for stored in file_tensors(file)])
+        found = [_range(file, stored) for file in files for stored in file_tensors(file)]
     except UpdateError as error:
         raise ValueError(str(error)) from None
-
-
-def _beside(ranges: list[Range]) -> list[Range]:
-    """The same, with the block scales of a weight right after it."""
-    names = {part.name for part in ranges}
-    scales: dict[str, list[Range]] = {}
-    others = []
-    for part in ranges:
-        if part.name.endswith(SCALES) and part.name.removesuffix(SCALES) in names:
-            scales.setdefault(part.name, []).append(part)
-        else:
-            others.append(part)
-    return [found for part in others for found in (part, *scales.pop(scale_name(part.name), ()))]
+    return scales_beside(found, attrgetter("name"))
 
 
 def _range(file: Path, stored: StoredTensor) -> Range:

@@ -7,6 +7,7 @@ staged the one before. So a rank waits, on its GPU, only for what is there to be
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -14,7 +15,8 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
 from vllm_fp8ext.serve.client.buckets import buckets
-from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, together, work
+from vllm_fp8ext.serve.client.chunks import Everywhere
+from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, work
 from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.tensors import TensorLike
@@ -32,12 +34,27 @@ _LOOKS = 4
 """How often the servers are looked at after the group failed here."""
 
 
+@dataclass(frozen=True)
+class _Servers:
+    """Open updates, and how all their servers are called."""
+
+    updates: Mapping[Endpoint, schema.Update]
+    everywhere: Everywhere
+
+    def each(self, flow: Callable[[Endpoint, schema.Update], Flow[T]]) -> Flow[list[T]]:
+        found = yield from self.everywhere(
+            list(self.updates), lambda endpoint: flow(endpoint, self.updates[endpoint])
+        )
+        return list(found.values())
+
+
 def broadcast(
     updates: Mapping[Endpoint, schema.Update],
     tensors: Iterable[tuple[str, TensorLike]],
     limit: int,
     group: Group | None,
     progress: Progress | None,
+    everywhere: Everywhere,
     beside: Iterable[schema.Update] = (),
 ) -> Flow[None]:
     """Send tensors to the servers of these open updates, until all of them are staged everywhere. `beside`: the same update
@@ -45,16 +62,16 @@ def broadcast(
 
     Raises:
         ValueError: a tensor that can't be sent.
-        UpdateError: a refusal, of any server; `transfer-timeout` or `transfer-failed`.
+        UpdateError: a refusal, as `everywhere` tells it; `transfer-timeout` or `transfer-failed`.
     """
     if not updates:
         return
-    used, whole = group or Group(), False
+    used, whole, servers = group or Group(), False, _Servers(updates, everywhere)
     try:
-        yield from _quiet(updates)
+        yield from _quiet(servers)
         limits = [update.max_receive_bytes for update in (*updates.values(), *beside)]
         yield from _broadcast(
-            updates, tensors, min([limit, *filter(None, limits)]), used, Counter(progress, None)
+            servers, tensors, min([limit, *filter(None, limits)]), used, Counter(progress, None)
         )
         whole = True
     finally:
@@ -63,81 +80,77 @@ def broadcast(
 
 
 def _broadcast(
-    updates: Mapping[Endpoint, schema.Update],
+    servers: _Servers,
     tensors: Iterable[tuple[str, TensorLike]],
     limit: int,
     group: Group,
     counter: Counter,
 ) -> Flow[None]:
-    ranks = {endpoint.url: update.world_size for endpoint, update in updates.items()}
-    group.confirm(update.group for update in updates.values())
+    ranks = {endpoint.url: update.world_size for endpoint, update in servers.updates.items()}
+    group.confirm(update.group for update in servers.updates.values())
     sent = size = 0
     for bucket in buckets(tensors, limit):
         places = group.meet(ranks, bucket.tensors[0].device)
         data = yield from work(partial(group.pack, sent, bucket))
-        yield from _on_all(
-            calls.receive(
-                endpoint,
-                update.id,
-                schema.Receive(
-                    n=sent,
-                    group=places[endpoint.url],
-                    bytes=bucket.bytes,
-                    mark=bucket.mark.hex(),
-                    tensors=bucket.listed,
-                ),
-            )
-            for endpoint, update in updates.items()
-        )
+        listed, mark = bucket.listed, bucket.mark.hex()
+        told = partial(schema.Receive, n=sent, bytes=bucket.bytes, mark=mark, tensors=listed)
+        yield from servers.each(partial(_told, told, places))
         sent += 1
-        yield from _until(group.joined if sent == 1 else group.done, group.seconds, updates, sent)
+        yield from _until(group.joined if sent == 1 else group.done, group.seconds, servers, sent)
         counter.end_chunk(sent, size)
-        yield from _tried(partial(group.begin, data), updates, sent)
+        yield from _tried(partial(group.begin, data), servers, sent)
         size = bucket.end
     if sent:
-        yield from _until(group.done, group.seconds, updates, sent)
+        yield from _until(group.done, group.seconds, servers, sent)
         counter.end_chunk(sent, size)
-        yield from _staged(updates, sent)
+        yield from _staged(servers, sent)
 
 
-def _until(
-    done: Callable[[], bool], seconds: float, updates: Mapping[Endpoint, schema.Update], sent: int
-) -> Flow[None]:
+def _told(
+    told: Callable[..., schema.Receive],
+    places: Mapping[str, schema.BroadcastGroup],
+    endpoint: Endpoint,
+    update: schema.Update,
+) -> Flow[schema.Update]:
+    return calls.receive(endpoint, update.id, told(group=places[endpoint.url]))
+
+
+def _until(done: Callable[[], bool], seconds: float, servers: _Servers, sent: int) -> Flow[None]:
     """Wait for the group; not if the servers have given up what was told them."""
     begun = looked = time.monotonic()
-    while not (yield from _tried(done, updates, sent)):
+    while not (yield from _tried(done, servers, sent)):
         now = time.monotonic()
         if now > looked + _LOOK_SECONDS:
-            yield from _busy(updates, sent)
+            yield from _busy(servers, sent)
             looked = time.monotonic()
         if now > begun + seconds:
             raise UpdateError("transfer-timeout", f"a broadcast did not end within {seconds:g} s", status=408)
         yield Wait(min(_SHORTEST_PAUSE + (now - begun) / 10, _LONGEST_PAUSE))
 
 
-def _tried(step: Callable[[], T], updates: Mapping[Endpoint, schema.Update], sent: int) -> Flow[T]:
+def _tried(step: Callable[[], T], servers: _Servers, sent: int) -> Flow[T]:
     """A step of the group. When it fails because a rank has left, what the server says of that is the error to report."""
     try:
         return (yield from work(step))
     except UpdateError:
         for _ in range(_LOOKS):
-            yield from _busy(updates, sent)
+            yield from _busy(servers, sent)
             yield Wait(_LOOK_SECONDS)
         raise
 
 
-def _quiet(updates: Mapping[Endpoint, schema.Update]) -> Flow[None]:
+def _quiet(servers: _Servers) -> Flow[None]:
     """Wait until the ranks of these servers, as they were opened, have ended, or given up, what a push told them before that
     was interrupted."""
-    if any(chunk.busy for update in updates.values() for chunk in update.chunks.values()):
-        yield from _staged(updates, 0)
+    if any(chunk.busy for update in servers.updates.values() for chunk in update.chunks.values()):
+        yield from _staged(servers, 0)
 
 
-def _staged(updates: Mapping[Endpoint, schema.Update], sent: int) -> Flow[None]:
+def _staged(servers: _Servers, sent: int) -> Flow[None]:
     """Wait until the servers have staged what they were sent."""
-    seconds = max(endpoint.timeout for endpoint in updates)
+    seconds = max(endpoint.timeout for endpoint in servers.updates)
     begun = time.monotonic()
-    while (yield from _busy(updates, sent)):
+    while (yield from _busy(servers, sent)):
         now = time.monotonic()
         if now > begun + seconds:
             message = f"what was broadcast was not staged within {seconds:g} s"
@@ -145,26 +158,18 @@ def _staged(updates: Mapping[Endpoint, schema.Update], sent: int) -> Flow[None]:
         yield Wait(min(_SHORTEST_PAUSE + (now - begun) / 10, _LONGEST_PAUSE))
 
 
-def _busy(updates: Mapping[Endpoint, schema.Update], sent: int) -> Flow[bool]:
+def _busy(servers: _Servers, sent: int) -> Flow[bool]:
     """Whether a server has still to stage some of the first `sent` chunks.
 
     Raises:
         UpdateError: it has refused some.
     """
-    found = yield from _on_all(calls.update(endpoint, update.id) for endpoint, update in updates.items())
-    for update in found:
-        chunks = [update.chunks[str(n)] for n in range(sent) if str(n) in update.chunks]
+
+    def busy(endpoint: Endpoint, update: schema.Update) -> Flow[bool]:
+        found = yield from calls.update(endpoint, update.id)
+        chunks = [found.chunks[str(n)] for n in range(sent) if str(n) in found.chunks]
         if any(not chunk.staged and not chunk.busy for chunk in chunks):
-            raise refusal(update.problems)
-    return any(chunk.busy for update in found for chunk in update.chunks.values())
+            raise refusal(found.problems)
+        return any(chunk.busy for chunk in found.chunks.values())
 
-
-def _on_all(flows: Iterable[Flow[schema.Update]]) -> Flow[list[schema.Update]]:
-    flows = list(flows)
-    if len(flows) == 1:
-        return [(yield from flows[0])]
-    outcomes = yield from together(flows)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return [outcome for outcome in outcomes if isinstance(outcome, schema.Update)]
+    return any((yield from servers.each(busy)))

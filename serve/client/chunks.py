@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
@@ -13,6 +13,8 @@ from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.source import Source
 from vllm_fp8ext.serve.safetensors_body import Body
 
+T = TypeVar("T")
+
 CHUNK_BYTES = 128 << 20
 """Bytes of tensors in a chunk."""
 CHUNKS_IN_FLIGHT = 8
@@ -20,8 +22,14 @@ CHUNKS_IN_FLIGHT = 8
 machine, before a chunk is sent and again where it arrives; then the chunk is staged. With eight, it is the connection that is
 waited for."""
 
-Everywhere: TypeAlias = Callable[[list[Endpoint], Callable[[Endpoint], Flow[schema.Update]]], Flow[Any]]
-"""Runs a flow on each of some servers; fails when it fails on one."""
+Everywhere: TypeAlias = Callable[[list[Endpoint], Callable[[Endpoint], Flow[Any]]], Flow[dict[str, Any]]]
+"""Runs a flow on each of some servers, and returns what each returned, by URL; fails when it fails on one."""
+
+
+def alone(endpoints: list[Endpoint], flow: Callable[[Endpoint], Flow[T]]) -> Flow[dict[str, T]]:
+    """`Everywhere` where there is one server: its errors are raised as they are."""
+    [endpoint] = endpoints
+    return {endpoint.url: (yield from flow(endpoint))}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
 from vllm_fp8ext.serve.client.broadcast import BUCKET_BYTES, broadcast
-from vllm_fp8ext.serve.client.chunks import CHUNKS_IN_FLIGHT, Sending, send_chunks
+from vllm_fp8ext.serve.client.chunks import CHUNKS_IN_FLIGHT, Sending, alone, send_chunks
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
 from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.handles import batches, handles
@@ -96,7 +96,7 @@ def push(
         tensors = yield from tensors_of(weights, manifests, fp8=fp8)
 
         def send(update: schema.Update) -> Flow[None]:
-            return broadcast({endpoint: update}, tensors, chunk_bytes or BUCKET_BYTES, group, progress)
+            return broadcast({endpoint: update}, tensors, chunk_bytes or BUCKET_BYTES, group, progress, alone)
 
     elif transport == "http":
         source = yield from source_of(weights, manifests, fp8=fp8)
@@ -142,7 +142,7 @@ def push(
 
 
 def _send(endpoint: Endpoint, source: Source, sending: Sending, update: schema.Update) -> Flow[None]:
-    return send_chunks({endpoint: update}, source, sending, lambda _, put: put(endpoint))
+    return send_chunks({endpoint: update}, source, sending, alone)
 
 
 def _hand_over(

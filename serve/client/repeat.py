@@ -19,8 +19,8 @@ FIRST_SECONDS = 0.25
 LONGEST_SECONDS = 15.0
 """Longest pause of all."""
 
-_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-_DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException)
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
+_DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException, httpx.ProxyError)
 _GATEWAY = (502, 503, 504)
 
 

@@ -99,7 +99,7 @@ def push_everywhere(
         told = {endpoint: updates[endpoint.url] for endpoint in waiting}
         beside = committed.values()
         if transport == "nccl":
-            yield from broadcast(told, tensors, chunk_bytes or BUCKET_BYTES, group, progress, beside)
+            yield from broadcast(told, tensors, chunk_bytes or BUCKET_BYTES, group, progress, _on_all, beside)
         else:
             yield from send_chunks(told, source, sending, _on_all, beside)
         yield from _on_all(waiting, lambda endpoint: calls.prepare(endpoint, update_id))
@@ -110,7 +110,17 @@ def push_everywhere(
             others = {endpoint.url: str(error) for endpoint in endpoints if endpoint.url not in committed}
             raise _partly_committed(update_id, committed, error.details.get("failed", others)) from error
         raise
-    return (yield from _commit(waiting, update_id, committed, wait_seconds))
+    try:
+        return (yield from _commit(waiting, update_id, committed, wait_seconds))
+    except Exception:
+        raise
+    except (
+        BaseException
+    ) as stop:  # cancelled: a commit that waits for running requests would come all the same
+        if not committed:
+            yield from _abandon(endpoints, update_id)
+        stop.add_note(f"update {update_id} was about to be committed everywhere: some servers may serve it")
+        raise
 
 
 def _commit(

@@ -120,8 +120,8 @@ def test_only_safetensors_files_of_a_folder_are_read(tmp_path: Path) -> None:
     ("name", "said"),
     [
         (".", r"expected \*\.safetensors files, found none"),
-        ("missing", "no such file or folder"),
-        ("missing.safetensors", "no such file or folder"),
+        ("missing", "none of that name"),
+        ("missing.safetensors", "none of that name"),
     ],
 )
 def test_a_checkpoint_that_is_not_there(tmp_path: Path, name: str, said: str) -> None:
@@ -167,7 +167,7 @@ def test_a_truncated_file_is_refused_with_both_sizes(tmp_path: Path, keep: int) 
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(
-        ValueError, match=rf"model\.safetensors: .* end at byte {size}, found {size + keep} bytes$"
+        ValueError, match=rf"model\.safetensors: .*expected {size} bytes.*found {size + keep}$"
     ):
         ranges_of(file)
 
@@ -176,7 +176,7 @@ def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(4)}, file)
     file.write_bytes(file.read_bytes() + b"x")
-    with pytest.raises(ValueError, match=r"model\.safetensors: .* end at byte \d+, found \d+ bytes"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*expected .* found"):
         ranges_of(file)
 
 

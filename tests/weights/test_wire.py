@@ -68,6 +68,14 @@ def test_what_can_not_be_quantized() -> None:
         next(quantized([("w", torch.full((256, 256), torch.nan))], layout()))
 
 
+def test_scales_come_right_after_their_weights_wherever_they_are_stored(tmp_path: Path) -> None:
+    names = [["a.weight", "b.weight"], ["b.weight_scale_inv", "a.weight_scale_inv", "c"]]
+    for file, held in enumerate(names):
+        save_file({name: torch.ones(1) for name in held}, tmp_path / f"{file}.safetensors")
+    found = [name for name, _ in stored(tmp_path)]
+    assert found == ["a.weight", "a.weight_scale_inv", "b.weight", "b.weight_scale_inv", "c"]
+
+
 def test_checkpoints_are_read_tensor_by_tensor(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
     save_file({"b": torch.zeros(3), "c": torch.ones(1)}, tmp_path / "2.safetensors")

@@ -78,6 +78,7 @@ def calibrate(
     from vllm_fp8ext.calibrate.prompts import read_prompts
 
     end_on_sigterm()
+    out = out.resolve()  # a folder takes the place of an empty one, not of a link to it
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: expected no folder or an empty one")
     parts = parts_of(model)

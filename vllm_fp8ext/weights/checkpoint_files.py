@@ -19,7 +19,8 @@ def checkpoint_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         if not path.is_file():
-            raise UpdateError("not-found", f"{path}: no such file or folder", status=404)
+            message = f"{path}: expected a folder or a file of safetensors, found none of that name"
+            raise UpdateError("not-found", message, status=404)
         return [path]
     files = sorted(path.glob("*.safetensors"))
     index = path / INDEX

@@ -2,11 +2,11 @@
 """What an engine takes and how it serves it, as plain data: the contract between trainer, server and digests."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.layout import BLOCK, blocks
@@ -15,6 +15,8 @@ from vllm_fp8ext.weights.fused import Fused, fused_experts
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that an update may send; converted to the model's dtype first, as on load."""
@@ -34,6 +36,20 @@ def scale_name(name: str) -> str:
 def follows(name: str, before: str) -> bool:
     """Whether these are the block scales of the weight that came right before: they go where it goes."""
     return name == scale_name(before)
+
+
+def scales_beside(parts: Iterable[T], name: Callable[[T], str]) -> list[T]:
+    """Parts of a checkpoint, with the block scales of a weight right after it, wherever they are stored."""
+    parts = list(parts)
+    names = set(map(name, parts))
+    scales: dict[str, list[T]] = {}
+    others = []
+    for part in parts:
+        if name(part).endswith(SCALES) and name(part).removesuffix(SCALES) in names:
+            scales.setdefault(name(part), []).append(part)
+        else:
+            others.append(part)
+    return [found for part in others for found in (part, *scales.pop(scale_name(name(part)), ()))]
 
 
 @dataclass(frozen=True, slots=True)

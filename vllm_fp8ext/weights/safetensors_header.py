@@ -99,7 +99,7 @@ def parse(read: Read, length: int, name: str) -> list[StoredTensor]:
             )
         position += tensor.size
     if position != length:
-        raise _broken(name, f"its tensors end at byte {position}, found {length} bytes")
+        raise _broken(name, f"expected {position} bytes, as its header says, found {length}")
     return tensors
 
 

@@ -2,8 +2,10 @@
 """FP8 on the wire: codes and block scales instead of 16 bits, half the bytes, the same served bytes. For trainers: needs
 torch, not vLLM."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +18,7 @@ from vllm_fp8ext.kernels.reference import FP8_DTYPE, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.buffers import Buffers
 from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
 from vllm_fp8ext.weights.dtype_name import dtype_name
-from vllm_fp8ext.weights.manifest import DTYPES, Manifest, scale_name
+from vllm_fp8ext.weights.manifest import DTYPES, Manifest, scale_name, scales_beside
 
 BUFFER_BYTES = 512 << 20
 """Of codes and scales on a GPU, side by side: a server there opens few handles."""
@@ -101,10 +103,14 @@ def _require_finite(weights: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def stored(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a safetensors file, or of those that make the checkpoint in a folder, one at a time; on the first GPU
-    if there is one, or on this device."""
+    """Every tensor of a safetensors file, or of those that make the checkpoint in a folder, one at a time, scales beside
+    their weights; on the first GPU if there is one, or on this device."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for file in checkpoint_files(checkpoint):
-        with safe_open(file, framework="pt", device=device) as opened:
-            for name in opened.keys():  # noqa: SIM118  it is no mapping
-                yield name, opened.get_tensor(name)
+    with contextlib.ExitStack() as stack:
+        opened = [
+            stack.enter_context(safe_open(file, framework="pt", device=device))
+            for file in checkpoint_files(checkpoint)
+        ]
+        held = [(name, reader) for reader in opened for name in reader.keys()]  # noqa: SIM118  it is no mapping
+        for name, reader in scales_beside(held, itemgetter(0)):
+            yield name, reader.get_tensor(name)

@@ -132,7 +132,7 @@ def test_a_truncated_checkpoint_opens_no_update(caller: Caller, server: Server, 
     content = file.read_bytes()
     file.write_bytes(content[:-1])
     with pytest.raises(
-        ValueError, match=rf"2\.safetensors: expected {len(content)} bytes.* found {len(content) - 1}"
+        ValueError, match=rf"2\.safetensors: .*expected {len(content)} bytes.* found {len(content) - 1}"
     ):
         caller(server.url, "push", str(checkpoint))
     assert server.calls == []

@@ -188,3 +188,30 @@ def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = [repeat.backoff(n) for _ in range(50)]
         assert longest / 2 <= min(drawn) < max(drawn) <= longest
     assert repeat.backoff(2000) <= 15.0
+
+
+def test_a_proxy_that_makes_no_connection_is_asked_again(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is busy for a moment: nothing has reached the server."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def refuse() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    asked.append(connection.recv(4096).split(b"\r\n")[0])
+                    connection.sendall(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=refuse, daemon=True)
+        thread.start()
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(httpx.ProxyError):
+            caller("https://rollout:8000", "weights", retries=2)
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join(60)
+    assert asked == [b"CONNECT rollout:8000 HTTP/1.1"] * 3

@@ -2,6 +2,7 @@
 """Several servers: all of them or none, in phases, and what is said when that can't be kept."""
 
 import _thread
+import asyncio
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.client import Replicas
+from vllm_fp8ext.serve.client import AsyncReplicas, Replicas
+from vllm_fp8ext.serve.schema import BroadcastGroup
 
 from .conftest import Caller
 from .server import KEY, Handler, Server, answer, chunk, drop, drop_answer, slow
@@ -334,3 +336,49 @@ def test_a_chunk_that_one_server_has_is_sent_to_the_others(
 def test_servers_are_distinct(caller: Caller, wrong: list[str], checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="expected distinct URLs"):
         caller(wrong, "push", checkpoint)
+
+
+class Rankless:
+    """A group of broadcasts in which nobody takes part."""
+
+    seconds = 60.0
+
+    def confirm(self, groups: Any) -> None: ...
+
+    def meet(self, ranks: dict[str, int], device: Any) -> dict[str, BroadcastGroup]:
+        group = BroadcastGroup(backend="gloo", id="host:1/name", size=2, first_rank=1)
+        return dict.fromkeys(ranks, group)
+
+    def pack(self, n: int, bucket: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_broadcast_that_a_server_refuses_names_it(caller: Caller, servers: list[Server]) -> None:
+    for server, kind in zip(servers, ("chunk-too-large", "other-update", "asleep"), strict=True):
+        server.faults["POST /updates/*/receive"] = [answer(409, kind=kind)]
+    group: Any = Rankless()
+    with pytest.raises(UpdateError) as caught:
+        caller(urls(servers), "push", {"a": torch.ones(3)}, transport="nccl", group=group)
+    assert caught.value.kind == "not-committed"
+    assert caught.value.details["failed"] == {
+        servers[0].url: "chunk-too-large it is",
+        servers[1].url: "other-update it is",
+        servers[2].url: "asleep it is",
+    }
+    assert states(servers) == [["abandoned"]] * 3
+
+
+def test_a_commit_that_is_cancelled_is_given_up(servers: list[Server], checkpoint: Path) -> None:
+    """Servers whose commit waits for running requests would serve it when nobody wants it any more."""
+    for server in servers:
+        server.faults[COMMIT] = [slow(3)]
+
+    async def push() -> None:
+        async with AsyncReplicas(urls(servers), KEY) as replicas, asyncio.timeout(2):
+            await replicas.push(checkpoint, running="wait", id="u")
+
+    with pytest.raises(TimeoutError) as caught:
+        asyncio.run(push())
+    assert all("DELETE /updates/u" in server.calls for server in servers)
+    assert "update u was about to be committed" in str(caught.value.__cause__.__notes__)  # type: ignore[union-attr]
