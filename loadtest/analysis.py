@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_fp8ext.loadtest.effects import effects, lies, staleness
 from vllm_fp8ext.loadtest.latency import end_to_end, gaps, summary, tpot, ttft
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run
+from vllm_fp8ext.loadtest.records import TIMEOUT, UNFINISHED, Request, Run
 from vllm_fp8ext.loadtest.remarks import most_frequent, remarks
 from vllm_fp8ext.loadtest.slo import Slo
 
@@ -20,14 +20,15 @@ def analyse(run: Run, slos: list[Slo]) -> dict[str, Any]:
     """Everything about a run, flat where an SLO can name it. What comes after its end doesn't count: of several processes
     some end a little later.
 
-    Answers that the end cut off count as far as they came. What they were waiting for then counts as if it had come at the
-    end, where that is later than everything that came: else a server that hangs would seem fast.
+    Answers that the end of the run, or of their time, cut off count as far as they came. What they were waiting for then
+    counts as if it had come at that time, where that is later than everything that came: else a server that hangs would seem
+    fast.
     """
     requests = [_until(request, run.stop) for request in run.requests if request.sent <= run.stop]
     run = dataclasses.replace(run, requests=requests)
     seconds = max(run.stop - run.start, 1e-9)
     tokens = sum(request.tokens for request in run.requests)
-    cut = [request for request in run.requests if request.error == UNFINISHED]
+    cut = [request for request in run.requests if request.error in (UNFINISHED, TIMEOUT)]
     good = [request for request in run.requests if request.error is None]
     failed = [request for request in run.requests if request.error not in (None, UNFINISHED)]
     delays = summary(request.sent - request.scheduled for request in run.requests)

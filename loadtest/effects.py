@@ -135,12 +135,20 @@ def staleness(run: Run) -> dict[str, Any]:
 
 def lies(run: Run) -> list[str]:
     """Tokens that claim weights which were not live: sampled before their commit was sent, or in a request that was sent
-    after the next one was answered; spans with gaps, or of epochs that go back."""
+    after the next one was answered; of an epoch that nobody committed; spans with gaps, or of epochs that go back."""
     commits = {update.epoch: update for update in run.updates if update.epoch is not None}
+    newest = max(commits, default=0)
+    certain = commits and all(
+        update.epoch is not None for update in run.updates
+    )  # one that failed may be served
     found = []
     for request in run.requests:
         for span in request.spans:
             mine, after = commits.get(span.epoch), commits.get(span.epoch + 1)
+            if certain and span.epoch > newest:
+                found.append(
+                    f"epoch {span.epoch}, {span.version}, was never committed: the newest is {newest}"
+                )
             if mine and arrival(request, span.start) < mine.commit_sent:
                 found.append(f"epoch {span.epoch} sampled a token before its commit was sent")
             if after and after.committed < request.sent:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run inside a locust process: what it asks, changes and writes down."""
 
-import dataclasses
 import logging
 import os
 import time
@@ -21,7 +20,7 @@ from vllm_fp8ext.loadtest import options as options_of
 from vllm_fp8ext.loadtest import report
 from vllm_fp8ext.loadtest.latency import ttft
 from vllm_fp8ext.loadtest.prompts import Lengths, Prompt, Shared, prompts
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Update, request_of, short
+from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Update, plain, request_of, short
 from vllm_fp8ext.loadtest.rollout import Rollouts
 from vllm_fp8ext.loadtest.scraper import scrape_forever
 from vllm_fp8ext.loadtest.stream import Asker, Target
@@ -103,10 +102,6 @@ class Load:
         first, self._dispatching = not self._dispatching, True
         return first
 
-    def next_prompt(self) -> Prompt:
-        """The next one of this process."""
-        return next(self._prompts)
-
     def timetable(self) -> Iterator[float]:
         """When this process sends, in an open loop."""
         kind = self.options.profile
@@ -120,23 +115,38 @@ class Load:
         while (left := at - time.monotonic()) > 0:
             gevent.sleep(left)
 
-    def ask(self, prompt: Prompt, scheduled: float | None = None) -> None:
-        """One request, written down."""
-        self._asker.ask(prompt, self._done, scheduled)
+    def ask(self) -> None:
+        """The next request of this process, written down."""
+        prompt, body = self._next()
+        self._asker.ask(prompt, body, self._done)
+
+    def keep_to_timetable(self, running: Group) -> None:
+        """This process's part of an open loop."""
+        for at in self.timetable():
+            prompt, body = self._next()  # to make a long one takes longer than a request may be late
+            self.sleep_until(at)
+            running.spawn(self._asker.ask, prompt, body, self._done, at)
 
     def roll_out(self, running: Group) -> None:
         """This process's part of each rollout step."""
+        asked: list[tuple[Prompt, bytes]] = []
+
+        def make() -> None:
+            share = range(self._part, self.options.prompts, self._parts)
+            asked[:] = [self._next() for _ in share]
 
         def ask(number: int, began: float) -> None:
-            share = range(self._part, self.options.prompts, self._parts)
-            asked = [(prompt, self._asker.body(prompt)) for prompt in (self.next_prompt() for _ in share)]
             self.sleep_until(began)
             for prompt, body in asked:
                 for _ in range(self.options.samples):
-                    running.spawn(self._asker.ask, prompt, self._done, began, number, body)
+                    running.spawn(self._asker.ask, prompt, body, self._done, began, number)
             running.join()
 
-        self.rollouts.follow(ask)
+        self.rollouts.follow(make, ask)
+
+    def _next(self) -> tuple[Prompt, bytes]:
+        prompt = next(self._prompts)
+        return prompt, self._asker.body(prompt)
 
     def lead(self) -> None:
         """Rollout steps, with an update after each if there are to be any."""
@@ -154,7 +164,7 @@ class Load:
         """What has been written down since the last call."""
         new, lags = self.run.requests[self._taken :], self.run.lags
         self._taken, self.run.lags = len(self.run.requests), []
-        return {"requests": [dataclasses.asdict(request) for request in new], "lags": lags}
+        return {"requests": [plain(request) for request in new], "lags": lags}
 
     def merge(self, told: dict[str, Any]) -> None:
         """What another process has written down."""

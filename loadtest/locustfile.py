@@ -148,7 +148,7 @@ class Closed(_Asking):
     @task
     def ask(self) -> None:
         """One request."""
-        self.load.ask(self.load.next_prompt())
+        self.load.ask()
 
 
 class _Spawning(_Asking):
@@ -175,9 +175,7 @@ class Open(_Spawning):
         if not self.load.first_user():
             gevent.sleep(IDLE_SECONDS)
             return
-        for at in self.load.timetable():
-            self.load.sleep_until(at)
-            self.running.spawn(self.load.ask, self.load.next_prompt(), at)
+        self.load.keep_to_timetable(self.running)
 
 
 class Rollout(_Spawning):

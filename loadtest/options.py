@@ -87,12 +87,13 @@ class Options:
         return seconds
 
     def pusher(self, url: str) -> dict[str, Any]:
-        """For `weights.Pusher`."""
+        """For `weights.Pusher`, whose process may have another current folder."""
+        ours = self.update_through == "fp8ext" and not self.files
         return {
             "through": self.update_through,
             "url": url,
             "key": os.environ.get(ADMIN_KEY, ""),
-            "checkpoints": [str(Path(path).resolve()) for path in self.checkpoints],
+            "checkpoints": [str(Path(path).absolute()) if ours else path for path in self.checkpoints],
             "running": self.running,
             "files": self.files,
         }

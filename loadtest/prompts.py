@@ -51,11 +51,16 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked. `text` says the same number of words where a server takes no token ids (chat)."""
+    """What is asked."""
 
     token_ids: tuple[int, ...]
-    text: str
     max_tokens: int
+
+    @property
+    def text(self) -> str:
+        """The same number of words, where a server takes no token ids (chat)."""
+        words = _WORDS.split()
+        return " ".join(words[id % len(words)] for id in self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,8 @@ def prompts(
     while True:
         prefix = source.choice(prefixes) if prefixes else ()
         ids = prefix + _ids(source, inputs.draw(source), vocabulary)
-        yield Prompt(ids, _words(ids), outputs.draw(source))
+        yield Prompt(ids, outputs.draw(source))
 
 
 def _ids(source: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
-    return tuple(source.randrange(FIRST_TOKEN, vocabulary) for _ in range(count))
-
-
-def _words(ids: tuple[int, ...]) -> str:
-    words = _WORDS.split()
-    return " ".join(words[id % len(words)] for id in ids)
+    return tuple(source.choices(range(FIRST_TOKEN, vocabulary), k=count))

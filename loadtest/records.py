@@ -7,6 +7,8 @@ from typing import Any
 
 UNFINISHED = "unfinished"
 """Error of a request that the end of the run cut off: no failure of the server's."""
+TIMEOUT = "timeout"
+"""Error of a request that was not complete in time: what it waited for took longer than that."""
 TEXT = 200
 """Characters of an error's text that are kept."""
 
@@ -113,8 +115,13 @@ class Run:
     """By how much the generator itself woke up late, many times a second: what it reads then looks late too."""
 
 
+def plain(request: Request) -> dict[str, Any]:
+    """For another process. Copies nothing, as `dataclasses.asdict` does: a stream's next token would be read late."""
+    return {**vars(request), "spans": [vars(span) for span in request.spans]}
+
+
 def request_of(data: dict[str, Any]) -> Request:
-    """The inverse of `dataclasses.asdict`."""
+    """The inverse of `plain`."""
     spans = [Span(**span) for span in data["spans"]]
     events = [(float(at), int(count)) for at, count in data["events"]]
     return Request(**{**data, "spans": spans, "events": events})

@@ -18,7 +18,7 @@ from vllm_fp8ext.loadtest.records import Step
 BEGIN, DONE = "fp8ext-step", "fp8ext-step-done"
 """Messages: a step `number` begins everywhere at `began`; one process had its last answer of it at `ended`."""
 LEAD_SECONDS = 0.05
-"""For the first to arrive, and for bodies of requests to be made."""
+"""For the first to arrive."""
 ASK_SECONDS = 0.5
 """A process that is gone is noticed so soon."""
 
@@ -62,9 +62,11 @@ class Rollouts:
                 self._told.clear()
             yield Step(self._number, began, max(self._ended, default=time.monotonic()))
 
-    def follow(self, ask: Callable[[int, float], None]) -> None:
-        """Ask this process's part of each step, by its number and begin, for ever."""
+    def follow(self, make: Callable[[], None], ask: Callable[[int, float], None]) -> None:
+        """`make` this process's part of each step while nobody waits for it, `ask` it by the step's number and begin, for
+        ever."""
         while True:
+            make()
             told = self._coming.get()
             ask(told["number"], told["began"])
             self._runner.send_message(DONE, {"number": told["number"], "ended": time.monotonic()})

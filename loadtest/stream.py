@@ -19,7 +19,7 @@ from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError
 
 from vllm_fp8ext.loadtest.prompts import Prompt
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Span, short
+from vllm_fp8ext.loadtest.records import TIMEOUT, UNFINISHED, Request, Span, short
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 LONGEST_REFUSAL = 16_384
@@ -74,14 +74,13 @@ class Asker:
     def ask(
         self,
         prompt: Prompt,
+        body: bytes,
         done: Callable[[Request], None],
         scheduled: float | None = None,
         step: int | None = None,
-        body: bytes | None = None,
     ) -> None:
-        """One answer, complete or failed; never raises for what a server does. `done` gets it in every case: a greenlet that
-        is killed leaves a request that is `unfinished`. `body`: made before, where many are sent at once."""
-        body = body or self.body(prompt)
+        """One answer, complete or failed; never raises for what a server does. `body`: of the prompt. `done` gets it in every
+        case: a greenlet that is killed leaves a request that is `unfinished`."""
         sent = time.monotonic()
         request = Request(
             scheduled=sent if scheduled is None else scheduled,
@@ -91,7 +90,7 @@ class Asker:
             step=step,
         )
         try:
-            with gevent.Timeout(self.target.timeout, Failure("timeout")):
+            with gevent.Timeout(self.target.timeout, Failure(TIMEOUT)):
                 self._read(body, request)
         except gevent.GreenletExit:
             request.error = UNFINISHED
@@ -99,11 +98,13 @@ class Asker:
         except Failure as failure:
             request.error, request.said = str(failure), short(failure.said) or None
         except (TimeoutError, gevent.Timeout):
-            request.error = "timeout"
+            request.error = TIMEOUT
         except HTTPParseError as error:
             request.error, request.said = "truncated" if request.events else "broken", short(str(error))
         except OSError as error:
             request.error, request.said = "truncated" if request.events else "connect", short(str(error))
+        except Exception as error:  # events of another form than ours, a URL that can't be asked
+            request.error, request.said = "broken", short(repr(error))
         finally:
             request.ended = time.monotonic()
             done(request)

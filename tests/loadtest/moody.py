@@ -37,6 +37,8 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         await asyncio.sleep(3600)
     elif mood == "garbage":
         writer.write(HEAD + chunk("data: {nonsense\n\n"))
+    elif mood == "other events":
+        writer.write(HEAD + event() + chunk('data: {"choices": ["x"]}\n\n'))
     elif mood == "not http":
         writer.write(b"hello\r\n\r\n")
     elif mood == "reset":

@@ -8,7 +8,18 @@ import pytest
 
 from vllm_fp8ext.loadtest.analysis import analyse
 from vllm_fp8ext.loadtest.effects import effects, lies, staleness
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Scrape, Span, Step, Update, request_of
+from vllm_fp8ext.loadtest.records import (
+    TIMEOUT,
+    UNFINISHED,
+    Request,
+    Run,
+    Scrape,
+    Span,
+    Step,
+    Update,
+    plain,
+    request_of,
+)
 from vllm_fp8ext.loadtest.series import series
 from vllm_fp8ext.loadtest.slo import Slo
 
@@ -101,6 +112,16 @@ def test_lies_are_found(spans: list[Span], why: str) -> None:
     assert any(why in lie for lie in lies(run(request, updates=(UPDATE,))))
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_weights_that_nobody_committed_are_a_lie(failed: bool) -> None:
+    """Unless an update failed whose commit may have come all the same."""
+    request = mixed()
+    request.spans = [Span("early", 3, 0, 52), Span("never", 9, 52, 100)]
+    updates = (UPDATE, Update("lost", 115.0, 116.0, 117.0, error="timeout")) if failed else (UPDATE,)
+    found = [lie for lie in lies(run(request, updates=updates)) if "never committed" in lie]
+    assert found == ([] if failed else ["epoch 9, never, was never committed: the newest is 4"])
+
+
 def test_old_weights_for_a_new_request_are_a_lie() -> None:
     request = stream(111, 112)
     request.spans = [Span("early", 3, 0, request.tokens)]
@@ -156,6 +177,21 @@ def test_a_server_that_hangs_keeps_no_promise() -> None:
     assert measured["itl"]["max"] == pytest.approx(120 - 109.9)
     assert measured["e2e"]["max"] == pytest.approx(16.0)
     assert measured["failed_requests"] == 0
+
+
+def test_answers_that_were_not_complete_in_time_keep_no_promise_either() -> None:
+    """Else a server would be the faster the sooner one gives up."""
+    asked = [stream(100 + n / 10, 101 + n / 10) for n in range(5)]
+    never = [Request(101 + n / 10, 101 + n / 10, 111 + n / 10, error=TIMEOUT) for n in range(90)]
+    measured = analyse(
+        run(*asked, *never, hanging(104, 105)), [Slo.parse("ttft_p99<0.5"), Slo.parse("e2e_p50<5")]
+    )
+    assert measured["ttft"]["p99"] == pytest.approx(10.0)
+    assert measured["e2e"]["p50"] == pytest.approx(10.0, rel=1e-3)
+    assert measured["failed_requests"] == 90
+    broken_off = stream(100, 102)
+    broken_off.ended, broken_off.error = 115.0, TIMEOUT
+    assert analyse(run(broken_off), [])["itl"]["max"] == pytest.approx(13.0)
 
 
 def test_what_the_end_cut_off_counts_as_far_as_it_came() -> None:
@@ -253,4 +289,11 @@ def test_series_over_time() -> None:
 
 
 def test_requests_survive_json() -> None:
-    assert request_of(json.loads(json.dumps(dataclasses.asdict(mixed())))) == mixed()
+    assert request_of(json.loads(json.dumps(plain(mixed())))) == mixed()
+
+
+def test_what_another_process_is_told_is_not_copied() -> None:
+    """Copies of all events, made every three seconds, would hold the streams up that still go on."""
+    request = mixed()
+    assert plain(request)["events"] is request.events
+    assert set(plain(request)) == {field.name for field in dataclasses.fields(Request)}

@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import statistics
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -151,3 +152,13 @@ def test_options_that_are_not_valid(wrong: dict, message: str) -> None:
 def test_as_many_users_as_processes(given: tuple[str, ...], users: int) -> None:
     line = command("http://a", "rollout", 7, "1s", False, given)
     assert line[line.index("--users") + 1] == str(users)
+
+
+@pytest.mark.parametrize(
+    ("options", "there"), [({}, False), ({"files": True}, True), ({"update_through": "stock"}, True)], ids=str
+)
+def test_paths_of_a_server_are_told_as_they_are(options: dict[str, Any], there: bool) -> None:
+    chosen = Options(update_every="5", checkpoints=("step/1",), **options)
+    assert chosen.pusher("http://rollout:8000")["checkpoints"] == [
+        "step/1" if there else os.path.abspath("step/1")
+    ]

@@ -13,7 +13,7 @@ from vllm_fp8ext.loadtest.prompts import Prompt
 from vllm_fp8ext.loadtest.records import Request, Span
 from vllm_fp8ext.loadtest.stream import Asker, Target
 
-PROMPT = Prompt((11, 12, 13), "one two three", 4)
+PROMPT = Prompt((11, 12, 13), 4)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def url() -> Iterator[str]:
 def ask(url: str, model: str, **more: object) -> Request:
     asker = Asker(Target(url=url, model=model, **more))  # type: ignore[arg-type]  # what tests choose
     found: list[Request] = []
-    asker.ask(PROMPT, found.append, scheduled=1.0, step=2)
+    asker.ask(PROMPT, asker.body(PROMPT), found.append, scheduled=1.0, step=2)
     asker.close()
     [request] = found
     assert (request.scheduled, request.step, request.wanted) == (1.0, 2, 4)
@@ -56,6 +56,7 @@ def test_without_ids_they_are_counted_by_usage(url: str) -> None:
         ("http-503", "http-503", 0),
         ("http-404", "http-404", 0),
         ("garbage", "broken", 0),
+        ("other events", "broken", 2),
         ("not http", "broken", 0),
         ("reset", "truncated", 2),
         ("truncated", "truncated", 2),
