@@ -141,7 +141,8 @@ class Backend:
             keeping.cancel()
 
     async def abandon_open(self) -> None:
-        """Give up the update that is open, if there is one: nobody is left to finish it."""
+        """Give up the update that is open, if there is one, and a rollback that waits: nobody is left to finish them."""
+        await self.engine.leave()
         updating = (await self.engine("status"))["update"]
         if updating is not None:
             await self.engine("abandon", id=updating)

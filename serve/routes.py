@@ -135,8 +135,8 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     async def abandon(id: schema.UpdateId) -> Any:
         try:
             return await backend.engine("abandon", id=id)
-        finally:
-            backend.look_soon()
+        finally:  # of one in place the poison guard knows before anybody is told
+            await outcome(backend.look())
 
     @routes.post("/rollback", response_model=schema.Committed, summary="Serve the previous weights again")
     async def rollback(body: schema.Rollback | None = None) -> Any:
@@ -216,8 +216,16 @@ async def _begin_to_receive(backend: Backend, id: str, body: schema.Receive) -> 
     size = sum(tensor.size for tensor in tensors)
     started = await backend.engine("stage", **_chunk(id, str(body.n), source, tensors, size))
     backend.group = source.id
-    kept(outcome(backend.engine.ended("stage", started)))
+    kept(_followed(backend, started))
     return await backend.engine("update", id=id)
+
+
+async def _followed(backend: Backend, started: dict[str, Any]) -> None:
+    """Poll a job to its end however long it takes: the ranks give a broadcast up by themselves."""
+    while True:
+        found = await outcome(backend.engine.ended("stage", started))
+        if not isinstance(found, UpdateError) or found.kind != "engine-timeout":
+            return
 
 
 async def _stage(
@@ -295,6 +303,7 @@ async def _load(backend: Backend, body: schema.Load, path: Path) -> dict[str, An
         return await _commit(backend, opened["id"])
     except BaseException:
         await outcome(backend.engine("abandon", id=opened["id"]))
+        await outcome(backend.look())
         raise
 
 

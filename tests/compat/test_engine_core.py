@@ -179,6 +179,20 @@ def test_a_step_that_was_only_queued_has_not_ended(access: CoreAccess) -> None:
     assert reports == [(0, "tokens of step 0")]
 
 
+def test_a_report_does_not_wait_for_requests_of_another_time(access: CoreAccess) -> None:
+    """The only request ended before a step began."""
+    Steps(access._core, depth=1)
+    reports: list[int] = []
+    access.time_next_step(partial(reports.append, 1))
+    vars(access._core.scheduler)["has_requests"] = lambda: False
+    access._step()
+    del access._core.scheduler.has_requests
+    access._step()
+    access._step()
+    assert reports == []
+    assert "post_step" not in vars(access._core)
+
+
 def test_only_the_last_of_several_reports_is_waited_for(access: CoreAccess, scheduler: Scheduler) -> None:
     Steps(access._core)
     reports: list[int] = []

@@ -28,6 +28,9 @@ class Engine:
         self.poisoned: str | None = None
         self._answers = list(answers)
 
+    async def leave(self) -> None:
+        self.asked.append(("leave", {}))
+
     async def __call__(self, operation: str, **arguments: Any) -> Any:
         self.asked.append((operation, arguments))
         found = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
@@ -79,7 +82,35 @@ def test_nothing_is_on_its_way_to_an_update_that_has_ended() -> None:
 def test_what_is_open_is_abandoned(updating: str | None) -> None:
     engine = Engine({"update": updating})
     asyncio.run(backend_of(engine).abandon_open())
-    assert engine.asked[1:] == ([("abandon", {"id": "u"})] if updating else [])
+    abandoned = [("abandon", {"id": "u"})] if updating else []
+    assert engine.asked == [("leave", {}), ("status", {}), *abandoned]
+
+
+def test_who_loads_in_vain_is_told_when_the_guard_knows(tmp_path: Path) -> None:
+    """In place, what could not be read to its end has left what nobody knows."""
+    engine = Committing({"id": "u"})
+    engine.poisoned = "half of it"
+    backend = backend_of(engine)
+    body = schema.Load(path=str(tmp_path))
+    with pytest.raises(UpdateError, match="expected"):
+        asyncio.run(routes._load(backend, body, tmp_path))
+    assert backend.poisoned == "half of it"
+    assert [operation for operation, _ in engine.asked] == ["open", "abandon"]
+
+
+def test_a_broadcast_is_polled_to_its_end() -> None:
+    slow, backend = UpdateError("engine-timeout", "nothing was done"), backend_of(Engine({}))
+    answers: list[Any] = [slow, slow, {}]
+
+    async def ended(operation: str, started: dict[str, Any]) -> dict[str, Any]:
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return dict(found)
+
+    backend.engine.ended = ended  # type: ignore[method-assign]
+    asyncio.run(routes._followed(backend, {"job": 1}))
+    assert answers == []
 
 
 def test_a_file_that_is_gone_when_its_turn_comes(tmp_path: Path) -> None:

@@ -454,6 +454,22 @@ def test_a_rollback_that_has_lost_its_weights_waits_no_more(core: IdleCore, engi
     assert told == ["wait", "go on"]
 
 
+def test_a_rollback_whose_caller_has_left_waits_no_more(core: IdleCore, engine: UpdateEngine) -> None:
+    told: list[str] = []
+    vars(core).update(
+        unfinished=lambda: 1,
+        interrupted=lambda: False,
+        admit_no_more=lambda: told.append("wait"),
+        resume=lambda: told.append("go on"),
+    )
+    engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
+    engine.step.previous = Label(0, "early")
+    assert engine.handle("rollback", {"running": "wait"}) == {"waiting": 1}
+    for _ in range(2):
+        assert engine.handle("leave", {}) == {}
+    assert told == ["wait", "go on"]
+
+
 def test_a_version_that_nobody_chose_is_that_of_the_epoch(core: IdleCore, engine: UpdateEngine) -> None:
     ranks = Ranks()
     session = asked(core, engine, ranks)

@@ -294,6 +294,20 @@ def test_without_requests_nothing_is_waited_for(core: ScriptedCore, step: Exchan
     assert core.told == ["admit no more", *SWAP, *COMMIT, "begin step", "settle"]
 
 
+def test_a_commit_that_is_refused_after_it_has_waited_lets_requests_in_again(
+    core: ScriptedCore, step: ExchangeStep
+) -> None:
+    step._kv.enabled = True
+    core.requests = 1
+    asked = ("u1", NEW, Running.WAIT, 1e6, None, "recompute")
+    assert step.run(*asked) is None
+    assert core.state == "admits no more"
+    core.requests, core.kept = 0, 1  # came meanwhile, and can't be computed again
+    with pytest.raises(UpdateError, match="computed again"):
+        step.run(*asked)
+    assert core.state == "on"
+
+
 def test_a_wait_ends_at_its_deadline(core: ScriptedCore, step: ExchangeStep) -> None:
     core.requests = 2
     error = refused(step, Running.WAIT, wait=0.0)

@@ -259,3 +259,15 @@ def test_a_poll_that_has_waited_may_come_again_at_once() -> None:
     jobs.start("stage", finish=summed)
     assert jobs.poll(1) == {"done": False, "tensors": 0, "again": True}
     assert jobs.poll(1) == {"done": True, "sum": 1}
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_rank_that_fails_between_the_others_collectives_ends_the_engine(alike: bool) -> None:
+    """The others have met in some that it has left: its next step would meet theirs. Work without collectives goes on."""
+    reasons: list[str] = []
+    going_on: Result = {"done": False, "again": True} if alike else {"done": False}
+    jobs = Jobs(Ranks([going_on, done(1)], [{"error": ERROR.as_dict()}]), end=reasons.append)
+    jobs.start("sing", finish=summed)
+    jobs.poll(1)
+    assert bool(reasons) == alike
+    assert all("no room" in reason for reason in reasons)

@@ -42,6 +42,7 @@ def test_turns_alternate() -> None:
         events.append(f"caller {index}")
     assert slices.advance()
     assert slices.result == {"sum": 3}
+    assert slices.done == 4
     assert events == [f"{who} {index}" for index in range(3) for who in ("work", "caller")]
 
 

@@ -34,6 +34,7 @@ class EngineCalls:
         self._core = engine_client.engine_core
         self._deadline = deadline_seconds
         self.end = EngineEnd(self._core.resources)
+        self._left = False
 
     async def __call__(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation.
@@ -124,7 +125,14 @@ class EngineCalls:
             result = await self.job(operation, **arguments)
             if "waiting" not in result:
                 return result
+            if self._left:
+                raise UpdateError("wrong-state", f"{operation} was given up: its caller has left")
             await asyncio.sleep(0.01)
+
+    async def leave(self) -> None:
+        """Wait for running requests no more, whatever was asked for."""
+        self._left = True
+        await self("leave")
 
 
 def _unwrapped(result: dict[str, Any]) -> dict[str, Any]:

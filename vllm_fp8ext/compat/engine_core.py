@@ -281,5 +281,9 @@ class CoreAccess:
             if not ends:
                 del core.post_step
                 report()
+            elif (
+                not core.batch_queue and not core.scheduler.has_requests()
+            ):  # the next step is of another time
+                del core.post_step
 
         core.post_step = counted

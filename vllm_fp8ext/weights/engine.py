@@ -34,7 +34,7 @@ ROLLBACK = "rollback"
 """By what a rollback waits, beside the ids of updates."""
 POLL_SECONDS = 0.01
 """What a request that comes to an idle engine may wait for a poll."""
-_ASLEEP = frozenset({"status", "kv_scales", "manifest", "update", "poll", "abandon", "may_sleep"})
+_ASLEEP = frozenset({"status", "kv_scales", "manifest", "update", "poll", "abandon", "leave", "may_sleep"})
 """Operations that touch no weights."""
 
 
@@ -44,7 +44,9 @@ class UpdateEngine:
     def __init__(self, core: Core, clock: Callable[[], float] = time.time) -> None:
         self.core = core
         self.totals = Totals()
-        self.jobs = Jobs(core.ranks, lambda: 0.0 if core.unfinished() else POLL_SECONDS)
+        self.jobs = Jobs(
+            core.ranks, lambda: 0.0 if core.unfinished() else POLL_SECONDS, lambda why: core.end(why)
+        )
         self.kv = KvEngine(core, self.jobs)
         self.step = ExchangeStep(core, self.totals, self.kv)
         self.updates = Updates(core, self.step, self.kv, clock)
@@ -71,6 +73,7 @@ class UpdateEngine:
             "commit": self.commit,
             "abandon": self.abandon,
             "rollback": self.rollback,
+            "leave": self.leave,
             "digests": self.digests,
             "verify": self.verify,
             "kv_scales": self.kv_scales,
@@ -300,6 +303,11 @@ class UpdateEngine:
         if updating is not None and not updating.named:
             updating.version = default_version(label.epoch + 1)
         return self._confirmation.start(partial(self._rolled_back, label, phases), lambda: None)
+
+    def leave(self) -> Result:
+        """Whoever has called until now calls no more: a rollback that waits for running requests is given up."""
+        self.step.stop_waiting(ROLLBACK)
+        return {}
 
     def _rolled_back(self, label: Label, phases: dict[str, float], seconds: float) -> Result:
         phases["verify"] = seconds

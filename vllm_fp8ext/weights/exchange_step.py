@@ -139,7 +139,11 @@ class ExchangeStep:
             return None
         if self._waiting is None:
             self.require_running()
-        self.require_recomputable(running, cached)
+        try:
+            self.require_recomputable(running, cached)
+        except UpdateError:
+            self.stop_waiting(key)
+            raise
         held, self._held = self._held, None
         self._waiting = None
         stopped = time.perf_counter()

@@ -29,11 +29,17 @@ class Job:
 
 class Jobs:
     """The jobs of one engine. A job's result is told once. `patience`: seconds that a poll may wait on the ranks for the end
-    of a job, asked at each: an engine without requests has time, and is asked again at once."""
+    of a job, asked at each: an engine without requests has time, and is asked again at once. `end`: of the engine."""
 
-    def __init__(self, ranks: Ranks, patience: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        patience: Callable[[], float] = lambda: 0.0,
+        end: Callable[[str], object] = lambda reason: None,
+    ) -> None:
         self._ranks = ranks
         self._patience = patience
+        self._end = end
         self._serials = itertools.count(1)
         self._jobs: dict[int, Job] = {}
         self._done: dict[int, Result] = {}
@@ -110,12 +116,20 @@ class Jobs:
 
     def _advance(self, serial: int, patience: float = 0.0) -> Result:
         job = self._jobs[serial]
-        tensors, again = 0, patience > 0
+        tensors, alike = 0, False
         for rank, result in enumerate(self._ranks("poll", serial, patience)):
             if job.outcomes[rank] is None and (result.get("done") or "error" in result):
                 job.outcomes[rank] = result
             tensors = max(tensors, result.get("tensors", 0))
-            again = again or result.get("again", False)
+            alike = alike or result.get("again", False)
+        failed = [outcome["error"]["message"] for outcome in job.outcomes if outcome and "error" in outcome]
+        if (
+            alike and failed
+        ):  # the others have met in collectives that it has left, and will meet the next step's instead
+            self._end(
+                f"job {serial} failed on some ranks in the middle of the others' collectives: {failed[0]}"
+            )
+        again = alike or patience > 0
         if tensors != job.tensors:
             job.tensors, job.since = tensors, time.monotonic()
         finished = [outcome for outcome in job.outcomes if outcome is not None]

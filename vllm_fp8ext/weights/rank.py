@@ -173,9 +173,15 @@ class Rank:
         return self._in_slices(job, self.kv.listening(self.twin.model, self._device, self._attend, prompts))
 
     def _in_slices(self, job: int, work: Callable[[Pause], Result]) -> Result:
+        on_gpu = self._device.type == "cuda"
+        # several ranks' collectives go through buffers that the stream of the steps orders
+        stream = torch.cuda.current_stream(self._device) if on_gpu and self.world_size > 1 else None
+
         def on_device(pause: Pause) -> Result:
-            if self._device.type == "cuda":
+            if on_gpu:
                 torch.cuda.set_device(self._device)  # of this thread: a new one is on the first
+            if stream is not None:
+                torch.cuda.set_stream(stream)
             return work(pause)
 
         self._end_recital()
@@ -205,13 +211,13 @@ class Rank:
     def poll(self, job: int, patience: float) -> Result:
         """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once). Waits for it so many seconds.
 
-        `"again": True`: it is polls that make the job go on.
+        `"again": True`: it is polls that make the job go on; it tells its slices instead of tensors.
         """
         recital = self._recitals.pop(job, None)
         if recital is not None:
             if not recital.advance():
                 self._recitals[job] = recital
-                return {"done": False, "again": True}
+                return {"done": False, "again": True, "tensors": recital.done}
             return {"done": True, **(recital.result or {})}
         result = self._lanes.take(job, patience)
         if result is None:

@@ -21,6 +21,8 @@ class Slices:
         self._back = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closed = False
+        self.done = 0
+        """How many slices have run."""
         self.result: dict[str, Any] | None = None
         self.error: Exception | None = None
 
@@ -32,6 +34,7 @@ class Slices:
         if self.result is None and self.error is None:
             self._go.release()
             self._back.acquire()
+            self.done += 1
         if self.error is not None:
             raise self.error
         return self.result is not None
