@@ -138,9 +138,8 @@ def lies(run: Run) -> list[str]:
     after the next one was answered; of an epoch that nobody committed; spans with gaps, or of epochs that go back."""
     commits = {update.epoch: update for update in run.updates if update.epoch is not None}
     newest = max(commits, default=0)
-    certain = commits and all(
-        update.epoch is not None for update in run.updates
-    )  # one that failed may be served
+    # one that failed may be served
+    certain = commits and all(update.epoch is not None for update in run.updates)
     found = []
     for request in run.requests:
         for span in request.spans:

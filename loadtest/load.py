@@ -129,13 +129,11 @@ class Load:
 
     def roll_out(self, running: Group) -> None:
         """This process's part of each rollout step."""
-        asked: list[tuple[Prompt, bytes]] = []
 
-        def make() -> None:
-            share = range(self._part, self.options.prompts, self._parts)
-            asked[:] = [self._next() for _ in share]
+        def make() -> list[tuple[Prompt, bytes]]:
+            return [self._next() for _ in range(self._part, self.options.prompts, self._parts)]
 
-        def ask(number: int, began: float) -> None:
+        def ask(asked: list[tuple[Prompt, bytes]], number: int, began: float) -> None:
             self.sleep_until(began)
             for prompt, body in asked:
                 for _ in range(self.options.samples):

@@ -6,7 +6,7 @@ The first process leads; it, or with several locust processes each of the others
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from gevent.event import Event
 from gevent.queue import Queue
@@ -14,6 +14,8 @@ from locust.env import Environment
 from locust.runners import MasterRunner
 
 from vllm_fp8ext.loadtest.records import Step
+
+T = TypeVar("T")
 
 BEGIN, DONE = "fp8ext-step", "fp8ext-step-done"
 """Messages: a step `number` begins everywhere at `began`; one process had its last answer of it at `ended`."""
@@ -62,13 +64,13 @@ class Rollouts:
                 self._told.clear()
             yield Step(self._number, began, max(self._ended, default=time.monotonic()))
 
-    def follow(self, make: Callable[[], None], ask: Callable[[int, float], None]) -> None:
+    def follow(self, make: Callable[[], T], ask: Callable[[T, int, float], None]) -> None:
         """`make` this process's part of each step while nobody waits for it, `ask` it by the step's number and begin, for
         ever."""
         while True:
-            make()
+            made = make()
             told = self._coming.get()
-            ask(told["number"], told["began"])
+            ask(made, told["number"], told["began"])
             self._runner.send_message(DONE, {"number": told["number"], "ended": time.monotonic()})
 
     def _asking(self) -> int:

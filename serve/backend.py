@@ -18,11 +18,10 @@ from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import kept, outcome
 from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
+from vllm_fp8ext.weights.dense_tensor import ITEM_BYTES
 from vllm_fp8ext.weights.manifest import Manifest
 
 _HEADER_ROOM = 4096
-_LARGEST_ITEM = 4
-"""Bytes of an element of fp32."""
 _LOOK_SECONDS = 5.0
 
 
@@ -83,7 +82,7 @@ class Backend:
         self.receive_bytes = max(self.receive_bytes, sizes[largest] + MARK_BYTES)
         shapes = [spec.shape for spec in manifest.tensors.values()]
         shapes += [whole.shape for whole in manifest.fused.values()]
-        self.largest_bytes = _LARGEST_ITEM * max(map(math.prod, shapes)) + MARK_BYTES
+        self.largest_bytes = max(ITEM_BYTES.values()) * max(map(math.prod, shapes)) + MARK_BYTES
 
     async def keep_looking(self) -> None:
         """`look` every few seconds, as long as the engine lives: updates expire by it, too."""
@@ -100,18 +99,24 @@ class Backend:
     @contextlib.asynccontextmanager
     async def looked_at(self) -> AsyncIterator[None]:
         """Around what may poison the engine or heal it: before anybody is told, the poison guard knows."""
+        known = self.poisoned is not None
         try:
             yield
         except UpdateError as error:
-            if error.kind == "poisoned":
+            known = known or error.kind == "poisoned"
+            raise
+        finally:
+            if known:
                 await outcome(self.look())
             else:
                 self.look_soon()
-            raise
-        if self.poisoned:
+
+    async def abandon(self, id: str) -> dict[str, Any]:
+        """Give an update up; one in place may poison the engine by that, which the poison guard then knows."""
+        try:
+            return await self.engine("abandon", id=id)
+        finally:
             await outcome(self.look())
-        else:
-            self.look_soon()
 
     async def look(self) -> dict[str, Any]:
         """What the engine says of itself; metrics and the poison guard tell it from now on."""

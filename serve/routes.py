@@ -133,10 +133,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.delete("/updates/{id}", response_model=schema.Update, summary="Give an update up")
     async def abandon(id: schema.UpdateId) -> Any:
-        try:
-            return await backend.engine("abandon", id=id)
-        finally:  # of one in place the poison guard knows before anybody is told
-            await outcome(backend.look())
+        return await backend.abandon(id)
 
     @routes.post("/rollback", response_model=schema.Committed, summary="Serve the previous weights again")
     async def rollback(body: schema.Rollback | None = None) -> Any:
@@ -302,8 +299,7 @@ async def _load(backend: Backend, body: schema.Load, path: Path) -> dict[str, An
         await _read(backend, opened["id"], path)
         return await _commit(backend, opened["id"])
     except BaseException:
-        await outcome(backend.engine("abandon", id=opened["id"]))
-        await outcome(backend.look())
+        await outcome(backend.abandon(opened["id"]))
         raise
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import safetensors_body
+from vllm_fp8ext.serve.tensors import DTYPES
 from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
 from vllm_fp8ext.weights.manifest import scales_beside
-from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, stored_dtype
+from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors
 
 
 @dataclass(frozen=True)
@@ -62,4 +63,5 @@ def ranges_of(checkpoint: Path) -> list[Range]:
 
 def _range(file: Path, stored: StoredTensor) -> Range:
     spec = stored.spec
-    return Range(spec.name, stored_dtype(spec), spec.shape, file, stored.start, stored.size)
+    dtype = DTYPES.get(spec.dtype, spec.dtype)  # those that no update may have keep safetensors' names
+    return Range(spec.name, dtype, spec.shape, file, stored.start, stored.size)

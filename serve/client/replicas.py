@@ -114,9 +114,8 @@ def push_everywhere(
         return (yield from _commit(waiting, update_id, committed, wait_seconds))
     except Exception:
         raise
-    except (
-        BaseException
-    ) as stop:  # cancelled: a commit that waits for running requests would come all the same
+    except BaseException as stop:
+        # cancelled: a commit that waits for running requests would come all the same
         if not committed:
             yield from _abandon(endpoints, update_id)
         stop.add_note(f"update {update_id} was about to be committed everywhere: some servers may serve it")

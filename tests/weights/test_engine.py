@@ -437,8 +437,9 @@ def test_a_chunk_ends_the_wait_of_a_commit(core: IdleCore, engine: UpdateEngine)
     assert told == ["wait", "go on"]
 
 
-def test_a_rollback_that_has_lost_its_weights_waits_no_more(core: IdleCore, engine: UpdateEngine) -> None:
-    """Another update's first chunk came: requests start again."""
+@pytest.fixture
+def waits(core: IdleCore, engine: UpdateEngine) -> list[str]:
+    """A rollback waits for a request; what the core is told."""
     told: list[str] = []
     vars(core).update(
         unfinished=lambda: 1,
@@ -449,25 +450,20 @@ def test_a_rollback_that_has_lost_its_weights_waits_no_more(core: IdleCore, engi
     engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
     engine.step.previous = Label(0, "early")
     assert engine.handle("rollback", {"running": "wait"}) == {"waiting": 1}
+    return told
+
+
+def test_a_rollback_that_has_lost_its_weights_waits_no_more(engine: UpdateEngine, waits: list[str]) -> None:
+    """Another update's first chunk came: requests start again."""
     engine.step.lose_previous()
     assert engine.handle("rollback", {"running": "wait"})["error"]["kind"] == "no-previous"
-    assert told == ["wait", "go on"]
+    assert waits == ["wait", "go on"]
 
 
-def test_a_rollback_whose_caller_has_left_waits_no_more(core: IdleCore, engine: UpdateEngine) -> None:
-    told: list[str] = []
-    vars(core).update(
-        unfinished=lambda: 1,
-        interrupted=lambda: False,
-        admit_no_more=lambda: told.append("wait"),
-        resume=lambda: told.append("go on"),
-    )
-    engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
-    engine.step.previous = Label(0, "early")
-    assert engine.handle("rollback", {"running": "wait"}) == {"waiting": 1}
+def test_a_rollback_whose_caller_has_left_waits_no_more(engine: UpdateEngine, waits: list[str]) -> None:
     for _ in range(2):
         assert engine.handle("leave", {}) == {}
-    assert told == ["wait", "go on"]
+    assert waits == ["wait", "go on"]
 
 
 def test_a_version_that_nobody_chose_is_that_of_the_epoch(core: IdleCore, engine: UpdateEngine) -> None:

@@ -133,12 +133,13 @@ def with_scales(arguments: Sequence[str], settings: Mapping[str, Any]) -> tuple[
     words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
-        if not name.replace("_", "-").startswith(_ADDITIONAL):
+        name = name.replace("_", "-")
+        if not name.startswith(_ADDITIONAL):
             others.append(word)
             continue
         text = value if equals else next(words, "")
         try:
-            given = json.loads(text) if len(name) == len(_ADDITIONAL) else None
+            given = json.loads(text) if name == _ADDITIONAL else None
         except ValueError:
             given = None
         if not isinstance(given, dict) or not isinstance(given.get(SECTION, {}), dict):

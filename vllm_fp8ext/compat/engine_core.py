@@ -281,9 +281,7 @@ class CoreAccess:
             if not ends:
                 del core.post_step
                 report()
-            elif (
-                not core.batch_queue and not core.scheduler.has_requests()
-            ):  # the next step is of another time
-                del core.post_step
+            elif not core.batch_queue and not core.scheduler.has_requests():
+                del core.post_step  # the next step is of another time
 
         core.post_step = counted

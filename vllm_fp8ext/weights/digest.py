@@ -24,6 +24,7 @@ from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, NonFiniteError, ScaleFormat
 from vllm_fp8ext.kv.names import is_kv_scale
 from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
+from vllm_fp8ext.weights.fused import is_fused
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, Piece, TensorSpec, scale_name
 from vllm_fp8ext.weights.refusals import incomplete, refusal
 from vllm_fp8ext.weights.safetensors_header import file_tensors
@@ -38,7 +39,6 @@ QUANTIZED_SUFFIXES = tuple(
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight$")
 """A matrix of an expert: it has blocks of its own."""
-FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
@@ -157,7 +157,7 @@ def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
         UpdateError: `wrong-form`: fused experts, whose matrices only a server's manifest names.
     """
     listed = {spec.name: spec for spec in specs}
-    fused = sorted(name for name in listed if FUSED_EXPERTS.search(name))
+    fused = sorted(name for name in listed if is_fused(name))
     if fused:
         message = f"{fused[0]}: what the matrices of fused experts are called only a server's manifest says: expected one"
         raise UpdateError("wrong-form", message, status=422)

@@ -16,6 +16,12 @@ _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "
 _FUSED |= {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 
 
+def is_fused(name: str) -> bool:
+    """Whether experts come fused under this name."""
+    _, experts, last = name.rpartition(".experts.")
+    return bool(experts) and last in _FUSED.values()
+
+
 @dataclass(frozen=True, slots=True)
 class Fused:
     """One tensor of all experts of a layer: `[experts, 2I, K]`, each gate above its up, or `[experts, K, I]`. `parts`: the

@@ -123,9 +123,8 @@ class Jobs:
             tensors = max(tensors, result.get("tensors", 0))
             alike = alike or result.get("again", False)
         failed = [outcome["error"]["message"] for outcome in job.outcomes if outcome and "error" in outcome]
-        if (
-            alike and failed
-        ):  # the others have met in collectives that it has left, and will meet the next step's instead
+        if alike and failed:
+            # the others have met in collectives that it has left, and will meet the next step's instead
             self._end(
                 f"job {serial} failed on some ranks in the middle of the others' collectives: {failed[0]}"
             )

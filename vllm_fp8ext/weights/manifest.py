@@ -277,7 +277,7 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
         if rank.scale_format != first.scale_format:
             raise _disagree(f"scale_format {first.scale_format} and {rank.scale_format}")
         for name in sorted(tensors):
-            found = rank.tensors.get(name, None if name not in rank.ignored else tensors[name])
+            found = rank.tensors.get(name, tensors[name] if name in rank.ignored else None)
             if found != tensors[name]:
                 raise _disagree(f"{name}: {_shown(tensors[name])} and {_shown(found)}")
     pieces = {name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in tensors}

@@ -35,7 +35,6 @@ _TORCH_NAMES = {
     "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
 }
-_STORED_NAMES = {name: stored for stored, name in _TORCH_NAMES.items()}
 
 Read = Callable[[int, int], bytes]
 """`read(start, size)`: bytes of a file or body; fewer at its end."""
@@ -47,11 +46,6 @@ class StoredTensor(NamedTuple):
     spec: TensorSpec
     start: int
     size: int
-
-
-def stored_dtype(spec: TensorSpec) -> str:
-    """What safetensors calls the dtype of a tensor."""
-    return _STORED_NAMES.get(spec.dtype, spec.dtype)
 
 
 def file_tensors(file: Path) -> list[StoredTensor]:
