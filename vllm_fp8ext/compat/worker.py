@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_fp8ext.compat import graph_sizes
+from vllm_fp8ext.compat import cpu_tiles, graph_sizes
 from vllm_fp8ext.compat.compilations import counts
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UpdateError, described
@@ -32,8 +32,10 @@ def install() -> None:
 
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Load the model; under blockfp8, in the same memory pool, on a GPU give its layers our attention, and with live updates
-    build its twin and account for it. On a GPU then compile what it runs on."""
+    build its twin and account for it. On a GPU then compile what it runs on. On a CPU, its tile registers are asked for."""
     worker, config = self.worker, self.vllm_config
+    if current_platform.is_cpu():
+        cpu_tiles.allow()
     if config.model_config.quantization != METHOD:
         return worker.load_model(*args, **kwargs)
 
