@@ -9,12 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+LOOPBACK = "127.0.0.1"
 
 
 def command(
     url: str, profile: str, users: int, run_time: str, web: bool, arguments: Sequence[str]
 ) -> list[str]:
-    """What to run; `arguments` are passed on.
+    """What to run; `arguments` are passed on. Where these say nothing else, only this machine reaches what locust opens: its
+    page starts load tests for anybody, with the keys of whoever started locust.
 
     Raises:
         ModuleNotFoundError: locust is not installed.
@@ -24,6 +26,10 @@ def command(
     line = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", url]
     if not web:
         line += ["--headless", "--only-summary", "--run-time", run_time]
+    elif not _given(arguments, "--web-host"):
+        line += ["--web-host", LOOPBACK]
+    if _given(arguments, "--processes") and not _given(arguments, "--master-bind-host"):
+        line += ["--master-bind-host", LOOPBACK]
     line += ["--traffic", profile]
     if profile != "closed":
         users = _processes(arguments)  # one of each process sends
@@ -32,9 +38,13 @@ def command(
 
 def _processes(arguments: Sequence[str]) -> int:
     """As locust takes them: apart or by an equals sign, -1 for as many as there are cores."""
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    given = [after for before, after in pairwise(words) if before == "--processes"]
+    given = _given(arguments, "--processes")
     if not given or not given[-1].lstrip("-").isdigit():
         return 1
     count = int(given[-1])
     return count if count > 0 else os.cpu_count() or 1
+
+
+def _given(arguments: Sequence[str], option: str) -> list[str]:
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    return [after for before, after in pairwise(words) if before == option]

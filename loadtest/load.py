@@ -27,6 +27,8 @@ from vllm_fp8ext.loadtest.stream import Asker, Target
 from vllm_fp8ext.loadtest.timetable import timetable
 from vllm_fp8ext.loadtest.weights import Pusher
 
+GIVEN: dict[int, tuple[str, str]] = {}
+"""The host and the folder for reports that each environment's command line names."""
 HEARTBEAT_SECONDS = 0.02
 LEAD_SECONDS = 0.2
 """From the start of a run to the first entry of a timetable."""
@@ -47,6 +49,7 @@ class Load:
         self.url = str(environment.host or "").rstrip("/")
         if not self.url:
             raise ValueError("host: expected the URL of a server (--host, or fp8ext bench load --url)")
+        self._require_given()
         self.run = Run(options={**self.options.as_dict(), "url": self.url})
         self._part, self._parts = self._share()
         self._require_users()
@@ -210,6 +213,18 @@ class Load:
             at = max(at + seconds, time.monotonic())
             self.sleep_until(at)
             self._update()
+
+    def _require_given(self) -> None:
+        """On the web page anybody may ask for another server, which would be sent our keys, or write elsewhere."""
+        host, report = GIVEN.get(id(self.environment), (self.url, self.options.report or ""))
+        if self.url != host:
+            raise ValueError(
+                f"host: expected that of the command line, {host or 'which names none'}, found {self.url}"
+            )
+        if (self.options.report or "") != report:
+            raise ValueError(
+                f"report: expected that of the command line, {report or 'which names none'}, found {self.options.report}"
+            )
 
     def _require_users(self) -> None:
         """Where one user of each process sends, there must be that many; on the web page they are chosen later."""

@@ -18,7 +18,7 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.loadtest import options
-from vllm_fp8ext.loadtest.load import Load
+from vllm_fp8ext.loadtest.load import GIVEN, Load
 from vllm_fp8ext.loadtest.report import INVALID
 from vllm_fp8ext.loadtest.rollout import BEGIN, DONE
 
@@ -40,6 +40,8 @@ def _add_options(parser: LocustArgumentParser) -> None:
 def _prepare(environment: Environment, **_: Any) -> None:
     if environment.host is None and environment.parsed_options is not None:
         environment.host = environment.parsed_options.host
+    if environment.parsed_options is not None and not isinstance(environment.runner, WorkerRunner):
+        GIVEN[id(environment)] = str(environment.host or "").rstrip("/"), environment.parsed_options.report
     profile = environment.parsed_options.traffic if environment.parsed_options else "closed"
     if environment.runner is not None:
         environment.runner.register_message(

@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import statistics
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -152,6 +153,24 @@ def test_options_that_are_not_valid(wrong: dict, message: str) -> None:
 def test_as_many_users_as_processes(given: tuple[str, ...], users: int) -> None:
     line = command("http://a", "rollout", 7, "1s", False, given)
     assert line[line.index("--users") + 1] == str(users)
+
+
+@pytest.mark.parametrize(
+    ("web", "given", "option", "opened"),
+    [
+        (True, (), "--web-host", ["127.0.0.1"]),
+        (True, ("--web-host=0.0.0.0",), "--web-host", []),
+        (False, (), "--web-host", []),
+        (False, ("--processes", "2"), "--master-bind-host", ["127.0.0.1"]),
+        (False, ("--processes=2", "--master-bind-host", "10.0.0.1"), "--master-bind-host", ["10.0.0.1"]),
+        (False, (), "--master-bind-host", []),
+    ],
+)
+def test_others_reach_what_locust_opens_only_on_demand(
+    web: bool, given: tuple[str, ...], option: str, opened: list[str]
+) -> None:
+    line = command("http://a", "closed", 1, "1s", web, given)
+    assert [after for before, after in pairwise(line) if before == option] == opened
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,14 @@
 import json
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +70,6 @@ def strict(unused_port: int) -> Iterator[Trivial]:
 
 @pytest.fixture
 def unused_port() -> int:
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -368,6 +370,65 @@ def test_a_run_in_which_nothing_succeeds_is_invalid_and_says_why(strict: Trivial
     assert f"failed with http-400: {error['text']}" in said
     assert "below --vocabulary, which is 1000: set --vocabulary to the size of the model's vocabulary" in said
     assert "out of vocabulary" in (tmp_path / "report.html").read_text()
+
+
+def test_a_page_sends_keys_and_reports_nowhere_else(trivial: Trivial, tmp_path: Path) -> None:
+    """Anybody who reaches it may ask for another server."""
+    heard: list[str] = []
+    handler = type("Heard", (BaseHTTPRequestHandler,), {"do_GET": lambda asked: heard.append(asked.path)})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        page = f"http://127.0.0.1:{free.getsockname()[1]}"
+    line = [sys.executable, "-m", "vllm_fp8ext.cli", "bench", "load", "--url", trivial.url, "--web"]
+    line += ["--web-port", page.rpartition(":")[2], "--report", str(tmp_path / "told")]
+    with (
+        HTTPServer(("127.0.0.1", 0), handler) as elsewhere,
+        subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,
+    ):
+        threading.Thread(target=elsewhere.serve_forever, daemon=True).start()
+        try:
+            await_page(page)
+            told = {"host": trivial.url, "report": str(tmp_path / "told")}
+            there = {"host": f"http://127.0.0.1:{elsewhere.server_port}", "report": str(tmp_path / "else")}
+            for name, value in there.items():
+                swarm(page, **{**told, name: value})
+                (said,) = exceptions(page)
+                assert f"{name}: expected that of the command line, {told[name]}, found {value}" in said
+                httpx.get(f"{page}/stats/reset")
+            swarm(page, **told)
+            while not answered(trivial.url):
+                time.sleep(0.05)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            elsewhere.shutdown()
+    assert not heard
+    assert not (tmp_path / "else").exists()
+
+
+def await_page(page: str) -> None:
+    for _ in range(600):
+        try:
+            httpx.get(page)
+            return
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    pytest.fail("no page came")
+
+
+def swarm(page: str, **more: str) -> None:
+    httpx.post(f"{page}/swarm", data={"user_count": "1", "spawn_rate": "1", **more}, timeout=60)
+
+
+def exceptions(page: str) -> list[str]:
+    found: list[dict[str, str]] = []
+    while not found:
+        time.sleep(0.05)
+        found = httpx.get(f"{page}/exceptions").json()["exceptions"]
+    return [exception["msg"] for exception in found]
+
+
+def answered(url: str) -> bool:
+    return not httpx.get(f"{url}/metrics").text.endswith(" 0\n")
 
 
 def locust(url: str, *more: str) -> subprocess.CompletedProcess[str]:
