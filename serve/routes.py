@@ -23,8 +23,9 @@ from vllm_fp8ext.serve.work import finished, kept, outcome
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor, check_group
 from vllm_fp8ext.weights.checkpoint_files import INDEX, checkpoint_files
 from vllm_fp8ext.weights.ipc_source import IpcSource, ipc_tensor
+from vllm_fp8ext.weights.regular_file import settled_stamp
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
-from vllm_fp8ext.weights.source import AnySource, Source, settled_stamp
+from vllm_fp8ext.weights.source import AnySource, Source
 
 ChunkNumber = Annotated[int, Field(ge=0, le=65_535)]
 
@@ -238,13 +239,15 @@ def _chunk(id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], 
 
 
 async def _begin_file(backend: Backend, id: str, file: Path) -> dict[str, Any]:
-    """Have the ranks stage a file; returns what `engine.ended` waits for."""
+    """Have the ranks stage a file; returns what `engine.ended` waits for. Whatever lay at its path when it was allowed, it is
+    the file that is read, or nothing is."""
     try:
-        stamp = await settled_stamp(file)
-        tensors = await asyncio.to_thread(file_tensors, file)
+        real = backend.allowed(str(file))
+        stamp = await settled_stamp(real)
+        tensors = await asyncio.to_thread(file_tensors, real, stamp)
     except OSError as error:
         raise UpdateError("not-found", f"{file}: {error.strerror or error}", status=404) from error
-    source = Source(str(file), 0, stamp)
+    source = Source(str(real), 0, stamp)
     return await backend.engine("stage", **_chunk(id, str(file), source, tensors, stamp[2]))
 
 
@@ -277,7 +280,7 @@ async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
     """Stage a file, or those that make the checkpoint in a folder; all problems of all files in one report."""
     if (path / INDEX).exists():
         backend.allowed(str(path / INDEX))
-    files = checkpoint_files(path)
+    files = await asyncio.to_thread(checkpoint_files, path)
     for file in files:
         backend.allowed(str(file))
     outcomes = await _stage_files(backend, id, files)

@@ -48,6 +48,7 @@ LIGHT = (
     "vllm_fp8ext.weights.session",
     "vllm_fp8ext.weights.claims",
     "vllm_fp8ext.weights.canary",
+    "vllm_fp8ext.weights.regular_file",
     "vllm_fp8ext.weights.safetensors_header",
 )
 """Modules that need neither torch nor numpy nor vLLM: for trainers, for the command line, and in every process of

@@ -16,8 +16,9 @@ from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.weights.gather import Gather
 from vllm_fp8ext.weights.intake import Intake
 from vllm_fp8ext.weights.manifest import Piece
+from vllm_fp8ext.weights.regular_file import stamp_of
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, parse
-from vllm_fp8ext.weights.source import Source, stamp_of
+from vllm_fp8ext.weights.source import Source
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
 
 pytestmark = pytest.mark.gpu

@@ -2,13 +2,14 @@
 """Which files make a checkpoint."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.safetensors_file import ranges_of
-from vllm_fp8ext.weights.checkpoint_files import INDEX, checkpoint_files
+from vllm_fp8ext.weights.checkpoint_files import INDEX, INDEX_LIMIT, checkpoint_files
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.wire import stored
 
@@ -38,6 +39,31 @@ def test_an_index_says_which_files(folder: Path) -> None:
     assert checkpoint_files(folder / "consolidated.safetensors") == [folder / "consolidated.safetensors"]
     (folder / INDEX).unlink()
     assert len(checkpoint_files(folder)) == 3
+
+
+def test_pipes_are_no_files_of_a_checkpoint(folder: Path) -> None:
+    """Whoever opened one would wait for somebody to write to it."""
+    os.mkfifo(folder / "model-3.safetensors")
+    (folder / INDEX).unlink()
+    assert len(checkpoint_files(folder)) == 3
+
+
+@pytest.mark.parametrize(
+    "content", [b"TOPSECRET \xff", b"TOPSECRET", b"[" * 200_000, b'{"weight_map": ["TOPSECRET"]}', b"{}"]
+)
+def test_what_an_index_holds_that_is_none_is_told_to_nobody(folder: Path, content: bytes) -> None:
+    (folder / INDEX).write_bytes(content)
+    error = refused(folder)
+    assert error.kind == "unreadable"
+    assert "expected an object weight_map of file names by tensor" in str(error)
+    assert "TOPSECRET" not in str(error)
+
+
+def test_an_index_is_read_up_to_a_limit(folder: Path) -> None:
+    os.truncate(folder / INDEX, INDEX_LIMIT + 1)
+    error = refused(folder)
+    assert (error.kind, error.status) == ("unreadable", 422)
+    assert f"of {INDEX_LIMIT} bytes at most" in str(error)
 
 
 def test_who_pushes_quantizes_and_digests_reads_the_same_files(folder: Path) -> None:

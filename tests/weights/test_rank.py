@@ -17,8 +17,8 @@ from vllm_fp8ext.kernels import quantize_weight, reference
 from vllm_fp8ext.weights import source
 from vllm_fp8ext.weights.manifest import Piece, scale_name
 from vllm_fp8ext.weights.rank import Rank, _Told
+from vllm_fp8ext.weights.regular_file import stamp_of
 from vllm_fp8ext.weights.safetensors_header import file_tensors
-from vllm_fp8ext.weights.source import stamp_of
 from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
 
 ROWS, COLUMNS = 900, 200

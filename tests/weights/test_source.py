@@ -17,8 +17,9 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.manifest import TensorSpec
+from vllm_fp8ext.weights.regular_file import TICK_SECONDS, settled_stamp, stamp_of
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
-from vllm_fp8ext.weights.source import TICK_SECONDS, Source, Sources, settled_stamp, stamp_of
+from vllm_fp8ext.weights.source import Source, Sources
 
 WEIGHTS = {
     "matrix": torch.arange(3000.0).view(60, 50),

@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.regular_file import opened
 
 INDEX = "model.safetensors.index.json"
 """What transformers and vLLM call the list of a folder's weights."""
+INDEX_LIMIT = 64 << 20
+"""Longest that is read, in bytes: room for half a million tensors."""
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -22,7 +25,7 @@ def checkpoint_files(path: Path) -> list[Path]:
             message = f"{path}: expected a folder or a file of safetensors, found none of that name"
             raise UpdateError("not-found", message, status=404)
         return [path]
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
     index = path / INDEX
     if index.is_file():
         named = _named(index)
@@ -39,7 +42,15 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 def _named(index: Path) -> set[str]:
     try:
-        return set(map(str, json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{index}: expected an object weight_map of file names by tensor: {error!r}"
+        with opened(index) as content:
+            text = content.read(INDEX_LIMIT + 1)
+        if len(text) > INDEX_LIMIT:
+            raise ValueError
+        return set(map(str, json.loads(text)["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # not what it holds: the index may be anything
+        message = (
+            f"{index}: expected an object weight_map of file names by tensor, of {INDEX_LIMIT} bytes at most "
+            f"({type(error).__name__})"
+        )
         raise UpdateError("unreadable", message, status=422) from None

@@ -7,6 +7,7 @@ The format (https://github.com/huggingface/safetensors#format): eight bytes of l
 
 import json
 import math
+import os
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.manifest import TensorSpec
+from vllm_fp8ext.weights.regular_file import Stamp, opened, stamp_of
 
 HEADER_LIMIT = 16 << 20
 """Longest header that is read, in bytes: room for 100,000 tensors."""
@@ -48,20 +50,23 @@ class StoredTensor(NamedTuple):
     size: int
 
 
-def file_tensors(file: Path) -> list[StoredTensor]:
-    """Every tensor of a safetensors file.
+def file_tensors(file: Path, stamp: Stamp | None = None) -> list[StoredTensor]:
+    """Every tensor of a safetensors file, of this version of it.
 
     Raises:
-        UpdateError: as `parse`; 404 when there is no such file.
+        UpdateError: as `parse`; 404 when there is no such file; `file-changed`: it is another version.
     """
     try:
-        with file.open("rb") as opened:
+        with opened(file) as content:
+            status = os.fstat(content.fileno())
+            if stamp is not None and stamp_of(status) != stamp:
+                raise UpdateError("file-changed", f"{file} was changed before it was read", status=409)
 
             def read(start: int, size: int) -> bytes:
-                opened.seek(start)
-                return opened.read(size)
+                content.seek(start)
+                return content.read(size)
 
-            return parse(read, file.stat().st_size, file.name)
+            return parse(read, status.st_size, file.name)
     except FileNotFoundError:
         raise UpdateError("not-found", f"{file}: no such file", status=404) from None
     except OSError as error:

@@ -2,17 +2,14 @@
 """Where a rank reads the bytes of a chunk: the shared buffer of uploads (mapped once), or a file on disk (read, never mapped:
 a file that somebody truncates would kill the process that maps it)."""
 
-import asyncio
 import ctypes
 import logging
 import mmap
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -34,6 +31,7 @@ from vllm_fp8ext.weights.read_ahead import (
     Stretch,
     Wanted,
 )
+from vllm_fp8ext.weights.regular_file import NotRegularError, Stamp, descriptor_of, stamp_of
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:
@@ -44,10 +42,6 @@ logger = logging.getLogger("vllm.fp8ext")
 CPU = torch.device("cpu")
 _PORTABLE = 1
 """Page-locked for all of a process's GPUs."""
-Stamp = tuple[int, int, int, int]
-
-TICK_SECONDS = 0.05
-"""More than a tick of a file system's clock (4 to 10 ms on Linux): two changes within one tick have the same time."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +64,6 @@ def source_of(data: Mapping[str, Any]) -> AnySource:
         return BroadcastSource(**data)
     stamp = data["stamp"]
     return Source(data["path"], data["offset"], tuple(stamp) if stamp else None)
-
-
-def stamp_of(status: os.stat_result) -> Stamp:
-    """What changes when a file is written to or replaced, a tick after the change before that at the earliest."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-async def settled_stamp(path: Path) -> Stamp:
-    """The stamp of a file. Whatever changes the file from the return on changes the stamp too: when the file was changed
-    just now, the tick of that change is over."""
-    status = path.stat()
-    if abs(time.time() - status.st_mtime) < TICK_SECONDS:
-        await asyncio.sleep(TICK_SECONDS)
-    return stamp_of(status)
 
 
 class Sources:
@@ -136,8 +116,8 @@ class Sources:
             yield self._gather.gathered(parts, plan, wanted)
             return
         try:
-            descriptor = os.open(source.path, os.O_RDONLY)
-        except FileNotFoundError:
+            descriptor = descriptor_of(source.path)
+        except (FileNotFoundError, NotRegularError):
             raise _changed(source) from None
         try:
             _require_unchanged(descriptor, source)
