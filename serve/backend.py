@@ -23,6 +23,8 @@ from vllm_fp8ext.weights.manifest import Manifest
 
 _HEADER_ROOM = 4096
 _LOOK_SECONDS = 5.0
+_ENDED = (404, 409, 410)
+"""Statuses of an update that takes no chunks any more; others tell of an engine that is busy, or worse."""
 
 
 class Backend:
@@ -127,21 +129,32 @@ class Backend:
 
     @contextlib.asynccontextmanager
     async def kept_open(self, id: str) -> AsyncIterator[None]:
-        """An update that does not expire meanwhile: something is on its way to it.
+        """An update that does not expire meanwhile: something is on its way to it, which is cancelled when the update ends.
 
         Raises:
-            UpdateError: it takes no chunks.
+            UpdateError: it takes no chunks, or no more.
         """
         lifetime = (await self.engine("check", id=id))["lifetime"]
+        coming = asyncio.current_task()
+        assert coming is not None
+        ended: UpdateError | None = None
 
         async def keep() -> None:
-            while True:
+            nonlocal ended
+            while ended is None:
                 await asyncio.sleep(lifetime / 4)
-                await self.engine("check", id=id)
+                found = await outcome(self.engine("check", id=id))
+                if isinstance(found, UpdateError) and found.status in _ENDED:
+                    ended = found
+                    coming.cancel()
 
-        keeping = asyncio.create_task(outcome(keep()))
+        keeping = asyncio.create_task(keep())
         try:
             yield
+        except asyncio.CancelledError:
+            if ended is None or coming.uncancel():
+                raise
+            raise ended from None
         finally:
             keeping.cancel()
 

@@ -2,6 +2,7 @@
 """The routes under `/fp8ext/v1`: HTTP on one side, the update engine on the other, nothing in between."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
+from vllm_fp8ext.serve.spool import Extent
 from vllm_fp8ext.serve.work import finished, kept, outcome
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor, check_group
 from vllm_fp8ext.weights.checkpoint_files import INDEX, checkpoint_files
@@ -97,8 +99,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         },
     )
     async def put_chunk(id: schema.UpdateId, n: ChunkNumber, request: Request) -> Any:
-        async with backend.kept_open(id):
-            return await finished(_receive(backend, id, str(n), request))
+        return await finished(_receive(backend, id, str(n), request))
 
     @routes.post(
         "/updates/{id}/files", response_model=schema.Update, summary="Read tensors from the server's disk"
@@ -173,15 +174,9 @@ async def _awake(backend: Backend, tags: list[str] | None) -> dict[str, Any]:
 
 
 async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> dict[str, Any]:
-    length = request.headers.get("content-length")
-    if length is not None and not length.isdecimal():
-        raise UpdateError(
-            "length-required", f"Content-Length: expected a number, found {length!r}", status=400
-        )
-    digest = ContentDigest.parse(request.headers.get("content-digest"))
-    connection = Connection.of(request.scope, request.receive)
-    size = int(length) if length else None
-    async with backend.spool.receive(_body(request), size, digest, connection) as extent:
+    async with contextlib.AsyncExitStack() as room:
+        async with backend.kept_open(id):
+            extent = await room.enter_async_context(_room(backend, request))
         content = extent.content
 
         def read(start: int, size: int) -> bytes:
@@ -190,6 +185,19 @@ async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> d
         tensors = await asyncio.to_thread(parse, read, extent.length, f"chunk {chunk}")
         source = Source(extent.path, extent.offset)
         return await _stage(backend, id, chunk, source, tensors, extent.length)
+
+
+def _room(backend: Backend, request: Request) -> contextlib.AbstractAsyncContextManager[Extent]:
+    """Where the body of a request lies, once it has come."""
+    length = request.headers.get("content-length")
+    if length is not None and not length.isdecimal():
+        raise UpdateError(
+            "length-required", f"Content-Length: expected a number, found {length!r}", status=400
+        )
+    digest = ContentDigest.parse(request.headers.get("content-digest"))
+    connection = Connection.of(request.scope, request.receive)
+    size = int(length) if length else None
+    return backend.spool.receive(_body(request), size, digest, connection)
 
 
 async def _read_there(backend: Backend, id: str, body: schema.Handles) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 """Starting a server: what is refused and how, and other kinds of checkpoints."""
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -219,17 +220,23 @@ def test_an_update_expires(others: dict[str, Server]):
     assert state(server) == before
 
 
+def uploading(server: Server, id: str) -> socket.socket:
+    """A connection by which the first tenth of a chunk has come."""
+    head = (
+        f"PUT /fp8ext/v1/updates/{id}/chunks/0 HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n"
+        f"Authorization: Bearer {server.key}\r\n\r\n"
+    )
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(head.encode() + b"x" * 100)
+    return connection
+
+
 def test_an_upload_that_stops_gives_its_room_back(others: dict[str, Server]):
     server = others["ragged"]
     before = state(server)
     with server.client() as client:
         update = client.open()
-        head = (
-            f"PUT /fp8ext/v1/updates/{update.id}/chunks/0 HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n"
-            f"Authorization: Bearer {server.key}\r\n\r\n"
-        )
-        with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            connection.sendall(head.encode() + b"x" * 100)
+        with uploading(server, update.id) as connection:
             connection.settimeout(30)
             answer = ""
             while "}" not in answer and (piece := connection.recv(4096)):
@@ -237,6 +244,24 @@ def test_an_upload_that_stops_gives_its_room_back(others: dict[str, Server]):
         assert answer.startswith("HTTP/1.1 408")
         assert "upload-stalled" in answer
         client.abandon(update.id)
+    assert state(server) == before
+
+
+def test_an_upload_to_an_update_that_was_given_up_gives_its_room_back(others: dict[str, Server]):
+    """However slowly it comes, and it never stops."""
+    server = others["ragged"]
+    before = state(server)
+    with server.client() as client:
+        update = client.open()
+        with uploading(server, update.id) as connection:
+            client.abandon(update.id)
+            answer = ""
+            for _ in range(300):
+                connection.sendall(b"x")
+                if select.select([connection], [], [], 0.1)[0]:
+                    answer = connection.recv(4096).decode()
+                    break
+        assert answer.startswith("HTTP/1.1 409"), answer
     assert state(server) == before
 
 

@@ -64,18 +64,50 @@ def test_an_update_is_asked_about_as_long_as_something_is_on_its_way() -> None:
 
 
 def test_nothing_is_on_its_way_to_an_update_that_has_ended() -> None:
-    ended = UpdateError("wrong-state", "it is abandoned")
+    """Its room is for others, however slowly it comes."""
+    ended = UpdateError("wrong-state", "it is abandoned", status=409)
     engine = Engine({"lifetime": 0.02}, ended)
 
     async def main() -> None:
-        async with backend_of(engine).kept_open("u"):  # what it brings is refused later
-            await asyncio.sleep(0.05)
+        with pytest.raises(UpdateError, match="it is abandoned"):
+            async with backend_of(engine).kept_open("u"):
+                await asyncio.Event().wait()
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling()
         with pytest.raises(UpdateError):
             async with backend_of(Engine(ended)).kept_open("u"):
                 raise AssertionError("it was refused")
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 20))
     assert len(engine.asked) == 2
+
+
+def test_what_is_on_its_way_comes_on_while_the_engine_is_busy() -> None:
+    busy = UpdateError("engine-timeout", "no answer", status=504)
+    engine = Engine({"lifetime": 0.02}, busy)
+
+    async def main() -> None:
+        async with backend_of(engine).kept_open("u"):
+            while len(engine.asked) < 4:
+                await asyncio.sleep(0.005)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_is_on_its_way_can_be_cancelled_by_others() -> None:
+    async def main() -> None:
+        async def wait() -> None:
+            async with backend_of(Engine({"lifetime": 100.0})).kept_open("u"):
+                await asyncio.Event().wait()
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 @pytest.mark.parametrize("updating", ["u", None])
@@ -114,9 +146,23 @@ def test_a_broadcast_is_polled_to_its_end() -> None:
 
 
 def test_a_file_that_is_gone_when_its_turn_comes(tmp_path: Path) -> None:
+    backend = backend_of(Engine({}))
+    backend.allowed_dirs = (tmp_path,)
     with pytest.raises(UpdateError, match="model-2") as refused:
-        asyncio.run(routes._begin_file(backend_of(Engine({})), "u", tmp_path / "model-2.safetensors"))
+        asyncio.run(routes._begin_file(backend, "u", tmp_path / "model-2.safetensors"))
     assert (refused.value.kind, refused.value.status) == ("not-found", 404)
+
+
+def test_a_file_that_leads_elsewhere_when_its_turn_comes(tmp_path: Path) -> None:
+    """It was allowed when the first file was staged."""
+    backend = backend_of(Engine({}))
+    backend.allowed_dirs = (tmp_path / "allowed",)
+    (tmp_path / "allowed").mkdir()
+    (tmp_path / "elsewhere").write_bytes(b"TOPSECRT" * 8)
+    (tmp_path / "allowed" / "model-2.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UpdateError) as refused:
+        asyncio.run(routes._begin_file(backend, "u", tmp_path / "allowed" / "model-2.safetensors"))
+    assert (refused.value.kind, refused.value.status) == ("path-not-allowed", 403)
 
 
 class Committing(Engine):
