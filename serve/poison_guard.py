@@ -22,7 +22,7 @@ class PoisonGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reason = self._reason() if scope["type"] in ("http", "websocket") else None
-        if reason is None or scope["path"].startswith(_OPEN):
+        if reason is None or scope["path"].removeprefix(scope.get("root_path", "")).startswith(_OPEN):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1013, "reason": "poisoned"})

@@ -53,6 +53,8 @@ def problem(error: UpdateError) -> JSONResponse:
     return JSONResponse(body, status_code=error.status, media_type=MEDIA_TYPE, headers=headers)
 
 
+TOLD_PROBLEMS = 100
+"""Most that an answer tells of what is wrong with a body: to write them all down would hold up every stream of tokens."""
 BODY_LIMIT = 64 << 20
 """Longest JSON body, in bytes: room for claims about 100,000 tensors."""
 
@@ -100,6 +102,11 @@ def _require_bounded(request: Request) -> None:
 
 
 def _invalid(error: RequestValidationError) -> UpdateError:
-    found = [{"where": ".".join(map(str, item["loc"])), "message": item["msg"]} for item in error.errors()]
+    errors = error.errors()
+    found = [
+        {"where": ".".join(map(str, item["loc"])), "message": item["msg"]} for item in errors[:TOLD_PROBLEMS]
+    ]
     detail = "; ".join(f"{item['where']}: {item['message']}" for item in found)
+    if len(errors) > len(found):
+        detail += f"; and {len(errors) - len(found)} more"
     return UpdateError("invalid-request", detail, status=422, problems=found)

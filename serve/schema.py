@@ -11,7 +11,7 @@ PROBLEM = "urn:fp8ext:problem:"
 
 Running = Literal["keep", "recompute", "wait", "abort"]
 WaitSeconds = Annotated[float, Field(gt=0, le=3600)]
-Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
 UpdateId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
 Epoch = Annotated[int, Field(ge=0, le=2**53)]
 Size = Annotated[int, Field(ge=0, le=2**53)]

@@ -22,6 +22,7 @@ from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.filling import Filling
 from vllm_fp8ext.serve.work import in_thread
+from vllm_fp8ext.weights.regular_file import opened
 
 _PAGE = 4096
 _NAME = "fp8ext-", ".spool"
@@ -232,6 +233,6 @@ def _locked(descriptor: int) -> bool:
 def _remove_left(folder: str) -> None:
     """What servers left there that were killed: nobody holds its lock."""
     for path in Path(folder).glob("*".join(_NAME)):
-        with contextlib.suppress(OSError), path.open("rb") as file:  # locked, or somebody else's
+        with contextlib.suppress(OSError), opened(path) as file:  # locked, or somebody else's
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()

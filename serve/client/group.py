@@ -135,8 +135,24 @@ class Group:
         from torch.distributed import TCPStore
 
         host = self._host or _own_address(url)
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        listening = _listening(host)
+        self._store = TCPStore(
+            host,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
         return f"{host}:{self._store.port}/{secrets.token_hex(8)}"
+
+
+def _listening(host: str) -> socket.socket:
+    """At this address alone, where it is one of this machine."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server(address, family=family)
+    except OSError:
+        return socket.create_server(("", 0))
 
 
 def _own_address(url: str) -> str:

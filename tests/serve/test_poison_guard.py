@@ -54,9 +54,10 @@ def app(engine: Engine) -> FastAPI:
     return app
 
 
-def asked(app: FastAPI, method: str, path: str) -> httpx.Response:
+def asked(app: FastAPI, method: str, path: str, root: str = "") -> httpx.Response:
     async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+        transport = httpx.ASGITransport(app, root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             return await http.request(method, path)
 
     return asyncio.run(ask())
@@ -73,6 +74,14 @@ def test_a_sound_server_answers_everything(app: FastAPI, path: str) -> None:
 def test_what_heals_or_looks_is_answered(app: FastAPI, engine: Engine, method: str, path: str) -> None:
     engine.poisoned = "rank 1: copy failed"
     assert asked(app, method, path).json() == path[1:]
+
+
+def test_a_server_behind_a_prefix_is_healed_like_others(app: FastAPI, engine: Engine) -> None:
+    engine.poisoned = "rank 1: copy failed"
+    assert asked(app, "POST", "/api/fp8ext/v1/load", root="/api").status_code == 200
+    assert asked(app, "POST", "/fp8ext/v1/load", root="/api").status_code == 200
+    assert asked(app, "POST", "/api/v1/completions", root="/api").status_code == 503
+    assert asked(app, "POST", "/api/fp8ext/v1/load").status_code == 503
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

@@ -9,20 +9,21 @@ import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import problems
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.client import Client
-from vllm_fp8ext.serve.problems import MEDIA_TYPE, RESPONSES, guarded_route, problem
-from vllm_fp8ext.serve.schema import PROBLEM, Problem
+from vllm_fp8ext.serve.problems import MEDIA_TYPE, RESPONSES, TOLD_PROBLEMS, guarded_route, problem
+from vllm_fp8ext.serve.schema import PROBLEM, OpenUpdate, Problem
 
 HEADERS = {"Authorization": "Bearer secret"}
 
 
 class Request(BaseModel):
     count: int
+    more: list[int] = []
 
 
 @pytest.fixture
@@ -160,6 +161,14 @@ def test_an_invalid_request_is_a_problem_document_too(http: TestClient, body: di
     assert all(item["where"].startswith("body") and item["message"] for item in found["problems"])
 
 
+def test_of_very_many_problems_the_first_are_told(http: TestClient) -> None:
+    """Answers, and what it takes to write them, stay small beside the bodies that cause them."""
+    response = http.post("/echo", headers=HEADERS, json={"count": 1, "more": ["x"] * 5000})
+    assert response.status_code == 422
+    assert len(response.json()["problems"]) == TOLD_PROBLEMS
+    assert response.json()["detail"].endswith(f"; and {5000 - TOLD_PROBLEMS} more")
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -189,3 +198,11 @@ def test_the_client_raises_what_the_server_raised(error: UpdateError) -> None:
 def test_details_cannot_hide_the_problem_itself() -> None:
     body = json.loads(problem(UpdateError("paused", "resume first", title="x", type="y", detail="z")).body)
     assert (body["type"], body["title"], body["detail"]) == (PROBLEM + "paused", "paused", "resume first")
+
+
+@pytest.mark.parametrize("character", ["\n", "\x7f", "\x85", "\x9b", "\u2028", "\u2029"])
+def test_a_version_is_one_line(character: str) -> None:
+    """It is logged, and shown in terminals."""
+    with pytest.raises(ValidationError, match="version"):
+        OpenUpdate(version=f"step{character}1")
+    assert OpenUpdate(version="Schritt\u00a01 – ä").version == "Schritt\u00a01 – ä"

@@ -530,6 +530,13 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [other]
 
 
+def test_a_pipe_of_that_name_is_not_waited_for(tmp_path: Path) -> None:
+    """Everybody may make one where everybody may write."""
+    os.mkfifo(tmp_path / "fp8ext-x.spool")
+    Spool(str(tmp_path), LIMIT).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["fp8ext-x.spool"]
+
+
 def test_one_that_is_closed_takes_no_memory(tmp_path: Path) -> None:
     def used() -> bool:
         opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]

@@ -2,6 +2,7 @@
 """A rank that receives what a trainer broadcasts, through Gloo: the trainer in a thread, or as a process that dies."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -41,6 +42,17 @@ def test_a_kept_group_is_that_which_its_servers_name() -> None:
             then = group.meet({URL: 1}, CPU)[URL]
             assert then != first
             first = then
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_group_is_met_at_the_address_that_it_names_alone(host: str) -> None:
+    """Whoever reaches its store may take part."""
+    with Group(host=host) as group:
+        place = group.meet({URL: 1}, CPU)[URL].id
+        port = int(place.partition("/")[0].rpartition(":")[2])
+        socket.create_connection((host, port), 20).close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", port), 20)
 
 
 class Trainer:
