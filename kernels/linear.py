@@ -80,7 +80,7 @@ def linear(
         if not decode_gemm.aligned(x_MK):  # one row is contiguous wherever it begins
             x_MK = x_MK.clone(memory_format=torch.contiguous_format)
         return decode_gemm.decode_gemm(x_MK, codes_NK, scales_NbKb, bias_N, form)
-    quantized = quantize_activation(x_MK if x_MK.stride(1) == 1 else x_MK.contiguous(), form)
+    quantized = quantize_activation(_in_rows(x_MK), form)
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
 
 
@@ -100,7 +100,10 @@ def rmsnorm_linear(
     """`linear` of the RMSNorm of `x_MK (+ residual_MK)`, and that sum, the new residual (empty without a residual)."""
     from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
 
-    quantized, added = rmsnorm_quantize(x_MK, residual_MK, norm_K, epsilon, cast("ScaleFormat", scale_format))
+    residual_MK = None if residual_MK is None else _in_rows(residual_MK)
+    quantized, added = rmsnorm_quantize(
+        _in_rows(x_MK), residual_MK, norm_K, epsilon, cast("ScaleFormat", scale_format)
+    )
     out = _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
     return out, x_MK.new_empty(0) if residual_MK is None else added
 
@@ -119,8 +122,15 @@ def gated_linear(
     """`linear` of `activation(gate) * up`; `activation` as in `gated_quantize`."""
     from vllm_fp8ext.kernels.gated_quantize import Activation, gated_quantize
 
-    quantized = gated_quantize(gate_up_M2K, cast("Activation", activation), cast("ScaleFormat", scale_format))
+    quantized = gated_quantize(
+        _in_rows(gate_up_M2K), cast("Activation", activation), cast("ScaleFormat", scale_format)
+    )
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, gate_up_M2K.dtype)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """As kernels read it: compilers may choose how their own tensors lie."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _quantized(

@@ -77,10 +77,12 @@ def _quantize_weight(
     columns = column_block * SIZE + tl.arange(0, SIZE)[None, :]
     if EVEN:
         inside = None
-        x = tl.load(weight_NK + rows * weight_row + columns * weight_column)
+        x = tl.load(weight_NK + rows * weight_row + columns.to(tl.int64) * weight_column)
     else:
         inside = (rows < N) & (columns < K)
-        x = tl.load(weight_NK + rows * weight_row + columns * weight_column, mask=inside, other=0.0)
+        x = tl.load(
+            weight_NK + rows * weight_row + columns.to(tl.int64) * weight_column, mask=inside, other=0.0
+        )
     codes_at = codes_NK + rows * codes_row + columns
     scale_at = scales_NbKb + row_block * scales_row + column_block
     sums_at = sums_NbKb3 + (row_block * column_blocks + column_block) * 3

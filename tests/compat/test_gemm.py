@@ -15,6 +15,7 @@ from vllm_fp8ext.compat import deep_gemm, expert_gemm, gemm
 from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
 from vllm_fp8ext.config import KernelSettings
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernels.quantized import Quantized
 
 SHAPE = 6144, 4096
 
@@ -113,3 +114,26 @@ def test_a_compiler_that_comes_or_changes_is_another_one(
     assert len(set(seen)) == 4
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path))  # which vLLM sets when it begins to use DeepGEMM
     assert deep_gemm.compiler() == seen[-1]
+
+
+@pytest.mark.parametrize("tokens", [0, 7, 8, 21])
+def test_vllms_triton_kernel_gets_as_many_tokens_as_it_can_tell_apart(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    seen: list[int] = []
+
+    def multiply(codes: Any, weight: Any, scales: Any, *_: Any) -> torch.Tensor:
+        seen.append(len(codes))
+        assert len(codes) == len(scales)
+        assert len(codes) * max(weight.shape) <= 2048
+        return codes[:, :1].float() + scales[:, :1]
+
+    monkeypatch.setattr(fp8_utils, "w8a8_triton_block_scaled_mm", multiply)
+    monkeypatch.setattr(gemm, "_TRITON_ELEMENTS", 2048)
+    rows = torch.arange(tokens * 128).view(tokens, 128)
+    x = Quantized(rows, rows[:, :1].float())
+    out = gemm.triton(x, torch.empty(256, 128), torch.empty(2, 1), torch.bfloat16)
+    assert torch.equal(out, rows[:, :1] * 2.0)
+    assert sum(seen) == tokens

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference linear operator against float64, and the contract that compilers hold it to."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,7 +91,20 @@ def test_an_unknown_scale_format_is_refused() -> None:
         reference_linear(torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(2, 2), "e8m0")
 
 
-def test_tokens_that_do_not_lie_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "linear": linear.linear,
+    "rmsnorm_linear": lambda x, *rest: linear.rmsnorm_linear(
+        x, None, torch.ones(130).bfloat16(), 1e-6, *rest
+    )[0],
+    "residual": lambda x, *rest: torch.cat(
+        linear.rmsnorm_linear(torch.ones(40, 130).bfloat16(), x, torch.ones(130).bfloat16(), 1e-6, *rest), 1
+    ),
+    "gated_linear": lambda x, *rest: linear.gated_linear(torch.cat([x.T, x.T]).T, "silu", *rest),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_tokens_that_do_not_lie_in_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the operator hands on to kernels does."""
     pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 
@@ -101,7 +115,7 @@ def test_tokens_that_do_not_lie_in_rows(monkeypatch: pytest.MonkeyPatch) -> None
     x, codes, scales = operands(40, 7, 130, 3, torch.bfloat16, "fp32")
     turned = x.T.contiguous().T
     assert turned.stride(1) != 1
-    plain, other = (linear.linear(given, codes, scales, None, "fp32", 0, "noted") for given in (x, turned))
+    plain, other = (OPERATORS[name](given, codes, scales, None, "fp32", 0, "noted") for given in (x, turned))
     assert torch.equal(plain, other)
 
 

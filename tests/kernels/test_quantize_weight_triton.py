@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight kernel against the reference, bit for bit."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -87,6 +89,21 @@ def test_views_are_read_and_written_in_place(device: str) -> None:
     scales[1:, 1:3] = 0
     assert not codes.any()
     assert not scales.any()
+
+
+def test_columns_that_lie_very_far_apart(device: str, tmp_path: Path) -> None:
+    """A transposed slice of a trainer's wide buffer: the last column begins more than 2^31 elements behind the first."""
+    count, apart = 300 * 9_000_000, 9_000_000
+    flat = torch.empty(count, dtype=torch.bfloat16, device=device) if device != "cpu" else None
+    if flat is None:  # a file with holes, of which a few pages are there
+        flat = torch.from_file(str(tmp_path / "wide"), shared=True, size=count, dtype=torch.bfloat16)
+    weight = flat.as_strided((130, 300), (1, apart))
+    weight.copy_(cases.awkward(130, 300, "heavy", torch.bfloat16))
+    codes, scales = empty_like(weight)
+    quantize_weight_triton.launch(weight, codes, scales, "fp32")
+    expected = reference.quantize_weight(weight.cpu().contiguous(), "fp32")
+    assert cases.same(codes, expected[0])
+    assert cases.same(scales, expected[1])
 
 
 def test_destinations_of_another_shape_or_with_columns_apart_are_refused(device: str) -> None:
