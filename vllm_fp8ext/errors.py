@@ -39,6 +39,10 @@ class UpdateError(Fp8ExtError):
         self.status = status
         self.details = details
 
+    def __reduce__(self) -> tuple[Callable[..., "UpdateError"], tuple[dict[str, Any]]]:
+        """Workers of pools and actors raise it in another process."""
+        return UpdateError.from_dict, (self.as_dict(),)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain form that crosses process boundaries."""
         return {"kind": self.kind, "message": str(self), "status": self.status, "details": self.details}

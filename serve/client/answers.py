@@ -33,7 +33,9 @@ def _refusal(response: httpx.Response) -> UpdateError:
     """The error in a problem document, or in whatever else came back."""
     try:
         body = response.json()
-        kind = str(body["type"]).removeprefix(PROBLEM)
+        before, found, kind = str(body["type"]).partition(PROBLEM)
+        if before or not found:
+            raise ValueError  # of somebody else, a proxy say
         details = {
             key: value for key, value in body.items() if key not in ("type", "title", "status", "detail")
         }

@@ -92,6 +92,7 @@ def _broadcast(
     for bucket in buckets(tensors, limit):
         places = group.meet(ranks, bucket.tensors[0].device)
         data = yield from work(partial(group.pack, sent, bucket))
+        bucket.tensors.clear()  # else they are there until the next bucket is complete
         listed, mark = bucket.listed, bucket.mark.hex()
         told = partial(schema.Receive, n=sent, bytes=bucket.bytes, mark=mark, tensors=listed)
         yield from servers.each(partial(_told, told, places))

@@ -13,6 +13,7 @@ from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Sent
 from vllm_fp8ext.serve.client.repeat import call
 from vllm_fp8ext.serve.safetensors_body import PIECE, Body
+from vllm_fp8ext.weights.session import WAIT_SECONDS
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -176,6 +177,11 @@ def commit(endpoint: Endpoint, /, id: str, *, wait_seconds: float | None = None)
     return call(endpoint, request, _UPDATE)
 
 
+def patience(running: schema.Running, wait_seconds: float | None) -> float | None:
+    """How much longer a commit or rollback may take than another call: as long as it may wait for running requests."""
+    return WAIT_SECONDS if running == "wait" and wait_seconds is None else wait_seconds
+
+
 def abandon(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
     """Give an update up."""
     return call(endpoint, endpoint.request("DELETE", f"/updates/{id}"), _UPDATE)
@@ -187,7 +193,11 @@ def rollback(
     """Serve the previous weights again. Never repeated: a second rollback undoes the first."""
     body = schema.Rollback(running=running, wait_seconds=wait_seconds)
     request = endpoint.request(
-        "POST", "/rollback", json=_plain(body), extra_seconds=wait_seconds, repeatable=False
+        "POST",
+        "/rollback",
+        json=_plain(body),
+        extra_seconds=patience(running, wait_seconds),
+        repeatable=False,
     )
     return call(endpoint, request, _COMMITTED)
 
@@ -232,7 +242,11 @@ def load(
         kv_scales=kv_scales,
     )
     request = endpoint.request(
-        "POST", "/load", json=_plain(body), extra_seconds=wait_seconds, repeatable=False
+        "POST",
+        "/load",
+        json=_plain(body),
+        extra_seconds=patience(running, wait_seconds),
+        repeatable=False,
     )
     return call(endpoint, request, _UPDATE)
 

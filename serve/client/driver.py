@@ -18,11 +18,24 @@ CONNECT_SECONDS = 30.0
 """Longest time to wait for a connection."""
 FLOW_THREADS = "fp8ext-flow"
 """How names of threads begin that the blocking driver starts."""
+_LEAVE_SECONDS = 2.0
+"""How long calls under way are waited for when the caller was interrupted: a commit may wait for running requests."""
 _LIMITS = httpx.Limits(max_connections=None)
 
 
 class _Stopped(Exception):
     """Thrown into a flow that runs beside one that has failed."""
+
+
+class _Stop(threading.Event):
+    """Set for what runs beside each other alone, or for all that `outer` is about."""
+
+    def __init__(self, outer: threading.Event) -> None:
+        super().__init__()
+        self._outer = outer
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._outer.is_set()
 
 
 class BlockingDriver:
@@ -72,16 +85,17 @@ class BlockingDriver:
                 return self._pipeline(step)
 
     def _together(self, flows: tuple[Flow[Any], ...], stop: threading.Event) -> list[Any]:
+        theirs = _Stop(stop)
+        threads = ThreadPoolExecutor(max(1, len(flows)), FLOW_THREADS)
+        futures = [threads.submit(self._outcome, flow, theirs) for flow in flows]
         try:
-            with ThreadPoolExecutor(max(1, len(flows)), FLOW_THREADS) as threads:  # whose end waits for all
-                try:
-                    return list(threads.map(lambda flow: self._outcome(flow, stop), flows))
-                except BaseException:  # the caller's thread was interrupted
-                    stop.set()
-                    raise
-        except BaseException:
-            stop.clear()  # what follows is the caller's own cleaning up
+            return [future.result() for future in futures]
+        except BaseException:  # the caller's thread was interrupted, and is about to clean up
+            theirs.set()
+            wait(futures, _LEAVE_SECONDS)
             raise
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _pipeline(self, step: Pipelined) -> None:
         stop = threading.Event()

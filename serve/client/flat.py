@@ -10,6 +10,8 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 BUFFER_BYTES = 1 << 30
+_MOVED = "_fp8ext_buffer"
+"""Of a parameter, the address of the buffer that it was moved into."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -23,14 +25,17 @@ def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
     this takes two buffers beside the model.
 
     Raises:
-        ValueError: a parameter that is no plain tensor (a `DTensor`, say), has no memory, or overlaps with another one;
-            nothing was moved.
+        ValueError: a parameter that is no plain tensor (a `DTensor`, say), has no memory, overlaps with another one, or lies
+            beside others in a buffer that is not of this function: an optimizer that holds it would go on changing that,
+            and not the model. Nothing was moved.
     """
     import torch
 
     from vllm_fp8ext.weights.buffers import padded
 
     sharing: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+    beside: dict[tuple[str, int], dict[tuple[Any, ...], str]] = defaultdict(dict)
+    """Names of parameters by the memory that they were given and their place in it, where it is not ours."""
     for name, parameter in model.named_parameters():
         data = parameter.data
         if type(data) is not torch.Tensor or data.layout is not torch.strided or data.is_meta:
@@ -45,16 +50,26 @@ def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
                 raise ValueError(f"parameter {name}: expected {needed} bytes of memory, found {found}")
             key = (str(data.device), first, last, data.dtype, data.shape, data.stride())
             sharing[key].append(parameter)
+            memory = data.untyped_storage().data_ptr()
+            if getattr(parameter, _MOVED, None) != memory:
+                beside[str(data.device), memory].setdefault(key, name)
     placed = sorted(sharing, key=itemgetter(0, 1, 2))
     for here, there in itertools.pairwise(placed):
         if here[0] == there[0] and there[1] <= here[2]:
             raise ValueError(f"two parameters overlap in memory: {here[3:]} and {there[3:]}")
+    for names in beside.values():
+        if len(names) > 1:
+            listed = ", ".join(sorted(names.values())[:3])
+            raise ValueError(
+                f"{len(names)} parameters ({listed}, …) lie in one buffer, which an optimizer may hold: such need no moving"
+            )
     total = sum(padded(sharing[key][0].nbytes) for key in placed)
     pairs = ((key, sharing[key][0].data) for key in placed)  # each is let go of when it has moved
     used: set[int] = set()
     for key, flat in in_buffers(pairs, min(buffer_bytes, total)):
         for parameter in sharing[key]:
             parameter.data = flat
+            setattr(parameter, _MOVED, flat.untyped_storage().data_ptr())
         if flat.is_cuda and (buffer := flat.untyped_storage().data_ptr()) not in used:
             used.add(buffer)
             torch.cuda.empty_cache()  # what parameters have left has no room for a buffer

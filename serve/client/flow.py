@@ -62,7 +62,7 @@ class Request:
 
     method: str
     url: str
-    headers: dict[str, str]
+    headers: dict[str, str] = field(repr=False)
     timeout: float
     json: Any = None
     content: Iterable[bytes] | None = None

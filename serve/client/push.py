@@ -104,6 +104,7 @@ def push(
     else:
         raise ValueError(f"transport: expected {', '.join(get_args(Transport))}, found {transport!r}")
     id = id or uuid.uuid4().hex
+    patience = calls.patience(running, wait_seconds)
     try:
         update = yield from calls.open(
             endpoint,
@@ -133,7 +134,7 @@ def push(
         if not commit:
             return (yield from calls.prepare(endpoint, id))
         committing = True
-        return (yield from calls.commit(endpoint, id, wait_seconds=wait_seconds))
+        return (yield from calls.commit(endpoint, id, wait_seconds=patience))
     except BaseException as error:
         if lost_by(endpoint, error) or (committing and undecided(error)):
             raise _interrupted(endpoint, id, error) from error
@@ -157,6 +158,7 @@ def _hand_over(
         body = yield from work(partial_of(handles, group, n))
         yield from calls.handles(endpoint, update.id, body)
         counter.end_chunk(n, sum(tensor.nbytes for _, tensor in group))
+        group.clear()  # else they are there until the next group is complete
 
 
 def abandon_quietly(endpoint: Endpoint, id: str) -> Flow[None]:

@@ -33,14 +33,20 @@ def call(endpoint: Endpoint, request: Request, form: TypeAdapter[T]) -> Flow[T]:
     """
     deadline = time.monotonic() + request.timeout
     failures = pauses = 0
+    unknown: Exception | None = None
+    """The first one after which nobody knows what the server did."""
     while True:
         try:
             return parsed((yield from send(request)), form)
         except (UpdateError, httpx.TransportError) as error:
             failures += not _busy(error)
+            if unknown is None and lost(error) and not unsent(error):
+                unknown = error
             pause = backoff(pauses)
             spent = failures > endpoint.retries or time.monotonic() + pause > deadline
             if spent or not _may_help(request, error):
+                if unknown is not None and unsent(error):
+                    raise unknown from error
                 raise
         yield Wait(pause)
         pauses += 1
@@ -85,7 +91,8 @@ def _may_help(request: Request, error: UpdateError | httpx.TransportError) -> bo
     if not request.repeatable:
         return unsent(error)
     if isinstance(error, UpdateError):
-        return _busy(error) or (error.status in _GATEWAY and error.kind != "poisoned")
+        stalled = error.kind == "upload-stalled"  # this side had no time for it
+        return _busy(error) or stalled or (error.status in _GATEWAY and error.kind != "poisoned")
     return lost(error)
 
 

@@ -111,7 +111,7 @@ def push_everywhere(
             raise _partly_committed(update_id, committed, error.details.get("failed", others)) from error
         raise
     try:
-        return (yield from _commit(waiting, update_id, committed, wait_seconds))
+        return (yield from _commit(waiting, update_id, committed, calls.patience(running, wait_seconds)))
     except Exception:
         raise
     except BaseException as stop:
@@ -131,6 +131,7 @@ def _commit(
     """Commit everywhere; where that fails while it may have happened elsewhere, again."""
     retries = max((endpoint.retries for endpoint in endpoints), default=0)
     deadline = time.monotonic() + max((endpoint.timeout for endpoint in endpoints), default=0.0)
+    deadline += wait_seconds or 0.0
     attempt = 0
     while True:
         done, failed = yield from _outcomes(

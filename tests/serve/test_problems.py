@@ -2,6 +2,7 @@
 """Refusals on their way out of a guarded route, and back into errors by the client."""
 
 import json
+import pickle
 from collections.abc import Iterator
 
 import fastapi
@@ -193,6 +194,8 @@ def test_the_client_raises_what_the_server_raised(error: UpdateError) -> None:
         client.weights()
     assert caught.value.as_dict() == error.as_dict()
     assert UpdateError.from_dict(json.loads(json.dumps(error.as_dict()))).as_dict() == error.as_dict()
+    # as actors and pools raise what their workers raised
+    assert pickle.loads(pickle.dumps(error)).as_dict() == error.as_dict()
 
 
 def test_details_cannot_hide_the_problem_itself() -> None:

@@ -10,13 +10,11 @@ from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kv.engine import KvEngine, ScaleSet
 from vllm_fp8ext.weights.labels import Label, default_version
-from vllm_fp8ext.weights.session import Running
+from vllm_fp8ext.weights.session import WAIT_SECONDS, Running
 from vllm_fp8ext.weights.totals import Totals
 
 logger = logging.getLogger("vllm.fp8ext")
 
-WAIT_SECONDS = 60.0
-"""Longest wait for running requests when nothing else was asked for."""
 WAIT_GRACE_SECONDS = 10.0
 
 

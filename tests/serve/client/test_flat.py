@@ -59,10 +59,17 @@ def test_parameters_move_into_few_buffers_and_stay_what_they_are() -> None:
     optimizer.step()
     assert not torch.equal(model.linear.weight, values["linear.weight"]), "it is trained where it is"
     assert torch.equal(model.linear.weight, model.head.weight)
+    flatten(model, 4096)  # as often as one likes
 
 
 def overlapping(model: Any) -> None:
     model.part = nn.Parameter(model.linear.weight.data[1:])
+
+
+def parts(model: Any) -> None:
+    """As flat optimizers hold parameters."""
+    flat = torch.zeros(16)
+    model.part, model.other = nn.Parameter(flat[:8]), nn.Parameter(flat[8:])
 
 
 def sparse(model: Any) -> None:
@@ -91,6 +98,7 @@ def wrapped(model: Any) -> None:
     ("spoil", "told"),
     [
         (overlapping, r"two parameters overlap in memory: .*\[4, 8\].* and .*\[3, 8\]"),
+        (parts, r"2 parameters \(other, part, …\) lie in one buffer, which an optimizer may hold"),
         (sparse, "parameter part: expected a plain tensor, found Tensor torch.sparse_coo on cpu"),
         (wrapped, "parameter part: expected a plain tensor, found Sharded torch.strided on cpu"),
         (nowhere, "parameter part: expected a plain tensor, found Tensor torch.strided on meta"),

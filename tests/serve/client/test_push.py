@@ -511,6 +511,33 @@ def test_an_interrupted_push_stays_open_and_goes_on(
     assert same(server.served, load_all(checkpoint))
 
 
+def test_an_update_that_may_have_been_opened_is_named(
+    caller: Caller, start: Callable[..., Server], checkpoint: Path
+) -> None:
+    """Its answer was lost, and then nobody listened any more."""
+    server = start()
+
+    def last(handler: Handler) -> bool:
+        handler.answered = False
+        server._http.socket.close()
+        return False
+
+    server.faults["POST /updates"] = [last]
+    with pytest.raises(UpdateError) as caught:
+        caller(server.url, "push", checkpoint, id="mine", retries=2)
+    assert (caught.value.kind, caught.value.details["id"]) == ("interrupted", "mine")
+    assert server.states == ["open"]
+
+
+@pytest.mark.parametrize("waits", [{"wait_seconds": 20.0}, {}])
+def test_a_commit_that_waits_for_requests_may_take_longer(
+    caller: Caller, server: Server, checkpoint: Path, waits: dict[str, Any]
+) -> None:
+    server.faults[COMMIT] = [slow(0.6)]
+    done = caller(server.url, "push", checkpoint, running="wait", timeout=0.2, retries=0, **waits)
+    assert done.state == "committed"
+
+
 def test_a_chunk_that_was_staged_otherwise_is_sent_again(
     caller: Caller, server: Server, checkpoint: Path
 ) -> None:

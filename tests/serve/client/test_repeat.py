@@ -15,6 +15,7 @@ from torch import ones
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import repeat
+from vllm_fp8ext.serve.client.flow import Endpoint
 
 from .conftest import Caller
 from .server import Server, answer, chunk, drop, drop_answer, slow
@@ -164,6 +165,32 @@ def test_a_busy_chunk_is_waited_for_and_not_counted(caller: Caller, opened: Serv
     make(caller, opened, PUT, retries=0)
     assert len(opened.calls) == 5
     assert opened.chunks["u1"]["0"] == BODY
+
+
+def test_a_body_for_which_this_side_had_no_time_is_sent_again(caller: Caller, opened: Server) -> None:
+    opened.faults[CHUNK] = [answer(408, kind="upload-stalled")]
+    make(caller, opened, PUT)
+    assert len(opened.calls) == 2
+    assert opened.chunks["u1"]["0"] == BODY
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_problem_of_somebody_else_is_none_of_this_api(caller: Caller, opened: Server, status: int) -> None:
+    """A proxy's says nothing about what the server did."""
+    problem = b'{"type": "about:blank", "title": "unavailable", "detail": "no upstream"}'
+    opened.faults["GET /weights"] = [answer(status, problem)] * 2
+    with pytest.raises(UpdateError, match="no upstream") as caught:
+        caller(opened.url, "weights", retries=1)
+    assert (caught.value.kind, caught.value.status) == ("http", status)
+    assert len(opened.calls) == (2 if status == 503 else 1)
+
+
+def test_no_key_is_shown_with_a_request() -> None:
+    """Tools that print what was in the frames of an error would tell it."""
+    endpoint = Endpoint.of("http://a", "TOPSECRT", timeout=1.0, retries=0)
+    request = endpoint.request("GET", "/weights")
+    assert request.headers["Authorization"] == "Bearer TOPSECRT"
+    assert "TOPSECRT" not in repr((endpoint, request))
 
 
 def test_an_iterator_is_not_sent_again_for_a_busy_chunk(caller: Caller, opened: Server) -> None:

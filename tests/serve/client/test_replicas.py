@@ -4,6 +4,7 @@
 import _thread
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,6 +174,27 @@ def test_an_interrupt_gives_the_updates_up_everywhere(start: Callable[..., Serve
     finally:
         signal.signal(signal.SIGINT, before)
     assert [server.states for server in servers] == [["abandoned"]] * 2
+
+
+def test_an_interrupt_does_not_wait_for_commits(start: Callable[..., Server], checkpoint: Path) -> None:
+    """They may wait for running requests, and then be what is served."""
+    servers, ending = [start(), start()], threading.Event()
+
+    def interrupted(handler: Handler) -> bool:
+        _thread.interrupt_main()
+        ending.wait(60)
+        return False
+
+    servers[0].faults[COMMIT] = [interrupted]
+    servers[1].faults[COMMIT] = [lambda handler: not ending.wait(60)]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), Replicas([server.url for server in servers], KEY) as replicas:
+            replicas.push(checkpoint, running="wait")
+        assert [server.states for server in servers] == [["abandoned"]] * 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+        ending.set()
 
 
 def test_an_update_that_was_opened_unseen_is_abandoned_too(

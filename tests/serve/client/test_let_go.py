@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that are made one by one: how many of them are there at the same time, on a GPU that a server may share."""
+
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.serve.client import broadcast, buckets, handles, push
+from vllm_fp8ext.serve.client.flow import Endpoint, Work
+from vllm_fp8ext.serve.client.progress import Counter
+
+EACH, BYTES = 4, 64
+"""Tensors in a chunk, bytes of one."""
+
+
+class Made:
+    """Makes tensors, and notes how many of them were alive at most."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for n in range(4 * EACH):
+            tensor = torch.ones(BYTES // 4)
+            self._made.append(weakref.ref(tensor))
+            self.most = max(self.most, sum(made() is not None for made in self._made))
+            yield f"w{n}", tensor
+
+
+def steps(flow: Any) -> None:
+    """Take the steps of a flow that asks no server."""
+    try:
+        step = next(flow)
+        while True:
+            assert isinstance(step, Work)
+            step = flow.send(step.function())
+    except StopIteration:
+        pass
+
+
+def nothing(*_: Any, **__: Any) -> Iterator[Any]:
+    yield from ()
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the CPU are as good as a GPU's, and need no alignment."""
+    for module in (buckets, handles):
+        monkeypatch.setattr(module, "dense", lambda name, tensor, *devices: tensor)
+
+
+def test_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "handles", lambda group, n: None)
+    monkeypatch.setattr(push.calls, "handles", nothing)
+    made = Made()
+    endpoint = Endpoint.of("http://a", None, timeout=1.0, retries=0)
+    update: Any = SimpleNamespace(id="u")
+    steps(push._hand_over(endpoint, made, EACH * BYTES, None, update))
+    assert made.most <= EACH + 1
+
+
+def test_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_until", "_tried", "_staged"):
+        monkeypatch.setattr(broadcast, name, nothing)
+    group: Any = SimpleNamespace(
+        confirm=lambda groups: None,
+        meet=lambda ranks, device: {},
+        pack=lambda count, bucket: None,
+        joined=None,
+        done=None,
+        begin=lambda data: None,
+        seconds=1.0,
+    )
+    servers: Any = SimpleNamespace(updates={}, each=nothing)
+    made = Made()
+    limit = EACH * BYTES + buckets.MARK_BYTES
+    steps(broadcast._broadcast(servers, made, limit, group, Counter(None, None)))
+    assert made.most <= EACH + 1
