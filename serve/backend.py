@@ -43,6 +43,8 @@ class Backend:
         self.receive_seconds: float
         self.allowed_dirs: tuple[Path, ...] = ()
         self.poisoned: str | None = None
+        self.commits: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        """Those that go on, by the id of the update."""
         self.metrics = Metrics(registry)
         self._held = contextlib.ExitStack()
 

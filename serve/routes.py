@@ -131,7 +131,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.post("/updates/{id}/commit", response_model=schema.Update, summary="Serve the new weights")
     async def commit(id: schema.UpdateId) -> Any:
-        return await finished(_commit(backend, id))
+        return await finished(_commit_once(backend, id))
 
     @routes.delete("/updates/{id}", response_model=schema.Update, summary="Give an update up")
     async def abandon(id: schema.UpdateId) -> Any:
@@ -272,6 +272,15 @@ async def _stage_files(backend: Backend, id: str, files: list[Path]) -> list[Any
         begun.append(await outcome(_begin_file(backend, id, file)))
         begun[index] = await ended(begun[index])
     return [*begun[:-1], await ended(begun[-1])]
+
+
+def _commit_once(backend: Backend, id: str) -> asyncio.Future[dict[str, Any]]:
+    """One that a client asks for again, whose connection was lost, is the one that goes on: by itself it would begin to wait
+    for running requests anew when that one has given up."""
+    if id not in backend.commits:
+        backend.commits[id] = kept(_commit(backend, id))
+        backend.commits[id].add_done_callback(lambda _: backend.commits.pop(id))
+    return backend.commits[id]
 
 
 async def _commit(backend: Backend, id: str) -> dict[str, Any]:

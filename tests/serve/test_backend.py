@@ -15,7 +15,7 @@ from vllm_fp8ext.serve import routes, schema
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.schema import Rollback
 from vllm_fp8ext.serve.spool import Spool
-from vllm_fp8ext.serve.work import outcome
+from vllm_fp8ext.serve.work import finished, outcome
 from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 
@@ -176,6 +176,25 @@ class Committing(Engine):
             await asyncio.sleep(0.05)
             return {"poisoned": self.poisoned}
         return await super().__call__(operation, **arguments)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_commit_that_is_asked_for_again_is_the_one_that_goes_on(refused: bool) -> None:
+    engine = Committing(UpdateError("wait-timeout", "still running") if refused else {"state": "committed"})
+    backend = backend_of(engine)
+
+    async def main() -> list[Any]:
+        asked = [outcome(finished(routes._commit_once(backend, "u"))) for _ in range(2)]
+        both = await asyncio.gather(*asked)
+        assert [operation for operation, _ in engine.asked].count("commit") == 1
+        assert await outcome(finished(routes._commit_once(backend, "u"))) == both[0]
+        assert [operation for operation, _ in engine.asked].count("commit") == 2
+        return both
+
+    first, second = asyncio.run(asyncio.wait_for(main(), 20))
+    assert first is second or first == second
+    assert isinstance(first, UpdateError) == refused
+    assert not backend.commits
 
 
 @pytest.mark.parametrize("before", [None, "a fault"])
