@@ -38,11 +38,15 @@ class Endpoint:
         """What is not given comes from the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`). A blank key is none.
 
         Raises:
-            ConfigError: the URL has no scheme, or another one than HTTP's.
+            ConfigError: the URL has no scheme, or another one than HTTP's, or names a user.
         """
         root = (url or os.environ.get(URL) or DEFAULT_URL).rstrip("/")
         if not root.lower().startswith(("http://", "https://")):
             raise ConfigError(f"url: expected the server's root, such as {DEFAULT_URL}, found {root}")
+        if "@" in root.split("/")[2]:  # httpx would send it in place of the key
+            raise ConfigError(
+                "url: expected no user and password, found some: the key is what a server asks for"
+            )
         given = key_of(os.environ.get(ADMIN_KEY) if key is None else key)
         return cls(url=root, key=given, timeout=timeout, retries=retries)
 

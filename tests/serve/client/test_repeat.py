@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import save
 from torch import ones
 
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.serve.client import repeat
 from vllm_fp8ext.serve.client.flow import Endpoint
 
@@ -183,6 +183,15 @@ def test_a_problem_of_somebody_else_is_none_of_this_api(caller: Caller, opened: 
         caller(opened.url, "weights", retries=1)
     assert (caught.value.kind, caught.value.status) == ("http", status)
     assert len(opened.calls) == (2 if status == 503 else 1)
+
+
+@pytest.mark.parametrize("url", ["http://me:TOPSECRT@a", "https://me@a:8000/", "HTTP://me@a/b"])
+def test_a_user_in_a_url_is_refused(url: str) -> None:
+    """It would be sent in place of the key."""
+    with pytest.raises(ConfigError, match="url: expected no user and password") as caught:
+        Endpoint.of(url, "key", timeout=1.0, retries=0)
+    assert "TOPSECRT" not in str(caught.value)
+    assert Endpoint.of("http://a:1/x@y", "key", timeout=1.0, retries=0).url == "http://a:1/x@y"
 
 
 def test_no_key_is_shown_with_a_request() -> None:
