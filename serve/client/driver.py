@@ -87,8 +87,10 @@ class BlockingDriver:
     def _together(self, flows: tuple[Flow[Any], ...], stop: threading.Event) -> list[Any]:
         theirs = _Stop(stop)
         threads = ThreadPoolExecutor(max(1, len(flows)), FLOW_THREADS)
-        futures = [threads.submit(self._outcome, flow, theirs) for flow in flows]
+        futures: list[Future[Any]] = []
         try:
+            for flow in flows:
+                futures.append(threads.submit(self._outcome, flow, theirs))
             return [future.result() for future in futures]
         except BaseException:  # the caller's thread was interrupted, and is about to clean up
             theirs.set()

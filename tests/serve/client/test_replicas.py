@@ -181,7 +181,8 @@ def test_an_interrupt_does_not_wait_for_commits(start: Callable[..., Server], ch
     servers, ending = [start(), start()], threading.Event()
 
     def interrupted(handler: Handler) -> bool:
-        _thread.interrupt_main()
+        # as from a terminal: what the main thread waits for is interrupted, too
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         ending.wait(60)
         return False
 
