@@ -25,6 +25,8 @@ pytestmark = pytest.mark.fp8_kv
 
 PROMPTS = [[5 + 7 * (i + 40 * n) % 110 for i in range(100)] for n in range(3)]
 """Three prompts of token ids; their tokens stand one after the other in the pass that calibrates."""
+UNDECIDED = 0.125
+"""Logits between two tokens of which either may come when small codes are rounded twice: the bits that they lose."""
 FP8_WEIGHTS = 0.15
 """How far the largest K or V of blockwise FP8 may be from BF16's: a few layers at about 4 % each."""
 
@@ -274,10 +276,14 @@ def test_running_requests_keep_their_sense(pow2: Server):
     assert now.rescaled.codes > now.rescaled.saturated == 0
     switch = stream.weight_versions[1]["start"]
     on_early(pow2)
-    alone = complete(pow2, "123+456=", switch + 48, ignore_eos=True)["choices"][0]["token_ids"]
-    same = sum(a == b for a, b in zip(alone, stream.token_ids, strict=False))
-    # a model this early is soon undecided, and small codes lose bits; without the rewriting hardly any would agree
-    assert same >= switch + 24, (switch, alone, stream.token_ids[: len(alone)])
+    answer = complete(pow2, "123+456=", switch + 48, ignore_eos=True, logprobs=2)["choices"][0]
+    alone = answer["token_ids"]
+    alike = [a == b for a, b in zip(alone, stream.token_ids, strict=False)]
+    if sum(alike) < len(alone) - 8:  # one token that is another makes the rest others
+        best, second = sorted(answer["logprobs"]["top_logprobs"][alike.index(False)].values(), reverse=True)[
+            :2
+        ]
+        assert best - second < UNDECIDED, (switch, alone, stream.token_ids[: len(alone)])
 
 
 def test_metrics_have_the_worst_and_every_layer(pow2: Server):
