@@ -28,14 +28,24 @@ class _Stopped(Exception):
 
 
 class _Stop(threading.Event):
-    """Set for what runs beside each other alone, or for all that `outer` is about."""
+    """An event with events inside, which are set with it, or alone."""
 
-    def __init__(self, outer: threading.Event) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._outer = outer
+        self._inside: list[_Stop] = []
 
-    def is_set(self) -> bool:
-        return super().is_set() or self._outer.is_set()
+    def inner(self) -> "_Stop":
+        """One inside."""
+        stop = _Stop()
+        self._inside.append(stop)
+        if self.is_set():  # perhaps after those inside were set
+            stop.set()
+        return stop
+
+    def set(self) -> None:
+        super().set()
+        for stop in self._inside:
+            stop.set()
 
 
 class BlockingDriver:
@@ -51,9 +61,9 @@ class BlockingDriver:
 
     def run(self, flow: Flow[T]) -> T:
         """What the flow returns. Whatever interrupts a step is thrown into the flow, so that it can clean up."""
-        return self._run(flow, threading.Event())
+        return self._run(flow, _Stop())
 
-    def _run(self, flow: Flow[T], stop: threading.Event) -> T:
+    def _run(self, flow: Flow[T], stop: _Stop) -> T:
         """Once `stop` is set, `_Stopped` is what each step results in, and what a body under way breaks off with."""
         try:
             step = next(flow)
@@ -68,7 +78,7 @@ class BlockingDriver:
             value: T = end.value
             return value
 
-    def _take(self, step: Step, stop: threading.Event) -> Any:
+    def _take(self, step: Step, stop: _Stop) -> Any:
         _go_on(stop)
         match step:
             case Request():
@@ -84,8 +94,8 @@ class BlockingDriver:
             case Pipelined():
                 return self._pipeline(step)
 
-    def _together(self, flows: tuple[Flow[Any], ...], stop: threading.Event) -> list[Any]:
-        theirs = _Stop(stop)
+    def _together(self, flows: tuple[Flow[Any], ...], stop: _Stop) -> list[Any]:
+        theirs = stop.inner()
         threads = ThreadPoolExecutor(max(1, len(flows)), FLOW_THREADS)
         futures: list[Future[Any]] = []
         try:
@@ -100,7 +110,7 @@ class BlockingDriver:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _pipeline(self, step: Pipelined) -> None:
-        stop = threading.Event()
+        stop = _Stop()
         under_way: set[Future[Any]] = set()
         with ThreadPoolExecutor(step.width, FLOW_THREADS) as threads:  # whose end waits for all of them
             try:
@@ -113,7 +123,7 @@ class BlockingDriver:
                 stop.set()
                 raise
 
-    def _outcome(self, flow: Flow[T], stop: threading.Event) -> T | Exception:
+    def _outcome(self, flow: Flow[T], stop: _Stop) -> T | Exception:
         try:
             return self._run(flow, stop)
         except Exception as error:

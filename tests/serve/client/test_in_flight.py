@@ -19,7 +19,8 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import AsyncClient, repeat
-from vllm_fp8ext.serve.client.driver import FLOW_THREADS
+from vllm_fp8ext.serve.client.driver import FLOW_THREADS, BlockingDriver
+from vllm_fp8ext.serve.client.flow import Flow, Wait, pipelined, together, work
 
 from .conftest import Caller
 from .server import KEY, Fault, Handler, Server, answer, chunk, drop, slow
@@ -245,6 +246,27 @@ def test_a_pause_between_repetitions_is_cut_short(
         caller(server.url, "push", tensors(2), chunk_bytes=40, timeout=1000)
     assert time.monotonic() - start < SECONDS / 2
     assert puts(server).count("0") == 1
+
+
+def test_a_pause_of_one_of_several_servers_is_cut_short_too() -> None:
+    """Its chunk is sent to all of them beside each other, beside other chunks."""
+    pausing = threading.Event()
+
+    def pause() -> Flow[None]:
+        yield from work(pausing.set)
+        yield Wait(10 * SECONDS)
+
+    def to_all() -> Flow[None]:
+        yield from together([pause()])
+
+    def fail() -> Flow[None]:
+        assert (yield from work(lambda: pausing.wait(SECONDS)))
+        raise ValueError("refused")
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="refused"):
+        BlockingDriver().run(pipelined(iter([to_all(), fail()]), 2))
+    assert time.monotonic() - start < 2 * SECONDS
 
 
 def test_an_interrupt_ends_what_is_under_way(server: Server) -> None:
