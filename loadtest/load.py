@@ -27,8 +27,6 @@ from vllm_fp8ext.loadtest.stream import Asker, Target
 from vllm_fp8ext.loadtest.timetable import timetable
 from vllm_fp8ext.loadtest.weights import Pusher
 
-GIVEN: dict[int, tuple[str, str]] = {}
-"""The host and the folder for reports that each environment's command line names."""
 HEARTBEAT_SECONDS = 0.02
 LEAD_SECONDS = 0.2
 """From the start of a run to the first entry of a timetable."""
@@ -36,12 +34,13 @@ LEAD_SECONDS = 0.2
 
 class Load:
     """Everything of one run in one process. Of several locust processes each takes every so many-th prompt and arrival.
+    `given`: the host and the folder for reports that its command line names, in the first process.
 
     Raises:
         ValueError: an option that is not valid, or no server at the URL.
     """
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, given: tuple[str, str] | None) -> None:
         assert environment.parsed_options is not None
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each scrape otherwise
         self.environment = environment
@@ -49,7 +48,8 @@ class Load:
         self.url = str(environment.host or "").rstrip("/")
         if not self.url:
             raise ValueError("host: expected the URL of a server (--host, or fp8ext bench load --url)")
-        self._require_given()
+        if given is not None:
+            self._require(*given)
         self.run = Run(options={**self.options.as_dict(), "url": self.url})
         self._part, self._parts = self._share()
         self._require_users()
@@ -214,9 +214,8 @@ class Load:
             self.sleep_until(at)
             self._update()
 
-    def _require_given(self) -> None:
+    def _require(self, host: str, report: str) -> None:
         """On the web page anybody may ask for another server, which would be sent our keys, or write elsewhere."""
-        host, report = GIVEN.get(id(self.environment), (self.url, self.options.report or ""))
         if self.url != host:
             raise ValueError(
                 f"host: expected that of the command line, {host or 'which names none'}, found {self.url}"

@@ -18,10 +18,12 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.loadtest import options
-from vllm_fp8ext.loadtest.load import GIVEN, Load
+from vllm_fp8ext.loadtest.load import Load
 from vllm_fp8ext.loadtest.report import INVALID
 from vllm_fp8ext.loadtest.rollout import BEGIN, DONE
 
+GIVEN: dict[int, tuple[str, str]] = {}
+"""What `Load` is given, for each environment of this process."""
 LOADS: dict[int, Load] = {}
 """The load of each environment of this process."""
 IDLE_SECONDS = 3600.0
@@ -57,7 +59,7 @@ def _prepare(environment: Environment, **_: Any) -> None:
 def _begin(environment: Environment, **_: Any) -> None:
     LOADS.pop(id(environment), None)
     try:
-        load = Load(environment)
+        load = Load(environment, GIVEN.get(id(environment)))
         load.begin(watching=not isinstance(environment.runner, WorkerRunner))
     except Exception as error:  # locust would log it, and start the users all the same
         if not isinstance(error, Fp8ExtError | ValueError):

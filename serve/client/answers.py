@@ -33,13 +33,13 @@ def _refusal(response: httpx.Response) -> UpdateError:
     """The error in a problem document, or in whatever else came back."""
     try:
         body = response.json()
-        before, found, kind = str(body["type"]).partition(PROBLEM)
-        if before or not found:
+        kind = str(body["type"])
+        if not kind.startswith(PROBLEM):
             raise ValueError  # of somebody else, a proxy say
         details = {
             key: value for key, value in body.items() if key not in ("type", "title", "status", "detail")
         }
-        return UpdateError(kind, body["detail"], status=response.status_code, **details)
+        return UpdateError(kind.removeprefix(PROBLEM), body["detail"], status=response.status_code, **details)
     except (ValueError, KeyError, TypeError):
         message = _told(response)
         if response.status_code == 404:

@@ -93,10 +93,12 @@ def test_views_are_read_and_written_in_place(device: str) -> None:
 
 def test_columns_that_lie_very_far_apart(device: str, tmp_path: Path) -> None:
     """A transposed slice of a trainer's wide buffer: the last column begins more than 2^31 elements behind the first."""
-    count, apart = 300 * 9_000_000, 9_000_000
-    flat = torch.empty(count, dtype=torch.bfloat16, device=device) if device != "cpu" else None
-    if flat is None:  # a file with holes, of which a few pages are there
-        flat = torch.from_file(str(tmp_path / "wide"), shared=True, size=count, dtype=torch.bfloat16)
+    apart = 9_000_000
+    if device == "cpu":  # a file with holes, of which a few pages are there
+        file = str(tmp_path / "wide")
+        flat = torch.from_file(file, shared=True, size=300 * apart, dtype=torch.bfloat16)
+    else:
+        flat = torch.empty(300 * apart, dtype=torch.bfloat16, device=device)
     weight = flat.as_strided((130, 300), (1, apart))
     weight.copy_(cases.awkward(130, 300, "heavy", torch.bfloat16))
     codes, scales = empty_like(weight)

@@ -5,7 +5,6 @@ import itertools
 import os
 import random
 import statistics
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -170,7 +169,7 @@ def test_others_reach_what_locust_opens_only_on_demand(
     web: bool, given: tuple[str, ...], option: str, opened: list[str]
 ) -> None:
     line = command("http://a", "closed", 1, "1s", web, given)
-    assert [after for before, after in pairwise(line) if before == option] == opened
+    assert [after for before, after in itertools.pairwise(line) if before == option] == opened
 
 
 @pytest.mark.parametrize(

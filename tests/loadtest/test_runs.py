@@ -68,12 +68,16 @@ def strict(unused_port: int) -> Iterator[Trivial]:
     server.stop()
 
 
-@pytest.fixture
-def unused_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+@pytest.fixture
+def unused_port() -> int:
+    return free_port()
 
 
 def load(url: str, folder: Path, *more: str, seconds: float = 300) -> tuple[int, dict[str, Any], str]:
@@ -376,11 +380,10 @@ def test_a_page_sends_keys_and_reports_nowhere_else(trivial: Trivial, tmp_path: 
     """Anybody who reaches it may ask for another server."""
     heard: list[str] = []
     handler = type("Heard", (BaseHTTPRequestHandler,), {"do_GET": lambda asked: heard.append(asked.path)})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        page = f"http://127.0.0.1:{free.getsockname()[1]}"
+    port = free_port()
+    page = f"http://127.0.0.1:{port}"
     line = [sys.executable, "-m", "vllm_fp8ext.cli", "bench", "load", "--url", trivial.url, "--web"]
-    line += ["--web-port", page.rpartition(":")[2], "--report", str(tmp_path / "told")]
+    line += ["--web-port", str(port), "--report", str(tmp_path / "told")]
     with (
         HTTPServer(("127.0.0.1", 0), handler) as elsewhere,
         subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,

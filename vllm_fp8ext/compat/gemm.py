@@ -52,8 +52,12 @@ def cutlass(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dt
     return out
 
 
+_TRITON_ELEMENTS = 2**31 - 1
+"""Most of a matrix that vLLM's Triton kernel can tell apart, in 32 bits."""
+
+
 def triton(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype) -> Tensor:
-    """vLLM's Triton kernel, which tells elements of a matrix apart in 32 bits: so many tokens at once."""
+    """vLLM's Triton kernel, for as many tokens at once as it can tell apart."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
 
     scales, most = x.scales.contiguous(), _TRITON_ELEMENTS // max(codes_NK.shape)
@@ -74,8 +78,6 @@ def triton_sizes(n: int, k: int) -> dict[int, str]:
     tuned = get_w8a8_block_fp8_configs(n, k, BLOCK, BLOCK) or {}
     return {count: json.dumps(sizes, sort_keys=True) for count, sizes in tuned.items()}
 
-
-_TRITON_ELEMENTS = 2**31 - 1
 
 GEMMS.update({"deep_gemm": deep_gemm, "cutlass": cutlass, "triton": triton})
 
