@@ -93,13 +93,11 @@ class HostPart:
             yield self.data[start : start + safetensors_body.PIECE]
 
 
-def tensor_parts(
-    tensors: Iterable[tuple[str, TensorLike]], dtypes: Sequence[str], unchecked: frozenset[str] = frozenset()
-) -> Iterator[TensorPart]:
+def tensor_parts(tensors: Iterable[tuple[str, TensorLike]], dtypes: Sequence[str]) -> Iterator[TensorPart]:
     """A part for each tensor, made as it is asked for. A tensor on a GPU is taken to have its values once the current stream
     of its device has done what it was given so far.
 
-    `dtypes`: names of those that are taken; tensors named in `unchecked` may be of any dtype of safetensors.
+    `dtypes`: names of those that are taken.
 
     Raises:
         ValueError: what is no pair of a name and a tensor, no tensor with values of its own, or of another dtype.
@@ -111,9 +109,8 @@ def tensor_parts(
         if name == "__metadata__":
             raise ValueError(f"expected a tensor's name, found {name}, which safetensors reserves")
         dtype = dtype_name(name, tensor)
-        allowed = tuple(DTYPES) if name in unchecked else dtypes
-        if dtype not in allowed or dtype not in DTYPES:
-            raise ValueError(f"tensor {name}: expected dtype {' or '.join(allowed)}, found {dtype}")
+        if dtype not in dtypes or dtype not in DTYPES:
+            raise ValueError(f"tensor {name}: expected dtype {' or '.join(dtypes)}, found {dtype}")
         shape = tuple(int(size) for size in tensor.shape)
         size = math.prod(shape) * tensor.dtype.itemsize
         yield TensorPart(name, DTYPES[dtype], shape, size, tensor, _computed(tensor))
