@@ -16,6 +16,10 @@ def dtype_name(name: str, tensor: Any) -> str:
             raise ValueError(
                 f"tensor {name}: expected a whole tensor, found a DTensor: send its full_tensor()"
             )
+        if hasattr(tensor, "local_shards"):
+            raise ValueError(
+                f"tensor {name}: expected a whole tensor, found a ShardedTensor: take FSDP's full state dict"
+            )
         if tensor.is_meta or str(tensor.layout) != "torch.strided":
             found = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
             raise ValueError(f"tensor {name}: expected a dense tensor with values, found {found}")
