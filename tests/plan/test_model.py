@@ -45,6 +45,46 @@ def test_a_block_fp8_checkpoint_has_the_same_shapes(tmp_path: Path) -> None:
     assert read_model(str(tmp_path)).parameters == read_model(str(EARLY)).parameters
 
 
+def llama(kind: str, **scaling: float) -> transformers.PretrainedConfig:
+    rotary = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 512, **scaling}
+    return transformers.LlamaConfig(
+        **SMALL, rope_parameters=rotary, max_position_embeddings=2048, architectures=["LlamaForCausalLM"]
+    )
+
+
+def gemma() -> transformers.PretrainedConfig:
+    rotary = {"rope_theta": 1e4, "rope_type": "default"}
+    return transformers.Gemma3TextConfig(
+        **SMALL,
+        rope_parameters={
+            "sliding_attention": rotary,
+            "full_attention": {**rotary, "rope_type": "linear", "factor": 8.0},
+        },
+        max_position_embeddings=2048,
+        architectures=["Gemma3ForCausalLM"],
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        llama("default"),
+        llama("linear", factor=4.0),
+        llama("dynamic", factor=4.0),
+        llama("yarn", factor=4.0),
+        llama("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+        gemma(),
+    ],
+    ids=["default", "linear", "dynamic", "yarn", "llama3", "gemma3"],
+)
+def test_the_longest_context_is_vllms(config: transformers.PretrainedConfig, tmp_path: Path) -> None:
+    from vllm.config import ModelConfig
+
+    config.save_pretrained(tmp_path)
+    served = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True)
+    assert read_model(str(tmp_path)).max_context == served.max_model_len
+
+
 def test_roles_of_a_dense_model_with_biases() -> None:
     found = roles(shapes(transformers.Qwen2Config(**SMALL, tie_word_embeddings=False), "qwen2"))
     attention = "model.layers.0.self_attn"

@@ -31,5 +31,5 @@ def test_a_part_of_a_tensor_as_fsdp2_holds_it() -> None:
 @pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 def test_a_part_of_a_tensor_as_fsdp1_holds_it() -> None:
     part = sharded_tensor.ones(ChunkShardingSpec(dim=0, placements=["rank:0/cpu"]), 4, 3)
-    with pytest.raises(ValueError, match="tensor a: .* found a ShardedTensor: take FSDP's full state dict"):
+    with pytest.raises(ValueError, match=r"tensor a: .* found a ShardedTensor: take FSDP's full state dict"):
         dtype_name("a", part)

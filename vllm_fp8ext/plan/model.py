@@ -17,6 +17,10 @@ from vllm_fp8ext.errors import ConfigError
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_SCALED = frozenset(
+    {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
+)
+"""Rotary embeddings with which a config's `max_position_embeddings` has been multiplied already."""
 
 
 class Role(Enum):
@@ -142,7 +146,7 @@ def _built(config: Any, name: str) -> Model:
         width=experts * int(getattr(config, "moe_intermediate_size", None) or width) if experts else width,
         experts_per_token=experts,
         vocabulary=int(config.vocab_size),
-        max_context=int(config.max_position_embeddings),
+        max_context=_max_context(config),
     )
     rows = found.kv_heads * found.head_dim
     for parameter in found.parameters:
@@ -151,6 +155,15 @@ def _built(config: Any, name: str) -> Model:
                 f"{parameter.name} has {parameter.shape[0]} rows, where KV heads and head_dim say {rows}"
             )
     return found
+
+
+def _max_context(config: Any) -> int:
+    """Tokens that vLLM lets a request have (`_get_and_verify_max_len`)."""
+    found = getattr(config, "rope_parameters", None) or {}
+    layers = [found] if "rope_type" in found else [kind for kind in found.values() if isinstance(kind, dict)]
+    factors = [kind.get("factor") for kind in layers if kind.get("rope_type") not in _SCALED]
+    factor = (factors[-1] if factors else None) or 1.0
+    return int(config.max_position_embeddings * (1.0 if "gemma3" in config.model_type else factor))
 
 
 def _refuse(config: Any) -> None:
