@@ -32,9 +32,15 @@ LEAD_SECONDS = 0.2
 """From the start of a run to the first entry of a timetable."""
 
 
+def named_by(environment: Environment) -> tuple[str, str]:
+    """The host and the folder for reports that an environment is to have; empty: none."""
+    assert environment.parsed_options is not None
+    return str(environment.host or "").rstrip("/"), environment.parsed_options.report or ""
+
+
 class Load:
     """Everything of one run in one process. Of several locust processes each takes every so many-th prompt and arrival.
-    `given`: the host and the folder for reports that its command line names, in the first process.
+    `given`: what its command line names (`named_by`), in the first process.
 
     Raises:
         ValueError: an option that is not valid, or no server at the URL.
@@ -45,11 +51,11 @@ class Load:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each scrape otherwise
         self.environment = environment
         self.options = options_of.of(environment.parsed_options)
-        self.url = str(environment.host or "").rstrip("/")
+        self.url, report = named_by(environment)
         if not self.url:
             raise ValueError("host: expected the URL of a server (--host, or fp8ext bench load --url)")
         if given is not None:
-            self._require(*given)
+            _require(given, (self.url, report))
         self.run = Run(options={**self.options.as_dict(), "url": self.url})
         self._part, self._parts = self._share()
         self._require_users()
@@ -214,17 +220,6 @@ class Load:
             self.sleep_until(at)
             self._update()
 
-    def _require(self, host: str, report: str) -> None:
-        """On the web page anybody may ask for another server, which would be sent our keys, or write elsewhere."""
-        if self.url != host:
-            raise ValueError(
-                f"host: expected that of the command line, {host or 'which names none'}, found {self.url}"
-            )
-        if (self.options.report or "") != report:
-            raise ValueError(
-                f"report: expected that of the command line, {report or 'which names none'}, found {self.options.report}"
-            )
-
     def _require_users(self) -> None:
         """Where one user of each process sends, there must be that many; on the web page they are chosen later."""
         parsed = self.environment.parsed_options
@@ -268,3 +263,12 @@ def _model(url: str, key: str | None, named: str | None) -> str:
         raise ConfigError(
             f"expected a list of models at {url}/v1/models, found {found} (or name one with --model)"
         ) from error
+
+
+def _require(given: tuple[str, str], found: tuple[str, str]) -> None:
+    """On the web page anybody may ask for another server, which would be sent our keys, or write elsewhere."""
+    for option, expected, asked in zip(("host", "report"), given, found, strict=True):
+        if asked != expected:
+            raise ValueError(
+                f"{option}: expected that of the command line, {expected or 'which names none'}, found {asked or 'none'}"
+            )

@@ -18,12 +18,12 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.loadtest import options
-from vllm_fp8ext.loadtest.load import Load
+from vllm_fp8ext.loadtest.load import Load, named_by
 from vllm_fp8ext.loadtest.report import INVALID
 from vllm_fp8ext.loadtest.rollout import BEGIN, DONE
 
 GIVEN: dict[int, tuple[str, str]] = {}
-"""What `Load` is given, for each environment of this process."""
+"""What the command line names, for each environment of this process."""
 LOADS: dict[int, Load] = {}
 """The load of each environment of this process."""
 IDLE_SECONDS = 3600.0
@@ -43,7 +43,7 @@ def _prepare(environment: Environment, **_: Any) -> None:
     if environment.host is None and environment.parsed_options is not None:
         environment.host = environment.parsed_options.host
     if environment.parsed_options is not None and not isinstance(environment.runner, WorkerRunner):
-        GIVEN[id(environment)] = str(environment.host or "").rstrip("/"), environment.parsed_options.report
+        GIVEN[id(environment)] = named_by(environment)
     profile = environment.parsed_options.traffic if environment.parsed_options else "closed"
     if environment.runner is not None:
         environment.runner.register_message(

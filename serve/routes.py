@@ -278,7 +278,7 @@ def _commit_once(backend: Backend, id: str) -> asyncio.Future[dict[str, Any]]:
     """One that a client asks for again, whose connection was lost, is the one that goes on: by itself it would begin to wait
     for running requests anew when that one has given up."""
     if id not in backend.commits:
-        backend.commits[id] = kept(_commit(backend, id))
+        backend.commits[id] = asyncio.ensure_future(_commit(backend, id))
         backend.commits[id].add_done_callback(lambda _: backend.commits.pop(id))
     return backend.commits[id]
 

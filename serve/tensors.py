@@ -93,11 +93,14 @@ class HostPart:
             yield self.data[start : start + safetensors_body.PIECE]
 
 
-def tensor_parts(tensors: Iterable[tuple[str, TensorLike]], dtypes: Sequence[str]) -> Iterator[TensorPart]:
+def tensor_parts(
+    tensors: Iterable[tuple[str, TensorLike]], dtypes: Sequence[str], ignored: frozenset[str] = frozenset()
+) -> Iterator[TensorPart]:
     """A part for each tensor, made as it is asked for. A tensor on a GPU is taken to have its values once the current stream
     of its device has done what it was given so far.
 
-    `dtypes`: names of those that are taken.
+    `dtypes`: names of those that are taken. `ignored`: names of tensors that nobody looks at, such as the output layer of a
+    model that shares its embedding; they are left out.
 
     Raises:
         ValueError: what is no pair of a name and a tensor, no tensor with values of its own, or of another dtype.
@@ -108,6 +111,8 @@ def tensor_parts(tensors: Iterable[tuple[str, TensorLike]], dtypes: Sequence[str
         name, tensor = item
         if name == "__metadata__":
             raise ValueError(f"expected a tensor's name, found {name}, which safetensors reserves")
+        if name in ignored:
+            continue
         dtype = dtype_name(name, tensor)
         if dtype not in dtypes or dtype not in DTYPES:
             raise ValueError(f"tensor {name}: expected dtype {' or '.join(dtypes)}, found {dtype}")

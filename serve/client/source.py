@@ -49,16 +49,15 @@ def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> 
     _require_weights(weights)
     if fp8:
         found = yield from manifests()
-        dtypes, ignored = _taken(found)
         pairs = _quantized((yield from _pairs(weights)), found)
-        return Source(tensor_parts(_used(pairs, ignored), dtypes), files=False)
+        return Source(tensor_parts(pairs, *_taken(found)), files=False)
     if isinstance(weights, str | PathLike):
         path = Path(weights)
         return Source(list((yield from work(lambda: ranges_of(path)))), files=True)
     dtypes, ignored = _taken((yield from manifests()))
     if isinstance(weights, Mapping):
-        return Source(list(tensor_parts(_used(weights.items(), ignored), dtypes)), files=False)
-    return Source(tensor_parts(_used(weights, ignored), dtypes), files=False)
+        return Source(list(tensor_parts(weights.items(), dtypes, ignored)), files=False)
+    return Source(tensor_parts(weights, dtypes, ignored), files=False)
 
 
 def tensors_of(
@@ -85,15 +84,6 @@ def _taken(manifests: list[dict[str, Any]]) -> tuple[list[str], frozenset[str]]:
     first, *others = manifests
     dtypes = [name for name in first["dtypes"] if all(name in other["dtypes"] for other in others)]
     return dtypes, frozenset.intersection(*(frozenset(manifest["ignored"]) for manifest in manifests))
-
-
-def _used(
-    pairs: Iterable[tuple[str, TensorLike]], ignored: frozenset[str]
-) -> Iterator[tuple[str, TensorLike]]:
-    """All but what no server looks at, such as the output layer of a model that shares its embedding."""
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and pair and isinstance(pair[0], str) and pair[0] in ignored):
-            yield pair
 
 
 def _pairs(weights: Pushable) -> Flow[Iterable[tuple[str, TensorLike]]]:
