@@ -5,7 +5,7 @@
 
 Each new file is a run, or several: where they come from goes to the end of `runs`, and a case replaces the last one that
 says the same of `IDENTITY`, or comes last. A file with cases that this does not tell apart is refused. Where a run had no
-BF16 beside it, `--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
+BF16 beside it, or that was replaced, `--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
 """
 
 import argparse
@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("found", type=Path, nargs="+")
     parser.add_argument("--note", default="", help="what else should be known of these runs")
     parser.add_argument(
-        "--bf16", action="store_true", help="ratio_bf16 against other runs where it is missing"
+        "--bf16",
+        action="store_true",
+        help="ratio_bf16 against the BF16 that is in the results, of another run or not",
     )
     options = parser.parse_args()
     text = options.results.read_text()
@@ -73,10 +75,10 @@ def add(results: dict[str, Any], found: dict[str, Any], note: str = "") -> None:
 
 
 def compare(cases: list[Case]) -> None:
-    """Give cases of tokens a second without `ratio_bf16` the one against the BF16 of the same model and requests."""
+    """Give cases of tokens a second `ratio_bf16` against the BF16 of the same model and requests."""
     usual = {_setup(case): case["tokens_per_s"] for case in cases if case.get("variant") == "bf16"}
     for case in cases:
-        if "tokens_per_s" in case and "ratio_bf16" not in case and _setup(case) in usual:
+        if "tokens_per_s" in case and _setup(case) in usual:
             case["ratio_bf16"] = case["tokens_per_s"] / usual[_setup(case)]
 
 

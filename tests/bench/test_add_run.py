@@ -96,6 +96,14 @@ def test_a_case_takes_the_place_of_its_like(
     }
 
 
+def test_another_bf16_is_what_all_are_compared_with(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    files[1].write_text(json.dumps(run("b", {**BASE, "variant": "bf16", "tokens_per_s": 5.0})))
+    after = added(add_run, monkeypatch, *files, "--bf16")
+    assert [case.get("ratio_bf16") for case in after["cases"]] == [1.0, 2.2]
+
+
 def test_an_fp8_kv_cache_is_beside_bf16_with_one(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:
