@@ -59,7 +59,10 @@ def main() -> int:
                 for traffic in options.traffic:
                     report = folder / f"{name}-{traffic}"
                     _load(options, server, checkpoints, name, traffic, report)
-                    reports.append(json.loads((report / "report.json").read_text()))
+                    found = report / "report.json"
+                    if not found.exists():
+                        raise SystemExit(f"{name}, {traffic}: the load test made no report; what it said is above")
+                    reports.append(json.loads(found.read_text()))
                     cases.append(_case(name, traffic, reports[-1]))
                     _show(cases, console)
                     _write(options, origin, cases, reports)

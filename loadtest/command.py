@@ -10,6 +10,8 @@ from pathlib import Path
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 LOOPBACK = "127.0.0.1"
+PACKAGES = "locust", "hdrh", "plotly", "prometheus_client"
+"""What the extra `loadtest` brings: locust itself tells only by a traceback what its file lacks."""
 
 
 def command(
@@ -19,10 +21,11 @@ def command(
     page starts load tests for anybody, with the keys of whoever started locust.
 
     Raises:
-        ModuleNotFoundError: locust is not installed.
+        ModuleNotFoundError: locust, or what our file for it imports, is not installed.
     """
-    if importlib.util.find_spec("locust") is None:
-        raise ModuleNotFoundError(name="locust")
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
     line = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", url]
     if not web:
         line += ["--headless", "--only-summary", "--run-time", run_time]

@@ -174,6 +174,7 @@ def run(script: str, *line: str) -> subprocess.CompletedProcess[str]:
         ("torch", ["bench", "update", "--help"]),
         ("vllm", ["serve", "model"]),
         ("locust", ["bench", "load"]),
+        ("hdrh", ["bench", "load"]),
     ],
 )
 def test_a_package_that_is_not_there_is_named(package: str, line: list[str]) -> None:

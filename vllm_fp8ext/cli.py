@@ -36,7 +36,7 @@ _EXTRA = "pip install 'vllm-fp8ext[{}] @ git+https://github.com/vllm-fp8ext/vllm
 _SERVER = f"{_EXTRA.format('cuda')}, or [cpu] on a machine without a GPU"
 PACKAGES = {
     **dict.fromkeys(("vllm", "torch", "transformers", "safetensors", "fastapi", "numpy"), _SERVER),
-    **dict.fromkeys(("locust", "gevent", "plotly", "hdrh"), _EXTRA.format("loadtest")),
+    **dict.fromkeys(("locust", "gevent", "plotly", "hdrh", "prometheus_client"), _EXTRA.format("loadtest")),
     "triton": "it comes with [cuda]",
 }
 """What some commands need, and how it is had."""
