@@ -61,7 +61,9 @@ def main() -> int:
                     _load(options, server, checkpoints, name, traffic, report)
                     found = report / "report.json"
                     if not found.exists():
-                        raise SystemExit(f"{name}, {traffic}: the load test made no report; what it said is above")
+                        raise SystemExit(
+                            f"{name}, {traffic}: the load test made no report; what it said is above"
+                        )
                     reports.append(json.loads(found.read_text()))
                     cases.append(_case(name, traffic, reports[-1]))
                     _show(cases, console)
