@@ -143,6 +143,18 @@ def awkward(rows: int, columns: int, kind: str, dtype: torch.dtype, seed: int = 
     return values.clamp(-largest, largest).to(dtype)
 
 
+GEMM_KINDS = ("outliers", "heavy", "zeros")
+"""Distributions of `gemm_inputs`."""
+
+
+def gemm_inputs(m: int, n: int, k: int, kind: str, device: str) -> tuple[Tensor, Tensor]:
+    """BF16 activations `[m, k]` and weight `[n, k]`: with outlier channels, or both `awkward`."""
+    if kind == "outliers":
+        return activations(m, k, device), weight(n, k, device)
+    x, values = (awkward(rows, k, kind, torch.bfloat16, rows) for rows in (m, n))
+    return x.to(device), values.to(device)
+
+
 def kv_memory(layers: int, blocks: int, device: str) -> Tensor:
     """A KV cache of any codes but NaN: bytes `[layers, blocks, KV_HEADS, KV_BLOCK, 2 * HEAD_DIM]`, as vLLM's attention
     backends for GPUs have it."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_fp8ext.bench.engines import Engine, EngineError, in_turn
+from vllm_fp8ext.bench.rollout import require_within
 from vllm_fp8ext.checkpoints import LATE
 
 PATIENCE = 30.0
@@ -82,3 +83,21 @@ def test_an_engine_that_ends_before_its_turn_is_named() -> None:
     engine._process.kill()
     with pytest.raises(EngineError, match="the engine gone ended"):
         engine.begin()
+
+
+@pytest.mark.alone
+def test_linear_layers_of_an_engine_are_within_their_bound() -> None:
+    arguments = {**SMALL, "quantization": "blockfp8", "additional_config": {"fp8ext": {"staging": "none"}}}
+    with contextlib.closing(Engine(LATE, "late", arguments)) as engine:
+        engine.wait()
+        found = engine.linear_errors((1, 40))
+        require_within("late", found)
+    assert found.keys() == {"512x256", "256x256", "1280x256", "256x640"}
+    assert all(error > 0 for error in found.values())
+
+
+def test_a_layer_that_is_not_within_its_bound_is_named() -> None:
+    with pytest.raises(
+        EngineError, match=r"blockfp8, KV auto: .*found errors of \{'8x4': 1.5, '8x2': nan\} times"
+    ):
+        require_within("blockfp8, KV auto", {"8x4": 1.5, "4x8": 0.5, "8x2": float("nan")})

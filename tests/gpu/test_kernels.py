@@ -178,12 +178,13 @@ def test_decode_gemm_stays_within_the_bound_and_repeats(
         assert cases.same(outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, cut))
 
 
+@pytest.mark.parametrize("kind", cases.GEMM_KINDS)
 @pytest.mark.parametrize("m", cases.DECODE_TOKENS)
 @pytest.mark.parametrize("name", cases.LINEAR)
-def test_decode_gemm_as_it_is_chosen_for_a_model(name: str, m: int) -> None:
+def test_decode_gemm_as_it_is_chosen_for_a_model(name: str, m: int, kind: str) -> None:
     n, k = cases.LINEAR[name]
-    x = cases.activations(m, k, "cuda")
-    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"))
+    x, weight = cases.gemm_inputs(m, n, k, kind, "cuda")
+    codes, scales = reference.quantize_weight(weight)
     out = decode_gemm.decode_gemm(x, codes, scales, None, "fp32")
     assert cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1
 
@@ -211,15 +212,16 @@ def test_decode_gemm_quantizes_as_the_reference_does(m: int, splits: int, scale_
         assert torch.equal(rest, (exact - out.float()).bfloat16())
 
 
+@pytest.mark.parametrize("kind", cases.GEMM_KINDS)
 @pytest.mark.parametrize(
     ("shape", "splits"), [((1, 4096, 4096), 4), ((33, 200, 1040), 2), ((64, 4096, 12288), 1)]
 )
-def test_triton_gemm_stays_within_the_bound(shape: tuple[int, int, int], splits: int) -> None:
+def test_triton_gemm_stays_within_the_bound(shape: tuple[int, int, int], splits: int, kind: str) -> None:
     from vllm_fp8ext.kernels import decode_gemm_triton
 
     m, n, k = shape
-    x = cases.activations(m, k, "cuda")
-    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"))
+    x, weight = cases.gemm_inputs(m, n, k, kind, "cuda")
+    codes, scales = reference.quantize_weight(weight)
     config = decode_gemm_triton.Config(splits=splits)
     out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)
     assert cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1

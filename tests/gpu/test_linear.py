@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The served linear layer on a Hopper GPU against the reference numerics."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from vllm_fp8ext.checkpoints import EARLY
-from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels import cases, reference
 
 pytestmark = pytest.mark.gpu
 
-TENSOR_CORE = reference.BLOCK * 2.0**-13
-"""Error of FP8 tensor cores over one block, relative to its largest product: each of 128 products is cut about 13 bits
-below the largest one before they are added; blocks are then added in fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
-BF16 = 2.0**-8
-"""Relative rounding of the BF16 result."""
 SHAPES = [(6144, 4096), (4096, 12288), (192, 256), (200, 384), (256, 200)]
 
 
@@ -59,34 +56,23 @@ def _layer(
     return layer, method
 
 
+@pytest.mark.parametrize("kind", cases.GEMM_KINDS)
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "gemm"),
+    [(shape, None) for shape in SHAPES]
+    + list(itertools.product(SHAPES[:2], ("deep_gemm", "cutlass", "triton"))),
+    ids=str,
+)
 @pytest.mark.parametrize("tokens", [1, 64, 300])
-def test_linear_stays_within_the_bound(config, shape, tokens, scale_format):
-    generator = torch.Generator("cuda").manual_seed(tokens)
-    weight = (torch.randn(shape, generator=generator, device="cuda") * 0.05).bfloat16()
-    weight[:, ::97] *= 10
-    x = torch.randn(tokens, shape[1], generator=generator, device="cuda").bfloat16()
-    x[:, ::61] *= 30
-    layer, method = _layer(config, weight, scale_format)
-    codes, scales = reference.quantize_weight(weight.cpu(), scale_format)
-    assert torch.equal(layer.weight.cpu().view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(layer.weight_scale_inv.cpu(), scales)
-    out = method.apply(layer, x).double().cpu()
-    x_codes, x_scales = reference.quantize_activation(x.cpu(), scale_format)
-    x_values = reference.dequantize_activation(x_codes, x_scales).double()
-    w_values = reference.dequantize_weight(codes, scales).double()
-    exact = x_values @ w_values.T
-    largest = _block_maxima(x_values) @ _block_maxima(w_values).T
-    bound = TENSOR_CORE * largest + BF16 * exact.abs()
-    assert bool(torch.isfinite(out).all())
-    assert float(((out - exact).abs() / bound).max()) < 1.0
-    assert float((out - exact).norm() / exact.norm()) < BF16
-
-
-def _block_maxima(values: Tensor) -> Tensor:
-    """Largest magnitude of each row in every 128 columns."""
-    return torch.stack([part.abs().amax(1) for part in values.split(reference.BLOCK, 1)], 1)
+def test_linear_stays_within_the_bound(config, shape, tokens, scale_format, kind, gemm):
+    x, weight = cases.gemm_inputs(tokens, *shape, kind, "cuda")
+    layer, method = _layer(config, weight, scale_format, gemm=gemm)
+    codes, scales = reference.quantize_weight(weight, scale_format)
+    assert cases.same(layer.weight, codes)
+    assert cases.same(layer.weight_scale_inv, scales)
+    out = method.apply(layer, x)
+    assert cases.gemm_error(out, *reference.quantize_activation(x, scale_format), codes, scales) < 1
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="needs Triton, which the CPU build does not
 from vllm_fp8ext.kernels.decode_gemm_triton import Config, decode_gemm_triton
 
 
+@pytest.mark.parametrize("kind", cases.GEMM_KINDS)
 @pytest.mark.parametrize(
     ("m", "n", "k", "splits", "rows", "biased", "scale_format"),
     [
@@ -22,10 +23,18 @@ from vllm_fp8ext.kernels.decode_gemm_triton import Config, decode_gemm_triton
     ],
 )
 def test_results_stay_within_the_bound(
-    device: str, m: int, n: int, k: int, splits: int, rows: int, biased: bool, scale_format: ScaleFormat
+    device: str,
+    m: int,
+    n: int,
+    k: int,
+    splits: int,
+    rows: int,
+    biased: bool,
+    scale_format: ScaleFormat,
+    kind: str,
 ) -> None:
-    x = cases.activations(m, k, device)
-    codes, scales = reference.quantize_weight(cases.weight(n, k, device), scale_format)
+    x, weight = cases.gemm_inputs(m, n, k, kind, device)
+    codes, scales = reference.quantize_weight(weight, scale_format)
     bias = cases.activations(1, n, device, 3)[0] if biased else None
     config = Config(splits=splits, rows=rows)
     out = decode_gemm_triton(x, codes, scales, bias, scale_format, config)

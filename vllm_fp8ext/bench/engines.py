@@ -106,6 +106,11 @@ class Engine:
         found: Kernels = self._ask((requests, tokens, output, seed))
         return found
 
+    def linear_errors(self, tokens: tuple[int, ...]) -> dict[str, float]:
+        """`served.linear_errors` of its first worker; nothing for engines of other methods than blockfp8."""
+        found: dict[str, float] = self._ask(("linear_errors", tokens))
+        return found
+
     def compiled(self) -> dict[str, int]:
         """What its worker has compiled so far, by compiler; nothing for engines without this plugin's methods."""
         found: dict[str, int] = self._ask("compiled")
@@ -169,6 +174,7 @@ def _serve(
     checkpoint: str, arguments: dict[str, Any], profile: bool, held: bool, lends: bool, end: Connection
 ) -> None:
     os.setsid()
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function of ours goes to the workers
     if profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
@@ -202,6 +208,9 @@ def _serve(
         if isinstance(case, Load):
             end.send(Steady(engine, case).windows())
             continue
+        if case[0] == "linear_errors":
+            end.send(_linear_errors(engine, arguments, case[1]))
+            continue
         requests, tokens, output, seed = case
         draw = torch.Generator().manual_seed(seed)
         prompts: Any = [
@@ -226,6 +235,15 @@ def _serve(
 def _lend(engine: Any) -> None:
     engine.sleep(0)
     engine.release_kv_cache_memory()
+
+
+def _linear_errors(engine: Any, arguments: Mapping[str, Any], tokens: tuple[int, ...]) -> dict[str, float]:
+    if arguments.get("quantization") != "blockfp8":
+        return {}
+    from vllm_fp8ext.bench.served import linear_errors
+
+    found: dict[str, float] = engine.collective_rpc(linear_errors, args=(tokens,))[0]
+    return found
 
 
 def _compiled(engine: Any, arguments: Mapping[str, Any]) -> dict[str, int]:

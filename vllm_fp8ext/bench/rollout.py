@@ -6,7 +6,8 @@
 All engines are alive at once and take turns, so that they see the same GPU. Where their KV caches do not fit beside each
 other, the engine whose turn it is has the memory for them (--lend); where their weights do not, engines run one after the
 other (--apart). Several --settings are as many engines of `blockfp8`. Weights are generated (or given,
---checkpoint); token ids go in and come out. Every engine first runs the start of a case unmeasured. The time to the first
+--checkpoint); token ids go in and come out. Every engine first runs the start of a case unmeasured, and the linear layers of
+`blockfp8` must then be within the bound of their reference, with as many tokens as the case gives them. The time to the first
 tokens, measured in a run of its own, is taken off for the time of a decode step.
 """
 
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
 
-from vllm_fp8ext.bench.engines import VARIANTS, Engine, in_turn, with_graphs
+from vllm_fp8ext.bench.engines import VARIANTS, Engine, EngineError, in_turn, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.options import CommandLine, case_of, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
@@ -30,6 +31,8 @@ from vllm_fp8ext.errors import ConfigError
 
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Batch sizes of CUDA graphs."""
+STEP = 8192
+"""Most tokens of a step."""
 CASES = ("1x1024x1024", "8x1024x1024", "8x512x256", "32x1024x1024", "128x1024x1024", "256x1024x1024")
 console = Console(width=140, highlight=False)
 
@@ -54,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises:
         ConfigError: no GPU, a case that is none, or profiles of engines that lend.
+        EngineError: an engine ended, or its linear layers are not within their bound.
     """
     options = _parser().parse_args(arguments)
     if options.lend and options.profile:
@@ -149,7 +153,7 @@ def _arguments(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_dtype": kind.kv,
         "max_model_len": longest + 16,
         "max_num_seqs": 256,
-        "max_num_batched_tokens": 8192,
+        "max_num_batched_tokens": STEP,
         "kv_cache_memory_bytes": int(options.kv_gib * 2**30),
         "gpu_memory_utilization": 0.3,
         "enable_prefix_caching": False,
@@ -172,6 +176,7 @@ def _measure(
     requests, tokens, output = case
     samples: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in engines}
     before: dict[Kind, dict[str, int]] = {}
+    errors: dict[Kind, dict[str, float]] = {}
     for repeat in range(options.repeats + 1):
         if time.monotonic() > stop:
             break
@@ -182,6 +187,9 @@ def _measure(
                 first = engine.seconds(requests, tokens, 1, 2 * repeat)
                 length = output if repeat else min(output, 32)
                 whole = engine.seconds(requests, tokens, length, 2 * repeat + 1)
+                if not repeat:
+                    errors[kind] = engine.linear_errors((requests, min(requests * tokens, STEP)))
+                    require_within(str(kind), errors[kind])
             if repeat:
                 samples[kind].append((first, whole))
             else:
@@ -211,6 +219,7 @@ def _measure(
             "compiled_meanwhile": {
                 compiler: after[compiler] - count for compiler, count in before[kind].items()
             },
+            "error_of_bound": max(errors[kind].values(), default=None),
             "beside": sorted({other.variant for other in engines}),
         }
         alike: dict[str, Any] = {"requests": requests, "input": tokens, "output": output}
@@ -227,6 +236,14 @@ def _measure(
             f"{result.get('ratio_bf16', math.nan):5.2f}x"
         )
     return found
+
+
+def require_within(engine: str, errors: dict[str, float]) -> None:
+    """Raises `EngineError` where an error is not below its bound; `errors`: as parts of it, by layer."""
+    if wrong := {layer: error for layer, error in errors.items() if not error < 1}:
+        raise EngineError(
+            f"{engine}: expected linear layers within their bound, found errors of {wrong} times it"
+        )
 
 
 def _write(

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How exact the linear layers of a served model are: what engines that are timed are asked first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_fp8ext.kernels import cases, reference
+from vllm_fp8ext.linear import CODES, SCALES, BlockFp8LinearMethod
+
+ROWS = 64
+"""Of each product that are compared."""
+
+
+@torch.inference_mode()
+def linear_errors(worker: Any, tokens: Sequence[int]) -> dict[str, float]:
+    """Largest error of a linear layer of each shape (`NxK`), as a part of the bound of `cases.gemm_error`, over products with
+    these numbers of tokens. `worker`: vLLM's, which serves with blockfp8. Each goes to the kernel that takes so many there, with
+    activations that have outlier channels."""
+    found: dict[str, float] = {}
+    for layer in worker.model_runner.get_model().modules():
+        method = getattr(layer, "quant_method", None)
+        if not isinstance(method, BlockFp8LinearMethod):
+            continue
+        codes, scales = getattr(layer, CODES), getattr(layer, SCALES)
+        shape = "x".join(map(str, codes.shape))
+        if shape in found:
+            continue
+        form = method.scale_format
+        found[shape] = 0.0
+        for m in tokens:
+            x = cases.activations(m, codes.shape[1], codes.device.type)
+            out = method.apply(layer, x)[:ROWS]
+            few = reference.quantize_activation(x[:ROWS], form)
+            found[shape] = max(found[shape], cases.gemm_error(out, *few, codes, scales))
+    return found
