@@ -3,6 +3,7 @@
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -80,6 +81,29 @@ def copy_bandwidth(size: int = 512 << 20) -> float:
     moved = {"copy": size // 8, "not": size // 2, "not_wide": size}
     rates = [2e6 * moved[name] / timing.us for name, timing in timings.items() if timing.samples]
     return max(rates)
+
+
+def matmul_rate(seconds: float, size: int = 8192) -> float:
+    """Operations per second of BF16 products of random `[size, size]` matrices by cuBLAS: of the last ten after `seconds` of
+    them without a break. A GPU at its power limit lowers its clock within tenths of a second."""
+    noise = torch.Generator("cuda").manual_seed(0)
+    left, right = (torch.randn(size, size, generator=noise, device="cuda").bfloat16() for _ in range(2))
+    for _ in range(3):
+        left @ right
+    torch.cuda.synchronize()
+    time.sleep(1.0)  # at rest, whatever ran before
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop:
+        for _ in range(10):
+            left @ right
+        torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(10):
+        left @ right
+    end.record()
+    end.synchronize()
+    return 20.0 * size**3 / begin.elapsed_time(end) * 1e3
 
 
 def _capture(call: Callable[[int], object], copies: int, launches: int) -> torch.cuda.CUDAGraph:

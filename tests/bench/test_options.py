@@ -13,7 +13,7 @@ from vllm_fp8ext.errors import ConfigError
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("kernels", {"scaled_mm cutlass deep_gemm", "all"}),
+        ("kernels", {"all", "4096 8192"}),
         ("rollout", {"Qwen3-8B", "24.0", "5", "all", "auto"}),
         ("kv", {"Qwen3-8B", "15.0", "0.9", "2", "all"}),
         ("updates", {"files http", "blockfp8", "keep", "0", "3"}),

@@ -14,7 +14,7 @@ from vllm_fp8ext.bench.rivals import UNQUANTIZED, Call, Gemm, rivals
 from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm, decode_gemm_triton, selection
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 
-PREFILL_RIVALS = ("cutlass", "deep_gemm")
+PREFILL_RIVALS = ("cutlass", "deep_gemm", "flashinfer")
 
 
 def decode(report: Report, tokens: Sequence[int], names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast the kernels are on this GPU, beside what else computes the same.
 
-    fp8ext bench kernels --out kernels.json --rivals scaled_mm cutlass deep_gemm
+    fp8ext bench kernels --out kernels.json
 
 Everything that is timed passes its bound in the same process first. Exit code 1 when a kernel of ours does not.
 """
@@ -28,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = CommandLine("kernels", __doc__)
     parser.add_choice("--only", PARTS, PARTS, "these parts alone", metavar="PART")
-    rivals = ["scaled_mm", "cutlass", "deep_gemm"]
-    parser.add_choice("--rivals", NAMES, rivals, "beside GEMMs of ours", nargs="*")
+    parser.add_choice("--rivals", NAMES, NAMES, "beside GEMMs of ours, where they run", nargs="*")
     for part, tokens in (
         ("prefill", cases.PREFILL_TOKENS),
         ("decode", cases.DECODE_TOKENS),

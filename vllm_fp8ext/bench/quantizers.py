@@ -42,14 +42,21 @@ def weights(report: Report) -> None:
         moved = dict.fromkeys(calls, 3 * n * k + blocks(n) * blocks(k) * 4)
         timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
         report.add("quantize_weight", (n, k, form), None, timings, moved, baseline="compiled", exact=exact)
-    _together(report, "quantize_weight", ("Qwen3-8B",), [*cases.LINEAR.values()] * cases.LAYERS)
+    model = [*cases.LINEAR.values()] * cases.LAYERS
+    for form in FORMATS:
+        _together(report, "quantize_weight", ("Qwen3-8B", form), model, form, compiled)
     experts, width, hidden = cases.EXPERTS
     shapes = [(experts * 2 * width, hidden), (experts * hidden, width)]
-    _together(report, "quantize_experts", (experts, 3 * width, hidden), shapes)
+    _together(report, "quantize_experts", (experts, 3 * width, hidden), shapes, "fp32", compiled)
 
 
 def _together(
-    report: Report, kernel: str, shape: tuple[int | str, ...], shapes: Sequence[tuple[int, int]]
+    report: Report,
+    kernel: str,
+    shape: tuple[int | str, ...],
+    shapes: Sequence[tuple[int, int]],
+    form: ScaleFormat,
+    compiled: Callable[..., None],
 ) -> None:
     """Weights of these shapes one after the other: of a whole model, or of all experts of a layer."""
     if report.late(kernel):
@@ -59,18 +66,23 @@ def _together(
 
     def alone(_: int) -> None:
         for part in parts:
-            launch(*part, "fp32")
+            launch(*part, form)
 
     def with_sums(_: int) -> None:
         for part, own in zip(parts, sums, strict=True):
-            launch(*part, "fp32", own)
+            launch(*part, form, own)
+
+    def by_inductor(_: int) -> None:
+        for part in parts:
+            compiled(*part, form)
 
     calls: Calls = {"blockfp8": alone, "blockfp8_sums": with_sums}
-    exact = {variant: quantizes_right(call, parts, "fp32") for variant, call in calls.items()}
+    exact = {variant: quantizes_right(call, parts, form) for variant, call in calls.items()}
+    calls["compiled"] = by_inductor
     timings = bench.measure(calls, dict.fromkeys(calls, 1))
     total = sum(3 * codes.numel() + 4 * scales.numel() for _, codes, scales in parts)
-    moved = {"blockfp8": total, "blockfp8_sums": total + 4 * sum(own.numel() for own in sums)}
-    report.add(kernel, shape, None, timings, moved, baseline="blockfp8", exact=exact)
+    moved = dict.fromkeys(calls, total) | {"blockfp8_sums": total + 4 * sum(own.numel() for own in sums)}
+    report.add(kernel, shape, None, timings, moved, baseline="compiled", exact=exact)
 
 
 def quantizes_right(
@@ -106,8 +118,9 @@ def _quantize(
     launch(*sets[i], form, sums)
 
 
-def _compiled(compiled: object, sets: list[tuple[Tensor, Tensor, Tensor]], form: ScaleFormat, i: int) -> None:
-    assert callable(compiled)
+def _compiled(
+    compiled: Callable[..., None], sets: list[tuple[Tensor, Tensor, Tensor]], form: ScaleFormat, i: int
+) -> None:
     compiled(*sets[i], form)
 
 

@@ -17,6 +17,10 @@ Calls = dict[str, Callable[[int], object]]
 """By variant: a call with the number of one of the copies of its operands."""
 
 
+MATMULS = {"at_first": 0.0, "after_seconds": 3.0}
+"""Seconds of BF16 products before those that tell what the GPU can multiply."""
+
+
 class Report:
     """Collects cases; the file is written anew after each. `stop`: the time (`time.perf_counter`) after which no case is
     begun."""
@@ -27,8 +31,11 @@ class Report:
         self.provenance = provenance()
         self.cases: list[dict[str, Any]] = []
         self.bandwidth = bench.copy_bandwidth()
+        self.matmul = {name: bench.matmul_rate(seconds) / 1e12 for name, seconds in MATMULS.items()}
         self._console = Console(width=140, highlight=False)
         self.say(f"a copy moves {self.bandwidth / 1e12:.2f} TB/s")
+        rates = ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in self.matmul.items())
+        self.say(f"cuBLAS in BF16: {rates}")
 
     def say(self, text: str) -> None:
         """A line for people."""
@@ -53,24 +60,28 @@ class Report:
         exact: Mapping[str, bool],
         operations: int = 0,
     ) -> None:
-        """`moved`: fewest bytes of each variant. `baseline`: the variant that the ratio compares with; it is called
-        `ratio_bf16` where that is BF16's GEMM, else `ratio`."""
-        ratio = "ratio_bf16" if baseline == "bf16" else "ratio"
+        """`moved`: fewest bytes of each variant. `baseline`: the variant that `ratio` compares with; where it is BF16's GEMM,
+        that is `ratio_bf16` too. `exact`: whether a variant was within its bound; of others it was not asked."""
         for variant, timing in timings.items():
             case: dict[str, Any] = {"kernel": kernel, "shape": list(shape), "m": m, "variant": variant}
-            case |= {"exact": exact.get(variant, True), "error": timing.error, "samples": timing.samples}
+            case |= {"exact": exact.get(variant), "error": timing.error, "samples": timing.samples}
             if timing.samples:
                 case |= {
                     "us": timing.us,
                     "gbps": moved[variant] / timing.us / 1e3,
-                    "tflops": operations / timing.us / 1e6,
-                    ratio: timings[baseline].us / timing.us,
+                    "tflops": operations / timing.us / 1e6 if operations else None,
+                    "ratio": timings[baseline].us / timing.us,
+                    "ratio_bf16": timings[baseline].us / timing.us if baseline == "bf16" else None,
                     "baseline": baseline,
                     "ratio_copy": moved[variant] / timing.us * 1e6 / self.bandwidth,
                 }
             self.cases.append(case)
             self.say(self._line(case))
-        write_cases(self.file, self.provenance, self.cases, copy_gbps=self.bandwidth / 1e9)
+        write_cases(
+            *(self.file, self.provenance, self.cases),
+            copy_gbps=self.bandwidth / 1e9,
+            matmul_tflops=self.matmul,
+        )
 
     def summarize(self, kernel: str, variant: str) -> None:
         """Geometric mean and worst of a variant's ratios to BF16."""
@@ -93,6 +104,5 @@ class Report:
         line = f"{case['kernel']:18} {'x'.join(map(str, case['shape'])):15} m={case['m']!s:5} {case['variant']:15}"
         if not case["samples"]:
             return f"{line} {case['error'][:80]}"
-        ratio = case.get("ratio_bf16", case.get("ratio"))
-        numbers = f"{case['us']:9.2f} us {ratio:6.2f}x {case['ratio_copy']:7.1%} of copy"
-        return f"{line} {numbers}{'' if case['exact'] else ' NOT WITHIN ITS BOUND'}"
+        numbers = f"{case['us']:9.2f} us {case['ratio']:6.2f}x {case['ratio_copy']:7.1%} of copy"
+        return f"{line} {numbers}{' NOT WITHIN ITS BOUND' if case['exact'] is False else ''}"

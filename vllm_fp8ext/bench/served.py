@@ -16,8 +16,8 @@ ROWS = 64
 @torch.inference_mode()
 def linear_errors(worker: Any, tokens: Sequence[int]) -> dict[str, float]:
     """Largest error of a linear layer of each shape (`NxK`), as a part of the bound of `cases.gemm_error`, over products with
-    these numbers of tokens. `worker`: vLLM's, which serves with blockfp8. Each goes to the kernel that takes so many there, with
-    activations that have outlier channels."""
+    these numbers of tokens. `worker`: vLLM's, which serves with blockfp8. Each goes to the kernel that takes so many there,
+    with activations that have outlier channels."""
     found: dict[str, float] = {}
     for layer in worker.model_runner.get_model().modules():
         method = getattr(layer, "quant_method", None)
