@@ -36,16 +36,19 @@ def copies(operand_bytes: int) -> int:
 
 
 def measure(
-    variants: Mapping[str, Callable[[int], object]], passes: Mapping[str, int], repeats: int = REPEATS
+    variants: Mapping[str, Callable[[int], object]],
+    passes: Mapping[str, int],
+    repeats: int = REPEATS,
+    least: int = LAUNCHES,
 ) -> dict[str, Timing]:
     """Time variants in turn. Each is called with the number of one of its `passes[name]` copies of its operands, again and
-    again through all of them in one graph.
+    again through all of them in one graph, at least `least` times.
 
     A variant that fails is recorded, and the others go on.
     """
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     errors: dict[str, str] = {}
-    launches = {name: passes[name] * -(-LAUNCHES // passes[name]) for name in variants}
+    launches = {name: passes[name] * -(-least // passes[name]) for name in variants}
     for name, call in variants.items():
         try:
             graphs[name] = _capture(call, passes[name], launches[name])
