@@ -58,13 +58,7 @@ def main() -> int:
                 server.wait(1200)
                 for traffic in options.traffic:
                     report = folder / f"{name}-{traffic}"
-                    _load(options, server, checkpoints, name, traffic, report)
-                    found = report / "report.json"
-                    if not found.exists():
-                        raise SystemExit(
-                            f"{name}, {traffic}: the load test made no report; what it said is above"
-                        )
-                    reports.append(json.loads(found.read_text()))
+                    reports.append(_load(options, server, checkpoints, name, traffic, report))
                     cases.append(_case(name, traffic, reports[-1]))
                     _show(cases, console)
                     _write(options, origin, cases, reports)
@@ -83,7 +77,7 @@ def _write(
 
 def _load(
     options: Any, server: Server, checkpoints: list[Path], name: str, traffic: str, report: Path
-) -> None:
+) -> dict[str, Any]:
     updates = [
         *("--update-every", "step", "--checkpoints", *map(str, reversed(checkpoints))),
         *(("--files",) if name == "blockfp8" else ("--update-through", "stock")),
@@ -99,6 +93,11 @@ def _load(
         *(("--one-step-off",) if traffic == "one-step-off" else ()),
     ]
     subprocess.run(line, env={**os.environ, ADMIN_KEY: server.key}, check=False)
+    file = report / "report.json"
+    if not file.exists():
+        raise SystemExit(f"{name}, {traffic}: the load test made no report; what it said is above")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def _case(variant: str, traffic: str, report: dict[str, Any]) -> dict[str, Any]:

@@ -91,22 +91,13 @@ def matmul_rate(seconds: float, size: int = 8192) -> float:
     them without a break. A GPU at its power limit lowers its clock within tenths of a second."""
     noise = torch.Generator("cuda").manual_seed(0)
     left, right = (torch.randn(size, size, generator=noise, device="cuda").bfloat16() for _ in range(2))
-    for _ in range(3):
-        left @ right
-    torch.cuda.synchronize()
+    ten = _capture(lambda _: left @ right, 1, 10)
     time.sleep(1.0)  # at rest, whatever ran before
     stop = time.perf_counter() + seconds
     while time.perf_counter() < stop:
-        for _ in range(10):
-            left @ right
+        ten.replay()
         torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(10):
-        left @ right
-    end.record()
-    end.synchronize()
-    return 20.0 * size**3 / begin.elapsed_time(end) * 1e3
+    return 2e6 * size**3 / _elapsed(ten, 1, 10)
 
 
 def _capture(call: Callable[[int], object], copies: int, launches: int) -> torch.cuda.CUDAGraph:

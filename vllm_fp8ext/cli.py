@@ -17,6 +17,7 @@ from vllm_fp8ext.calibrate.command import VLLM_OPTIONS, calibrate
 from vllm_fp8ext.checkpoints import MAX_PROBLEMS
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import Fp8ExtError
+from vllm_fp8ext.loadtest.command import PACKAGES as LOADTEST
 from vllm_fp8ext.plan.command import plan
 from vllm_fp8ext.serve.client.command import (
     abandon,
@@ -36,7 +37,7 @@ _EXTRA = "pip install 'vllm-fp8ext[{}] @ git+https://github.com/vllm-fp8ext/vllm
 _SERVER = f"{_EXTRA.format('cuda')}, or [cpu] on a machine without a GPU"
 PACKAGES = {
     **dict.fromkeys(("vllm", "torch", "transformers", "safetensors", "fastapi", "numpy"), _SERVER),
-    **dict.fromkeys(("locust", "gevent", "plotly", "hdrh", "prometheus_client"), _EXTRA.format("loadtest")),
+    **dict.fromkeys((*LOADTEST, "gevent"), _EXTRA.format("loadtest")),
     "triton": "it comes with [cuda]",
 }
 """What some commands need, and how it is had."""

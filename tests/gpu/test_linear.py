@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The served linear layer on a Hopper GPU against the reference numerics."""
 
+import functools
 import itertools
 
 import pytest
@@ -68,11 +69,23 @@ def _layer(
 def test_linear_stays_within_the_bound(config, shape, tokens, scale_format, kind, gemm):
     x, weight = cases.gemm_inputs(tokens, *shape, kind, "cuda")
     layer, method = _layer(config, weight, scale_format, gemm=gemm)
-    codes, scales = reference.quantize_weight(weight, scale_format)
+    codes, scales = _quantized_on_the_cpu(shape, kind, scale_format)
     assert cases.same(layer.weight, codes)
     assert cases.same(layer.weight_scale_inv, scales)
-    out = method.apply(layer, x)
-    assert cases.gemm_error(out, *reference.quantize_activation(x, scale_format), codes, scales) < 1
+    out, quantized = method.apply(layer, x), reference.quantize_activation(x, scale_format)
+    assert bool(torch.isfinite(out).all())
+    codes, scales = codes.cuda(), scales.cuda()
+    assert cases.gemm_error(out, *quantized, codes, scales) < 1
+    values = reference.dequantize_activation(*quantized), reference.dequantize_weight(codes, scales)
+    exact = values[0].double() @ values[1].double().T
+    assert float((out.double() - exact).norm() / exact.norm()) < cases.BF16
+
+
+@functools.cache
+def _quantized_on_the_cpu(shape, kind, scale_format):
+    """The weight of every number of tokens: it depends on its own shape alone."""
+    weight = cases.gemm_inputs(1, *shape, kind, "cuda")[1]
+    return reference.quantize_weight(weight.cpu(), scale_format)
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])

@@ -27,6 +27,7 @@ def decode(report: Report, tokens: Sequence[int], names: Sequence[str]) -> None:
 
 def prefill(report: Report, tokens: Sequence[int], names: Sequence[str]) -> None:
     """Many tokens: `blockfp8` is a launch that quantizes, and DeepGEMM; `blockfp8_codes` is DeepGEMM alone."""
+    report.measure_matmul()
     others = rivals([name for name in names if name in PREFILL_RIVALS])
     _compare(report, "prefill_gemm", tokens, others, _prefill)
 

@@ -16,7 +16,6 @@ from vllm_fp8ext.kernels import bench
 Calls = dict[str, Callable[[int], object]]
 """By variant: a call with the number of one of the copies of its operands."""
 
-
 MATMULS = {"at_first": 0.0, "after_seconds": 3.0}
 """Seconds of BF16 products before those that tell what the GPU can multiply."""
 
@@ -31,15 +30,19 @@ class Report:
         self.provenance = provenance()
         self.cases: list[dict[str, Any]] = []
         self.bandwidth = bench.copy_bandwidth()
-        self.matmul = {name: bench.matmul_rate(seconds) / 1e12 for name, seconds in MATMULS.items()}
+        self.matmul: dict[str, float] = {}
         self._console = Console(width=140, highlight=False)
         self.say(f"a copy moves {self.bandwidth / 1e12:.2f} TB/s")
-        rates = ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in self.matmul.items())
-        self.say(f"cuBLAS in BF16: {rates}")
 
     def say(self, text: str) -> None:
         """A line for people."""
         self._console.print(text, markup=False)
+
+    def measure_matmul(self) -> None:
+        """What the GPU multiplies in BF16, TFLOP/s, told beside the cases."""
+        self.matmul = {name: bench.matmul_rate(seconds) / 1e12 for name, seconds in MATMULS.items()}
+        rates = ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in self.matmul.items())
+        self.say(f"cuBLAS in BF16: {rates}")
 
     def late(self, what: str) -> bool:
         """Whether there is no time left for this."""
@@ -66,12 +69,13 @@ class Report:
             case: dict[str, Any] = {"kernel": kernel, "shape": list(shape), "m": m, "variant": variant}
             case |= {"exact": exact.get(variant), "error": timing.error, "samples": timing.samples}
             if timing.samples:
+                ratio = timings[baseline].us / timing.us
                 case |= {
                     "us": timing.us,
                     "gbps": moved[variant] / timing.us / 1e3,
                     "tflops": operations / timing.us / 1e6 if operations else None,
-                    "ratio": timings[baseline].us / timing.us,
-                    "ratio_bf16": timings[baseline].us / timing.us if baseline == "bf16" else None,
+                    "ratio": ratio,
+                    "ratio_bf16": ratio if baseline == "bf16" else None,
                     "baseline": baseline,
                     "ratio_copy": moved[variant] / timing.us * 1e6 / self.bandwidth,
                 }
