@@ -34,6 +34,9 @@
 // (griddepcontrol) waits for Q, K and V alone. With EARLY_REQUESTS or more the kernel behind both may likewise
 // begin to fetch its weights.
 //
+// Outputs are BF16, or what quantizes these for a linear layer behind attention: E4M3 codes, and a scale for each token and
+// head, whose D columns are a block of such a layer.
+//
 // Shared memory: for each warp a ring of STAGES tiles, each TILE x D values of K, then of V, whose 16-byte chunks are swizzled
 // so that neither copies nor loads meet in a bank; then the lent blocks, and where each request's tiles begin.
 
@@ -496,10 +499,51 @@ struct NewToken {
   }
 };
 
+// Where outputs go: BF16 rows of heads, or, if there are `codes_RHD`, codes, and scales `scale_stride` apart from head to
+// head.
+struct Out {
+  bf16* values_RHD;
+  u64 stride;
+  u8* codes_RHD;
+  float* scales_HR;
+  u64 scale_stride;
+  u32 pow2;
+
+  // One head of one request. `pairs`: the calling thread's PAIRS neighbouring pairs of BF16, the `part`-th of the head; all of
+  // a head are in threads of one warp whose numbers differ in the bits of `apart`, of which it takes part with `threads`.
+  template <u32 PAIRS>
+  DEVICE void put(u32 request, u32 head, u32 part, const u32 (&pairs)[PAIRS], u32 threads, u32 apart) const {
+    if (!codes_RHD) {
+      u32* to = reinterpret_cast<u32*>(values_RHD + request * stride + head * D) + part * PAIRS;
+      if constexpr (PAIRS == 8) {
+        reinterpret_cast<uint4*>(to)[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        reinterpret_cast<uint4*>(to)[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+      } else {
+        *reinterpret_cast<uint2*>(to) = {pairs[0], pairs[1]};
+      }
+      return;
+    }
+    u32 amax = 0;
+#pragma unroll
+    for (u32 i = 0; i < PAIRS; ++i) amax = larger(amax, pairs[i] & 0x7FFF7FFFu);
+#pragma unroll
+    for (u32 bit = 1; bit < 32; bit *= 2)
+      if (apart & bit) amax = larger(amax, __shfl_xor_sync(threads, amax, bit));
+    const float scale = scale_of(max(amax & 0xFFFFu, amax >> 16) << 16, pow2), inverse = __frcp_rn(scale);
+    u32 codes[PAIRS / 2];
+#pragma unroll
+    for (u32 i = 0; i < PAIRS / 2; ++i) codes[i] = codes_of(pairs[2 * i], pairs[2 * i + 1], scale, inverse, pow2);
+    u32* to = reinterpret_cast<u32*>(codes_RHD + (static_cast<u64>(request) * HEADS + head) * D) + part * (PAIRS / 2);
+    if constexpr (PAIRS == 8) *reinterpret_cast<uint4*>(to) = {codes[0], codes[1], codes[2], codes[3]};
+    else *to = codes[0];
+    if (part == 0) scales_HR[head * scale_stride + request] = scale;
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     decode_attention(const u8* query_RHD, u64 query_stride, Fresh fresh, Cache cache, const int* lengths_R, u32 requests,
                      const float* q_scale, const float* k_scale, const float* v_scale, u32 scale_stride, float softmax_scale,
-                     bf16* out_RHD, u64 out_stride, float* parts_SHD, float2* part_sums_SH, u32 shares) {
+                     Out out, float* parts_SHD, float2* part_sums_SH, u32 shares) {
   extern __shared__ __align__(128) u8 shared[];
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // combine_attention waits beside this
   u64* of_warp = reinterpret_cast<u64*>(shared + WARPS * STAGES * STAGE_BYTES);
@@ -574,14 +618,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         float(&n)[8][4] = sums.numerators[side];
         if (whole) {
           const float by = v_by / sums.weights[side][j];
-          uint4* to = reinterpret_cast<uint4*>(out_RHD + request * out_stride + query_head * D + g * 16);
+          u32 pairs[8];
 #pragma unroll
-          for (u32 half = 0; half < 2; ++half) {
-            u32 pairs[4];
-#pragma unroll
-            for (u32 p = 0; p < 4; ++p) pairs[p] = pack_bf16(n[half * 4 + p][j] * by, n[half * 4 + p][j + 2] * by);
-            to[half] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-          }
+          for (u32 p = 0; p < 8; ++p) pairs[p] = pack_bf16(n[p][j] * by, n[p][j + 2] * by);
+          out.put(request, query_head, g, pairs, 0x11111111u << t, 4 | 8 | 16);
         } else {
           const u64 at = static_cast<u64>(share + request) * HEADS + query_head;
           float4* to = reinterpret_cast<float4*>(parts_SHD + at * D + g * 16);
@@ -601,7 +641,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 // head of one request, each neighbouring parts. Requests without tokens (padding of a batch) become zeros.
 extern "C" __global__ void __launch_bounds__(THREADS)
     combine_attention(const float* parts_SHD, const float2* part_sums_SH, const int* lengths_R, u32 requests,
-                      const float* v_scale, u32 scale_stride, bf16* out_RHD, u64 out_stride, u32 shares, u32 spread) {
+                      const float* v_scale, u32 scale_stride, Out out, u32 shares, u32 spread) {
   extern __shared__ __align__(128) u8 shared[];
   u64* of_warp = reinterpret_cast<u64*>(shared);
   float4* sums = reinterpret_cast<float4*>(shared + 128);  // [WARPS, 32]
@@ -661,6 +701,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   if (item >= requests * HEADS || count == 1) return;
   const float by = count ? v_scale[head / GROUP * scale_stride] / weights : 0;
-  reinterpret_cast<uint2*>(out_RHD + request * out_stride + head * D)[lane] = {pack_bf16(sum.x * by, sum.y * by),
-                                                                              pack_bf16(sum.z * by, sum.w * by)};
+  const u32 pairs[2] = {pack_bf16(sum.x * by, sum.y * by), pack_bf16(sum.z * by, sum.w * by)};
+  out.put(request, head, lane, pairs, EVERY, 31);
 }

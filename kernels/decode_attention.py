@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels import cuda
-from vllm_fp8ext.kernels.reference import FP8_DTYPE
+from vllm_fp8ext.kernels.quantized import Quantized
+from vllm_fp8ext.kernels.reference import FP8_DTYPE, ScaleFormat
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 HEAD_DIMENSION = 128
@@ -40,6 +41,17 @@ class _Fresh(ctypes.Structure):
         ("key_stride", ctypes.c_ulonglong),
         ("value_stride", ctypes.c_ulonglong),
         ("slots", ctypes.c_void_p),
+    )
+
+
+class _Out(ctypes.Structure):
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("stride", ctypes.c_ulonglong),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("scale_stride", ctypes.c_ulonglong),
+        ("pow2", ctypes.c_uint),
     )
 
 
@@ -150,12 +162,15 @@ class DecodeAttention:
         self._parts = torch.empty(slots, heads, HEAD_DIMENSION, dtype=torch.float32, device=device)
         self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
 
-    def __call__(self, step: Step, out_RHD: Tensor) -> None:
-        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out_RHD`, BF16, zero where it has no tokens,
-        and its new token's K and V into the cache, quantized for FP8 as vLLM does it. Another request's context may have that
-        token too, if it completes a block.
+    def __call__(self, step: Step, out: Tensor | Quantized, scale_format: ScaleFormat = "fp32") -> None:
+        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out`, zero where it has no tokens, and its new
+        token's K and V into the cache, quantized for FP8 as vLLM does it. Another request's context may have that token too,
+        if it completes a block.
+
+        `out`: BF16 `[R, H, D]`; or `[R, H * D]` quantized, as `reference.quantize_activation` does it in this format of the
+        scales, of which tokens are adjacent.
         """
-        self._check(step, out_RHD)
+        self._check(step, out)
         requests, cache, size = step.lengths_R.shape[0], step.cache, self.dtype.itemsize
         block_bytes, head_bytes, token_bytes, _ = (stride * size for stride in cache.stride())
         fresh = _Fresh(
@@ -169,7 +184,7 @@ class DecodeAttention:
         )
         q, k, v = (ctypes.c_void_p(scale.data_ptr()) for scale in step.scales)
         scale_stride = ctypes.c_uint(int(step.scales[0].numel() > 1))
-        out = (ctypes.c_void_p(out_RHD.data_ptr()), ctypes.c_ulonglong(out_RHD.stride(0)))
+        to = _out(out, scale_format)
         parts, sums = (ctypes.c_void_p(part.data_ptr()) for part in (self._parts, self._sums))
         lengths, count = ctypes.c_void_p(step.lengths_R.data_ptr()), ctypes.c_uint(requests)
         shares = ctypes.c_uint(self.shares)
@@ -182,7 +197,7 @@ class DecodeAttention:
                 ctypes.c_void_p(step.query_RHD.data_ptr()),
                 ctypes.c_ulonglong(step.query_RHD.stride(0) * size),
                 *(fresh, paged, lengths, count, q, k, v, scale_stride, ctypes.c_float(step.softmax_scale)),
-                *(*out, parts, sums, shares),
+                *(to, parts, sums, shares),
             ),
             early=step.slots_R is not None,
         )
@@ -191,7 +206,7 @@ class DecodeAttention:
             -(-requests * self.heads * spread // self.cut.warps),
             128 + self.cut.warps * (512 + 8) + 4 * (requests + 1),
             stream,
-            (parts, sums, lengths, count, v, scale_stride, *out, shares, ctypes.c_uint(spread)),
+            (parts, sums, lengths, count, v, scale_stride, to, shares, ctypes.c_uint(spread)),
             early=True,
         )
 
@@ -210,7 +225,7 @@ class DecodeAttention:
         )
         return (is_bytes or cache.dtype == self.dtype) and cache.stride(3) == 1 and placed
 
-    def _check(self, step: Step, out_RHD: Tensor) -> None:
+    def _check(self, step: Step, out: Tensor | Quantized) -> None:
         query_RHD, key_RGD, value_RGD, cache, table_RB, lengths_R, slots_R, scales, _ = step
         requests = lengths_R.shape[0]
         by_query = (requests, self.heads, HEAD_DIMENSION)
@@ -220,7 +235,15 @@ class DecodeAttention:
             problems.append(f"1 to {self.requests} requests, found {requests}")
         if query_RHD.dtype != self.dtype or query_RHD.shape != by_query:
             problems.append(f"queries {by_query} in {self.dtype}")
-        if out_RHD.dtype != torch.bfloat16 or out_RHD.shape != by_query:
+        if isinstance(out, Quantized):
+            flat = (requests, self.heads * HEAD_DIMENSION)
+            if (out.codes.dtype, out.codes.shape) != (FP8_DTYPE, flat) or not out.codes.is_contiguous():
+                problems.append(f"codes {flat} in {FP8_DTYPE}, contiguous, each at a multiple of 16 bytes")
+            scales_RH = out.scales
+            adjacent = requests == 1 or scales_RH.stride(0) == 1
+            if (scales_RH.dtype, scales_RH.shape) != (torch.float32, by_query[:2]) or not adjacent:
+                problems.append(f"fp32 scales of outputs {by_query[:2]}, requests adjacent")
+        elif out.dtype != torch.bfloat16 or out.shape != by_query:
             problems.append(f"BF16 outputs {by_query}")
         if any(part.dtype != torch.bfloat16 or part.shape != by_key for part in (key_RGD, value_RGD)):
             problems.append(f"BF16 keys and values {by_key}")
@@ -228,7 +251,8 @@ class DecodeAttention:
         if (heads, both) != (self.kv_heads, 2 * HEAD_DIMENSION) or tokens % TILE or not self._holds(cache):
             shape = f"[blocks, {self.kv_heads}, a multiple of {TILE}, {2 * HEAD_DIMENSION}]"
             problems.append(f"a cache {shape} in {self.dtype}, each token's heads at a multiple of 16 bytes")
-        aligned = ((query_RHD, 16), (out_RHD, 16), (key_RGD, 8), (value_RGD, 8))
+        written = out.codes.unflatten(1, (-1, HEAD_DIMENSION)) if isinstance(out, Quantized) else out
+        aligned = ((query_RHD, 16), (written, 16), (key_RGD, 8), (value_RGD, 8))
         if not all(lies_well(part, align) for part, align in aligned):
             problems.append("heads side by side, each at a multiple of 8 bytes, queries and outputs of 16")
         numbers = ((lengths_R, torch.int32), (table_RB, torch.int32), (slots_R, torch.int64))
@@ -244,6 +268,13 @@ class DecodeAttention:
             problems.append(f"fp32 scales, all 1 or all {self.kv_heads}")
         if problems:
             raise ValueError(f"decode_attention: expected {'; '.join(problems)}")
+
+
+def _out(out: Tensor | Quantized, scale_format: ScaleFormat) -> _Out:
+    if isinstance(out, Quantized):
+        places = out.codes.data_ptr(), out.scales.data_ptr(), out.scales.stride(1)
+        return _Out(None, 0, *places, scale_format == "pow2")
+    return _Out(out.data_ptr(), out.stride(0), None, None, 0, 0)
 
 
 def lies_well(part: Tensor, align: int = 16) -> bool:

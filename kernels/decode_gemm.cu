@@ -181,49 +181,6 @@ DEVICE u64 matrix(u32 address) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-// --- numbers: reference.py, bit for bit
-
-DEVICE float scale_of(u32 amax_bits) {
-  const u32 floor = 0x2EDBE6FFu;  // 1e-10; magnitudes compare like their bits, and NaN and infinity stay what they are
-  u32 bits = amax_bits > floor ? amax_bits : floor;
-#if POW2
-  // smallest 2^k with 448 * 2^k >= 1.f * 2^e; 448 = 1.75 * 2^8
-  if (bits >= 0x7F800000u) return __uint_as_float(bits);
-  return __uint_as_float(((bits >> 23) - 8 + ((bits & 0x7FFFFFu) > 0x600000u)) << 23);
-#else
-  return __fdiv_rn(__uint_as_float(bits), 448.0f);
-#endif
-}
-
-// Codes of x / scale for four BF16. One reciprocal and one correction give the correctly rounded quotient (tried for every
-// pair of mantissas, see the test). The signs are such that -0 stays -0; the conversion takes back a rounding above 448.
-DEVICE u32 codes_of(u32 first, u32 second, float scale, float inverse) {
-  const float x[4] = {__uint_as_float(first << 16), __uint_as_float(first & 0xFFFF0000u), __uint_as_float(second << 16),
-                      __uint_as_float(second & 0xFFFF0000u)};
-  float q[4];
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-#if POW2
-    q[i] = x[i] * inverse;
-#else
-    float rest;
-    asm("{\n.reg .f32 g, r, m;\nmul.rn.f32 g, %1, %2;\nneg.f32 m, %1;\nfma.rn.f32 r, g, %3, m;\nneg.f32 m, %2;\n"
-        "fma.rn.f32 %0, r, m, g;\n}"
-        : "=f"(rest)
-        : "f"(x[i]), "f"(inverse), "f"(scale));
-    q[i] = rest;
-#endif
-  }
-  return to_codes(q[0], q[1], q[2], q[3]);
-}
-
-// Magnitudes of pairs of BF16 compare like their bits, NaN above all.
-DEVICE u32 larger(u32 pair, u32 other) {
-  u32 found;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(found) : "r"(pair), "r"(other));
-  return found;
-}
-
 DEVICE u32 largest(uint4 v, u32 amax) {
   constexpr u32 MAGNITUDES = 0x7FFF7FFFu;
   return larger(larger(v.x & MAGNITUDES, v.y & MAGNITUDES),
@@ -385,12 +342,12 @@ DEVICE void activate(const Activations& x, Work work, Memory at) {
 #pragma unroll
       for (u32 distance = 1; distance < 8; distance *= 2)
         amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-      const float scale = scale_of(max(amax & 0xFFFFu, amax >> 16) << 16), inverse = __frcp_rn(scale);
+      const float scale = scale_of(max(amax & 0xFFFFu, amax >> 16) << 16, POW2), inverse = __frcp_rn(scale);
       if (token < x.m && block < work.depth) {
         const u32 to = at.x + block * CODE_BYTES + token * BLOCK + ((part ^ (token % 8)) << 4);
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(codes_of(low[i].x, low[i].y, scale, inverse)),
-                     "r"(codes_of(low[i].z, low[i].w, scale, inverse)), "r"(codes_of(high[i].x, high[i].y, scale, inverse)),
-                     "r"(codes_of(high[i].z, high[i].w, scale, inverse))
+        const auto coded = [&](u32 first, u32 second) { return codes_of(first, second, scale, inverse, POW2); };
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(coded(low[i].x, low[i].y)),
+                     "r"(coded(low[i].z, low[i].w)), "r"(coded(high[i].x, high[i].y)), "r"(coded(high[i].z, high[i].w))
                      : "memory");
         if (part == 0)
           asm volatile("st.shared.f32 [%0], %1;" ::"r"(at.x_scales + (block * TOKENS + token) * 4), "f"(scale) : "memory");

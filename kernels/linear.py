@@ -2,7 +2,7 @@
 """Linear layers as opaque operators: compilers neither split them nor change their rounding.
 
 Each looks at the number of tokens when it runs and takes the kernel that its caller chose for so many. Two take what
-comes before the layer along, so that activations are quantized where they are made.
+comes before the layer along, so that activations are quantized where they are made; one takes them quantized.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels import decode_cuts, decode_gemm, reference
 from vllm_fp8ext.kernels.operators import operator
-from vllm_fp8ext.kernels.quantized import Quantized
-from vllm_fp8ext.kernels.reference import ScaleFormat
+from vllm_fp8ext.kernels.quantized import Quantized, empty
+from vllm_fp8ext.kernels.reference import FP8_DTYPE, ScaleFormat, blocks
 
 _LARGEST_SLICE = 1 << 24
 """Activation elements converted at once: bounds the fp32 temporaries to 64 MiB each."""
@@ -52,6 +52,18 @@ def _like_rmsnorm_linear(
 ) -> tuple[Tensor, Tensor]:
     added = x_MK.new_empty(0) if residual_MK is None else x_MK.new_empty(x_MK.shape)
     return x_MK.new_empty(x_MK.shape[0], codes_NK.shape[0]), added
+
+
+def _like_quantized_room(x_MK: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    m = x_MK.shape[0]
+    scales = x_MK.new_empty_strided((m, blocks(columns)), (1, (m + 3) // 4 * 4), dtype=torch.float32)
+    return x_MK.new_empty(m, columns, dtype=FP8_DTYPE), scales
+
+
+def _like_quantized_linear(
+    x_codes_MK: Tensor, _x_scales_MKb: Tensor, codes_NK: Tensor, *_rest: object
+) -> Tensor:
+    return x_codes_MK.new_empty(x_codes_MK.shape[0], codes_NK.shape[0], dtype=torch.bfloat16)
 
 
 def _like_gated_linear(gate_up_M2K: Tensor, _activation: str, codes_NK: Tensor, *_rest: object) -> Tensor:
@@ -126,6 +138,27 @@ def gated_linear(
         _in_rows(gate_up_M2K), cast("Activation", activation), cast("ScaleFormat", scale_format)
     )
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, gate_up_M2K.dtype)
+
+
+@operator(_like_quantized_room)
+def quantized_room(x_MK: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales, uninitialized, of as many tokens as `x_MK` has, for `quantized_linear`."""
+    return empty(x_MK.shape[0], columns, x_MK.device)
+
+
+@operator(_like_quantized_linear)
+def quantized_linear(
+    x_codes_MK: Tensor,
+    x_scales_MKb: Tensor,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    bias_N: Tensor | None,
+    decode_tokens: int,
+    gemm: str,
+) -> Tensor:
+    """`linear` of activations that are quantized already, BF16."""
+    x = Quantized(x_codes_MK, x_scales_MKb)
+    return _quantized(x, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, torch.bfloat16)
 
 
 def _in_rows(x: Tensor) -> Tensor:

@@ -89,6 +89,11 @@ def quantize_activation(
     return _quantized(room, x_MK, scale_format, None)
 
 
+def quantize_into(room: Quantized, x_MK: Tensor, scale_format: ScaleFormat) -> None:
+    """The same, into codes and scales that are there."""
+    _quantized(room, x_MK, scale_format, None)
+
+
 def quantize_to_rows(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor) -> Quantized:
     """The same, each token written to the rows that `places_MT` (int32, contiguous) names, of so many; -1 names none. Rows
     that nobody names stay uninitialized."""

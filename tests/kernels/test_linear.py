@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_fp8ext.kernels import linear, reference
 from vllm_fp8ext.kernels.linear import reference_linear
@@ -84,6 +85,30 @@ def test_the_operator_keeps_its_contract(dtype: torch.dtype, scale_format: Scale
     """Schema, fake implementation and tracing agree with what the operator does."""
     x, codes, scales = operands(3, 20, 130, 4, dtype, scale_format)
     torch.library.opcheck(reference_linear, (x, reference.dequantize_weight(codes, scales), scale_format))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7])
+def test_room_is_laid_out_as_it_is_announced(tokens: int) -> None:
+    x = torch.empty(tokens, 3)
+    found = linear.quantized_room(x, 300)
+    with FakeTensorMode() as mode:
+        announced = linear.quantized_room(mode.from_tensor(x), 300)
+    for part, told in zip(found, announced, strict=True):
+        assert (part.shape, part.stride(), part.dtype) == (told.shape, told.stride(), told.dtype)
+
+
+def test_activations_that_are_quantized_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference.gemm(*x, codes_NK, scales_NbKb).to(dtype)
+
+    monkeypatch.setitem(linear.GEMMS, "slow", multiply)
+    x, codes, scales = operands(5, 40, 256, 3, torch.bfloat16, "fp32")
+    quantized, bias = reference.quantize_activation(x), torch.randn(40).bfloat16()
+    out = linear.quantized_linear(*quantized, codes, scales, bias, 0, "slow")
+    assert torch.equal(out, multiply(Quantized(*quantized), codes, scales, torch.bfloat16) + bias)
+    with FakeTensorMode() as mode:
+        told = linear.quantized_linear(*map(mode.from_tensor, (*quantized, codes, scales, bias)), 0, "slow")
+    assert (told.shape, told.stride(), told.dtype) == (out.shape, out.stride(), out.dtype)
 
 
 def test_an_unknown_scale_format_is_refused() -> None:
