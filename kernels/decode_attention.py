@@ -163,9 +163,9 @@ class DecodeAttention:
         self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
 
     def __call__(self, step: Step, out: Tensor | Quantized, scale_format: ScaleFormat = "fp32") -> None:
-        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out`, zero where it has no tokens, and its new
-        token's K and V into the cache, quantized for FP8 as vLLM does it. Another request's context may have that token too,
-        if it completes a block.
+        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out`, zero where it has no tokens, and its
+        new token's K and V into the cache, quantized for FP8 as vLLM does it. Another request's context may have that token
+        too, if it completes a block.
 
         `out`: BF16 `[R, H, D]`; or `[R, H * D]` quantized, as `reference.quantize_activation` does it in this format of the
         scales, of which tokens are adjacent.

@@ -86,6 +86,10 @@ class KernelSettings(BaseModel):
     """In compiled graphs, norms of heads, rotary embedding and the quantization of queries are one launch of our own, where
     it takes them; else what Inductor makes of them."""
 
+    quantized_attention: bool = True
+    """In compiled graphs, attention whose requests that decode are ours writes its outputs quantized for the layer behind it;
+    else that layer quantizes them."""
+
     graph_tokens: int | None = Field(default=None, ge=0)
     """Steps of up to so many tokens replay CUDA graphs, broken at attention, beyond the sizes that vLLM captures; 0: none
     beyond. By default 2048, where the user leaves it to vLLM what is captured."""

@@ -13,6 +13,8 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_fp8ext.compat import decode_attention
+from vllm_fp8ext.kernels import cases, reference
+from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
 
 def layer(**changed: Any) -> Any:
@@ -109,7 +111,7 @@ def test_layers_of_one_engine_share_a_kernel_and_those_of_others_do_not(
     """Its scratch memory is the engine's: another one may sleep, or run at the same time."""
     used: list[Any] = []
     monkeypatch.setattr(decode_attention, "DecodeAttention", lambda *shape: SimpleNamespace(shape=shape))
-    monkeypatch.setattr(decode_attention, "_replace", lambda layer, kernel: used.append(kernel))
+    monkeypatch.setattr(decode_attention, "_replace", lambda layer, kernel, form: used.append(kernel))
     monkeypatch.setattr(decode_attention.mixed_steps, "install", lambda: None)
     given = layer(**PLAIN)
     vars(given).update(num_heads=32, num_kv_heads=8, _k_scale=torch.ones(1))
@@ -241,7 +243,71 @@ def test_a_layer_that_is_run_again_without_k_and_v(alone: bool, mixed: FlashAtte
     decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
     query = torch.zeros(8, 1, 1)
     assert given.impl.forward(given, query, None, None, "cache", metadata, "out") == "theirs"
-    assert calls == [(given, query, None, None, "cache", metadata, "out", None, None)]
+    assert calls == [(given, query, None, None, "cache", metadata, "out")]
+
+
+def test_quantized_outputs_of_requests_that_decode() -> None:
+    """The kernel makes them, of as many as there are."""
+    given, asked = layer(), []
+    decode_attention._replace(given, lambda *args: asked.append(args), "pow2")  # type: ignore[arg-type]  # what it is called with
+    query, key, value = (torch.arange(4.0).view(4, 1, 1) for _ in range(3))
+    codes, scales = torch.zeros(4, 2, 128, dtype=FP8_DTYPE), torch.zeros(2, 4).t()
+    out = given.impl.forward(
+        *(given, query, key, value, "cache", SimpleNamespace(**STEP), codes), output_block_scale=scales
+    )
+    assert out is codes
+    ((_, room, form),) = asked
+    assert (room.codes.shape, room.scales.shape, room.scales.stride(), form) == (
+        (2, 256),
+        (2, 2),
+        (1, 4),
+        "pow2",
+    )
+    assert room.codes.data_ptr() == codes.data_ptr()
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_quantized_outputs_of_prompts(mixes: bool, mixed: FlashAttentionMetadata) -> None:
+    """FlashAttention writes BF16, which is quantized then, beside what the kernel makes of requests that decode."""
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+    given, asked, written = layer(), [], cases.activations(9, 256, "cpu").view(9, 2, 128)
+    given.impl.forward = lambda *args: args[6].copy_(written)
+    decode_attention._replace(given, lambda *args: asked.append(args), "fp32")  # type: ignore[arg-type]  # what it is called with
+    query, key, value = (torch.arange(9.0).view(9, 1, 1) for _ in range(3))
+    codes, scales = torch.zeros(9, 2, 128, dtype=FP8_DTYPE), torch.zeros(2, 12).t()[:9]
+    metadata: Any = mixed if mixes else None
+    out = given.impl.forward(*(given, query, key, value, "cache", metadata, codes), output_block_scale=scales)
+    assert out is codes
+    first = 2 if mixes else 0
+    expected = reference.quantize_activation(written.flatten(1))
+    assert cases.same(codes.flatten(1)[first:], expected[0][first:])
+    assert torch.equal(scales[first:], expected[1][first:])
+    assert not codes[:first].float().any(), "what the kernel would write"
+    assert [len(room.codes) for _, room, _ in asked] == [2] * mixes
+
+
+@pytest.mark.parametrize("form", [None, "fp32"])
+def test_one_scale_for_all_outputs_is_vllms_to_refuse(form: Any) -> None:
+    given, calls = layer(), []
+    given.impl.forward = lambda *args: calls.append(args) or "theirs"
+    decode_attention._replace(given, lambda *_: None, form)  # type: ignore[arg-type]  # is not called
+    step = (given, *[torch.zeros(2, 1, 1)] * 3, "cache", SimpleNamespace(**STEP), "out")
+    assert given.impl.forward(*step, "scale") == "theirs"
+    assert calls[0][6:] == ("out", "scale", None)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("taken", [[True, True], [True, False], []])
+def test_graphs_are_joined_where_every_layer_is_ours(
+    wanted: bool, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, asked = iter(taken), []
+    monkeypatch.setattr(decode_attention, "Attention", torch.nn.Linear)
+    monkeypatch.setattr(decode_attention, "attach", lambda *_: next(answers))
+    monkeypatch.setattr(decode_attention.fusion_attention, "configure", lambda *args: asked.append(args))
+    of = SimpleNamespace(additional_config={"fp8ext": {"kernels": {"quantized_attention": wanted}}})
+    decode_attention.attach_all(torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in taken), of)
+    assert asked == [(of, "fp32")] * (wanted and taken == [True, True])
 
 
 def test_a_graph_that_holds_attention_is_for_any_number_of_them(

@@ -5,7 +5,7 @@ attention_story.py MODE FOLDER FACTS
 
 `eager` and `plain eager` compare calls with the same in fp64 over the live cache. `longer`: with graphs for steps with
 prompts too. `pieces`: with graphs that are broken at attention, and not where vLLM caches. `whole`: with graphs of whole
-steps, those with prompts too. `flash`: with vLLM's own kernel. `plain`, `plain eager`, `plain flash`: over a cache in BF16.
+steps, those with prompts too. `unquantized`: with outputs in BF16 throughout. `flash`: with vLLM's own kernel. `plain`, `plain eager`, `plain flash`: over a cache in BF16.
 """
 
 import json
@@ -26,6 +26,7 @@ from vllm_fp8ext.compat import mixed_steps
 from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step, decode_attention_reference
 from vllm_fp8ext.kernels.kv_cache import quantize
 from vllm_fp8ext.kernels.linear import GEMMS
+from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
 PROMPTS = [range(5, 5 + count) for count in (3, 40, 700, 15, 16, 17)]
@@ -51,6 +52,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         "error": 0.0,
         "joined": True,
         "lent": 0,
+        "quantized": 0,
         "cached by vLLM": [],
         "scheduled": [],
         "launched": 0,
@@ -71,8 +73,9 @@ def main(mode: str, folder: str, facts: str) -> None:
 
     flash_attn.reshape_and_cache_flash = cached
 
-    def watched(self: DecodeAttention, step: Step, out: Tensor) -> None:
-        original(self, step, out)
+    def watched(self: DecodeAttention, step: Step, out: Tensor | Quantized, *form: Any) -> None:
+        original(self, step, out, *form)
+        seen["quantized"] += isinstance(out, Quantized)
         seen["calls"] += 1
         seen["mixed"] += step.slots_R is None
         if mode.endswith("eager") and (
@@ -100,6 +103,7 @@ def main(mode: str, folder: str, facts: str) -> None:
                 **({} if plain else {"kv_scales": "calibrate"}),
                 "kernels": {
                     "decode_attention": "flash" not in mode,
+                    "quantized_attention": mode != "unquantized",
                     "graph_tokens": 1024 if mode == "longer" else 0,
                 },
             }

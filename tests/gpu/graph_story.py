@@ -15,9 +15,9 @@ from vllm import LLM, SamplingParams
 
 from vllm_fp8ext.compat.fusion import JoinLinear
 
-WEIGHT = {"linear": 1, "rmsnorm_linear": 4, "gated_linear": 2}
+WEIGHT = {"linear": 1, "rmsnorm_linear": 4, "gated_linear": 2, "quantized_linear": 2}
 """Which argument it is, by operator."""
-BATCHES = {"prefill": (1, 300), "many small": (40, 5), "decode": (1, 1)}
+BATCHES = {"prefill": (1, 300), "many small": (40, 5), "many that decode": (40, 1), "decode": (1, 1)}
 """Requests and tokens of each prompt."""
 
 

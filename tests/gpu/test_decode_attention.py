@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import decode_attention
+from vllm_fp8ext.kernels import decode_attention, quantized
 from vllm_fp8ext.kernels.decode_attention import (
     HEAD_DIMENSION,
     DecodeAttention,
@@ -21,7 +21,7 @@ from vllm_fp8ext.kernels.decode_attention import (
     decode_attention_reference,
 )
 from vllm_fp8ext.kernels.kv_cache import quantize
-from vllm_fp8ext.kernels.reference import FP8_DTYPE
+from vllm_fp8ext.kernels.reference import FP8_DTYPE, ScaleFormat
 
 pytestmark = pytest.mark.gpu
 
@@ -233,6 +233,27 @@ def test_padding_is_zero_and_what_lies_behind_a_context_is_not_read() -> None:
     assert error(out[[0, 2]], given.only([0, 2])) < 4e-3
 
 
+@BOTH
+@pytest.mark.parametrize("form", ["fp32", "pow2"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_quantized_outputs_are_what_quantizes_bf16(
+    shape: tuple[int, int], form: ScaleFormat, dtype: torch.dtype
+) -> None:
+    """Bit for bit, of requests in one share and in many, and of padding."""
+    for lengths in ([4097], [1, 17, 300, 0, 32, 1000, 2, 2049, 5], [700, 900, 1100] * 60):
+        given = batch(*shape, lengths, dtype=dtype)
+        attend = DecodeAttention(*shape, len(lengths), torch.device("cuda"), dtype)
+        from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+
+        expected = quantize_activation(given.run(attend).flatten(1), form)
+        room = quantized.empty(len(lengths), shape[0] * HEAD_DIMENSION, torch.device("cuda"))
+        room.codes.view(torch.uint8).fill_(0x7F)
+        room.scales.fill_(torch.nan)
+        attend(Step(*given), room, form)
+        assert same(room.codes, expected.codes), lengths[:8]
+        assert torch.equal(room.scales, expected.scales)
+
+
 def test_nan_of_one_request_stays_with_it() -> None:
     given = batch(32, 8, [500, 700])
     cache = given.cache.view(torch.uint8).clone()
@@ -333,7 +354,10 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
 
     write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
     story = Path(__file__).with_name("attention_story.py")
-    modes = ("eager", "graphs", "longer", "pieces", "whole", "flash", "plain", "plain eager", "plain flash")
+    modes = (
+        *("eager", "graphs", "longer", "pieces", "whole", "unquantized", "flash"),
+        *("plain", "plain eager", "plain flash"),
+    )
     files = [tmp_path / f"{mode}.json" for mode in modes]
     running = []
     for mode, file in zip(modes, files, strict=True):
@@ -343,7 +367,7 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     for process, mode in zip(running, modes, strict=True):
         assert process.wait(900) == 0, (tmp_path / f"{mode}.log").read_text()[-4000:]
     found = [json.loads(file.read_text()) for file in files]
-    eager, graphs, longer, pieces, whole, flash, plain, plain_eager, plain_flash = found
+    eager, graphs, longer, pieces, whole, unquantized, flash, plain, plain_eager, plain_flash = found
     for one in (eager, plain_eager):
         assert one["calls"] - one["at start"] >= 28 * (TOKENS - 1)
         assert one["error"] < 4e-3
@@ -360,12 +384,17 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
         assert min(one["scheduled"]) > 1, "tokens of a request: never for steps that decode alone"
     assert min(flash["scheduled"]) == min(whole["scheduled"]) == 1, "graphs of any step hold FlashAttention"
     assert (plain["at start"], plain["mixed"]) == (graphs["at start"], graphs["mixed"])
+    for one in (graphs, longer, pieces, plain):
+        assert one["quantized"] == one["calls"]
+    assert eager["quantized"] == unquantized["quantized"] == 0, "no graph has room for it"
+    assert unquantized["calls"] == graphs["calls"]
     assert graphs["launched"] >= 28 * 4 * 3
     assert longer["launched"] == 0
     assert graphs["logprobs"] == pieces["logprobs"]
     assert longer["logprobs"] == graphs["logprobs"]
     # a step that is compiled rounds elsewhere than an eager one; another kernel makes no more of a difference
     assert _apart(flash, graphs) < 1.5 * _apart(eager, graphs)
+    assert _apart(unquantized, graphs) < 1.5 * _apart(eager, graphs)
     assert _apart(flash, whole) < 1.5 * _apart(eager, graphs)
     assert _apart(plain_flash, plain) < 1.5 * _apart(eager, graphs)
 

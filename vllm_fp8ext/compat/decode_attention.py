@@ -16,13 +16,15 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_fp8ext.compat import mixed_steps
+from vllm_fp8ext.compat import fusion_attention, mixed_steps
 from vllm_fp8ext.compat.capture import is_captured
 from vllm_fp8ext.compat.kv_cache import FORMATS
 from vllm_fp8ext.compat.log import log_once
+from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.kernels.decode_attention import HEAD_DIMENSION, MOST_GROUP, DecodeAttention, Step, lies_well
-from vllm_fp8ext.kernels.reference import FP8_DTYPE
+from vllm_fp8ext.kernels.quantized import Quantized
+from vllm_fp8ext.kernels.reference import FP8_DTYPE, ScaleFormat
 
 Kernels: TypeAlias = dict[tuple[int, int, int, torch.device, torch.dtype], DecodeAttention]
 """Those of one engine, by heads, KV heads, requests, device and dtype of the cache."""
@@ -30,16 +32,19 @@ Kernels: TypeAlias = dict[tuple[int, int, int, torch.device, torch.dtype], Decod
 
 def attach_all(model: nn.Module, config: Any) -> None:
     """Give the layers of a model, or of several, the kernel: those that it computes."""
+    settings = Settings.parse(config.additional_config)
+    form = settings.scale_format if settings.kernels.quantized_attention else None
     kernels: Kernels = {}
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            attach(layer, config, kernels)
+    layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+    taken = [attach(layer, config, kernels, form) for layer in layers]
+    if form is not None and taken and all(taken):
+        fusion_attention.configure(config, form)
 
 
-def attach(layer: Attention, config: Any, kernels: Kernels) -> None:
-    """Give a layer the kernel, if it is one that the kernel computes: the same for all layers of a shape, which run one after
-    the other, but not for those of another engine, whose memory may be given back. Compiles it: seconds, once on a
-    machine."""
+def attach(layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | None = None) -> bool:
+    """Give a layer the kernel, if it is one that the kernel computes, and say so: the same for all layers of a shape, which
+    run one after the other, but not for those of another engine, whose memory may be given back. Compiles it: seconds, once
+    on a machine. With `form` outputs are quantized, with such scales, where a graph has room for that."""
     reason = _beyond(layer, config)
     if reason is None:
         requests = max(
@@ -53,10 +58,11 @@ def attach(layer: Attention, config: Any, kernels: Kernels) -> None:
             reason = str(error)
     if reason is not None:
         log_once(f"blockfp8: vLLM's attention decodes, for {reason}")
-        return
+        return False
     log_once("blockfp8: requests that decode attend by our own kernel, prompts by FlashAttention 3")
     mixed_steps.install()
-    _replace(layer, kernel)
+    _replace(layer, kernel, form)
+    return True
 
 
 def _beyond(layer: Attention, config: Any) -> str | None:
@@ -92,7 +98,7 @@ def _caches_codes(layer: Attention) -> bool:
     return layer.kv_cache_dtype in FORMATS
 
 
-def _replace(layer: Attention, kernel: DecodeAttention) -> None:
+def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None = None) -> None:
     impl = layer.impl
     attend, cache = impl.forward, impl.do_kv_cache_update
     # a checkpoint may have a scale for queries that are not quantized; that of K is one then
@@ -109,17 +115,34 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Any:
-        # FlashAttention refuses a scaled output; a layer that is run again may come without K and V, which are cached by then
-        plain = output_scale is None and output_block_scale is None and key is not None and value is not None
-        if plain and _decodes_alone(metadata):
-            lengths, slots = metadata.seq_lens, metadata.slot_mapping
-        elif plain and _mixes(metadata):
-            lengths, prompts = mixed_steps.apart(metadata)
-            slots = None
-            attend(module, query, key, value, kv_cache, prompts, output)
-        else:
+        room = None
+        if form is not None and output_block_scale is not None:
+            room = Quantized(output.flatten(1), output_block_scale)
+        elif output_scale is not None or output_block_scale is not None:  # FlashAttention refuses it
             asked = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
             return attend(*asked)
+
+        def attend_theirs(metadata: Any, first: int) -> Any:
+            """From this token on."""
+            plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
+            found = attend(module, query, key, value, kv_cache, metadata, plain)
+            if room is None:
+                return found
+            from vllm_fp8ext.kernels.quantize_activation import quantize_into
+
+            quantize_into(_rows(room, slice(first, None)), plain[first:].flatten(1), form)
+            return output
+
+        # a layer that is run again may come without K and V, which are cached by then
+        fresh = key is not None and value is not None
+        if fresh and _decodes_alone(metadata):
+            lengths, slots = metadata.seq_lens, metadata.slot_mapping
+        elif fresh and _mixes(metadata):
+            lengths, prompts = mixed_steps.apart(metadata)
+            slots = None
+            attend_theirs(prompts, lengths.shape[0])
+        else:
+            return attend_theirs(metadata, 0)
         count = lengths.shape[0]
         parts = (part[:count] for part in (query, key, value))
         query, key, value = (
@@ -127,7 +150,10 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
         )
         scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
         step = Step(query, key, value, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
-        kernel(step, output[:count])
+        if room is None:
+            kernel(step, output[:count])
+        else:
+            kernel(step, _rows(room, slice(count)), form)
         return output
 
     def do_kv_cache_update(module: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -136,6 +162,10 @@ def _replace(layer: Attention, kernel: DecodeAttention) -> None:
 
     impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
     mixed_steps.take(impl)
+
+
+def _rows(room: Quantized, which: slice) -> Quantized:
+    return Quantized(room.codes[which], room.scales[which])
 
 
 def _is_cached_by_attention(module: Any, slots: Tensor) -> bool:
