@@ -5,7 +5,8 @@ attention_story.py MODE FOLDER FACTS
 
 `eager` and `plain eager` compare calls with the same in fp64 over the live cache. `longer`: with graphs for steps with
 prompts too. `pieces`: with graphs that are broken at attention, and not where vLLM caches. `whole`: with graphs of whole
-steps, those with prompts too. `unquantized`: with outputs in BF16 throughout. `flash`: with vLLM's own kernel. `plain`, `plain eager`, `plain flash`: over a cache in BF16.
+steps, those with prompts too. `unquantized`: with outputs in BF16 throughout. `flash`: with vLLM's own kernel. `plain`,
+`plain eager`, `plain flash`: over a cache in BF16.
 """
 
 import json

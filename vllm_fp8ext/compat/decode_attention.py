@@ -101,6 +101,7 @@ def _caches_codes(layer: Attention) -> bool:
 def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None = None) -> None:
     impl = layer.impl
     attend, cache = impl.forward, impl.do_kv_cache_update
+    scale_format: ScaleFormat = form or "fp32"
     # a checkpoint may have a scale for queries that are not quantized; that of K is one then
     query_scale = "_q_scale" if _caches_codes(layer) else "_k_scale"
 
@@ -130,7 +131,7 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
                 return found
             from vllm_fp8ext.kernels.quantize_activation import quantize_into
 
-            quantize_into(_rows(room, slice(first, None)), plain[first:].flatten(1), form)
+            quantize_into(_rows(room, slice(first, None)), plain[first:].flatten(1), scale_format)
             return output
 
         # a layer that is run again may come without K and V, which are cached by then
@@ -153,7 +154,7 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
         if room is None:
             kernel(step, output[:count])
         else:
-            kernel(step, _rows(room, slice(count)), form)
+            kernel(step, _rows(room, slice(count)), scale_format)
         return output
 
     def do_kv_cache_update(module: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
