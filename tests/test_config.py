@@ -37,6 +37,7 @@ def test_what_json_can_say_is_taken() -> None:
             "experts": {"fused_tokens": 64, "triton_tokens": 0, "gemm": "deep_gemm"},
             "decode_attention": False,
             "norm_rope": False,
+            "quantized_attention": False,
             "graph_tokens": 4096,
             "batch_invariant": False,
         },
