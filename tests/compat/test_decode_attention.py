@@ -282,7 +282,6 @@ def test_quantized_outputs_of_prompts(mixes: bool, mixed: FlashAttentionMetadata
     expected = reference.quantize_activation(written.flatten(1))
     assert cases.same(codes.flatten(1)[first:], expected[0][first:])
     assert torch.equal(scales[first:], expected[1][first:])
-    assert not codes[:first].float().any(), "what the kernel would write"
     assert [len(room.codes) for _, room, _ in asked] == [2] * mixes
 
 
@@ -306,8 +305,11 @@ def test_graphs_are_joined_where_every_layer_is_ours(
     monkeypatch.setattr(decode_attention, "attach", lambda *_: next(answers))
     monkeypatch.setattr(decode_attention.fusion_attention, "configure", lambda *args: asked.append(args))
     of = SimpleNamespace(additional_config={"fp8ext": {"kernels": {"quantized_attention": wanted}}})
-    decode_attention.attach_all(torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in taken), of)
-    assert asked == [(of, "fp32")] * (wanted and taken == [True, True])
+    model = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in taken)
+    copy = model.vllm_config = SimpleNamespace()  # type: ignore[assignment]  # as vLLM keeps it
+    decode_attention.attach_all(model, of)
+    form = "fp32" if wanted and taken == [True, True] else None
+    assert asked == [(of, form), (copy, form)]
 
 
 def test_a_graph_that_holds_attention_is_for_any_number_of_them(

@@ -2,6 +2,7 @@
 """Attention and the linear layer behind it in graphs of Dynamo. Attention itself is a stand-in: vLLM's on CPUs quantizes
 nothing."""
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from vllm.compilation.backends import split_graph
+from vllm.config import CompilationConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention import attention as _operators  # noqa: F401  vLLM's
 
@@ -38,7 +41,8 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Any:
         return reference.gemm(*x, codes, scales).to(dtype)
 
     monkeypatch.setitem(linear.GEMMS, "slow", gemm)
-    layer = SimpleNamespace(impl=SimpleNamespace(forward=attend), kv_cache=torch.empty(0))
+    own = SimpleNamespace(forward=attend, do_kv_cache_update=lambda *_: None)
+    layer = SimpleNamespace(impl=own, kv_cache=torch.empty(0))
     context = ForwardContext(
         no_compile_layers={"layer": layer}, attn_metadata={"layer": None}, slot_mapping={"layer": None}
     )
@@ -49,9 +53,11 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Any:
 def attention(query: Tensor, key: Tensor) -> Tensor:
     """As vLLM's layer."""
     output = torch.empty((query.shape[0], COLUMNS), dtype=torch.bfloat16)
+    query = query.view(-1, HEADS, SIZE)
     heads = output.view(-1, HEADS, SIZE)
-    query, key = (part.view(-1, HEADS, SIZE) for part in (query, key))
-    torch.ops.vllm.unified_attention_with_output(query, key, key, heads, "layer", kv_cache_dummy_dep=None)
+    key = key.view(-1, HEADS, SIZE)
+    cached = torch.ops.vllm.unified_kv_cache_update(key, key, "layer")
+    torch.ops.vllm.unified_attention_with_output(query, key, key, heads, "layer", kv_cache_dummy_dep=cached)
     return heads.view(-1, COLUMNS)
 
 
@@ -107,6 +113,36 @@ def test_attention_writes_what_the_layer_behind_it_multiplies(tokens: int) -> No
     assert torch.equal(out, plain(*given))
 
 
+def test_a_graph_is_split_into_as_many_pieces_as_before() -> None:
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+    pieces: list[int] = []
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Any:
+        for _ in range(2):
+            pieces.append(len(split_graph(copy.deepcopy(module), CompilationConfig._attention_ops)[1]))
+            join_attention(module, "fp32")
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(plain, backend=backend, dynamic=True, fullgraph=True)(*inputs(5))
+    assert pieces[0] == pieces[1]
+
+
+def test_statements_without_readers_stay() -> None:
+    """They may change what others read."""
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+
+    def clamped(query: Tensor, key: Tensor) -> Tensor:
+        query = query + 0
+        query.clamp_(-1, 1)
+        return plain(query, key)
+
+    given = inputs(5)
+    out, count, _ = joined(clamped, *given)
+    assert count == 1
+    assert torch.equal(out, clamped(*given))
+
+
 @pytest.mark.parametrize("layer", [read_twice, read_otherwise, other_scales])
 def test_what_is_read_otherwise_stays(layer: Callable[[Tensor, Tensor], Tensor]) -> None:
     pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
@@ -119,4 +155,6 @@ def test_what_is_read_otherwise_stays(layer: Callable[[Tensor, Tensor], Tensor])
 def test_it_is_asked_for_by_what_graphs_are_kept_by() -> None:
     config = SimpleNamespace(additional_config={"fp8ext": {}})
     configure(config, "pow2")
-    assert config.additional_config == {"fp8ext": {}, "fp8ext_attention": "pow2"}
+    assert config.additional_config["fp8ext_attention"]["scale_format"] == "pow2"
+    configure(config, None)
+    assert config.additional_config == {"fp8ext": {}}

@@ -37,8 +37,11 @@ def attach_all(model: nn.Module, config: Any) -> None:
     kernels: Kernels = {}
     layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
     taken = [attach(layer, config, kernels, form) for layer in layers]
-    if form is not None and taken and all(taken):
-        fusion_attention.configure(config, form)
+    own = [module.vllm_config for module in model.modules() if hasattr(module, "vllm_config")]
+    for each in {
+        id(found): found for found in (config, *own)
+    }.values():  # parts of a model may be compiled with copies
+        fusion_attention.configure(each, form if taken and all(taken) else None)
 
 
 def attach(layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | None = None) -> bool:
@@ -126,6 +129,9 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
         def attend_theirs(metadata: Any, first: int) -> Any:
             """From this token on."""
             plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
+            first = (
+                first // 4 * 4
+            )  # where scales are aligned; what is made too much of comes again, from the kernel
             found = attend(module, query, key, value, kv_cache, metadata, plain)
             if room is None:
                 return found

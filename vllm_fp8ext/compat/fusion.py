@@ -52,8 +52,7 @@ def configure(config: Any, *, norm_rope: bool) -> None:
 
 def _baked_in() -> str:
     """Of everything that decides what is a constant of a compiled graph: the pass, and which kernel takes which layer."""
-    names = ("gemm.py", "deep_gemm.py", "fusion_attention.py")
-    here = [Path(__file__).with_name(name).read_text() for name in names]
+    here = [Path(__file__).with_name(name).read_text() for name in ("gemm.py", "deep_gemm.py")]
     return JoinLinear.hash_source(
         JoinLinear().uuid(),
         *(inspect.getsource(selection), selection.TABLE.read_text(), inspect.getsource(decode_cuts)),

@@ -6,8 +6,11 @@ Replaces `VllmBackend.__call__`. vLLM's own pass needs graphs that are not split
 does without, and takes operators of a plugin.
 """
 
+import hashlib
+import inspect
 import logging
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -23,18 +26,23 @@ _KEY = "fp8ext_attention"
 """Of the additional configuration, which vLLM's cache of compiled graphs asks for."""
 
 
-def configure(config: Any, form: ScaleFormat) -> None:
-    """Join in graphs that are compiled with this `VllmConfig`, all of whose attention layers take room for quantized outputs,
-    with scales of this format."""
-    config.additional_config = {**(config.additional_config or {}), _KEY: form}
+def configure(config: Any, form: ScaleFormat | None) -> None:
+    """Join in graphs that are compiled with this `VllmConfig`, all of whose attention layers take room for quantized outputs
+    with scales of this format; or none, as at first."""
+    rest = {name: value for name, value in (config.additional_config or {}).items() if name != _KEY}
+    source = hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()
+    config.additional_config = rest if form is None else {**rest, _KEY: {"scale_format": form, "by": source}}
     wrap(VllmBackend, "__call__", _joining)
 
 
 def _joining(call: Any) -> Any:
     def joined(self: Any, graph: fx.GraphModule, example_inputs: Any) -> Any:
-        form = (self.vllm_config.additional_config or {}).get(_KEY)
-        if form is not None:
-            logger.debug("fp8ext: %d attention layers quantize their outputs", join_attention(graph, form))
+        asked = (self.vllm_config.additional_config or {}).get(_KEY)
+        found = join_attention(graph, asked["scale_format"]) if asked else 0
+        if found:
+            logger.info(
+                "blockfp8: %d attention layers quantize their outputs for the layers behind them", found
+            )
         return call(self, graph, example_inputs)
 
     return joined
@@ -48,7 +56,6 @@ def join_attention(module: fx.GraphModule, form: str) -> int:
         if node.op == "call_function" and _is(node, torch.ops.vllm.unified_attention_with_output):
             found += _join(module.graph, node, form)
     if found:
-        module.graph.eliminate_dead_code()
         module.recompile()
     return found
 
@@ -57,7 +64,11 @@ def _join(graph: fx.Graph, attention: fx.Node, form: str) -> bool:
     query, key, value, heads, *name = attention.args
     if len(name) != 1 or attention.kwargs.keys() - {"kv_cache_dummy_dep"}:
         return False
-    flat = _only(heads, attention)
+    if not isinstance(heads, fx.Node) or not _views(heads, heads.args[0]):
+        return False
+    empty, flat = heads.args[0], _only(heads, attention)
+    if empty.target is not torch.empty or _only(empty) is not heads or not query < heads:
+        return False
     layer = _only(flat) if _views(flat, heads) else None
     if layer is None or not _is(layer, torch.ops.fp8ext.linear) or layer.args[0] is not flat:
         return False
@@ -66,10 +77,11 @@ def _join(graph: fx.Graph, attention: fx.Node, form: str) -> bool:
     if layer_form != form or written.dtype != torch.bfloat16 or written.dim() != 3:
         return False
     columns = int(written.shape[1] * written.shape[2])
-    with graph.inserting_before(attention):
+    with graph.inserting_before(heads):  # ahead of what vLLM splits graphs at, which caches K and V too
         room = _call(graph, torch.ops.fp8ext.quantized_room.default, query, columns)
         codes, scales = (_call(graph, operator.getitem, room, part) for part in (0, 1))
         outputs = _call(graph, torch.ops.aten.view.default, codes, [-1, *map(int, written.shape[1:])])
+    with graph.inserting_before(attention):
         joined = graph.call_function(
             attention.target,
             (query, key, value, outputs, *name),
@@ -82,7 +94,8 @@ def _join(graph: fx.Graph, attention: fx.Node, form: str) -> bool:
         out = graph.call_function(torch.ops.fp8ext.quantized_linear.default, arguments)
     out.meta.update(layer.meta)
     layer.replace_all_uses_with(out)
-    for node in (layer, flat, attention):
+    # nothing else goes: in these graphs a statement without readers may have effects
+    for node in (layer, flat, attention, heads, empty):
         graph.erase_node(node)
     return True
 

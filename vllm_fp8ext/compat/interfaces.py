@@ -680,4 +680,16 @@ INTERFACES: tuple[Interface, ...] = (
         name="FlashAttentionImpl.batch_invariant_enabled",
         why="decode by our own attention kernel",
     ),
+    Interface(
+        module="vllm.compilation.backends",
+        name="VllmBackend.__call__",
+        parameters=("graph", "example_inputs"),
+        why="have attention quantize its outputs",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.attention.attention",
+        name="unified_attention_with_output",
+        parameters=("output", "output_block_scale", "kv_cache_dummy_dep"),
+        why="have attention quantize its outputs",
+    ),
 )
