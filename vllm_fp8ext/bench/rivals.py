@@ -107,6 +107,7 @@ def _flashinfer() -> Gemm:
 
 def _humming() -> Gemm:
     """As vLLM runs it, with its own layout of the weights."""
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.kernels.linear.scaled_mm.humming import HummingFP8ScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
     from vllm.model_executor.layers.quantization.utils.quant_utils import (
@@ -124,13 +125,14 @@ def _humming() -> Gemm:
             out_dtype=torch.bfloat16,
             weight_shape=(n, k),
         )
-        kernel = HummingFP8ScaledMMLinearKernel(config, ["weight", "weight_scale_inv", "", ""])
         layer = nn.Module()
         layer.weight = nn.Parameter(codes_NK, requires_grad=False)
         layer.weight_scale_inv = nn.Parameter(scales_NbKb, requires_grad=False)
         layer.input_size_per_partition, layer.output_partition_sizes = k, [n]
         layer.params_dtype, layer.has_bias = torch.bfloat16, False
-        kernel.process_weights_after_loading(layer)
+        with set_current_vllm_config(VllmConfig()):
+            kernel = HummingFP8ScaledMMLinearKernel(config, ["weight", "weight_scale_inv", "", ""])
+            kernel.process_weights_after_loading(layer)
         return lambda x_MK: kernel.apply_weights(layer, x_MK)
 
     return gemm

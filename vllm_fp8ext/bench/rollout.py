@@ -229,11 +229,11 @@ def _measure(
         )
         if kind.variant == "bf16" or base:
             result["ratio_bf16"] = result["tokens_per_s"] / (base or result["tokens_per_s"])
+        speedup = f"{result['ratio_bf16']:5.2f}x" if "ratio_bf16" in result else ""
         found.append(result)
         console.print(
             f"{requests:4} x {tokens}/{output} {kind!s:24} {result['tokens_per_s']:9.0f} tok/s "
-            f"{result['ms_per_step']:7.2f} ms/step {result['first_token_ms']:8.1f} ms to the first tokens "
-            f"{result.get('ratio_bf16', math.nan):5.2f}x"
+            f"{result['ms_per_step']:7.2f} ms/step {result['first_token_ms']:8.1f} ms to the first tokens {speedup}"
         )
     return found
 
