@@ -30,6 +30,8 @@ DECODE = {
     "deep_gemm": "vLLM's quantization and DeepGEMM",
     "cutlass": "vLLM's quantization and CUTLASS",
     "scaled_mm": "torch._scaled_mm",
+    "humming": "Humming, BF16 activations",
+    "flashinfer": "FlashInfer",
 }
 PREFILL = ("blockfp8", "blockfp8_codes", "deep_gemm", "cutlass")
 PROMPTS = 16
@@ -88,6 +90,8 @@ def _decode(cases: Cases) -> str:
             for m in TOKENS:
                 found = _of(cases, "decode_gemm", shape=shape, m=m, variant=variant)
                 cells.append(f"{found[0]['us']:.1f} ({found[0]['ratio_bf16']:.2f}×)" if found else "–")
+            if set(cells) == {"–"}:
+                continue
             label = DECODE.get(variant, f"`{variant}`")
             lines.append(f"| {_shape(shape)} | {label} | " + " | ".join(cells) + " |")
     for variant in ("blockfp8", "blockfp8_codes", "deep_gemm"):
