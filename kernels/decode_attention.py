@@ -237,11 +237,11 @@ class DecodeAttention:
             problems.append(f"queries {by_query} in {self.dtype}")
         if isinstance(out, Quantized):
             flat = (requests, self.heads * HEAD_DIMENSION)
-            if (out.codes.dtype, out.codes.shape) != (FP8_DTYPE, flat) or not out.codes.is_contiguous():
-                problems.append(f"codes {flat} in {FP8_DTYPE}, contiguous, each at a multiple of 16 bytes")
-            scales_RH = out.scales
-            adjacent = requests == 1 or scales_RH.stride(0) == 1
-            if (scales_RH.dtype, scales_RH.shape) != (torch.float32, by_query[:2]) or not adjacent:
+            placed = out.codes.is_contiguous() and out.codes.data_ptr() % 16 == 0
+            if (out.codes.dtype, out.codes.shape) != (FP8_DTYPE, flat) or not placed:
+                problems.append(f"codes {flat} in {FP8_DTYPE}, contiguous, at a multiple of 16 bytes")
+            adjacent = requests == 1 or out.scales.stride(0) == 1
+            if (out.scales.dtype, out.scales.shape) != (torch.float32, by_query[:2]) or not adjacent:
                 problems.append(f"fp32 scales of outputs {by_query[:2]}, requests adjacent")
         elif out.dtype != torch.bfloat16 or out.shape != by_query:
             problems.append(f"BF16 outputs {by_query}")
@@ -251,8 +251,9 @@ class DecodeAttention:
         if (heads, both) != (self.kv_heads, 2 * HEAD_DIMENSION) or tokens % TILE or not self._holds(cache):
             shape = f"[blocks, {self.kv_heads}, a multiple of {TILE}, {2 * HEAD_DIMENSION}]"
             problems.append(f"a cache {shape} in {self.dtype}, each token's heads at a multiple of 16 bytes")
-        written = out.codes.unflatten(1, (-1, HEAD_DIMENSION)) if isinstance(out, Quantized) else out
-        aligned = ((query_RHD, 16), (written, 16), (key_RGD, 8), (value_RGD, 8))
+        aligned = [(query_RHD, 16), (key_RGD, 8), (value_RGD, 8)]
+        if not isinstance(out, Quantized):
+            aligned.append((out, 16))
         if not all(lies_well(part, align) for part, align in aligned):
             problems.append("heads side by side, each at a multiple of 8 bytes, queries and outputs of 16")
         numbers = ((lengths_R, torch.int32), (table_RB, torch.int32), (slots_R, torch.int64))

@@ -38,9 +38,7 @@ def attach_all(model: nn.Module, config: Any) -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
     taken = [attach(layer, config, kernels, form) for layer in layers]
     own = [module.vllm_config for module in model.modules() if hasattr(module, "vllm_config")]
-    for each in {
-        id(found): found for found in (config, *own)
-    }.values():  # parts of a model may be compiled with copies
+    for each in (config, *own):  # parts of a model may be compiled with copies
         fusion_attention.configure(each, form if taken and all(taken) else None)
 
 
@@ -128,15 +126,14 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
 
         def attend_theirs(metadata: Any, first: int) -> Any:
             """From this token on."""
-            plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
-            first = (
-                first // 4 * 4
-            )  # where scales are aligned; what is made too much of comes again, from the kernel
-            found = attend(module, query, key, value, kv_cache, metadata, plain)
             if room is None:
-                return found
+                return attend(module, query, key, value, kv_cache, metadata, output)
             from vllm_fp8ext.kernels.quantize_activation import quantize_into
 
+            plain = torch.empty_like(output, dtype=torch.bfloat16)
+            attend(module, query, key, value, kv_cache, metadata, plain)
+            # where scales are aligned; what is made too much of comes again, from the kernel
+            first = first // 4 * 4
             quantize_into(_rows(room, slice(first, None)), plain[first:].flatten(1), scale_format)
             return output
 

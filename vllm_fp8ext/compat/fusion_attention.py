@@ -6,7 +6,6 @@ Replaces `VllmBackend.__call__`. vLLM's own pass needs graphs that are not split
 does without, and takes operators of a plugin.
 """
 
-import hashlib
 import inspect
 import logging
 import operator
@@ -16,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from vllm.compilation.backends import VllmBackend
+from vllm.compilation.passes.inductor_pass import InductorPass
 
+from vllm_fp8ext.compat import graph_nodes
+from vllm_fp8ext.compat.graph_nodes import calls
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.kernels.reference import ScaleFormat
 
@@ -30,7 +32,9 @@ def configure(config: Any, form: ScaleFormat | None) -> None:
     """Join in graphs that are compiled with this `VllmConfig`, all of whose attention layers take room for quantized outputs
     with scales of this format; or none, as at first."""
     rest = {name: value for name, value in (config.additional_config or {}).items() if name != _KEY}
-    source = hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()
+    source = InductorPass.hash_source(
+        *(inspect.getsource(module) for module in (sys.modules[__name__], graph_nodes))
+    )
     config.additional_config = rest if form is None else {**rest, _KEY: {"scale_format": form, "by": source}}
     wrap(VllmBackend, "__call__", _joining)
 
@@ -53,7 +57,7 @@ def join_attention(module: fx.GraphModule, form: str) -> int:
     and scales, and the other read them; how often."""
     found = 0
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and _is(node, torch.ops.vllm.unified_attention_with_output):
+        if _runs(node, torch.ops.vllm.unified_attention_with_output):
             found += _join(module.graph, node, form)
     if found:
         module.recompile()
@@ -67,10 +71,10 @@ def _join(graph: fx.Graph, attention: fx.Node, form: str) -> bool:
     if not isinstance(heads, fx.Node) or not _views(heads, heads.args[0]):
         return False
     empty, flat = heads.args[0], _only(heads, attention)
-    if empty.target is not torch.empty or _only(empty) is not heads or not query < heads:
+    if not calls(empty, torch.empty) or _only(empty) is not heads or not query < heads:
         return False
     layer = _only(flat) if _views(flat, heads) else None
-    if layer is None or not _is(layer, torch.ops.fp8ext.linear) or layer.args[0] is not flat:
+    if layer is None or not _runs(layer, torch.ops.fp8ext.linear) or layer.args[0] is not flat:
         return False
     _, codes_NK, scales_NbKb, bias_N, layer_form, decode_tokens, gemm = layer.args
     written = _example(heads)
@@ -114,8 +118,9 @@ def _example(node: fx.Node) -> Tensor:
     return found
 
 
-def _is(node: fx.Node, operator: Any) -> bool:
-    return node.target in (operator, operator.default)
+def _runs(node: fx.Node, operation: Any) -> bool:
+    """Dynamo names an operator or its overload, as the model does."""
+    return calls(node, operation, operation.default)
 
 
 def _views(node: fx.Node | None, of: fx.Node) -> bool:
