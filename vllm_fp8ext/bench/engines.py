@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_fp8ext.bench.gpu_time import GpuTime
 from vllm_fp8ext.config import GRAPH_TOKENS
 from vllm_fp8ext.errors import Fp8ExtError
 
@@ -23,8 +24,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blockfp8": {"quantization": "blockfp8"},
 }
 """What vLLM is told, by variant."""
-Kernels = list[tuple[str, float, int]]
-"""Name, milliseconds and launches of each kernel, the longest first."""
 
 
 def with_graphs(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,9 +100,10 @@ class Engine:
         assert isinstance(found, float)
         return found
 
-    def kernels(self, requests: int, tokens: int, output: int, seed: int) -> Kernels:
-        """The same, as a profile."""
-        found: Kernels = self._ask((requests, tokens, output, seed))
+    def gpu_time(self, requests: int, tokens: int, output: int, seed: int) -> GpuTime:
+        """The same, as a profile: of an engine in one process, whose host is slower."""
+        found = self._ask((requests, tokens, output, seed))
+        assert isinstance(found, GpuTime)
         return found
 
     def linear_errors(self, tokens: tuple[int, ...]) -> dict[str, float]:
@@ -222,8 +222,9 @@ def _serve(
         if profile:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
                 engine.generate(prompts, sampling, use_tqdm=False)
-            events = [(e.key, e.self_device_time_total / 1e3, e.count) for e in seen.key_averages()]
-            end.send(sorted(events, key=lambda kernel: -kernel[1]))
+            cuda = torch.autograd.DeviceType.CUDA
+            ran = [e for e in seen.events() or [] if e.device_type == cuda and not e.is_user_annotation]
+            end.send(GpuTime.of((e.name, e.time_range.start, e.time_range.end) for e in ran))
             continue
         answers = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start

@@ -260,10 +260,10 @@ def _profile(file: Path, case: tuple[int, int, int], engines: Engines) -> None:
     requests, tokens, output = case
     file.parent.mkdir(parents=True, exist_ok=True)
     for engine in engines.values():
-        engine.kernels(*case, 0)
-        kernels = engine.kernels(*case, 1)
+        engine.gpu_time(*case, 0)
+        found = engine.gpu_time(*case, 1)
         with file.open("a") as out:
-            total = sum(ms for _, ms, _ in kernels)
-            print(f"== {requests} x {tokens}/{output}, {engine.name}: {total:.1f} ms", file=out)
-            for name, ms, count in kernels[:30]:
+            busy = f"GPU busy for {found.busy:.1f} of {found.milliseconds:.1f} ms"
+            print(f"== {requests} x {tokens}/{output}, {engine.name}: {busy}", file=out)
+            for name, ms, count in found.kernels[:30]:
                 print(f"{ms:9.2f} ms {count:7} x {ms / count * 1e3:9.2f} us  {name[:110]}", file=out)
