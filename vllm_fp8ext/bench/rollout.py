@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for engines in groups:
                 for case in cases:
                     if options.profile:
-                        _profile(options.profile, case, engines)
+                        found += _profile(options, case, engines)
+                        write_cases(options.profile, origin, found)
                         continue
                     found += _measure(options, case, engines, stop, found)
                     if found:  # as far as it came, whatever happens to the next
@@ -130,7 +131,9 @@ def _parser() -> argparse.ArgumentParser:
         "--settings", type=_settings, nargs="+", default=["{}"], help="more settings of blockfp8, as JSON"
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no repeat after so long")
-    parser.add_argument("--profile", type=Path, help="write kernel times of each case here, measure nothing")
+    parser.add_argument(
+        "--profile", type=Path, help="measure no speed: write what the GPU did in each case here, as JSON"
+    )
     parser.add_argument("--append", action="store_true", help="keep the other cases that --out has")
     return parser
 
@@ -203,15 +206,8 @@ def _measure(
         after = engines[kind].compiled()
         rates = [requests * output / whole for _, whole in pairs]
         result = {
-            "model": options.checkpoint.name if options.checkpoint else options.shape,
-            "requests": requests,
-            "input": tokens,
-            "output": output,
-            "kv_cache": kind.kv,
+            **_said(options, case, kind),
             "staging": settings.get("staging", "shadow") if kind.variant == "blockfp8" else "none",
-            "settings": settings,
-            "engine": options.engine,
-            "variant": kind.variant,
             "tokens_per_s": statistics.median(rates),
             "samples": rates,
             "ms_per_step": statistics.median((whole - first) / (output - 1) * 1e3 for first, whole in pairs),
@@ -256,14 +252,46 @@ def _write(
     write_cases(file, before["provenance"], cases, runs=runs)
 
 
-def _profile(file: Path, case: tuple[int, int, int], engines: Engines) -> None:
+def _profile(
+    options: argparse.Namespace, case: tuple[int, int, int], engines: Engines
+) -> list[dict[str, Any]]:
+    """What the GPU did in a case, the second time it comes."""
     requests, tokens, output = case
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for engine in engines.values():
+    found = []
+    for kind, engine in engines.items():
         engine.gpu_time(*case, 0)
-        found = engine.gpu_time(*case, 1)
-        with file.open("a") as out:
-            busy = f"GPU busy for {found.busy:.1f} of {found.milliseconds:.1f} ms"
-            print(f"== {requests} x {tokens}/{output}, {engine.name}: {busy}", file=out)
-            for name, ms, count in found.kernels[:30]:
-                print(f"{ms:9.2f} ms {count:7} x {ms / count * 1e3:9.2f} us  {name[:110]}", file=out)
+        time_of = engine.gpu_time(*case, 1)
+        found.append(
+            {
+                **_said(options, case, kind),
+                "milliseconds": time_of.milliseconds,
+                "busy_milliseconds": time_of.busy,
+                "kernels": [
+                    {"name": name, "milliseconds": milliseconds, "launches": launches}
+                    for name, milliseconds, launches in time_of.kernels
+                ],
+            }
+        )
+        console.print(
+            f"{requests} x {tokens}/{output} {kind}: "
+            f"GPU busy for {time_of.busy:.1f} of {time_of.milliseconds:.1f} ms"
+        )
+        for name, milliseconds, launches in time_of.kernels[:10]:
+            each = milliseconds / launches * 1e3
+            console.print(f"{milliseconds:9.2f} ms {launches:7} x {each:9.2f} us  {name[:90]}")
+    return found
+
+
+def _said(options: argparse.Namespace, case: tuple[int, int, int], kind: Kind) -> dict[str, Any]:
+    """What tells a case from others."""
+    requests, tokens, output = case
+    return {
+        "model": options.checkpoint.name if options.checkpoint else options.shape,
+        "requests": requests,
+        "input": tokens,
+        "output": output,
+        "kv_cache": kind.kv,
+        "settings": json.loads(kind.settings),
+        "engine": options.engine,
+        "variant": kind.variant,
+    }
