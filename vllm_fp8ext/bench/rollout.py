@@ -147,25 +147,30 @@ def _settings(text: str) -> str:
     return json.dumps(json_object(text), sort_keys=True)
 
 
-def _arguments(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
+def arguments(kind: Kind, longest: int, kv_gib: float, more: dict[str, Any]) -> dict[str, Any]:
+    """Of `vllm.LLM`; `longest`: tokens of a request, `more`: other arguments."""
     scales = {"kv_scales": {"policy": "static", "default": 1.0}} if kind.kv == "fp8" else {}
     settings = with_graphs({**scales, **json.loads(kind.settings)})
-    longest = max(sum(_case(text)[1:]) for text in options.cases)
     return {
         **VARIANTS[kind.variant],
         "kv_cache_dtype": kind.kv,
         "max_model_len": longest + 16,
         "max_num_seqs": 256,
         "max_num_batched_tokens": STEP,
-        "kv_cache_memory_bytes": int(options.kv_gib * 2**30),
+        "kv_cache_memory_bytes": int(kv_gib * 2**30),
         "gpu_memory_utilization": 0.3,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "compilation_config": {"cudagraph_capture_sizes": list(CAPTURED)},
         **({"additional_config": {"fp8ext": settings}} if kind.variant == "blockfp8" else {}),
-        **options.engine,
+        **more,
     }
+
+
+def _arguments(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
+    longest = max(sum(_case(text)[1:]) for text in options.cases)
+    return arguments(kind, longest, options.kv_gib, options.engine)
 
 
 def _measure(

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode step takes the host, part by part: a small model's steps wait for it, and not for the GPU.
+
+    python benchmarks/host_step.py --shape Qwen3-1.7B --kv fp8 --cases 8x1024x256 128x1024x256 --out host_step.json
+    PYTHONPATH=.venv/beside python benchmarks/host_step.py --checkpoint FOLDER --cases 8x16x100   # on a CPU
+
+One engine after the other, each in one process. A part is what its functions take without those of other parts that they
+call; medians of the steps in which all requests decode.
+"""
+
+import argparse
+import functools
+import importlib
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm_fp8ext.bench.engines import VARIANTS
+from vllm_fp8ext.bench.generated import SHAPES, checkpoint
+from vllm_fp8ext.bench.options import case_of, json_object
+from vllm_fp8ext.bench.provenance import provenance, write_cases
+
+RUNNER = "vllm.v1.worker.gpu"
+PARTS = {
+    "schedule": ["vllm.v1.core.sched.scheduler:Scheduler.schedule"],
+    "allocate_slots": ["vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots"],
+    "update requests": [
+        f"{RUNNER}.model_runner:GPUModelRunner.{name}"
+        for name in ("finish_requests", "free_states", "add_requests", "update_requests")
+    ]
+    + [f"{RUNNER}.block_table:BlockTables.apply_staged_writes"],
+    "prepare inputs": [
+        f"{RUNNER}.model_runner:GPUModelRunner.{name}"
+        for name in ("gather_batch_req_state", "prepare_inputs")
+    ],
+    "block tables, slots": [f"{RUNNER}.model_runner:GPUModelRunner.prepare_attn"],
+    "attention's metadata": [f"{RUNNER}.model_states.default:DefaultModelState.prepare_attn"],
+    "replay the graph": [f"{RUNNER}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph"],
+    "the rest of execute_model": [f"{RUNNER}.model_runner:GPUModelRunner.execute_model"],
+    "logits, sampler": [f"{RUNNER}.model_runner:GPUModelRunner.sample"],
+    "update what was sampled": [f"{RUNNER}.model_runner:GPUModelRunner.postprocess_sampled"],
+    "copy to the host": [f"{RUNNER}.async_utils:AsyncOutput.__init__"],
+    "the rest of sample_tokens": [f"{RUNNER}.model_runner:GPUModelRunner.sample_tokens"],
+    "wait for the GPU": ["torch.cuda:Event.synchronize"],
+    "take what was copied": [f"{RUNNER}.async_utils:AsyncOutput.get_output"],
+    "update_from_output": ["vllm.v1.core.sched.scheduler:Scheduler.update_from_output"],
+    "launches of Triton": ["triton.runtime.jit:JITFunction.run"],
+    "answers (of another process in a server)": [
+        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs"
+    ],
+}
+STEP = "vllm.v1.engine.llm_engine:LLMEngine.step"
+REST = "the rest"
+
+
+class Clock:
+    """Of each step and each part in it: microseconds, and calls."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, list[float]]] = []
+        self._step: dict[str, list[float]] = {}
+        self._inner = [0.0]
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - start
+                told = self._step.setdefault(part, [0.0, 0])
+                told[0] += (took - self._inner.pop()) * 1e6
+                told[1] += 1
+                self._inner[-1] += took
+
+        return call
+
+    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self.timed(REST, function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._step = {}
+            try:
+                return timed(*args, **kwargs)
+            finally:
+                self.steps.append(self._step)
+
+        return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-1.7B")
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--kv-gib", type=float, default=24.0)
+    parser.add_argument("--cases", nargs="+", type=case_of, default=[(8, 1024, 256), (128, 1024, 256)])
+    parser.add_argument("--engine", type=json_object, default={}, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    origin = provenance()
+    found: list[dict[str, Any]] = []
+    with checkpoint(options.checkpoint, options.shape) as folder:
+        for variant in options.variants:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                found += pool.apply(_measure, (folder, variant, options))
+            write_cases(options.out, origin, found)
+    for case in found:
+        title = f"{case['model']}, {case['requests']} requests, KV {case['kv_cache']}, {case['variant']}"
+        print(f"\n{title}: {case['us']:.0f} us a step, {case['steps']} steps")
+        for told in case["parts"]:
+            print(f"  {told['us']:8.0f}  {told['part']} ({told['calls']:.0f})")
+
+
+def _measure(folder: Path, variant: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    from vllm_fp8ext.bench.rollout import Kind, arguments
+
+    longest = max(sum(case[1:]) for case in options.cases)
+    clock = Clock()
+    for part, places in PARTS.items():
+        for place in places:
+            _replace(place, functools.partial(clock.timed, part))
+    _replace(STEP, clock.step)
+    engine = LLM(str(folder), **arguments(Kind(variant, options.kv), longest, options.kv_gib, options.engine))
+    found = []
+    for requests, tokens, output in options.cases:
+        prompts: Any = [
+            {"prompt_token_ids": [1 + (i + j) % 100 for j in range(tokens)]} for i in range(requests)
+        ]
+        sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+        for _ in range(2):  # the first time is not counted
+            clock.steps.clear()
+            engine.generate(prompts, sampling, use_tqdm=False)
+        steps = clock.steps[-(output * 3 // 4) : -4]
+        parts = []
+        for part in (*PARTS, REST):
+            told = [step.get(part, (0.0, 0)) for step in steps]
+            us, calls = (statistics.median(each) for each in zip(*told, strict=True))
+            if us:
+                parts.append({"part": part, "us": us, "calls": calls})
+        found.append(
+            {
+                "model": options.checkpoint.name if options.checkpoint else options.shape,
+                "requests": requests,
+                "input": tokens,
+                "output": output,
+                "kv_cache": options.kv,
+                "engine": options.engine,
+                "variant": variant,
+                "us": statistics.median(sum(us for us, _ in step.values()) for step in steps),
+                "steps": len(steps),
+                "parts": parts,
+            }
+        )
+    return found
+
+
+def _replace(place: str, change: Callable[[Any], Any]) -> None:
+    """A method, named as `module:Class.method`, where there is one: not every platform's engine has all of them."""
+    module, _, path = place.partition(":")
+    owner, name = path.split(".")
+    try:
+        found = getattr(importlib.import_module(module), owner)
+    except (ImportError, AttributeError):
+        return
+    setattr(found, name, change(getattr(found, name)))
+
+
+if __name__ == "__main__":
+    main()
