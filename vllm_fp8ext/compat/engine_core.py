@@ -19,10 +19,12 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
+from vllm_fp8ext.compat import held_slots
 from vllm_fp8ext.compat.kv_cache import held_blocks
 from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache
 from vllm_fp8ext.compat.recent_tokens import RecentTokens
 from vllm_fp8ext.compat.watchdog import Watchdog
+from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.kv.tokens import PROMPT_TOKENS
 from vllm_fp8ext.weights.labels import Label
@@ -33,6 +35,16 @@ logger = logging.getLogger("vllm.fp8ext")
 def install() -> None:
     """Add our method to the engine core. Idempotent."""
     EngineCore.fp8ext = call
+    wrap(EngineCore, "__init__", _quick)
+
+
+def _quick(make: Any) -> Any:
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self.vllm_config.model_config.quantization == METHOD:
+            held_slots.attach(self.scheduler.kv_cache_manager)
+
+    return made
 
 
 def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
