@@ -33,7 +33,7 @@ DECODE = {
     "humming": "Humming, BF16 activations",
     "flashinfer": "FlashInfer",
 }
-PREFILL = ("blockfp8", "blockfp8_codes", "deep_gemm", "cutlass")
+PREFILL = ("blockfp8", "blockfp8_codes", "deep_gemm", "cutlass", "flashinfer")
 PROMPTS = 16
 """Tokens out, of cases that ask for little but the first."""
 ENGINES = {"fp8_per_block": "fp8_per_block", "blockfp8": "blockfp8"}
@@ -43,6 +43,7 @@ Cases = list[dict[str, Any]]
 def main() -> None:
     kernels = json.loads((RESULTS / "kernels_h200.json").read_text())["cases"]
     rollout = json.loads((RESULTS / "rollout_h200.json").read_text())["cases"]
+    profile = json.loads((RESULTS / "profile_h200.json").read_text())["cases"]
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
     _kernels_picture(kernels)
     prompts = [case for case in rollout if case["output"] == PROMPTS]
@@ -55,6 +56,7 @@ def main() -> None:
         "fused": _fused(kernels),
         "rollout": _rollout(rollout),
         "prompts": _prompts(prompts),
+        "busy": _busy(profile, rollout),
     }
     fill(PAGE, tables)
 
@@ -182,6 +184,31 @@ def _prompts(cases: Cases) -> str:
         base = group["bf16"]
         cells = [f"{group[variant]['first_token_ms']:.1f}" for variant in ("bf16", *ENGINES)]
         lines.append(f"| {base['requests']} × {base['input']:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _busy(profile: Cases, rollout: Cases) -> str:
+    """What the GPU does in a decode step, from cases that differ in the number of tokens out, beside how long one takes."""
+    lines = [
+        "| requests | GPU busy ms: BF16 | blockfp8 | step ms: BF16 | blockfp8 |",
+        "|---|---|---|---|---|",
+    ]
+    groups = [group for group in _groups(rollout) if group["bf16"]["output"] == 1024]
+    for requests in sorted({case["requests"] for case in profile}):
+        cells = {}
+        for variant in ("bf16", "blockfp8"):
+            ends = [case for case in profile if (case["requests"], case["variant"]) == (requests, variant)]
+            short, long = sorted(ends, key=lambda case: case["output"])
+            cells[variant] = (long["busy_milliseconds"] - short["busy_milliseconds"]) / (
+                long["output"] - short["output"]
+            )
+        wanted = {key: short[key] for key in ("model", "kv_cache", "requests")}
+        steps = next(group for group in groups if wanted.items() <= group["bf16"].items())
+        base, ours = (steps[variant]["ms_per_step"] for variant in cells)
+        lines.append(
+            f"| {requests} | {cells['bf16']:.2f} | {cells['blockfp8']:.2f} ({cells['bf16'] / cells['blockfp8']:.2f}×) "
+            f"| {base:.2f} | {ours:.2f} ({base / ours:.2f}×) |"
+        )
     return "\n".join(lines)
 
 
