@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers the scheduler at once where a request holds a slot for its next token already, as in 15 of 16 steps of one that
-decodes: the host's part of a step with many requests is what small models wait for.
+"""Answers the scheduler at once where a request needs nothing of the KV cache: it holds a slot for its next token, and has no
+full block that is not cached. So it is in most steps in which a request decodes, and with many requests a step of a small
+model waits for the host.
 
-Replaces `KVCacheManager.allocate_slots` of an engine whose layers all see their whole context. Can go once vLLM asks for no
-slots where a request has them.
+Replaces, on an instance, `KVCacheManager.allocate_slots` and `cache_blocks`, where all layers see their whole context. Can go
+once vLLM looks at that first.
 """
 
 from typing import Any
@@ -16,26 +17,26 @@ def attach(cache: Any) -> None:
     managers = cache.coordinator.single_type_managers
     if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
         return
-    manager, nothing, allocate = managers[0], cache.empty_kv_cache_blocks, cache.allocate_slots
-    blocks, partial, cached = manager.req_to_blocks, manager._partial_hit_reqs, manager.num_cached_block
-    caches = manager.enable_caching and manager.kv_cache_spec.prefix_cacheable
+    size = managers[0].block_size
+    if size != cache.block_pool.hash_block_size:  # parts of blocks are cached too
+        return
+    held, cached, caches = managers[0].req_to_blocks, managers[0].num_cached_block, cache.enable_caching
+    nothing, allocate, store = cache.empty_kv_cache_blocks, cache.allocate_slots, cache.cache_blocks
 
     def allocate_slots(
         request: Any, num_new_tokens: int, *more: Any, num_lookahead_tokens: int = 0, **others: Any
     ) -> Any:
-        if num_new_tokens > 0 and not more and not others:
+        if num_new_tokens > 0 and not (more or others):
             name = request.request_id
-            held = blocks.get(name)
             tokens = request.num_computed_tokens + num_new_tokens
-            if (
-                held
-                and tokens + num_lookahead_tokens <= len(held) * manager.block_size
-                and name not in partial
-            ):
-                # blocks are cached when they are full
-                full = min(tokens, request.num_tokens) // manager.block_size if caches else 0
-                if full <= cached.get(name, 0):
-                    return nothing
+            slots = len(held.get(name, ())) * size
+            full = min(tokens, request.num_tokens) // size if caches else 0
+            if tokens + num_lookahead_tokens <= slots and full <= cached.get(name, 0):
+                return nothing
         return allocate(request, num_new_tokens, *more, num_lookahead_tokens=num_lookahead_tokens, **others)
 
-    cache.allocate_slots = allocate_slots
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens // size > cached.get(request.request_id, 0):
+            store(request, num_computed_tokens)
+
+    cache.allocate_slots, cache.cache_blocks = allocate_slots, cache_blocks
