@@ -275,6 +275,23 @@ INTERFACES: tuple[Interface, ...] = (
         why="hash a request of an older epoch again when it looks for cached blocks",
     ),
     Interface(
+        module="vllm.v1.core.kv_cache_manager",
+        name="KVCacheManager.allocate_slots",
+        parameters=("request", "num_new_tokens", "num_lookahead_tokens"),
+        why="answer for a request that holds a slot for its next token",
+    ),
+    Interface(
+        module="vllm.v1.core.kv_cache_manager",
+        name="KVCacheManager.cache_blocks",
+        parameters=("request", "num_computed_tokens"),
+        why="answer for a request without a full block that is not cached",
+    ),
+    Interface(
+        module="vllm.v1.core.single_type_kv_cache_manager",
+        name="FullAttentionManager",
+        why="know whether requests keep all of their blocks",
+    ),
+    Interface(
         module="vllm.v1.request",
         name="Request.update_block_hashes",
         why="hash a request again",
