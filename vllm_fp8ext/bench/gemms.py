@@ -19,9 +19,9 @@ PREFILL_RIVALS = ("cutlass", "deep_gemm", "flashinfer")
 
 def decode(report: Report, tokens: Sequence[int], names: Sequence[str]) -> None:
     """Few tokens. `blockfp8` is the layer as it is served, which quantizes inside (`blockfp8_inside`) or in a launch of its
-    own (`blockfp8_apart`), or goes to DeepGEMM after that; `blockfp8_codes` had it done by a fused norm or activation
-    function, and `deep_gemm_codes` is DeepGEMM after that. `blockfp8_alone` may not start before the previous kernel has
-    ended; `blockfp8_triton` is the portable kernel."""
+    own (`blockfp8_apart`), or goes to DeepGEMM after that; `blockfp8_codes` is it where a norm, an activation function or
+    attention has quantized: the faster, as measured, of `decode_gemm_codes` and `deep_gemm_codes`. `blockfp8_alone` may not
+    start before the previous kernel has ended; `blockfp8_triton` is the portable kernel."""
     _compare(report, "decode_gemm", tokens, rivals(names), _decode)
 
 
@@ -74,13 +74,17 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
     tokens = decode_cuts.width(x.shape[0])
     config = decode_cuts.choose(operands.n, operands.k, tokens, quantized=False)
     alone = dataclasses.replace(config, early=False)
+    crossover = selection.crossover(operands.n, operands.k)
     portable = decode_gemm_triton.Config(splits=max(1, min(8, 132 // -(-operands.n // 128))))
     return {
         "blockfp8": lambda i: torch.ops.fp8ext.linear(
-            x, codes[i], scales, None, "fp32", selection.crossover(operands.n, operands.k), "deep_gemm"
+            x, codes[i], scales, None, "fp32", crossover, "deep_gemm"
+        ),
+        "blockfp8_codes": lambda i: torch.ops.fp8ext.quantized_linear(
+            *quantized, codes[i], scales, None, crossover, "deep_gemm"
         ),
         "blockfp8_inside": lambda i: decode_gemm.decode_gemm(x, codes[i], scales, None, "fp32"),
-        "blockfp8_codes": lambda i: decode_gemm.decode_gemm(quantized, codes[i], scales, None, "fp32"),
+        "decode_gemm_codes": lambda i: decode_gemm.decode_gemm(quantized, codes[i], scales, None, "fp32"),
         "blockfp8_apart": lambda i: decode_gemm.decode_gemm(
             quantize_activation(x, "fp32"), codes[i], scales, None, "fp32"
         ),
