@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,8 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
         for variant in options.variants:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                found += pool.apply(_measure, (folder, variant, options))
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+                found += process.submit(_measure, folder, variant, options).result()
             write_cases(options.out, origin, found)
     for case in found:
         title = f"{case['model']}, {case['requests']} requests, KV {case['kv_cache']}, {case['variant']}"
