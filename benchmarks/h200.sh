@@ -64,6 +64,8 @@ part load "python3 -P \$HERE/load_compare.py --shape Qwen3-8B --checkpoints \$(t
   --traffic updates --steps 4 --processes 4 --output-tokens lognormal:500,0.8,2000 --out \$O/load.json --page \$O/load.html"
 part check "fp8ext bench kernels --check"
 part host_time "python3 -P \$HERE/host_time.py --out \$O/host_time.json"
+part host_step "python3 -P \$HERE/host_step.py --checkpoint \$(w Qwen3-1.7B 0) --kv fp8 --cases 1x1024x256 8x1024x256 32x1024x256 \
+  128x1024x256 --out \$O/host_step.json"
 part crossover "python3 -P \$HERE/crossover.py --table \$O/crossover.json"
 part kernels "fp8ext bench kernels --out \$O/kernels.json"
 part experts "fp8ext bench kernels --only experts --expert-tokens 128 256 512 --out \$O/experts.json"

@@ -2,7 +2,8 @@
 """What a decode step takes the host, part by part: a small model's steps wait for it, and not for the GPU.
 
     python benchmarks/host_step.py --shape Qwen3-1.7B --kv fp8 --cases 8x1024x256 128x1024x256 --out host_step.json
-    PYTHONPATH=.venv/beside python benchmarks/host_step.py --checkpoint FOLDER --cases 8x16x100   # on a CPU
+    python benchmarks/host_step.py --checkpoint FOLDER --variants bf16 blockfp8 --kv-gib 0.5 --cases 8x16x200 \\
+      --engine '{"enforce_eager": true}'   # on a CPU
 
 One engine after the other, each in one process. A part is what its functions take without those of other parts that they
 call; medians of the steps in which all requests decode.
@@ -20,10 +21,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from vllm_fp8ext.bench.engines import VARIANTS
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.options import case_of, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
+from vllm_fp8ext.bench.rollout import Kind, arguments, said
 
 RUNNER = "vllm.v1.worker.gpu"
 PARTS = {
@@ -56,6 +61,7 @@ PARTS = {
 }
 STEP = "vllm.v1.engine.llm_engine:LLMEngine.step"
 REST = "the rest"
+console = Console()
 
 
 class Clock:
@@ -115,26 +121,37 @@ def main() -> None:
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
                 found += process.submit(_measure, folder, variant, options).result()
             write_cases(options.out, origin, found)
-    for case in found:
-        title = f"{case['model']}, {case['requests']} requests, KV {case['kv_cache']}, {case['variant']}"
-        print(f"\n{title}: {case['us']:.0f} us a step, {case['steps']} steps")
-        for told in case["parts"]:
-            print(f"  {told['us']:8.0f}  {told['part']} ({told['calls']:.0f})")
+    for case in options.cases:
+        console.print(
+            _table([one for one in found if (one["requests"], one["input"], one["output"]) == case])
+        )
+
+
+def _table(found: list[dict[str, Any]]) -> Table:
+    """Of one case, microseconds of each part and how often it was called, by variant."""
+    case = found[0]
+    title = f"{case['model']}, {case['requests']} x {case['input']}/{case['output']}, KV {case['kv_cache']}"
+    table = Table("us a step (calls)", *(one["variant"] for one in found), title=title)
+    for part in (*PARTS, REST):
+        told = [next((each for each in one["parts"] if each["part"] == part), None) for one in found]
+        if any(told):
+            table.add_row(part, *(f"{each['us']:.0f} ({each['calls']:.0f})" if each else "" for each in told))
+    table.add_row("all", *(f"{one['us']:.0f}" for one in found))
+    return table
 
 
 def _measure(folder: Path, variant: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    from vllm_fp8ext.bench.rollout import Kind, arguments
-
+    kind = Kind(variant, options.kv)
     longest = max(sum(case[1:]) for case in options.cases)
     clock = Clock()
     for part, places in PARTS.items():
         for place in places:
             _replace(place, functools.partial(clock.timed, part))
     _replace(STEP, clock.step)
-    engine = LLM(str(folder), **arguments(Kind(variant, options.kv), longest, options.kv_gib, options.engine))
+    engine = LLM(str(folder), **arguments(kind, longest, options.kv_gib, options.engine))
     found = []
     for requests, tokens, output in options.cases:
         prompts: Any = [
@@ -153,13 +170,7 @@ def _measure(folder: Path, variant: str, options: argparse.Namespace) -> list[di
                 parts.append({"part": part, "us": us, "calls": calls})
         found.append(
             {
-                "model": options.checkpoint.name if options.checkpoint else options.shape,
-                "requests": requests,
-                "input": tokens,
-                "output": output,
-                "kv_cache": options.kv,
-                "engine": options.engine,
-                "variant": variant,
+                **said(options, (requests, tokens, output), kind),
                 "us": statistics.median(sum(us for us, _ in step.values()) for step in steps),
                 "steps": len(steps),
                 "parts": parts,

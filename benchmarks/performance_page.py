@@ -37,6 +37,8 @@ PREFILL = ("blockfp8", "blockfp8_codes", "deep_gemm", "cutlass", "flashinfer")
 PROMPTS = 16
 """Tokens out, of cases that ask for little but the first."""
 ENGINES = {"fp8_per_block": "fp8_per_block", "blockfp8": "blockfp8"}
+BUSY = ("bf16", "blockfp8")
+"""Engines that were profiled."""
 Cases = list[dict[str, Any]]
 
 
@@ -193,22 +195,19 @@ def _busy(profile: Cases, rollout: Cases) -> str:
         "| requests | GPU busy ms: BF16 | blockfp8 | step ms: BF16 | blockfp8 |",
         "|---|---|---|---|---|",
     ]
-    groups = [group for group in _groups(rollout) if group["bf16"]["output"] == 1024]
-    for requests in sorted({case["requests"] for case in profile}):
-        cells = {}
-        for variant in ("bf16", "blockfp8"):
-            ends = [case for case in profile if (case["requests"], case["variant"]) == (requests, variant)]
-            short, long = sorted(ends, key=lambda case: case["output"])
-            cells[variant] = (long["busy_milliseconds"] - short["busy_milliseconds"]) / (
-                long["output"] - short["output"]
-            )
-        wanted = {key: short[key] for key in ("model", "kv_cache", "requests")}
-        steps = next(group for group in groups if wanted.items() <= group["bf16"].items())
-        base, ours = (steps[variant]["ms_per_step"] for variant in cells)
-        lines.append(
-            f"| {requests} | {cells['bf16']:.2f} | {cells['blockfp8']:.2f} ({cells['bf16'] / cells['blockfp8']:.2f}×) "
-            f"| {base:.2f} | {ours:.2f} ({base / ours:.2f}×) |"
-        )
+    ends = sorted(_groups(profile), key=lambda group: (group["bf16"]["requests"], group["bf16"]["output"]))
+    for short, long in zip(ends[::2], ends[1::2], strict=True):
+        case = short["bf16"]
+        wanted = {**{key: case[key] for key in ("model", "kv_cache", "requests")}, "output": 1024}
+        steps = next(group for group in _groups(rollout) if wanted.items() <= group["bf16"].items())
+        tokens = long["bf16"]["output"] - case["output"]
+        cells = []
+        for base, ours in (
+            [(long[v]["busy_milliseconds"] - short[v]["busy_milliseconds"]) / tokens for v in BUSY],
+            [steps[v]["ms_per_step"] for v in BUSY],
+        ):
+            cells.append(f"{base:.2f} | {ours:.2f} ({base / ours:.2f}×)")
+        lines.append(f"| {case['requests']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

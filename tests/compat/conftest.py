@@ -1,9 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 from vllm_fp8ext.compat import mixed_steps
+
+
+@pytest.fixture(scope="session")
+def block_cache() -> Callable[..., KVCacheManager]:
+    """Makes vLLM's own cache manager of so many blocks, for layers like these."""
+
+    def made(specs: list[KVCacheSpec], count: int, **options: Any) -> KVCacheManager:
+        groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+        config = KVCacheConfig(num_blocks=count, kv_cache_tensors=[], kv_cache_groups=groups)
+        size = specs[0].block_size
+        return KVCacheManager(
+            config, 1024, **{"scheduler_block_size": size, "hash_block_size": size, **options}
+        )
+
+    return made
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own cache manager with our answers before it and without, asked the same."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from vllm_fp8ext.compat import held_slots
@@ -28,13 +23,12 @@ SHAPE: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8,
 FULL = FullAttentionSpec(**SHAPE)
 
 
-def manager(*specs: KVCacheSpec, caching: bool = True, hashed: int = BLOCK) -> Any:
+Caches = Callable[..., KVCacheManager]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def chains() -> None:
     init_none_hash(HASH)
-    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
-    config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-    return KVCacheManager(
-        config, 64, scheduler_block_size=BLOCK, hash_block_size=hashed, enable_caching=caching
-    )
 
 
 def request(name: str, tokens: int, start: int = 0) -> Request:
@@ -121,9 +115,9 @@ DEEDS = st.lists(
 @settings(max_examples=400)
 @given(deeds=DEEDS, caching=st.booleans())
 def test_answers_and_cache_are_those_of_vllm(
-    deeds: list[tuple[str, int, int, int, int]], caching: bool
+    block_cache: Caches, deeds: list[tuple[str, int, int, int, int]], caching: bool
 ) -> None:
-    plain, quick = (Scheduler(manager(FULL, caching=caching)) for _ in range(2))
+    plain, quick = (Scheduler(block_cache([FULL], BLOCKS, enable_caching=caching)) for _ in range(2))
     held_slots.attach(quick.cache)
     for deed, which, tokens, chunk, lookahead in deeds:
         name = f"request{which}"
@@ -140,8 +134,8 @@ def test_answers_and_cache_are_those_of_vllm(
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_only_a_new_block_asks_vllm(caching: bool) -> None:
-    cache = manager(FULL, caching=caching)
+def test_only_a_new_block_asks_vllm(block_cache: Caches, caching: bool) -> None:
+    cache: Any = block_cache([FULL], BLOCKS, enable_caching=caching)
     asked = []
     allocate = cache.allocate_slots
     cache.allocate_slots = lambda known, *more, **others: (
@@ -161,14 +155,14 @@ def test_only_a_new_block_asks_vllm(caching: bool) -> None:
     "specs",
     [[SlidingWindowSpec(**SHAPE, sliding_window=8)], [FULL, SlidingWindowSpec(**SHAPE, sliding_window=8)]],
 )
-def test_layers_with_windows_are_left_to_vllm(specs: list[KVCacheSpec]) -> None:
-    cache = manager(*specs)
+def test_layers_with_windows_are_left_to_vllm(block_cache: Caches, specs: list[KVCacheSpec]) -> None:
+    cache = block_cache(specs, BLOCKS)
     held_slots.attach(cache)
     assert "allocate_slots" not in vars(cache)
 
 
-def test_blocks_that_are_cached_in_parts_are_left_to_vllm() -> None:
-    cache = manager(FULL)
+def test_blocks_that_are_cached_in_parts_are_left_to_vllm(block_cache: Caches) -> None:
+    cache = block_cache([FULL], BLOCKS)
     cache.block_pool.hash_block_size = BLOCK // 2
     held_slots.attach(cache)
     assert "allocate_slots" not in vars(cache)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cached blocks a request finds, with vLLM's own cache manager and an engine core that is nothing else."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
 from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache, _salted
@@ -20,14 +21,9 @@ BLOCKS = 12
 
 
 @pytest.fixture
-def core() -> Any:
+def core(block_cache: Callable[..., KVCacheManager]) -> Any:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    config = KVCacheConfig(
-        num_blocks=BLOCKS,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)],
-    )
-    manager = KVCacheManager(config, 1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
+    manager = block_cache([spec], BLOCKS)
     hashes = get_hash_fn_by_name("sha256")
     init_none_hash(hashes)
     scheduler = SimpleNamespace(kv_cache_manager=manager, requests={})

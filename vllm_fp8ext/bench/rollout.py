@@ -211,7 +211,7 @@ def _measure(
         after = engines[kind].compiled()
         rates = [requests * output / whole for _, whole in pairs]
         result = {
-            **_said(options, case, kind),
+            **said(options, case, kind),
             "staging": settings.get("staging", "shadow") if kind.variant == "blockfp8" else "none",
             "tokens_per_s": statistics.median(rates),
             "samples": rates,
@@ -265,30 +265,30 @@ def _profile(
     found = []
     for kind, engine in engines.items():
         engine.gpu_time(*case, 0)
-        time_of = engine.gpu_time(*case, 1)
+        took = engine.gpu_time(*case, 1)
         found.append(
             {
-                **_said(options, case, kind),
-                "milliseconds": time_of.milliseconds,
-                "busy_milliseconds": time_of.busy,
+                **said(options, case, kind),
+                "milliseconds": took.milliseconds,
+                "busy_milliseconds": took.busy,
                 "kernels": [
                     {"name": name, "milliseconds": milliseconds, "launches": launches}
-                    for name, milliseconds, launches in time_of.kernels
+                    for name, milliseconds, launches in took.kernels
                 ],
             }
         )
         console.print(
             f"{requests} x {tokens}/{output} {kind}: "
-            f"GPU busy for {time_of.busy:.1f} of {time_of.milliseconds:.1f} ms"
+            f"GPU busy for {took.busy:.1f} of {took.milliseconds:.1f} ms"
         )
-        for name, milliseconds, launches in time_of.kernels[:10]:
+        for name, milliseconds, launches in took.kernels[:10]:
             each = milliseconds / launches * 1e3
             console.print(f"{milliseconds:9.2f} ms {launches:7} x {each:9.2f} us  {name[:90]}")
     return found
 
 
-def _said(options: argparse.Namespace, case: tuple[int, int, int], kind: Kind) -> dict[str, Any]:
-    """What tells a case from others."""
+def said(options: argparse.Namespace, case: tuple[int, int, int], kind: Kind) -> dict[str, Any]:
+    """What tells a case from others; `options`: with `shape`, `checkpoint` and `engine`."""
     requests, tokens, output = case
     return {
         "model": options.checkpoint.name if options.checkpoint else options.shape,
