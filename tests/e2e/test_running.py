@@ -97,7 +97,7 @@ def test_recompute_continues_as_the_new_weights_would(single: Server):
 def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoiled: Callable[..., Path]):
     """Weights whose last norm is negated write the same K and V, and sample the token that the others like least. A rollback
     goes from the ones to the others, and back. Each then judges the tokens that are labelled with it, in a prompt, where it
-    differs from decoding by up to two nats: its own choice lies no more behind its likeliest token, the other's 11 or more."""
+    differs from decoding by up to two nats: its choice lies no more behind its likeliest token, the other's 11 or more."""
     norm = load_file(LATE / "model.safetensors")["model.norm.weight"]
     folders = {"late": LATE, "negated": spoiled("negated", model__norm__weight=-norm)}
     with server.client() as client:
