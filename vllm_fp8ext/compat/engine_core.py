@@ -2,11 +2,10 @@
 """Reaches into the engine core: one utility method for all calls of an update, and the step boundary of a commit.
 
 Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods, and `held_slots` to a core that is made
-for blockfp8. Replaces, on an instance: `add_request`
-while the engine is poisoned; `post_step` for one step after an exchange; the scheduler's `set_pause_state` while an update is
-written in place or a commit waits; the executor's `sleep` and `wake_up`, since staging must not run into memory that is
-given back and what level 2 discards must not be served. Can go once vLLM lets a plugin add an engine utility method, refuse
-requests, hold the scheduler and hear of sleep.
+for blockfp8. Replaces, on an instance: `add_request` while the engine is poisoned; `post_step` for one step after an
+exchange; the scheduler's `set_pause_state` while an update is written in place or a commit waits; the executor's `sleep` and
+`wake_up`, since staging must not run into memory that is given back and what level 2 discards must not be served. Can go
+once vLLM lets a plugin add an engine utility method, refuse requests, hold the scheduler and hear of sleep.
 """
 
 import itertools
@@ -42,7 +41,7 @@ def _quick(make: Any) -> Any:
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         if self.vllm_config.model_config.quantization == METHOD:
-            from vllm_fp8ext.compat import held_slots
+            from vllm_fp8ext.compat import held_slots  # no other server should need what it leans on
 
             held_slots.attach(self.scheduler.kv_cache_manager)
 
