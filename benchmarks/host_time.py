@@ -6,7 +6,7 @@
 
 Of Qwen3-8B's layer, for more tokens than `decode_gemm` takes; on a GPU beside vLLM's quantization and DeepGEMM. Without a
 GPU the launches themselves and the GEMM are left out: what is left is Python and torch, and what Triton does before it
-launches.
+launches. Of attention what is around FlashAttention: for prompts, and for prompts beside requests that decode.
 """
 
 import argparse
@@ -24,11 +24,13 @@ from rich.table import Table
 from torch import Tensor
 
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.kernels import cases, linear
+from vllm_fp8ext.kernels import cases, cuda, linear
 
 HIDDEN, WIDE, FUSED = 4096, 12288, 6144
 """Columns: of a token, of the MLP, of Q, K and V."""
 TOKENS = 1024
+DECODING, CONTEXT, BLOCK = 64, 256, 16
+"""Requests that decode beside one prompt, tokens of each request's context, and of a block of the KV cache."""
 QUEUED = 100
 """Calls in a row: a GPU's queue holds a thousand launches."""
 VLLM = "vLLM's quantization and DeepGEMM"
@@ -50,7 +52,8 @@ def main() -> None:
     if not real:
         _without_launches()
     with torch.inference_mode():
-        calls = operators("cuda" if real else "cpu", TOKENS if real else 4)
+        device = "cuda" if real else "cpu"
+        calls = operators(device, TOKENS if real else 4) | attention(device)
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for repeat in range(options.repeats + 1):
             for name, call in calls.items():
@@ -117,6 +120,72 @@ def operators(device: str, tokens: int) -> dict[str, Callable[[], object]]:
     return calls
 
 
+def attention(device: str) -> dict[str, Callable[[], object]]:
+    """What a layer's attention does around FlashAttention, and around vLLM's kernel that caches K and V."""
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import ForwardContext, override_forward_context
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+
+    from vllm_fp8ext.compat import decode_attention, mixed_steps
+    from vllm_fp8ext.kernels.decode_attention import DecodeAttention
+    from vllm_fp8ext.kernels.reference import FP8_DTYPE
+
+    heads, kv_heads, size, tokens = 32, 8, 128, TOKENS
+    blocks = CONTEXT // BLOCK
+    one = torch.ones((), device=device)
+    impl = SimpleNamespace(scale=0.1, forward=lambda *_: None, do_kv_cache_update=lambda *_: None)
+    layer: Any = SimpleNamespace(
+        impl=impl, layer_name="layer", kv_cache_dtype="fp8", _q_scale=one, _k_scale=one, _v_scale=one
+    )
+    kernel = DecodeAttention(heads, kv_heads, 2 * DECODING, one.device)
+    decode_attention._replace(layer, kernel, "fp32")
+    query = torch.zeros(tokens, heads, size, dtype=FP8_DTYPE, device=device)
+    # as they come from the operator that makes them, with V a part of what a linear layer made
+    key = torch.zeros(tokens, kv_heads, size, dtype=torch.bfloat16, device=device)
+    value = torch.zeros(tokens, FUSED, dtype=torch.bfloat16, device=device)[:, -kv_heads * size :]
+    value = value.unflatten(1, (kv_heads, size))
+    room = torch.ops.fp8ext.quantized_room(value.flatten(1), heads * size)
+    output, scales = room[0].view(tokens, heads, size), room[1]
+    requests = DECODING + 1
+    layer.kv_cache = torch.zeros(
+        requests * blocks, BLOCK, kv_heads, 2 * size, dtype=torch.uint8, device=device
+    ).transpose(1, 2)
+    table = torch.arange(requests * blocks, dtype=torch.int32, device=device).view(requests, blocks)
+    steps = {}
+    for name, single in (("prompts", 0), ("prompts beside requests that decode", DECODING)):
+        count = single + 1
+        steps[name] = metadata = FlashAttentionMetadata(
+            num_actual_tokens=tokens,
+            max_query_len=tokens - single,
+            query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device),
+            max_seq_len=CONTEXT,
+            seq_lens=torch.full((count,), CONTEXT, dtype=torch.int32, device=device),
+            block_table=table[:count],
+            slot_mapping=torch.arange(tokens, device=device),
+        )
+        if single:
+            setattr(metadata, mixed_steps._SINGLE, mixed_steps._Single(single, None))
+    slots = metadata.slot_mapping
+    context = ForwardContext(
+        no_compile_layers={"layer": layer},
+        attn_metadata={"layer": metadata},
+        slot_mapping={"layer": slots},
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+    )
+
+    def caching() -> None:
+        with override_forward_context(context):
+            impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+
+    calls: dict[str, Callable[[], object]] = {
+        f"attention of {name}": partial(
+            impl.forward, layer, query, key, value, layer.kv_cache, of, output, None, scales
+        )
+        for name, of in steps.items()
+    }
+    return calls | {"whether attention caches K and V": caching}
+
+
 def _timed(call: Callable[[], object]) -> float:
     """Microseconds of one call, while the GPU is behind."""
     start = time.perf_counter()
@@ -156,6 +225,10 @@ def _without_launches() -> None:
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
     driver.set_active(gpu)
+    torch.cuda.current_stream = lambda _: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment, return-value]
+    cuda.compile_source = lambda *_: b""
+    cuda.call = lambda *_: None  # type: ignore[assignment]
+    cuda.Kernel.resident_blocks = lambda *_: 132  # type: ignore[method-assign]
     linear.GEMMS["none"] = lambda x, codes, _, dtype: torch.empty(
         x.codes.shape[0], codes.shape[0], dtype=dtype
     )

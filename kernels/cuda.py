@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import os
 import re
+import struct
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,8 @@ _DEVICE = Path(__file__).with_name("device.cuh")
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT, _ANY_CLUSTER_SIZE = 8, 9, 14
 _CLUSTER, _PROGRAMMATIC = 4, 6
 """Values of CUfunction_attribute and CUlaunchAttributeID (cuda.h)."""
+_ALIGNED = 16
+"""Bytes of which the address of an argument is a multiple."""
 
 
 class CudaError(RuntimeError):
@@ -142,12 +145,21 @@ class Kernel:
         `arguments`: ctypes values, in order. `early`: start before the previous kernel of the stream has ended; the kernel
         itself waits where it must.
         """
+        launch, _keep = self._described(early=early)
+        launch.grid[0], launch.shared_bytes, launch.stream = blocks, shared_bytes, stream
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
+        call("cuLaunchKernelEx", ctypes.byref(launch), self._function, pointers, None)
+
+    def launcher(self, arguments: Sequence[str]) -> "Launcher":
+        """For launches by one thread at a time: it makes what they need once, which takes longer than a launch. `arguments`:
+        each as `struct` names it, with C's alignment; several values are a structure."""
+        return Launcher(self._function, [self._described(early=early) for early in (False, True)], arguments)
+
+    def _described(self, *, early: bool) -> tuple[_Launch, ctypes.Array[_Attribute]]:
         attributes = [self._cluster_attribute()]
         if early:
             attributes.append(_Attribute(_PROGRAMMATIC, 0, (1,)))
-        launch, _keep = self._launch(blocks, shared_bytes, stream, attributes)
-        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-        call("cuLaunchKernelEx", ctypes.byref(launch), self._function, pointers, None)
+        return self._launch(1, 0, 0, attributes)
 
     def _cluster_attribute(self) -> _Attribute:
         return _Attribute(_CLUSTER, 0, (self.cluster, 1, 1))
@@ -158,6 +170,36 @@ class Kernel:
         array = (_Attribute * len(attributes))(*attributes)
         grid, block = (blocks, 1, 1), (self.threads, 1, 1)
         return _Launch(grid, block, shared_bytes, stream, array, len(attributes)), array
+
+
+class Launcher:
+    """Launches one kernel, time and again, from memory that is its own."""
+
+    def __init__(
+        self,
+        function: ctypes.c_void_p,
+        described: Sequence[tuple[_Launch, ctypes.Array[_Attribute]]],
+        arguments: Sequence[str],
+    ) -> None:
+        self._function, self._described = function, described
+        form, places, end = "@", [], 0
+        for argument in arguments:
+            places.append(-(-end // _ALIGNED) * _ALIGNED)
+            form += f"{places[-1] - end}x{argument}"
+            end = struct.calcsize(form)
+        self._pack = struct.Struct(form).pack_into
+        self._memory = ctypes.create_string_buffer(end + _ALIGNED)
+        start = ctypes.addressof(self._memory)
+        self._pointers = (ctypes.c_void_p * len(places))(*(start + place for place in places))
+
+    def __call__(
+        self, blocks: int, shared_bytes: int, stream: int, values: Iterable[float], *, early: bool
+    ) -> None:
+        """As `Kernel.launch`; `values`: of all arguments, one after the other, addresses as numbers."""
+        self._pack(self._memory, 0, *values)
+        launch = self._described[early][0]
+        launch.grid[0], launch.shared_bytes, launch.stream = blocks, shared_bytes, stream
+        call("cuLaunchKernelEx", ctypes.byref(launch), self._function, self._pointers, None)
 
 
 def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple[int, int]) -> TensorMap:

@@ -9,7 +9,6 @@ the cache lies there, without a transpose of V; Triton offers neither.
 Shape suffixes: R requests, H query heads, G KV heads, D head dimension, B blocks of a request.
 """
 
-import ctypes
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,37 +33,12 @@ _WARPS = 8
 _STAGE_VALUES = 4096
 
 
-class _Fresh(ctypes.Structure):
-    _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("key_stride", ctypes.c_ulonglong),
-        ("value_stride", ctypes.c_ulonglong),
-        ("slots", ctypes.c_void_p),
-    )
-
-
-class _Out(ctypes.Structure):
-    _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("stride", ctypes.c_ulonglong),
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("scale_stride", ctypes.c_ulonglong),
-        ("pow2", ctypes.c_uint),
-    )
-
-
-class _Cache(ctypes.Structure):
-    _fields_ = (
-        ("bytes", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("table_stride", ctypes.c_ulonglong),
-        ("block_stride", ctypes.c_uint),
-        ("token_stride", ctypes.c_uint),
-        ("head_stride", ctypes.c_uint),
-        ("block_tokens", ctypes.c_uint),
-    )
+_OUT = "PQPPQI"
+"""`Out` of the source, as `struct` names it: address and stride of values, then of codes, of scales, their stride, whether
+scales are powers of two."""
+_ATTEND = ("P", "Q", "PPQQP", "PPQIIII", "P", "I", "P", "P", "P", "I", "f", _OUT, "P", "P", "I")
+_COMBINE = ("P", "P", "P", "I", "P", "I", _OUT, "I", "I")
+"""Arguments of the kernels."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +123,14 @@ class DecodeAttention:
         self.heads, self.kv_heads, self.requests, self.dtype = heads, kv_heads, requests, dtype
         self.cut = cut = cut or choose(kv_heads, requests, dtype)
         code = machine_code(heads, kv_heads, dtype, cut)
-        self._attend = cuda.Kernel(code, "decode_attention", cut.warps * 32, 1)
-        self._combine = cuda.Kernel(code, "combine_attention", cut.warps * 32, 1)
+        attend, combine = (
+            cuda.Kernel(code, name, cut.warps * 32, 1) for name in ("decode_attention", "combine_attention")
+        )
+        self._held: tuple[object, ...] | None = None
+        self._attend, self._combine = attend.launcher(_ATTEND), combine.launcher(_COMBINE)
         across = kv_heads // cut.together
         self._shared = cut.shared_bytes(requests, dtype)
-        resident = self._attend.resident_blocks(self._shared)
+        resident = attend.resident_blocks(self._shared)
         if not resident:
             raise ValueError(f"expected fewer requests, found {requests}: they take {self._shared} bytes")
         self._blocks = max(1, resident // across) * across
@@ -173,40 +150,35 @@ class DecodeAttention:
         self._check(step, out)
         requests, cache, size = step.lengths_R.shape[0], step.cache, self.dtype.itemsize
         block_bytes, head_bytes, token_bytes, _ = (stride * size for stride in cache.stride())
-        fresh = _Fresh(
+        fresh = (
             *(step.key_RGD.data_ptr(), step.value_RGD.data_ptr()),
             *(step.key_RGD.stride(0), step.value_RGD.stride(0)),
-            None if step.slots_R is None else step.slots_R.data_ptr(),
+            0 if step.slots_R is None else step.slots_R.data_ptr(),
         )
-        paged = _Cache(
+        paged = (
             *(cache.data_ptr(), step.table_RB.data_ptr(), step.table_RB.stride(0)),
             *(block_bytes, token_bytes, head_bytes, cache.shape[2]),
         )
-        q, k, v = (ctypes.c_void_p(scale.data_ptr()) for scale in step.scales)
-        scale_stride = ctypes.c_uint(int(step.scales[0].numel() > 1))
+        q, k, v = (scale.data_ptr() for scale in step.scales)
+        scale_stride = int(step.scales[0].numel() > 1)
         to = _out(out, scale_format)
-        parts, sums = (ctypes.c_void_p(part.data_ptr()) for part in (self._parts, self._sums))
-        lengths, count = ctypes.c_void_p(step.lengths_R.data_ptr()), ctypes.c_uint(requests)
-        shares = ctypes.c_uint(self.shares)
+        parts, sums, lengths = self._parts.data_ptr(), self._sums.data_ptr(), step.lengths_R.data_ptr()
+        query, query_bytes = step.query_RHD.data_ptr(), step.query_RHD.stride(0) * size
         stream = torch.cuda.current_stream(step.query_RHD.device).cuda_stream
-        self._attend.launch(
-            self._blocks,
-            self._shared,
-            stream,
+        self._attend(
+            *(self._blocks, self._shared, stream),
             (
-                ctypes.c_void_p(step.query_RHD.data_ptr()),
-                ctypes.c_ulonglong(step.query_RHD.stride(0) * size),
-                *(fresh, paged, lengths, count, q, k, v, scale_stride, ctypes.c_float(step.softmax_scale)),
-                *(to, parts, sums, shares),
+                *(query, query_bytes, *fresh, *paged, lengths, requests, q, k, v, scale_stride),
+                *(step.softmax_scale, *to, parts, sums, self.shares),
             ),
             early=step.slots_R is not None,
         )
         spread = self._spread(requests)
-        self._combine.launch(
+        self._combine(
             -(-requests * self.heads * spread // self.cut.warps),
             128 + self.cut.warps * (512 + 8) + 4 * (requests + 1),
             stream,
-            (parts, sums, lengths, count, v, scale_stride, to, shares, ctypes.c_uint(spread)),
+            (parts, sums, lengths, requests, v, scale_stride, *to, self.shares, spread),
             early=True,
         )
 
@@ -217,13 +189,23 @@ class DecodeAttention:
         return min(most, 1 << max(0, wanted.bit_length() - 1)) if wanted else 1
 
     def _holds(self, cache: Tensor) -> bool:
+        given = cache.dtype, cache.shape, cache.stride(), cache.data_ptr() % 16
+        if given != self._held:
+            if not self._can_hold(cache):
+                return False
+            self._held = given  # those of an engine's layers are alike
+        return True
+
+    def _can_hold(self, cache: Tensor) -> bool:
+        _, heads, tokens, both = cache.shape
         is_bytes = self.dtype.itemsize == cache.element_size() == 1
         places = zip(cache.shape[:3], cache.stride()[:3], strict=True)
         strides = [stride * cache.element_size() for size, stride in places if size > 1]
         placed = (
             all(stride % 16 == 0 and stride < 1 << 32 for stride in strides) and cache.data_ptr() % 16 == 0
         )
-        return (is_bytes or cache.dtype == self.dtype) and cache.stride(3) == 1 and placed
+        shaped = (heads, both) == (self.kv_heads, 2 * HEAD_DIMENSION) and tokens % TILE == 0
+        return shaped and (is_bytes or cache.dtype == self.dtype) and cache.stride(3) == 1 and placed
 
     def _check(self, step: Step, out: Tensor | Quantized) -> None:
         query_RHD, key_RGD, value_RGD, cache, table_RB, lengths_R, slots_R, scales, _ = step
@@ -245,37 +227,37 @@ class DecodeAttention:
                 problems.append(f"fp32 scales of outputs {by_query[:2]}, requests adjacent")
         elif out.dtype != torch.bfloat16 or out.shape != by_query:
             problems.append(f"BF16 outputs {by_query}")
-        if any(part.dtype != torch.bfloat16 or part.shape != by_key for part in (key_RGD, value_RGD)):
+        if (key_RGD.dtype, value_RGD.dtype) != (torch.bfloat16,) * 2 or not (
+            key_RGD.shape == value_RGD.shape == by_key
+        ):
             problems.append(f"BF16 keys and values {by_key}")
-        _, heads, tokens, both = cache.shape
-        if (heads, both) != (self.kv_heads, 2 * HEAD_DIMENSION) or tokens % TILE or not self._holds(cache):
+        if not self._holds(cache):
             shape = f"[blocks, {self.kv_heads}, a multiple of {TILE}, {2 * HEAD_DIMENSION}]"
             problems.append(f"a cache {shape} in {self.dtype}, each token's heads at a multiple of 16 bytes")
-        aligned = [(query_RHD, 16), (key_RGD, 8), (value_RGD, 8)]
-        if not isinstance(out, Quantized):
-            aligned.append((out, 16))
-        if not all(lies_well(part, align) for part, align in aligned):
+        well = lies_well(query_RHD) and lies_well(key_RGD, 8) and lies_well(value_RGD, 8)
+        if not well or not (isinstance(out, Quantized) or lies_well(out)):
             problems.append("heads side by side, each at a multiple of 8 bytes, queries and outputs of 16")
-        numbers = ((lengths_R, torch.int32), (table_RB, torch.int32), (slots_R, torch.int64))
-        if any(
-            part is not None and (part.dtype != dtype or part.shape[0] < requests) for part, dtype in numbers
-        ):
+        integers = lengths_R.dtype == table_RB.dtype == torch.int32 and table_RB.shape[0] >= requests
+        if slots_R is not None:
+            integers &= slots_R.dtype == torch.int64 and slots_R.shape[0] >= requests
+        if not integers:
             problems.append("int32 lengths, int64 slots, and a table with a row for each")
-        if (
-            len({scale.numel() for scale in scales}) != 1
-            or scales[0].numel() not in (1, self.kv_heads)
-            or any(scale.dtype != torch.float32 or not scale.is_contiguous() for scale in scales)
-        ):
+        q, k, v = scales
+        if not q.numel() == k.numel() == v.numel() in (1, self.kv_heads) or not all(map(_is_plain, scales)):
             problems.append(f"fp32 scales, all 1 or all {self.kv_heads}")
         if problems:
             raise ValueError(f"decode_attention: expected {'; '.join(problems)}")
 
 
-def _out(out: Tensor | Quantized, scale_format: ScaleFormat) -> _Out:
+def _out(out: Tensor | Quantized, scale_format: ScaleFormat) -> tuple[int, ...]:
     if isinstance(out, Quantized):
         places = out.codes.data_ptr(), out.scales.data_ptr(), out.scales.stride(1)
-        return _Out(None, 0, *places, scale_format == "pow2")
-    return _Out(out.data_ptr(), out.stride(0), None, None, 0, 0)
+        return 0, 0, *places, scale_format == "pow2"
+    return out.data_ptr(), out.stride(0), 0, 0, 0, 0
+
+
+def _is_plain(scale: Tensor) -> bool:
+    return scale.dtype == torch.float32 and scale.is_contiguous()
 
 
 def lies_well(part: Tensor, align: int = 16) -> bool:

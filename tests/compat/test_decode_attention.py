@@ -316,7 +316,7 @@ def test_a_graph_that_holds_attention_is_for_any_number_of_them(
     mixed: FlashAttentionMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of some the batches that vLLM captures begin with requests of one token."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     calls: list[Any] = []
     given, metadata = layer(), mixed

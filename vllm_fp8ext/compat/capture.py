@@ -6,4 +6,4 @@ import torch
 
 def is_captured() -> bool:
     """Graphs that are broken at attention do not while it runs."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

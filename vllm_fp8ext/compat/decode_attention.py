@@ -134,7 +134,8 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
             attend(module, query, key, value, kv_cache, metadata, plain)
             # where scales are aligned; what is made too much of comes again, from the kernel
             first = first // 4 * 4
-            quantize_into(_rows(room, slice(first, None)), plain[first:].flatten(1), scale_format)
+            theirs = _rows(room, slice(first, None)) if first else room
+            quantize_into(theirs, plain.flatten(1)[first:], scale_format)
             return output
 
         # a layer that is run again may come without K and V, which are cached by then
@@ -148,10 +149,7 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
         else:
             return attend_theirs(metadata, 0)
         count = lengths.shape[0]
-        parts = (part[:count] for part in (query, key, value))
-        query, key, value = (
-            part if lies_well(part) else part.clone(memory_format=torch.contiguous_format) for part in parts
-        )
+        query, key, value = _lying_well(query[:count]), _lying_well(key[:count]), _lying_well(value[:count])
         scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
         step = Step(query, key, value, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
         if room is None:
@@ -168,6 +166,10 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
     mixed_steps.take(impl)
 
 
+def _lying_well(part: Tensor) -> Tensor:
+    return part if lies_well(part) else part.clone(memory_format=torch.contiguous_format)
+
+
 def _rows(room: Quantized, which: slice) -> Quantized:
     return Quantized(room.codes[which], room.scales[which])
 
@@ -179,8 +181,10 @@ def _is_cached_by_attention(module: Any, slots: Tensor) -> bool:
         return False
     # a piece of a graph that is captured here may be replayed for steps that do not decode alone
     pieces = get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
+    if pieces:
+        return False
     metadata = get_attention_context(module.layer_name)[0]
-    return not pieces and _decodes_alone(metadata) and slots.data_ptr() == metadata.slot_mapping.data_ptr()
+    return _decodes_alone(metadata) and slots.data_ptr() == metadata.slot_mapping.data_ptr()
 
 
 def _decodes_alone(metadata: Any) -> bool:
