@@ -19,7 +19,7 @@ SECTION = "fp8ext"
 """Key of our settings in vLLM's `--additional-config`."""
 
 GRAPH_TOKENS = 2048
-"""Up to which CUDA graphs reach by default: beyond, a GPU has enough to do while the host launches kernels."""
+"""Up to which CUDA graphs reach by default, at least."""
 
 GIB = 1 << 30
 
@@ -90,9 +90,9 @@ class KernelSettings(BaseModel):
     """In compiled graphs, attention whose requests that decode are ours writes its outputs quantized for the layer behind it;
     else that layer quantizes them."""
 
-    graph_tokens: int | None = Field(default=None, ge=0)
+    graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
     """Steps of up to so many tokens replay CUDA graphs, broken at attention, beyond the sizes that vLLM captures; 0: none
-    beyond. By default 2048, where the user leaves it to vLLM what is captured."""
+    beyond. "auto": 2048, or more for small layers. By default "auto", where the user leaves it to vLLM what is captured."""
 
     batch_invariant: bool = Field(
         default_factory=lambda: os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")

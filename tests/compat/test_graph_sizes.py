@@ -3,7 +3,7 @@
 
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode
@@ -46,14 +46,82 @@ def test_a_step_is_not_padded_by_more_than_a_quarter_where_that_costs(captured: 
         ({"compilation_config": CompilationConfig(cudagraph_capture_sizes=[1])}, None, 0),
         ({"compilation_config": CompilationConfig(max_cudagraph_capture_size=64)}, None, 0),
         ({"cudagraph_capture_sizes": [1, 2]}, 1024, 1024),
+        ({"cudagraph_capture_sizes": [1, 2]}, "auto", GRAPH_TOKENS),
     ],
 )
 def test_sizes_that_the_user_gives_are_all(
-    arguments: dict[str, Any], asked: int | None, expected: int
+    arguments: dict[str, Any], asked: int | Literal["auto"] | None, expected: int
 ) -> None:
-    config = SimpleNamespace(additional_config={"other": 1})
+    config = SimpleNamespace(
+        additional_config={"other": 1}, model_config=SimpleNamespace(hf_text_config=SimpleNamespace())
+    )
     graph_sizes.configure(config, EngineArgs(model="any", **arguments), asked)
     assert config.additional_config == {"other": 1, graph_sizes.KEY: expected}
+
+
+QWEN3 = {
+    "0.6B": (1024, 16, 3072),
+    "1.7B": (2048, 16, 6144),
+    "4B": (2560, 32, 9728),
+    "8B": (4096, 32, 12288),
+    "32B": (5120, 64, 25600),
+}
+"""Hidden columns, query heads beside eight KV heads, columns of the MLP."""
+
+
+def config(name: str, ranks: int = 1, **more: Any) -> Any:
+    hidden, heads, wide = QWEN3[name]
+    text = SimpleNamespace(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=wide,
+    )
+    vars(text).update(more)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=text),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+    )
+
+
+EXPERTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (config("0.6B"), 31744),
+        (config("1.7B"), 9216),
+        (config("4B"), 4096),
+        (config("8B"), GRAPH_TOKENS),
+        (config("8B", 2), 5120),
+        (config("32B"), GRAPH_TOKENS),
+        (config("32B", 4), 4096),
+        (config("1.7B", num_attention_heads=32, **EXPERTS), 8192),
+    ],
+)
+def test_small_layers_are_worth_more_graphs(given: Any, expected: int) -> None:
+    assert graph_sizes.worth_it(given) == expected
+    arguments = EngineArgs(model="any")
+    given.additional_config = None
+    graph_sizes.configure(given, arguments, None)
+    assert given.additional_config == {graph_sizes.KEY: expected}
+
+
+def test_weights_of_a_layer() -> None:
+    """Of experts those that multiply one token; other names are not understood."""
+    attention = 2048 * 128 * (16 + 8) * 2
+    of = graph_sizes.layer_weights
+    assert of(config("8B", 4)) == 192_937_984 // 4
+    assert of(config("1.7B", **EXPERTS)) == attention + 3 * 2048 * 8 * 768
+    more = {**EXPERTS, "shared_expert_intermediate_size": 512}
+    assert of(config("1.7B", **more, head_dim=None)) == attention + 3 * 2048 * (8 * 768 + 512)
+    assert of(config("1.7B", num_experts_per_tok=2)) is None
+    unknown = config("1.7B")
+    del unknown.model_config.hf_text_config.num_attention_heads
+    assert of(unknown) is None
+    assert graph_sizes.worth_it(unknown) == GRAPH_TOKENS
 
 
 def manager(
@@ -65,25 +133,21 @@ def manager(
     requests: int = 1024,
     longest: int = 4096,
     varlen: bool = False,
-    model: Any = None,
-    ranks: int = 1,
-    adapters: tuple[int, ...] = (0,),
 ) -> Any:
     """One of vLLM's, as far as its lists of graphs need it."""
-    made: Any = object.__new__(kind)
+    made = object.__new__(kind)
     made.compilation_config = SimpleNamespace(
         cudagraph_capture_sizes=list(sizes), max_cudagraph_capture_size=max(sizes, default=0)
     )
     made.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=longest, hf_text_config=model),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        model_config=SimpleNamespace(max_model_len=longest),
         additional_config={graph_sizes.KEY: tokens},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         speculative_config=None,
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
     )
     made.max_num_reqs, made.decode_query_len, made.varlen_decode = requests, 1, varlen
-    made.cudagraph_mode, made.lora_capture_cases, made.ubatch_runner = mode, [*adapters], None
+    made.cudagraph_mode, made.lora_capture_cases, made.ubatch_runner = mode, [0], None
     made._candidates, made._capture_descs = {}, {}
     made._init_candidates()
     return made
@@ -142,72 +206,3 @@ def test_where_nothing_is_added(unchanged: dict[str, Any], monkeypatch: pytest.M
     graph_sizes.install()
     manager(**unchanged)
     assert asked == list(unchanged.get("sizes", (1, 64, 512)))
-
-
-QWEN3 = {
-    "0.6B": (1024, 16, 8, 3072),
-    "1.7B": (2048, 16, 8, 6144),
-    "4B": (2560, 32, 8, 9728),
-    "8B": (4096, 32, 8, 12288),
-}
-"""Hidden columns, query and KV heads, and columns of the MLP."""
-
-
-def model(name: str, **more: Any) -> Any:
-    hidden, heads, kv_heads, wide = QWEN3[name]
-    return SimpleNamespace(
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        intermediate_size=wide,
-        **more,
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "added"),
-    [("0.6B", 1, True), ("1.7B", 1, True), ("4B", 1, True), ("8B", 1, False), ("8B", 2, True)],
-)
-def test_full_steps_of_small_layers_replay_a_graph(name: str, ranks: int, added: bool) -> None:
-    found = manager(model=model(name), ranks=ranks, adapters=(0, 1))
-    sizes = [640, 768, 896, 1000, *[8192] * added]
-    assert captured(found, CUDAGraphMode.PIECEWISE) == [
-        size for size in (1, 64, 512, *sizes) for _ in range(2)
-    ]
-    for adapters in (0, 1):
-        taken = [tokens for tokens in range(1001, 9000) if (tokens, adapters) in found._candidates]
-        assert taken == (list(range(8064, 8193)) if added else [])
-        assert all(found._candidates[tokens, adapters][0].num_tokens == 8192 for tokens in taken)
-
-
-def test_full_steps_that_a_graph_holds_already() -> None:
-    found = manager(model=model("1.7B"), tokens=8192)
-    sizes = captured(found, CUDAGraphMode.PIECEWISE)
-    assert sizes == sorted(set(sizes))
-    assert found._candidates[5000, 0][0].num_tokens == 5120
-
-
-def test_without_graphs_beyond_vllms_there_is_none_of_full_steps() -> None:
-    assert captured(manager(model=model("1.7B"), tokens=0), CUDAGraphMode.PIECEWISE) == [1, 64, 512]
-
-
-def test_weights_of_a_layer() -> None:
-    """Of Qwen3-30B-A3B eight experts of 768 columns multiply a token; other names are not understood."""
-
-    def of(text: Any, ranks: int = 1) -> int | None:
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(hf_text_config=text),
-            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        )
-        return graph_sizes.layer_weights(config)
-
-    assert of(model("8B")) == 192_937_984
-    assert of(model("8B"), 4) == 192_937_984 // 4
-    experts = model("1.7B", num_experts_per_tok=8, moe_intermediate_size=768)
-    assert of(experts) == 2048 * 128 * (16 + 8) * 2 + 8 * 3 * 2048 * 768
-    experts.shared_expert_intermediate_size = 512
-    assert of(experts) == 2048 * 128 * (16 + 8) * 2 + 3 * 2048 * (8 * 768 + 512)
-    experts.head_dim = None
-    assert of(experts) == 2048 * 128 * (16 + 8) * 2 + 3 * 2048 * (8 * 768 + 512)
-    assert of(SimpleNamespace(hidden_size=2048, n_head=16)) is None

@@ -5,9 +5,8 @@ attention_story.py MODE FOLDER FACTS
 
 `eager` and `plain eager` compare calls with the same in fp64 over the live cache. `longer`: with graphs for steps with
 prompts too. `pieces`: with graphs that are broken at attention, and not where vLLM caches. `whole`: with graphs of whole
-steps, those with prompts too. `chunks` and `full`: in steps of few tokens; where they are full, `full` has a graph.
-`unquantized`: with outputs in BF16 throughout. `flash`: with vLLM's own kernel. `plain`, `plain eager`, `plain flash`: over
-a cache in BF16.
+steps, those with prompts too. `unquantized`: with outputs in BF16 throughout. `flash`: with vLLM's own kernel. `plain`,
+`plain eager`, `plain flash`: over a cache in BF16.
 """
 
 import json
@@ -33,14 +32,11 @@ from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
 PROMPTS = [range(5, 5 + count) for count in (3, 40, 700, 15, 16, 17)]
 TOKENS = 24
-GRAPH_TOKENS = {"chunks": 0, "full": 16}
 BLOCK = 16
 NEXT = 99
 """The token that follows in the last prompts."""
 LENT = 2
 """Their blocks."""
-BUDGET = 128
-"""Tokens of a full step, in `chunks` and `full`."""
 PIECES: dict[str, dict[str, Any]] = {
     "pieces": {
         "cudagraph_mode": "PIECEWISE",
@@ -100,7 +96,6 @@ def main(mode: str, folder: str, facts: str) -> None:
         gpu_memory_utilization=0.1,
         skip_tokenizer_init=True,
         max_num_seqs=6 if mode == "whole" else 16,
-        **({"max_num_batched_tokens": BUDGET} if mode in GRAPH_TOKENS else {}),
         block_size=BLOCK,
         async_scheduling=False,  # the scheduler knows tokens, and so what completes a block, before they are computed
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8], **PIECES.get(mode, {})},
@@ -110,7 +105,7 @@ def main(mode: str, folder: str, facts: str) -> None:
                 "kernels": {
                     "decode_attention": "flash" not in mode,
                     "quantized_attention": mode != "unquantized",
-                    "graph_tokens": 1024 if mode == "longer" else GRAPH_TOKENS.get(mode, 0),
+                    "graph_tokens": 1024 if mode == "longer" else 0,
                 },
             }
         },

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.bench.gpu_time import GpuTime
-from vllm_fp8ext.config import GRAPH_TOKENS
 from vllm_fp8ext.errors import Fp8ExtError
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def with_graphs(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of ours for an engine that is told which sizes of CUDA graphs to capture: steps of more tokens replay some
     all the same, as where vLLM chooses the sizes."""
-    kernels = {"graph_tokens": GRAPH_TOKENS, **settings.get("kernels", {})}
+    kernels = {"graph_tokens": "auto", **settings.get("kernels", {})}
     return {**settings, "kernels": kernels}
 
 
