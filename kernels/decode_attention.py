@@ -98,7 +98,7 @@ class DecodeAttention:
     """The kernel for layers of one shape and a cache of one dtype on one device, with room for the parts of up to `requests`
     requests.
 
-    Calls must be of one stream: they share that room.
+    Calls must be of one stream and one thread at a time: they share that room.
 
     Raises:
         ValueError: a shape, or a number of requests, that the kernel does not take.

@@ -209,3 +209,13 @@ def test_settings_outside_their_section_are_refused() -> None:
         ConfigError, match=r'expected allowed_dirs, staging inside "fp8ext", as in .*found outside'
     ):
         Settings.parse({"staging": "none", "allowed_dirs": ["/a"], "of another plugin": 1})
+
+
+@pytest.mark.parametrize("tokens", [-1, "all", True, 1.5])
+def test_graphs_for_what_is_no_number_of_tokens(tokens: object) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r'kernels\.graph_tokens: .*expected a number of tokens, 0 or more, or "auto", found',
+    ):
+        Settings.parse({"fp8ext": {"kernels": {"graph_tokens": tokens}}})
+    assert Settings.parse({"fp8ext": {"kernels": {"graph_tokens": "auto"}}}).kernels.graph_tokens == "auto"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kv.settings import KvScales
@@ -66,6 +66,12 @@ class ExpertSettings(BaseModel):
     """The kernel for more tokens."""
 
 
+def _tokens(given: object) -> object:
+    if given in (None, "auto") or (isinstance(given, int) and given >= 0 and not isinstance(given, bool)):
+        return given
+    raise ValueError('expected a number of tokens, 0 or more, or "auto"')
+
+
 class KernelSettings(BaseModel):
     """How linear layers are computed on a GPU."""
 
@@ -90,7 +96,7 @@ class KernelSettings(BaseModel):
     """In compiled graphs, attention whose requests that decode are ours writes its outputs quantized for the layer behind it;
     else that layer quantizes them."""
 
-    graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
+    graph_tokens: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens)] = None
     """Steps of up to so many tokens replay CUDA graphs, broken at attention, beyond the sizes that vLLM captures; 0: none
     beyond. "auto": 2048, or more for small layers. By default "auto", where the user leaves it to vLLM what is captured."""
 

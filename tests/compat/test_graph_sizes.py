@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import transformers
 from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
@@ -103,10 +104,10 @@ EXPERTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
 )
 def test_small_layers_are_worth_more_graphs(given: Any, expected: int) -> None:
     assert graph_sizes.worth_it(given) == expected
-    arguments = EngineArgs(model="any")
-    given.additional_config = None
-    graph_sizes.configure(given, arguments, None)
-    assert given.additional_config == {graph_sizes.KEY: expected}
+    for arguments, tokens in (({}, expected), ({"kv_cache_memory_bytes": 1 << 30}, GRAPH_TOKENS)):
+        given.additional_config = None
+        graph_sizes.configure(given, EngineArgs(model="any", **arguments), None)
+        assert given.additional_config == {graph_sizes.KEY: tokens}
 
 
 def test_weights_of_a_layer() -> None:
@@ -122,6 +123,9 @@ def test_weights_of_a_layer() -> None:
     del unknown.model_config.hf_text_config.num_attention_heads
     assert of(unknown) is None
     assert graph_sizes.worth_it(unknown) == GRAPH_TOKENS
+    unknown.model_config.hf_text_config = transformers.Gemma4TextConfig()
+    assert of(unknown) is None, "layers differ"
+    assert of(config("1.7B", num_attention_heads=0, head_dim=None)) is None
 
 
 def manager(

@@ -24,14 +24,16 @@ ROUND = 1024
 
 def configure(config: Any, arguments: Any, asked: int | Literal["auto"] | None) -> None:
     """Decide for a `VllmConfig` up to how many tokens: what was `asked`, else as many as are worth it, unless the
-    `EngineArgs` that it was made of say which sizes are captured."""
+    `EngineArgs` that it was made of say which sizes are captured. Where they say how large the KV cache is, vLLM leaves no
+    memory to more graphs than usual."""
     compilation = arguments.compilation_config
     sizes = (
         *(arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size),
         *(compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size),
     )
     if asked is None:
-        asked = "auto" if all(size is None for size in sizes) else 0
+        usual: int | Literal["auto"] = "auto" if arguments.kv_cache_memory_bytes is None else GRAPH_TOKENS
+        asked = usual if all(size is None for size in sizes) else 0
     tokens = worth_it(config) if asked == "auto" else asked
     config.additional_config = {**(config.additional_config or {}), KEY: tokens}
 
@@ -57,7 +59,12 @@ def layer_weights(config: Any) -> int | None:
         else:
             wide = model.intermediate_size
         return int(hidden * (attention + 3 * wide) // config.parallel_config.tensor_parallel_size)
-    except (AttributeError, TypeError):
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+        ZeroDivisionError,
+    ):  # not one number for all layers, or none
         return None
 
 
