@@ -46,6 +46,7 @@ def main() -> None:
     kernels = json.loads((RESULTS / "kernels_h200.json").read_text())["cases"]
     rollout = json.loads((RESULTS / "rollout_h200.json").read_text())["cases"]
     profile = json.loads((RESULTS / "profile_h200.json").read_text())["cases"]
+    graphs = json.loads((RESULTS / "graph_tokens_h200.json").read_text())["cases"]
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
     _kernels_picture(kernels)
     prompts = [case for case in rollout if case["output"] == PROMPTS]
@@ -58,6 +59,7 @@ def main() -> None:
         "fused": _fused(kernels),
         "rollout": _rollout(rollout),
         "prompts": _prompts(prompts),
+        "graphs": _graphs(graphs),
         "busy": _busy(profile, rollout),
     }
     fill(PAGE, tables)
@@ -189,6 +191,25 @@ def _prompts(cases: Cases) -> str:
     return "\n".join(lines)
 
 
+def _graphs(cases: Cases) -> str:
+    """Milliseconds to the first tokens and tokens per second of engines, two of `blockfp8` among them."""
+    lines = [
+        "| requests × in/out | BF16 | fp8_per_block | blockfp8, graphs up to 2,048 tokens | blockfp8 |",
+        "|---|---|---|---|---|",
+    ]
+    few = [case for case in cases if case["settings"]]
+    for group, fewer in zip(_groups(cases), sorted(few, key=_order), strict=True):
+        base = group["bf16"]
+        cells = []
+        for case in (base, group["fp8_per_block"], fewer, group["blockfp8"]):
+            ratio = "" if case is base else f" ({case['tokens_per_s'] / base['tokens_per_s']:.2f}×)"
+            cells.append(f"{case['first_token_ms']:.0f} ms, {case['tokens_per_s']:,.0f}/s{ratio}")
+        lines.append(
+            f"| {base['requests']} × {base['input']:,}/{base['output']:,} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines)
+
+
 def _busy(profile: Cases, rollout: Cases) -> str:
     """What the GPU does in a decode step, from cases that differ in the number of tokens out, beside how long one takes."""
     lines = [
@@ -221,10 +242,14 @@ def _groups(cases: Cases) -> list[dict[str, dict[str, Any]]]:
     for case in cases:
         if case["settings"]:
             continue
-        key = tuple(case[part] for part in ("model", "kv_cache", "requests", "input", "output"))
-        found.setdefault(key, {})[case["variant"]] = case
-    order = sorted(found, key=lambda key: (key[0] != "Qwen3-8B", key))
-    return [found[key] for key in order if "bf16" in found[key]]
+        found.setdefault(_order(case), {})[case["variant"]] = case
+    return [found[key] for key in sorted(found) if "bf16" in found[key]]
+
+
+def _order(case: dict[str, Any]) -> tuple[Any, ...]:
+    """What it is of, in the order of tables: Qwen3-8B first."""
+    setup = tuple(case[part] for part in ("model", "kv_cache", "requests", "input", "output"))
+    return (setup[0] != "Qwen3-8B", *setup)
 
 
 def _kernels_picture(cases: Cases) -> None:
