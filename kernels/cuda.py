@@ -65,15 +65,13 @@ def compile_source(source: str, headers: Mapping[str, str], defines: Mapping[str
     """
     headers = {_DEVICE.name: _DEVICE.read_text(), **headers}
     nvrtc = _nvrtc()
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     made_from = [
         source,
         *itertools.chain(*sorted(headers.items())),
         ARCHITECTURE,
         str(sorted(defines.items())),
     ]
-    name = hashlib.sha256("\0".join([*made_from, f"{major.value}.{minor.value}"]).encode()).hexdigest()
+    name = hashlib.sha256("\0".join([*made_from, _nvrtc_version()]).encode()).hexdigest()
     file = _cache() / f"{name}.cubin"
     with contextlib.suppress(OSError):
         return file.read_bytes()
@@ -86,8 +84,32 @@ def compile_source(source: str, headers: Mapping[str, str], defines: Mapping[str
     return code
 
 
+def toolchain() -> str:
+    """Versions of NVRTC and of the driver, or why there is none: what runs here may change with them. Starts no device."""
+    found = []
+    for name, version in (("NVRTC", _nvrtc_version), ("driver", _driver_version)):
+        try:
+            found.append(f"{name} {version()}")
+        except (CudaError, OSError) as error:
+            found.append(str(error))
+    return ", ".join(found)
+
+
+def _nvrtc_version() -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def _driver_version() -> int:
+    version = ctypes.c_int()
+    _call(_driver(), "cuDriverGetVersion", ctypes.byref(version))
+    return version.value
+
+
 def _cache() -> Path:
-    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "vllm-fp8ext")
+    # not Path.home(), which fails for a user without a home
+    return Path(os.environ.get(CACHE) or os.path.expanduser("~/.cache/vllm-fp8ext"))
 
 
 def _compiled(

@@ -13,9 +13,12 @@ import torch
 
 from vllm_fp8ext.compat import deep_gemm, expert_gemm, gemm
 from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
+from vllm_fp8ext.compat.gemm import decode_gemm_runs
 from vllm_fp8ext.config import KernelSettings
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernels.cuda import CudaError
 from vllm_fp8ext.kernels.quantized import Quantized
+from vllm_fp8ext.kernels.selection import Route
 
 SHAPE = 6144, 4096
 
@@ -28,7 +31,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "current_platform", platform)
     monkeypatch.setattr(gemm.kernels, "is_supported_and_can_implement_kernel", lambda *_: (True, None))
     monkeypatch.setattr(deep_gemm, "is_deep_gemm_supported", lambda: True)
-    cached = (deep_gemm_runs, gemm._takes)
+    monkeypatch.setattr(gemm, "decode_gemm_runs", lambda: True)
+    cached = (deep_gemm_runs, decode_gemm_runs, gemm._takes)
     for function in cached:
         function.cache_clear()
     yield
@@ -68,6 +72,27 @@ def test_without_a_compiler_the_next_best_kernel_runs(
     assert (route.gemm, many.many) == ("cutlass", "triton")
     assert caplog.text.count("DeepGEMM does not run here") == 1
     assert "nvcc: not found" in caplog.text
+
+
+def test_where_decode_gemm_does_not_run_the_others_take_few_tokens_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise CudaError("found no libnvrtc")
+
+    monkeypatch.setattr(deep_gemm, "multiply", lambda *_: None)
+    with_it = gemm.select(SHAPE, torch.bfloat16, KernelSettings())
+    assert with_it is not None
+    assert with_it.decode_tokens > 0
+    monkeypatch.setattr(gemm, "decode_gemm_runs", decode_gemm_runs)
+    monkeypatch.setattr(gemm.decode_gemm, "decode_gemm", fail)
+    with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
+        for shape in (SHAPE, (4096, 4096)):
+            assert gemm.select(shape, torch.bfloat16, KernelSettings()) == Route(0, "deep_gemm")
+        asked = KernelSettings.model_validate({"shapes": {"*": {"decode_tokens": 8}}})
+        with pytest.raises(ConfigError, match="decode_gemm does not take weights"):
+            gemm.select(SHAPE, torch.bfloat16, asked)
+    assert caplog.text.count("decode_gemm does not run here") == 1
 
 
 def test_what_varies_with_the_batch_is_not_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:

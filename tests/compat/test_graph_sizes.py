@@ -101,10 +101,20 @@ def config(name: str, ranks: int = 1, **more: Any) -> Any:
 )
 def test_small_layers_are_worth_more_graphs(given: Any, expected: int) -> None:
     assert graph_sizes.worth_it(given) == expected
-    for arguments, tokens in (({}, expected), ({"kv_cache_memory_bytes": 1 << 30}, GRAPH_TOKENS)):
-        given.additional_config = None
-        graph_sizes.configure(given, EngineArgs(model="any", **arguments), None)
-        assert given.additional_config == {graph_sizes.KEY: tokens}
+    assert _configured(given) == expected
+    assert _configured(given, kv_cache_memory_bytes=1 << 30) == GRAPH_TOKENS
+    assert _configured(given, num_gpu_blocks_override=100) == GRAPH_TOKENS
+
+
+def test_graphs_that_are_not_measured_are_as_many_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "0")
+    assert _configured(config("1.7B")) == GRAPH_TOKENS
+
+
+def _configured(config: Any, **arguments: Any) -> Any:
+    config.additional_config = None
+    graph_sizes.configure(config, EngineArgs(model="any", **arguments), None)
+    return config.additional_config[graph_sizes.KEY]
 
 
 def test_weights_of_a_layer() -> None:

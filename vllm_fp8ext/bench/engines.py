@@ -26,8 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def with_graphs(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ours for an engine that is told which sizes of CUDA graphs to capture: steps of more tokens replay some
-    all the same, as where vLLM chooses the sizes."""
+    """Settings of ours for an engine that is told the size of its KV cache, or which sizes of CUDA graphs to capture: steps
+    of more tokens replay some all the same, as where vLLM chooses both."""
     kernels = {"graph_tokens": "auto", **settings.get("kernels", {})}
     return {**settings, "kernels": kernels}
 

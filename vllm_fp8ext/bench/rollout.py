@@ -29,8 +29,6 @@ from vllm_fp8ext.bench.options import CommandLine, case_of, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
 
-CAPTURED = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""Batch sizes of CUDA graphs."""
 STEP = 8192
 """Most tokens of a step."""
 CASES = ("1x1024x1024", "8x1024x1024", "8x512x256", "32x1024x1024", "128x1024x1024", "256x1024x1024")
@@ -162,7 +160,6 @@ def arguments(kind: Kind, longest: int, kv_gib: float, more: dict[str, Any]) -> 
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-        "compilation_config": {"cudagraph_capture_sizes": list(CAPTURED)},
         **({"additional_config": {"fp8ext": settings}} if kind.variant == "blockfp8" else {}),
         **more,
     }

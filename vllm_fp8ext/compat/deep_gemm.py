@@ -21,7 +21,7 @@ logger = logging.getLogger("vllm.fp8ext")
 
 _CHOICES = "DG_JIT_USE_NVRTC", "DG_JIT_CPP_STANDARD"
 """What decides, beside the compiler, whether and how it compiles."""
-_TRIED = 128, 4096, 4096
+TRIED = 128, 4096, 4096
 """Tokens, rows and columns that every version takes."""
 
 
@@ -52,7 +52,7 @@ def deep_gemm_runs() -> bool:
     if not is_deep_gemm_supported():
         return False
     try:
-        multiply(*_TRIED)
+        multiply(*TRIED)
     except Exception as error:  # whatever a compiler that is missing or too old comes to
         logger.warning("blockfp8: DeepGEMM does not run here, the next best kernels do: %s", error)
         return False

@@ -24,6 +24,7 @@ from vllm_fp8ext.compat import fusion_rope, graph_nodes
 from vllm_fp8ext.compat.deep_gemm import compiler
 from vllm_fp8ext.compat.graph_nodes import alike
 from vllm_fp8ext.kernels import decode_cuts, linear, rotary, selection
+from vllm_fp8ext.kernels.cuda import toolchain
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -56,7 +57,7 @@ def _baked_in() -> str:
     return JoinLinear.hash_source(
         JoinLinear().uuid(),
         *(inspect.getsource(selection), selection.TABLE.read_text(), inspect.getsource(decode_cuts)),
-        *(*here, str(has_deep_gemm()), compiler()),
+        *(*here, str(has_deep_gemm()), compiler(), toolchain()),
     )
 
 

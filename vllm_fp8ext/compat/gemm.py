@@ -6,6 +6,7 @@ comes with each of its kernels. Can go once this project has kernels of its own 
 """
 
 import json
+import logging
 from functools import cache
 
 import torch
@@ -21,15 +22,17 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import fp8_gemm_nt
 
-from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
+from vllm_fp8ext.compat.deep_gemm import TRIED, deep_gemm_runs
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kernels import selection
+from vllm_fp8ext.kernels import decode_gemm, selection
 from vllm_fp8ext.kernels.linear import GEMMS
-from vllm_fp8ext.kernels.quantized import Quantized
-from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.kernels.quantized import Quantized, empty
+from vllm_fp8ext.kernels.reference import BLOCK, blocks
 from vllm_fp8ext.kernels.selection import Route
+
+logger = logging.getLogger("vllm.fp8ext")
 
 HOPPER = 90
 
@@ -100,12 +103,17 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
         log_once("blockfp8 runs the reference linear layer on this platform")
         return None
     chosen = settings.route(n, k)
-    few = dtype == torch.bfloat16 and current_platform.is_device_capability(HOPPER)
+    few = (
+        dtype == torch.bfloat16
+        and not settings.batch_invariant
+        and current_platform.is_device_capability(HOPPER)
+        and decode_gemm_runs()
+    )
     try:
         route = selection.route(
             shape_NK,
             [name for name in _KERNELS if _takes(name, shape_NK, dtype)],
-            few=few and not settings.batch_invariant,
+            few=few,
             decode_tokens=chosen.decode_tokens,
             gemm=chosen.gemm,
         )
@@ -129,6 +137,23 @@ def varies(what: str) -> ConfigError:
         f"kernels.batch_invariant: {what} are left to vLLM's Triton kernel here, which chooses its sizes by the number of "
         "tokens: expected VLLM_BATCH_INVARIANT=1, for which it does not, or another kernel"
     )
+
+
+@cache
+@torch.inference_mode()
+def decode_gemm_runs() -> bool:
+    """Whether `decode_gemm` was compiled here and has multiplied once; a warning says why not."""
+    _, n, k = TRIED
+    try:
+        device = torch.device("cuda", torch.cuda.current_device())
+        weight = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(blocks(n), blocks(k), dtype=torch.float32, device=device)
+        decode_gemm.decode_gemm(empty(1, k, device), weight, scales, None, "fp32")
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever a missing NVRTC, or a driver that is too old for it, comes to
+        logger.warning("blockfp8: decode_gemm does not run here, the next best kernels do: %s", error)
+        return False
+    return True
 
 
 @cache

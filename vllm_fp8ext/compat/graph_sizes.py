@@ -8,6 +8,7 @@ what attention, and graphs of whole steps, go by. Can go once vLLM captures such
 
 from typing import Any, Literal
 
+import vllm.envs as envs
 from vllm.config import CUDAGraphMode
 
 from vllm_fp8ext.compat.log import log_once
@@ -24,15 +25,17 @@ ROUND = 1024
 
 def configure(config: Any, arguments: Any, asked: int | Literal["auto"] | None) -> None:
     """Decide for a `VllmConfig` up to how many tokens: what was `asked`, else as many as are worth it, unless the
-    `EngineArgs` that it was made of say which sizes are captured. Where they say how large the KV cache is, vLLM leaves no
-    memory to more graphs than usual."""
+    `EngineArgs` that it was made of say which sizes are captured. Where they say how large the KV cache is, or vLLM is told
+    not to measure what graphs take, it leaves no memory to more of them than usual."""
     compilation = arguments.compilation_config
     sizes = (
         *(arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size),
         *(compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size),
     )
     if asked is None:
-        usual: int | Literal["auto"] = "auto" if arguments.kv_cache_memory_bytes is None else GRAPH_TOKENS
+        given = arguments.kv_cache_memory_bytes, arguments.num_gpu_blocks_override
+        measured = given == (None, None) and envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+        usual: int | Literal["auto"] = "auto" if measured else GRAPH_TOKENS
         asked = usual if all(size is None for size in sizes) else 0
     tokens = worth_it(config) if asked == "auto" else asked
     config.additional_config = {**(config.additional_config or {}), KEY: tokens}

@@ -640,7 +640,10 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.engine.arg_utils",
         name="EngineArgs",
-        parameters=("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"),
+        parameters=(
+            *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"),
+            *("kv_cache_memory_bytes", "num_gpu_blocks_override"),
+        ),
         why="replay CUDA graphs in steps of more tokens",
     ),
     Interface(
