@@ -65,14 +65,18 @@ def compile_source(source: str, headers: Mapping[str, str], defines: Mapping[str
     """
     headers = {_DEVICE.name: _DEVICE.read_text(), **headers}
     nvrtc = _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     made_from = [
         source,
         *itertools.chain(*sorted(headers.items())),
         ARCHITECTURE,
         str(sorted(defines.items())),
     ]
-    name = hashlib.sha256("\0".join([*made_from, _nvrtc_version()]).encode()).hexdigest()
-    file = _cache() / f"{name}.cubin"
+    name = hashlib.sha256("\0".join([*made_from, f"{major.value}.{minor.value}"]).encode()).hexdigest()
+    file = _kept(name)
+    if file is None:
+        return _compiled(nvrtc, source, headers, defines)
     with contextlib.suppress(OSError):
         return file.read_bytes()
     code = _compiled(nvrtc, source, headers, defines)
@@ -84,32 +88,12 @@ def compile_source(source: str, headers: Mapping[str, str], defines: Mapping[str
     return code
 
 
-def toolchain() -> str:
-    """Versions of NVRTC and of the driver, or why there is none: what runs here may change with them. Starts no device."""
-    found = []
-    for name, version in (("NVRTC", _nvrtc_version), ("driver", _driver_version)):
-        try:
-            found.append(f"{name} {version()}")
-        except (CudaError, OSError) as error:
-            found.append(str(error))
-    return ", ".join(found)
-
-
-def _nvrtc_version() -> str:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return f"{major.value}.{minor.value}"
-
-
-def _driver_version() -> int:
-    version = ctypes.c_int()
-    _call(_driver(), "cuDriverGetVersion", ctypes.byref(version))
-    return version.value
-
-
-def _cache() -> Path:
-    # not Path.home(), which fails for a user without a home
-    return Path(os.environ.get(CACHE) or os.path.expanduser("~/.cache/vllm-fp8ext"))
+def _kept(name: str) -> Path | None:
+    """Where machine code of this name is on disk; a user without a home keeps none."""
+    try:
+        return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "vllm-fp8ext") / f"{name}.cubin"
+    except RuntimeError:
+        return None
 
 
 def _compiled(
@@ -270,7 +254,10 @@ def allocation_of(address: int) -> tuple[int, int]:
 
 
 def _call(driver: ctypes.CDLL, function: str, *arguments: Any) -> None:
-    status = getattr(driver, function)(*arguments)
+    try:
+        status = getattr(driver, function)(*arguments)
+    except AttributeError:
+        raise CudaError(f"{function}: this driver is too old") from None
     if status:
         message = ctypes.c_char_p()
         driver.cuGetErrorString(status, ctypes.byref(message))
@@ -301,10 +288,13 @@ def nvrtc_files(entries: Iterable[str]) -> list[Path]:
 def _nvrtc() -> ctypes.CDLL:
     """The newest NVRTC among the packages that torch installs, else the system's."""
     for path in nvrtc_files(sys.path):
-        # NVRTC looks for this part of itself by bare name: have it loaded already
-        for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
-            ctypes.CDLL(str(builtins))
-        return ctypes.CDLL(str(path))
+        try:
+            # NVRTC looks for this part of itself by bare name: have it loaded already
+            for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise CudaError(f"NVRTC can't be loaded: {error}") from None
     for name in ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name)

@@ -3,16 +3,18 @@
 
 import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.platforms import current_platform
 
 from vllm_fp8ext.kernels import cases, reference
+from vllm_fp8ext.kernels.selection import Route
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 
@@ -181,15 +183,30 @@ def test_the_pass_is_named_by_its_source():
     assert len(JoinLinear().uuid()) == 64
 
 
-def test_graphs_of_other_kernels_have_another_key(monkeypatch: pytest.MonkeyPatch):
-    """A cached graph has the choice of kernels in it, and DeepGEMM may be installed later, or compile otherwise."""
+def test_graphs_of_other_kernels_have_another_key():
+    """A cached graph has the choice of kernels in it; copies of the configuration are what parts of a model compile with."""
     from vllm_fp8ext.compat import fusion
+    from vllm_fp8ext.linear import BlockFp8LinearMethod
 
-    keys = set()
-    for installed in (False, True):
-        monkeypatch.setattr(fusion, "has_deep_gemm", lambda installed=installed: installed)
-        keys.add(fusion._baked_in())
-    assert fusion._baked_in() in keys
-    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
-    keys.add(fusion._baked_in())
-    assert len(keys) == 3
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vllm_config = SimpleNamespace(additional_config=None)
+
+    def named(*routes: Route | None) -> dict[str, Any]:
+        layers = []
+        for route in routes:
+            layer = nn.Module()
+            layer.weight = nn.Parameter(torch.empty(6144, 4096, device="meta"))
+            layer.quant_method = object.__new__(BlockFp8LinearMethod)
+            layer.quant_method.route = route
+            layers.append(layer)
+        part, config = Part(), SimpleNamespace(additional_config={"other": 1})
+        fusion.name_kernels(config, nn.ModuleList([part, nn.Linear(1, 1), *layers]))
+        name = part.vllm_config.additional_config
+        assert config.additional_config == {"other": 1, **name}
+        return name
+
+    few, none = Route(32, "deep_gemm"), Route(0, "deep_gemm")
+    assert named(few) == named(few, few)
+    assert len({str(named(*routes)) for routes in [(few,), (none,), (few, none), (None,), ()]}) == 5

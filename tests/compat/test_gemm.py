@@ -95,6 +95,19 @@ def test_where_decode_gemm_does_not_run_the_others_take_few_tokens_too(
     assert caplog.text.count("decode_gemm does not run here") == 1
 
 
+def test_decode_gemm_is_not_tried_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_gemm, "multiply", lambda *_: None)
+    monkeypatch.setattr(gemm, "decode_gemm_runs", pytest.fail)
+    for section in (
+        {"shapes": {"*": {"decode_tokens": 0, "gemm": "deep_gemm"}}},
+        {"batch_invariant": True},
+    ):
+        route = gemm.select(SHAPE, torch.bfloat16, KernelSettings.model_validate(section))
+        assert route == Route(0, "deep_gemm")
+    with pytest.raises(pytest.fail.Exception):
+        gemm.select(SHAPE, torch.bfloat16, KernelSettings())
+
+
 def test_what_varies_with_the_batch_is_not_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's Triton kernels have sizes by the number of tokens, but with a variable of vLLM's."""
     monkeypatch.setattr(deep_gemm, "is_deep_gemm_supported", lambda: False)

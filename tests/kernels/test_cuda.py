@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which NVRTC is taken, and what is said of it."""
+"""Which NVRTC is taken, what is kept of its work, and what can't be had."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -23,22 +24,28 @@ def test_the_newest_comes_first_and_of_one_version_that_of_the_first_folder(tmp_
     assert [str(path.relative_to(tmp_path)) for path in found] == [names[1], names[0], names[3], names[2]]
 
 
-def test_another_toolchain_is_told_by_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> str:
-        raise cuda.CudaError("found no libnvrtc")
-
-    here = cuda.toolchain()
-    assert here == cuda.toolchain()
-    monkeypatch.setattr(cuda, "_nvrtc_version", lambda: "11.8")
-    assert "NVRTC 11.8" in cuda.toolchain() != here
-    monkeypatch.setattr(cuda, "_nvrtc_version", missing)
-    assert "found no libnvrtc" in cuda.toolchain()
-
-
-def test_without_a_home_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cuda.CACHE, raising=False)
     monkeypatch.setenv("HOME", "/somewhere")
-    assert cuda._cache() == Path("/somewhere/.cache/vllm-fp8ext")
+    assert cuda._kept("name") == Path("/somewhere/.cache/vllm-fp8ext/name.cubin")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("os.getuid", lambda: 987654)
-    assert cuda._cache().name == "vllm-fp8ext"
+    assert cuda._kept("name") is None
+
+
+def test_a_library_that_is_damaged_is_an_error_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which those that can do without catch."""
+    damaged = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    cuda._nvrtc.cache_clear()
+    with pytest.raises(cuda.CudaError, match="NVRTC can't be loaded"):
+        cuda.compile_source("", {}, {})
+
+
+def test_a_driver_without_a_function_is_too_old() -> None:
+    with pytest.raises(cuda.CudaError, match="cuNoSuchFunction: this driver is too old"):
+        cuda._call(ctypes.CDLL(None), "cuNoSuchFunction")

@@ -11,20 +11,16 @@ import logging
 import operator
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
-from vllm.utils.import_utils import has_deep_gemm
 
 from vllm_fp8ext.compat import fusion_rope, graph_nodes
-from vllm_fp8ext.compat.deep_gemm import compiler
 from vllm_fp8ext.compat.graph_nodes import alike
-from vllm_fp8ext.kernels import decode_cuts, linear, rotary, selection
-from vllm_fp8ext.kernels.cuda import toolchain
+from vllm_fp8ext.kernels import linear, rotary
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -44,21 +40,25 @@ def configure(config: Any, *, norm_rope: bool) -> None:
         )
         return
     compilation.inductor_compile_config[PASS] = JoinLinear(norm_rope=norm_rope)
-    # vLLM's cache of compiled graphs asks for the configuration alone
-    config.additional_config = {**(config.additional_config or {}), "fp8ext_graphs": _baked_in()}
+    # vLLM's cache of compiled graphs asks for the configuration alone; `name_kernels` adds to it
+    config.additional_config = {**(config.additional_config or {}), "fp8ext_graphs": JoinLinear().uuid()}
     for name in CUSTOM_OPS:  # each as one node, so that it is found below
         if not any(op in compilation.custom_ops for op in (f"+{name}", f"-{name}", "all")):
             compilation.custom_ops.append(f"+{name}")
 
 
-def _baked_in() -> str:
-    """Of everything that decides what is a constant of a compiled graph: the pass, and which kernel takes which layer."""
-    here = [Path(__file__).with_name(name).read_text() for name in ("gemm.py", "deep_gemm.py")]
-    return JoinLinear.hash_source(
-        JoinLinear().uuid(),
-        *(inspect.getsource(selection), selection.TABLE.read_text(), inspect.getsource(decode_cuts)),
-        *(*here, str(has_deep_gemm()), compiler(), toolchain()),
-    )
+def name_kernels(config: Any, model: nn.Module) -> None:
+    """Which kernel takes which layer of a loaded model is a constant of its graphs, which are compiled with this `VllmConfig`
+    and with copies of it: what is cached with other kernels is for other graphs."""
+    from vllm_fp8ext.linear import BlockFp8LinearMethod
+
+    found = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, BlockFp8LinearMethod):
+            found.add(f"{list(module.weight.shape)} {method.route}")
+    for each in (config, *(part.vllm_config for part in model.modules() if hasattr(part, "vllm_config"))):
+        each.additional_config = {**(each.additional_config or {}), "fp8ext_kernels": sorted(found)}
 
 
 class JoinLinear(InductorPass):

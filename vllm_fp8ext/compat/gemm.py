@@ -103,8 +103,10 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
         log_once("blockfp8 runs the reference linear layer on this platform")
         return None
     chosen = settings.route(n, k)
+    wanted = chosen.decode_tokens != 0 or chosen.gemm in (None, "decode_gemm")
     few = (
         dtype == torch.bfloat16
+        and wanted
         and not settings.batch_invariant
         and current_platform.is_device_capability(HOPPER)
         and decode_gemm_runs()

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_fp8ext.compat import cpu_tiles, graph_sizes
+from vllm_fp8ext.compat import cpu_tiles, fusion, graph_sizes
 from vllm_fp8ext.compat.compilations import counts
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UpdateError, described
@@ -50,6 +50,8 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         recording: Any = recorded_checkpoint() if live else contextlib.nullcontext()
         with recording as recorded:
             result = original(*inner, **named)
+        if on_gpu:
+            fusion.name_kernels(config, _models(runner))
         if on_gpu and settings.kernels.takes_decode_attention:
             from vllm_fp8ext.compat.decode_attention import attach_all
 
