@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pass that joins linear layers with what comes before them, on graphs as vLLM hands them over."""
 
+import copy
 import operator
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.platforms import current_platform
 
+from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.kernels import cases, reference
 from vllm_fp8ext.kernels.selection import Route
 
@@ -185,15 +186,15 @@ def test_the_pass_is_named_by_its_source():
 
 def test_graphs_of_other_kernels_have_another_key():
     """A cached graph has the choice of kernels in it; copies of the configuration are what parts of a model compile with."""
+    from vllm.engine.arg_utils import EngineArgs
+
     from vllm_fp8ext.compat import fusion
     from vllm_fp8ext.linear import BlockFp8LinearMethod
 
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.vllm_config = SimpleNamespace(additional_config=None)
+    config = EngineArgs(model=str(EARLY), max_model_len=256).create_engine_config()
+    config.additional_config = {"other": 1}
 
-    def named(*routes: Route | None) -> dict[str, Any]:
+    def key(*routes: Route | None) -> str:
         layers = []
         for route in routes:
             layer = nn.Module()
@@ -201,12 +202,13 @@ def test_graphs_of_other_kernels_have_another_key():
             layer.quant_method = object.__new__(BlockFp8LinearMethod)
             layer.quant_method.route = route
             layers.append(layer)
-        part, config = Part(), SimpleNamespace(additional_config={"other": 1})
+        part = nn.Module()
+        part.vllm_config = copy.copy(config)
         fusion.name_kernels(config, nn.ModuleList([part, nn.Linear(1, 1), *layers]))
-        name = part.vllm_config.additional_config
-        assert config.additional_config == {"other": 1, **name}
-        return name
+        assert config.additional_config["other"] == 1
+        assert part.vllm_config.compute_hash() == config.compute_hash()
+        return config.compute_hash()
 
     few, none = Route(32, "deep_gemm"), Route(0, "deep_gemm")
-    assert named(few) == named(few, few)
-    assert len({str(named(*routes)) for routes in [(few,), (none,), (few, none), (None,), ()]}) == 5
+    assert key(few) == key(few, few)
+    assert len({key(*routes) for routes in [(few,), (none,), (few, none), (None,), ()]}) == 5
