@@ -226,10 +226,10 @@ def _without_launches() -> None:
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
     driver.set_active(gpu)
-    torch.cuda.current_stream = lambda _: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment, return-value]
+    torch.cuda.current_stream = lambda _: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment, return-value]  # no GPU
     cuda.compile_source = lambda *_: b""
-    cuda.call = lambda *_: None  # type: ignore[assignment]
-    cuda.Kernel.resident_blocks = lambda *_: 132  # type: ignore[method-assign]
+    cuda.call = lambda *_: None  # type: ignore[assignment]  # no driver
+    cuda.Kernel.resident_blocks = lambda *_: 132  # type: ignore[method-assign]  # an H200's
     linear.GEMMS["none"] = lambda x, codes, _, dtype: torch.empty(
         x.codes.shape[0], codes.shape[0], dtype=dtype
     )

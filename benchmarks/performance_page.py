@@ -202,7 +202,7 @@ def _graphs(cases: Cases) -> str:
         base = group["bf16"]
         cells = []
         for case in (base, group["fp8_per_block"], fewer, group["blockfp8"]):
-            ratio = "" if case is base else f" ({case['tokens_per_s'] / base['tokens_per_s']:.2f}×)"
+            ratio = "" if case is base else f" ({case['ratio_bf16']:.2f}×)"
             cells.append(f"{case['first_token_ms']:.0f} ms, {case['tokens_per_s']:,.0f}/s{ratio}")
         lines.append(
             f"| {base['requests']} × {base['input']:,}/{base['output']:,} | " + " | ".join(cells) + " |"

@@ -37,7 +37,7 @@ def test_a_library_that_is_damaged_is_an_error_of_cuda(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Which those that can do without catch."""
-    damaged = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
+    damaged = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.99"
     damaged.parent.mkdir(parents=True)
     damaged.write_text("no library")
     monkeypatch.syspath_prepend(tmp_path)

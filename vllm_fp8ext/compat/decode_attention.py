@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_fp8ext.compat import fusion_attention, mixed_steps
+from vllm_fp8ext.compat import fusion, fusion_attention, mixed_steps
 from vllm_fp8ext.compat.capture import is_captured
 from vllm_fp8ext.compat.kv_cache import FORMATS
 from vllm_fp8ext.compat.log import log_once
@@ -37,8 +37,7 @@ def attach_all(model: nn.Module, config: Any) -> None:
     kernels: Kernels = {}
     layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
     taken = [attach(layer, config, kernels, form) for layer in layers]
-    own = [module.vllm_config for module in model.modules() if hasattr(module, "vllm_config")]
-    for each in (config, *own):  # parts of a model may be compiled with copies
+    for each in fusion.compiled_with(config, model):
         fusion_attention.configure(each, form if taken and all(taken) else None)
 
 

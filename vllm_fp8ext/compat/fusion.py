@@ -47,9 +47,14 @@ def configure(config: Any, *, norm_rope: bool) -> None:
             compilation.custom_ops.append(f"+{name}")
 
 
+def compiled_with(config: Any, model: nn.Module) -> list[Any]:
+    """Every `VllmConfig` that the model is compiled with: parts of it may have copies of its own."""
+    return [config, *(part.vllm_config for part in model.modules() if hasattr(part, "vllm_config"))]
+
+
 def name_kernels(config: Any, model: nn.Module) -> None:
-    """Which kernel takes which layer of a loaded model is a constant of its graphs, which are compiled with this `VllmConfig`
-    and with copies of it: what is cached with other kernels is for other graphs."""
+    """Which kernel takes which layer of a loaded model is a constant of its graphs: what is cached with other kernels is for
+    other graphs."""
     from vllm_fp8ext.linear import BlockFp8LinearMethod
 
     found = set()
@@ -57,7 +62,7 @@ def name_kernels(config: Any, model: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if isinstance(method, BlockFp8LinearMethod):
             found.add(f"{list(module.weight.shape)} {method.route}")
-    for each in (config, *(part.vllm_config for part in model.modules() if hasattr(part, "vllm_config"))):
+    for each in compiled_with(config, model):
         each.additional_config = {**(each.additional_config or {}), "fp8ext_kernels": sorted(found)}
 
 

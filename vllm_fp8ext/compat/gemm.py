@@ -6,7 +6,6 @@ comes with each of its kernels. Can go once this project has kernels of its own 
 """
 
 import json
-import logging
 from functools import cache
 
 import torch
@@ -22,17 +21,16 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import fp8_gemm_nt
 
-from vllm_fp8ext.compat.deep_gemm import TRIED, deep_gemm_runs
+from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
 from vllm_fp8ext.compat.log import log_once
+from vllm_fp8ext.compat.trials import SHAPE, operands, runs
 from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels import decode_gemm, selection
 from vllm_fp8ext.kernels.linear import GEMMS
-from vllm_fp8ext.kernels.quantized import Quantized, empty
-from vllm_fp8ext.kernels.reference import BLOCK, blocks
+from vllm_fp8ext.kernels.quantized import Quantized
+from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.kernels.selection import Route
-
-logger = logging.getLogger("vllm.fp8ext")
 
 HOPPER = 90
 
@@ -142,20 +140,14 @@ def varies(what: str) -> ConfigError:
 
 
 @cache
-@torch.inference_mode()
 def decode_gemm_runs() -> bool:
     """Whether `decode_gemm` was compiled here and has multiplied once; a warning says why not."""
-    _, n, k = TRIED
-    try:
-        device = torch.device("cuda", torch.cuda.current_device())
-        weight = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty(blocks(n), blocks(k), dtype=torch.float32, device=device)
-        decode_gemm.decode_gemm(empty(1, k, device), weight, scales, None, "fp32")
+
+    def multiply() -> None:
+        decode_gemm.decode_gemm(*operands(1, *SHAPE), None, "fp32")
         torch.cuda.synchronize()
-    except Exception as error:  # whatever a missing NVRTC, or a driver that is too old for it, comes to
-        logger.warning("blockfp8: decode_gemm does not run here, the next best kernels do: %s", error)
-        return False
-    return True
+
+    return runs("decode_gemm", multiply)
 
 
 @cache

@@ -32,11 +32,12 @@ def configure(config: Any, arguments: Any, asked: int | Literal["auto"] | None) 
         *(arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size),
         *(compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size),
     )
-    if asked is None:
+    if asked is None and any(size is not None for size in sizes):
+        asked = 0
+    elif asked is None:
         given = arguments.kv_cache_memory_bytes, arguments.num_gpu_blocks_override
         measured = given == (None, None) and envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
-        usual: int | Literal["auto"] = "auto" if measured else GRAPH_TOKENS
-        asked = usual if all(size is None for size in sizes) else 0
+        asked = "auto" if measured else GRAPH_TOKENS
     tokens = worth_it(config) if asked == "auto" else asked
     config.additional_config = {**(config.additional_config or {}), KEY: tokens}
 
@@ -60,12 +61,8 @@ def layer_weights(config: Any) -> int | None:
         attention = 2 * (heads + model.num_key_value_heads) * size
         weights = hidden * (attention + 3 * model.intermediate_size)
         return int(weights // config.parallel_config.tensor_parallel_size)
-    except (
-        AttributeError,
-        TypeError,
-        RuntimeError,
-        ZeroDivisionError,
-    ):  # not one number for all layers, or none
+    # not one number for all layers, or none
+    except (AttributeError, TypeError, RuntimeError, ZeroDivisionError):
         return None
 
 

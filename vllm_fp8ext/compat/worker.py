@@ -51,11 +51,12 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recording as recorded:
             result = original(*inner, **named)
         if on_gpu:
-            fusion.name_kernels(config, _models(runner))
-        if on_gpu and settings.kernels.takes_decode_attention:
-            from vllm_fp8ext.compat.decode_attention import attach_all
+            models = _models(runner)
+            fusion.name_kernels(config, models)
+            if settings.kernels.takes_decode_attention:
+                from vllm_fp8ext.compat.decode_attention import attach_all
 
-            attach_all(_models(runner), config)
+                attach_all(models, config)
         if live:
             self.fp8ext_rank = _build(worker, config, runner, recorded)
         return result
