@@ -100,6 +100,9 @@ class KernelSettings(BaseModel):
     """Steps of up to so many tokens replay CUDA graphs, broken at attention, beyond the sizes that vLLM captures; 0: none
     beyond. "auto": 2048, or more for small layers. By default "auto", where the user leaves it to vLLM what is captured."""
 
+    held_slots: bool = True
+    """The scheduler is answered at once for requests that hold a slot for their next token: the KV cache is not asked."""
+
     batch_invariant: bool = Field(
         default_factory=lambda: os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
     )

@@ -13,7 +13,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
+from vllm_fp8ext.compat import engine_core, held_slots
 from vllm_fp8ext.compat.engine_core import CoreAccess
+from vllm_fp8ext.config import METHOD, SECTION
 
 ALL, NEW, ON = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
 
@@ -234,3 +236,23 @@ def test_a_step_that_fails_ends_the_engine(access: CoreAccess, monkeypatch: pyte
     access.stop()
     with pytest.raises(SystemExit, match="out of memory"):
         access.drain()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kernels", "answers"),
+    [(METHOD, {}, True), (METHOD, {"held_slots": False}, False), ("fp8", {}, False), (None, {}, False)],
+)
+def test_a_core_of_blockfp8_answers_its_scheduler(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, kernels: dict[str, Any], answers: bool
+) -> None:
+    def make(core: Any) -> None:
+        core.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(quantization=quantization),
+            additional_config={SECTION: {"kernels": kernels}},
+        )
+        core.scheduler = SimpleNamespace(kv_cache_manager="cache")
+
+    attached: list[Any] = []
+    monkeypatch.setattr(held_slots, "attach", attached.append)
+    engine_core._quick(make)(SimpleNamespace())
+    assert attached == (["cache"] if answers else [])

@@ -55,7 +55,7 @@ def test_sizes_that_the_user_gives_are_all(
 ) -> None:
     config = SimpleNamespace(
         additional_config={"other": 1},
-        model_config=SimpleNamespace(is_moe=False, hf_text_config=SimpleNamespace()),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace()),
     )
     graph_sizes.configure(config, EngineArgs(model="any", **arguments), asked)
     assert config.additional_config == {"other": 1, graph_sizes.KEY: expected}
@@ -82,9 +82,12 @@ def config(name: str, ranks: int = 1, **more: Any) -> Any:
     )
     vars(text).update(more)
     return SimpleNamespace(
-        model_config=SimpleNamespace(is_moe=False, hf_text_config=text),
+        model_config=SimpleNamespace(hf_text_config=text),
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
     )
+
+
+EXPERTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +100,7 @@ def config(name: str, ranks: int = 1, **more: Any) -> Any:
         (config("8B", 2), 5120),
         (config("32B"), GRAPH_TOKENS),
         (config("32B", 4), 4096),
+        (config("1.7B", num_attention_heads=32, **EXPERTS), 8192),
     ],
 )
 def test_small_layers_are_worth_more_graphs(given: Any, expected: int) -> None:
@@ -118,10 +122,15 @@ def _configured(config: Any, **arguments: Any) -> Any:
 
 
 def test_weights_of_a_layer() -> None:
-    """Other names than Llama's are not understood, and experts not guessed about."""
+    """Of experts those that multiply one token; other names are not understood."""
+    attention = 2048 * 128 * (16 + 8) * 2
     of = graph_sizes.layer_weights
     assert of(config("8B", 4)) == 192_937_984 // 4
     assert of(config("1.7B", head_dim=None)) == of(config("1.7B"))
+    assert of(config("1.7B", **EXPERTS)) == attention + 3 * 2048 * 8 * 768
+    shared = config("1.7B", **EXPERTS, shared_expert_intermediate_size=512)
+    assert of(shared) == attention + 3 * 2048 * (8 * 768 + 512)
+    assert of(config("1.7B", num_experts_per_tok=2)) is None
     unknown = config("1.7B")
     del unknown.model_config.hf_text_config.num_attention_heads
     assert of(unknown) is None
@@ -129,9 +138,6 @@ def test_weights_of_a_layer() -> None:
     unknown.model_config.hf_text_config = transformers.Gemma4TextConfig()
     assert of(unknown) is None, "layers differ"
     assert of(config("1.7B", num_attention_heads=0, head_dim=None)) is None
-    experts = config("1.7B")
-    experts.model_config.is_moe = True
-    assert of(experts) is None
 
 
 def manager(

@@ -20,6 +20,9 @@ from vllm_fp8ext.weights.wire import stored
 
 BATCHES = (1, 2, 3, 5, 8, 13, 40, 64)
 LENGTHS = (1, 5, 17, 70, 150, 300, 480)
+LONG = (700, 3000)
+MOST = 4096
+"""Tokens of a step, and of a request."""
 
 
 async def compiled(engine: AsyncLLM) -> list[dict[str, int]]:
@@ -40,19 +43,33 @@ async def batch(engine: AsyncLLM, name: str, requests: int, length: int) -> None
     await asyncio.gather(*(one(number) for number in range(requests)))
 
 
+async def long(engine: AsyncLLM) -> list[Any]:
+    """The first token of each long prompt, and its log-probability."""
+    wanted = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
+    found = []
+    for length in LONG:
+        prompt = {"prompt_token_ids": [3 + (5 * i + i // 11) % 500 for i in range(length)]}
+        async for output in engine.generate(prompt, wanted, f"long {length}"):
+            first = output.outputs[0].logprobs[0]
+        found += [[token, first[token].logprob] for token in first]
+    return found
+
+
 async def main(early: str, late: str, out: str, more: str) -> None:
+    arguments = {"additional_config": {"fp8ext": {"kernels": {"graph_tokens": MOST}}}, **json.loads(more)}
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=early,
             quantization="blockfp8",
-            max_model_len=512,
+            max_model_len=MOST,
+            max_num_batched_tokens=MOST,
             max_num_seqs=64,
             gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=256 << 20,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             jit_monitor_verbose=True,  # its log says what Triton compiles late
-            **json.loads(more),
+            **arguments,
         )
     )
     facts: dict[str, Any] = {"early": await answers(engine, "early")}
@@ -62,6 +79,7 @@ async def main(early: str, late: str, out: str, more: str) -> None:
         await batch(engine, f"batch of {requests}", requests, 9)
     for length in LENGTHS:
         await batch(engine, f"length {length}", 3, length)
+    facts["long"] = await long(engine)
     async with embedded(engine) as weights:
         facts["cold digests"] = (await weights.digests()).model_dump()
         facts["manifest"] = await weights.manifest()

@@ -100,9 +100,9 @@ def story(early: Path, late: Path, out: Path, cache: Path, more: dict[str, Any])
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(out.read_text())
-    found["compiled late"] = [
-        line for line in (done.stdout + done.stderr).splitlines() if "JIT compilation" in line
-    ]
+    lines = (done.stdout + done.stderr).splitlines()
+    found["compiled late"] = [line for line in lines if "JIT compilation" in line]
+    found["graphs"] = [line for line in lines if "replay CUDA graphs" in line]
     return found
 
 
@@ -124,8 +124,13 @@ def told(checkpoints: dict[str, Path], folder: Path, more: dict[str, Any]) -> St
 
 
 @pytest.fixture(scope="module")
-def stories(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Stories:
-    return told(checkpoints, tmp_path_factory.mktemp("stories"), {})
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stories")
+
+
+@pytest.fixture(scope="module")
+def stories(checkpoints: dict[str, Path], folder: Path) -> Stories:
+    return told(checkpoints, folder, {})
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["tensor parallel", "expert parallel"])
@@ -145,6 +150,19 @@ def test_an_update_in_an_engine_serves_what_a_cold_start_serves(
     width: int, checkpoints: dict[str, Path], stories: Stories
 ) -> None:
     require_equal_to_a_cold_start(width, checkpoints, stories)
+
+
+def test_large_steps_say_the_same_in_graphs(
+    checkpoints: dict[str, Path], folder: Path, stories: Stories
+) -> None:
+    """A prompt of 3,000 tokens: its experts are DeepGEMM's."""
+    early, settings = checkpoints["early768"], {"fp8ext": {"kernels": {"graph_tokens": 0}}}
+    files = folder / "apart.json", folder / "kernels768"
+    apart = story(early, early, *files, {"additional_config": settings})
+    facts = stories["early", 768]
+    assert not apart["graphs"]
+    assert any("steps of 513 to 4096 tokens" in line for line in facts["graphs"])
+    assert facts["long"] == apart["long"]
 
 
 @pytest.mark.multigpu

@@ -40,7 +40,9 @@ def install() -> None:
 def _quick(make: Any) -> Any:
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        if self.vllm_config.model_config.quantization == METHOD:
+        config = self.vllm_config
+        ours = config.model_config.quantization == METHOD
+        if ours and Settings.parse(config.additional_config).kernels.held_slots:
             from vllm_fp8ext.compat import held_slots  # no other server should need what it leans on
 
             held_slots.attach(self.scheduler.kv_cache_manager)

@@ -50,17 +50,18 @@ def worth_it(config: Any) -> int:
 
 
 def layer_weights(config: Any) -> int | None:
-    """Of one layer's matrices on one rank; None if the model's configuration tells them by other names than Llama's, Qwen's
-    and their like, or a token is multiplied by experts that it chooses: what more graphs bring those is not known."""
-    if config.model_config.is_moe:
-        return None
+    """Of one layer's matrices on one rank, those that multiply a token; None if the model's configuration tells them by other
+    names than Llama's, Qwen's and their like."""
     model = config.model_config.hf_text_config
     try:
         hidden, heads = model.hidden_size, model.num_attention_heads
         size = getattr(model, "head_dim", None) or hidden // heads
         attention = 2 * (heads + model.num_key_value_heads) * size
-        weights = hidden * (attention + 3 * model.intermediate_size)
-        return int(weights // config.parallel_config.tensor_parallel_size)
+        wide = model.intermediate_size
+        if chosen := getattr(model, "num_experts_per_tok", None):
+            shared = getattr(model, "shared_expert_intermediate_size", None) or 0
+            wide = chosen * model.moe_intermediate_size + shared
+        return int(hidden * (attention + 3 * wide) // config.parallel_config.tensor_parallel_size)
     # not one number for all layers, or none
     except (AttributeError, TypeError, RuntimeError, ZeroDivisionError):
         return None
