@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step takes the host, part by part: a small model's steps wait for it, and not for the GPU.
+"""What a decode step takes the host, or prompts up to their first tokens, part by part: steps of a small model, or of few
+tokens, wait for it, and not for the GPU.
 
     python benchmarks/host_step.py --shape Qwen3-1.7B --kv fp8 --cases 8x1024x256 128x1024x256 --out host_step.json
+    python benchmarks/host_step.py --shape Qwen3-8B --kv fp8 --cases 1x400x1 4x1024x1    # one token out: prompts
     python benchmarks/host_step.py --checkpoint FOLDER --variants bf16 blockfp8 --kv-gib 0.5 --cases 8x16x200 \\
       --engine '{"enforce_eager": true}'   # on a CPU
 
 One engine after the other, each in one process. A part is what its functions take without those of other parts that they
-call; medians of the steps in which all requests decode.
+call; medians of the steps in which all requests decode, or of answers of one token, all their steps together.
 """
 
 import argparse
@@ -31,7 +33,9 @@ from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.bench.rollout import Kind, arguments, said
 
 RUNNER = "vllm.v1.worker.gpu"
-PARTS = {
+ATTENTION = "attention but FlashAttention"
+"""Of each layer, as it attends in the engine: ours is put in place of FlashAttention."""
+PARTS: dict[str, list[str]] = {
     "schedule": ["vllm.v1.core.sched.scheduler:Scheduler.schedule"],
     "allocate_slots": ["vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots"],
     "update requests": [
@@ -46,6 +50,10 @@ PARTS = {
     "block tables, slots": [f"{RUNNER}.model_runner:GPUModelRunner.prepare_attn"],
     "attention's metadata": [f"{RUNNER}.model_states.default:DefaultModelState.prepare_attn"],
     "replay the graph": [f"{RUNNER}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph"],
+    "replay a graph's pieces": ["vllm.compilation.cuda_graph:CUDAGraphWrapper.__call__"],
+    ATTENTION: [],
+    "FlashAttention": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
+    "caching K and V": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update"],
     "the rest of execute_model": [f"{RUNNER}.model_runner:GPUModelRunner.execute_model"],
     "logits, sampler": [f"{RUNNER}.model_runner:GPUModelRunner.sample"],
     "update what was sampled": [f"{RUNNER}.model_runner:GPUModelRunner.postprocess_sampled"],
@@ -61,6 +69,7 @@ PARTS = {
 }
 STEP = "vllm.v1.engine.llm_engine:LLMEngine.step"
 REST = "the rest"
+ANSWERS = 21
 console = Console()
 
 
@@ -152,16 +161,22 @@ def _measure(folder: Path, variant: str, options: argparse.Namespace) -> list[di
             _replace(place, functools.partial(clock.timed, part))
     _replace(STEP, clock.step)
     engine = LLM(str(folder), **arguments(kind, longest, options.kv_gib, options.engine))
+    layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context
+    for layer in layers.values():
+        if hasattr(layer, "impl"):
+            layer.impl.forward = clock.timed(ATTENTION, layer.impl.forward)
     found = []
     for requests, tokens, output in options.cases:
         prompts: Any = [
             {"prompt_token_ids": [1 + (i + j) % 100 for j in range(tokens)]} for i in range(requests)
         ]
         sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
-        for _ in range(2):  # the first time is not counted
+        answers = []
+        for _ in range(2 if output > 1 else 1 + ANSWERS):  # the first time is not counted
             clock.steps.clear()
             engine.generate(prompts, sampling, use_tqdm=False)
-        steps = clock.steps[-(output * 3 // 4) : -4]
+            answers.append(_together(clock.steps))
+        steps = clock.steps[-(output * 3 // 4) : -4] if output > 1 else answers[1:]
         parts = []
         for part in (*PARTS, REST):
             told = [step.get(part, (0.0, 0)) for step in steps]
@@ -177,6 +192,14 @@ def _measure(folder: Path, variant: str, options: argparse.Namespace) -> list[di
             }
         )
     return found
+
+
+def _together(steps: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    parts = {part for step in steps for part in step}
+    return {
+        part: [sum(each) for each in zip(*(step[part] for step in steps if part in step), strict=True)]
+        for part in parts
+    }
 
 
 def _replace(place: str, change: Callable[[Any], Any]) -> None:

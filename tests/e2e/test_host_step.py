@@ -13,17 +13,32 @@ from vllm_fp8ext.checkpoints import EARLY
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "host_step.py"
 REQUESTS = 5
+LAYERS = 3
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("host") / "host_step.json"
     line = [sys.executable, "-P", str(SCRIPT), "--checkpoint", str(EARLY), "--variants", "bf16", "blockfp8"]
-    line += ["--kv-gib", "0.05", "--cases", f"{REQUESTS}x8x40", "--engine", '{"enforce_eager": true}']
+    line += [
+        "--kv-gib",
+        "0.05",
+        "--cases",
+        f"{REQUESTS}x8x40",
+        f"{REQUESTS}x8x1",
+        "--engine",
+        '{"enforce_eager": true}',
+    ]
     done = subprocess.run([*line, "--out", str(out)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "update_from_output" in done.stdout
-    return {case["variant"]: case for case in json.loads(out.read_text())["cases"]}
+    found: list[dict[str, Any]] = json.loads(out.read_text())["cases"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases(told: list[dict[str, Any]]) -> dict[str, Any]:
+    return {case["variant"]: case for case in told if case["output"] > 1}
 
 
 def test_parts_of_a_step_are_told(cases: dict[str, Any]) -> None:
@@ -39,3 +54,12 @@ def test_requests_that_hold_a_slot_ask_vllm_for_none(cases: dict[str, Any]) -> N
         for variant, case in cases.items()
     }
     assert asked == {"bf16": [REQUESTS], "blockfp8": []}
+
+
+def test_parts_of_the_first_tokens_are_told(told: list[dict[str, Any]]) -> None:
+    found = [case for case in told if case["output"] == 1]
+    assert len(found) == 2
+    for case in found:
+        parts = {part["part"]: part for part in case["parts"]}
+        assert parts["attention but FlashAttention"]["calls"] == LAYERS
+        assert case["us"] > sum(parts[name]["us"] for name in ("schedule", "attention but FlashAttention"))
