@@ -6,6 +6,8 @@ Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention'
 reads caches at memory speed whatever a step has of requests.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -127,14 +129,13 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
             """From this token on."""
             if room is None:
                 return attend(module, query, key, value, kv_cache, metadata, output)
-            from vllm_fp8ext.kernels.quantize_activation import quantize_into
-
             plain = torch.empty_like(output, dtype=torch.bfloat16)
             attend(module, query, key, value, kv_cache, metadata, plain)
+            theirs, rows = room, plain.flatten(1)
             # where scales are aligned; what is made too much of comes again, from the kernel
-            first = first // 4 * 4
-            theirs = _rows(room, slice(first, None)) if first else room
-            quantize_into(theirs, plain.flatten(1)[first:], scale_format)
+            if first := first // 4 * 4:
+                theirs, rows = _rows(room, slice(first, None)), rows[first:]
+            _quantizer()(theirs, rows, scale_format)
             return output
 
         # a layer that is run again may come without K and V, which are cached by then
@@ -163,6 +164,14 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
 
     impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
     mixed_steps.take(impl)
+
+
+@functools.cache
+def _quantizer() -> Callable[[Quantized, Tensor, ScaleFormat], None]:
+    """Needs Triton, which CPU builds lack."""
+    from vllm_fp8ext.kernels.quantize_activation import quantize_into
+
+    return quantize_into
 
 
 def _lying_well(part: Tensor) -> Tensor:
