@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -73,12 +73,16 @@ ANSWERS = 21
 console = Console()
 
 
+Parts: TypeAlias = dict[str, list[float]]
+"""Of each part, microseconds and calls."""
+
+
 class Clock:
-    """Of each step and each part in it: microseconds, and calls."""
+    """Parts of each step."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, list[float]]] = []
-        self._step: dict[str, list[float]] = {}
+        self.steps: list[Parts] = []
+        self._step: Parts = {}
         self._inner = [0.0]
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,12 +175,13 @@ def _measure(folder: Path, variant: str, options: argparse.Namespace) -> list[di
             {"prompt_token_ids": [1 + (i + j) % 100 for j in range(tokens)]} for i in range(requests)
         ]
         sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
-        answers = []
+        answers: list[list[Parts]] = []
         for _ in range(2 if output > 1 else 1 + ANSWERS):  # the first time is not counted
-            clock.steps.clear()
+            clock.steps = []
             engine.generate(prompts, sampling, use_tqdm=False)
-            answers.append(_together(clock.steps))
-        steps = clock.steps[-(output * 3 // 4) : -4] if output > 1 else answers[1:]
+            answers.append(clock.steps)
+        decoding = answers[-1][-(output * 3 // 4) : -4]
+        steps = decoding if output > 1 else [_together(answer) for answer in answers[1:]]
         parts = []
         for part in (*PARTS, REST):
             told = [step.get(part, (0.0, 0)) for step in steps]
@@ -194,12 +199,14 @@ def _measure(folder: Path, variant: str, options: argparse.Namespace) -> list[di
     return found
 
 
-def _together(steps: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    parts = {part for step in steps for part in step}
-    return {
-        part: [sum(each) for each in zip(*(step[part] for step in steps if part in step), strict=True)]
-        for part in parts
-    }
+def _together(steps: list[Parts]) -> Parts:
+    found: Parts = {}
+    for step in steps:
+        for part, (us, calls) in step.items():
+            told = found.setdefault(part, [0.0, 0])
+            told[0] += us
+            told[1] += calls
+    return found
 
 
 def _replace(place: str, change: Callable[[Any], Any]) -> None:

@@ -50,11 +50,11 @@ def engine_on(model: str, staging: str, ranks: int, share_out: bool) -> AsyncLLM
     )
 
 
-async def answers(engine: AsyncLLM, name: str) -> list[Any]:
+async def answers(engine: AsyncLLM, name: str, prompts: list[list[int]] = PROMPTS) -> list[Any]:
     """Prompts, and the token ids and log-probabilities that the engine goes on with, greedily, one request at a time."""
     wanted = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
     found: list[Any] = []
-    for number, prompt in enumerate(PROMPTS):
+    for number, prompt in enumerate(prompts):
         async for output in engine.generate({"prompt_token_ids": prompt}, wanted, f"{name} {number}"):
             one = output.outputs[0]
         ids = list(one.token_ids)

@@ -20,15 +20,8 @@ LAYERS = 3
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("host") / "host_step.json"
     line = [sys.executable, "-P", str(SCRIPT), "--checkpoint", str(EARLY), "--variants", "bf16", "blockfp8"]
-    line += [
-        "--kv-gib",
-        "0.05",
-        "--cases",
-        f"{REQUESTS}x8x40",
-        f"{REQUESTS}x8x1",
-        "--engine",
-        '{"enforce_eager": true}',
-    ]
+    line += ["--kv-gib", "0.05", "--engine", '{"enforce_eager": true}']
+    line += ["--cases", f"{REQUESTS}x8x40", f"{REQUESTS}x8x1"]
     done = subprocess.run([*line, "--out", str(out)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "update_from_output" in done.stdout

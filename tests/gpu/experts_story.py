@@ -20,7 +20,7 @@ from vllm_fp8ext.weights.wire import stored
 
 BATCHES = (1, 2, 3, 5, 8, 13, 40, 64)
 LENGTHS = (1, 5, 17, 70, 150, 300, 480)
-LONG = (700, 3000)
+LONG = [[3 + (5 * i + i // 11) % 500 for i in range(length)] for length in (700, 3000)]
 MOST = 4096
 """Tokens of a step, and of a request."""
 
@@ -41,18 +41,6 @@ async def batch(engine: AsyncLLM, name: str, requests: int, length: int) -> None
             pass
 
     await asyncio.gather(*(one(number) for number in range(requests)))
-
-
-async def long(engine: AsyncLLM) -> list[Any]:
-    """The first token of each long prompt, and its log-probability."""
-    wanted = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
-    found = []
-    for length in LONG:
-        prompt = {"prompt_token_ids": [3 + (5 * i + i // 11) % 500 for i in range(length)]}
-        async for output in engine.generate(prompt, wanted, f"long {length}"):
-            first = output.outputs[0].logprobs[0]
-        found += [[token, first[token].logprob] for token in first]
-    return found
 
 
 async def main(early: str, late: str, out: str, more: str) -> None:
@@ -79,7 +67,7 @@ async def main(early: str, late: str, out: str, more: str) -> None:
         await batch(engine, f"batch of {requests}", requests, 9)
     for length in LENGTHS:
         await batch(engine, f"length {length}", 3, length)
-    facts["long"] = await long(engine)
+    facts["long"] = await answers(engine, "long", LONG)
     async with embedded(engine) as weights:
         facts["cold digests"] = (await weights.digests()).model_dump()
         facts["manifest"] = await weights.manifest()
