@@ -39,6 +39,7 @@ def test_what_json_can_say_is_taken() -> None:
             "norm_rope": False,
             "quantized_attention": False,
             "graph_tokens": 4096,
+            "whole_graphs": False,
             "held_slots": False,
             "batch_invariant": False,
         },

@@ -100,6 +100,10 @@ class KernelSettings(BaseModel):
     """Steps of up to so many tokens replay CUDA graphs, broken at attention, beyond the sizes that vLLM captures; 0: none
     beyond. "auto": 2048, or more for small layers. By default "auto", where the user leaves it to vLLM what is captured."""
 
+    whole_graphs: bool = True
+    """Steps with prompts whose contexts are short replay one CUDA graph, attention within, as far as those of `graph_tokens`
+    reach, which are broken there."""
+
     held_slots: bool = True
     """The scheduler is answered at once for requests that hold a slot for their next token: the KV cache is not asked."""
 

@@ -156,3 +156,44 @@ def test_another_block_table_is_cut_anew(mixed: FlashAttentionMetadata) -> None:
     for metadata in (mixed, other):
         prompts = mixed_steps.apart(metadata).prompts
         assert prompts.block_table.tolist() == metadata.block_table[2:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("longest", "lengths", "builder", "splits"),
+    [
+        (2, [2, 4096], Builder(True), (1, 7)),
+        (2, [2, 4097], Builder(True), (32, 5)),
+        (1, [2, 4096], Builder(True), (32, 5)),
+        (2, [2, 4096], Builder(True, False), (32, 5)),
+        (2, [2, 4096], Builder(True, graphs=CUDAGraphMode.FULL), (32, 5)),
+        (2, None, Builder(True), (32, 5)),
+    ],
+)
+def test_short_contexts_are_not_split(
+    longest: int,
+    lengths: list[int] | None,
+    builder: Any,
+    splits: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside prompts, by a builder all of whose layers are ours; it stays as it was, also where building fails."""
+    seen: list[tuple[int, int]] = []
+
+    def build(self: Any, *_: Any) -> Any:
+        seen.append((self.max_num_splits, self.max_cudagraph_size))
+        raise ValueError("any")
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", build)
+    mixed_steps.install()
+    builder.max_num_splits, builder.max_cudagraph_size = 32, 5
+    step = SimpleNamespace(
+        max_query_len=longest,
+        num_actual_tokens=7,
+        num_reqs=2,
+        query_start_loc_cpu=torch.tensor([0, 5, 7]),
+        seq_lens_cpu_upper_bound=None if lengths is None else torch.tensor(lengths),
+    )
+    with pytest.raises(ValueError, match="any"):
+        FlashAttentionMetadataBuilder.build(builder, 0, step)  # type: ignore[arg-type]  # all that is asked
+    assert seen == [splits]
+    assert (builder.max_num_splits, builder.max_cudagraph_size) == (32, 5)

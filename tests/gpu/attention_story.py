@@ -4,9 +4,9 @@
 attention_story.py MODE FOLDER FACTS
 
 `eager` and `plain eager` compare calls with the same in fp64 over the live cache. `longer`: with graphs for steps with
-prompts too. `pieces`: with graphs that are broken at attention, and not where vLLM caches. `whole`: with graphs of whole
-steps, those with prompts too. `unquantized`: with outputs in BF16 throughout. `flash`: with vLLM's own kernel. `plain`,
-`plain eager`, `plain flash`: over a cache in BF16.
+prompts too, broken at attention. `short`: with such of whole steps. `pieces`: with graphs that are broken at attention, and
+not where vLLM caches. `whole`: with graphs of whole steps alone, those with prompts too. `unquantized`: with outputs in BF16
+throughout. `flash`: with vLLM's own kernel. `plain`, `plain eager`, `plain flash`: over a cache in BF16.
 """
 
 import json
@@ -105,7 +105,8 @@ def main(mode: str, folder: str, facts: str) -> None:
                 "kernels": {
                     "decode_attention": "flash" not in mode,
                     "quantized_attention": mode != "unquantized",
-                    "graph_tokens": 1024 if mode == "longer" else 0,
+                    "graph_tokens": 1024 if mode in ("longer", "short") else 0,
+                    "whole_graphs": mode != "longer",
                 },
             }
         },

@@ -355,7 +355,7 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
     story = Path(__file__).with_name("attention_story.py")
     modes = (
-        *("eager", "graphs", "longer", "pieces", "whole", "unquantized", "flash"),
+        *("eager", "graphs", "longer", "short", "pieces", "whole", "unquantized", "flash"),
         *("plain", "plain eager", "plain flash"),
     )
     files = [tmp_path / f"{mode}.json" for mode in modes]
@@ -367,7 +367,7 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     for process, mode in zip(running, modes, strict=True):
         assert process.wait(900) == 0, (tmp_path / f"{mode}.log").read_text()[-4000:]
     found = [json.loads(file.read_text()) for file in files]
-    eager, graphs, longer, pieces, whole, unquantized, flash, plain, plain_eager, plain_flash = found
+    eager, graphs, longer, short, pieces, whole, unquantized, flash, plain, plain_eager, plain_flash = found
     for one in (eager, plain_eager):
         assert one["calls"] - one["at start"] >= 28 * (TOKENS - 1)
         assert one["error"] < 4e-3
@@ -390,10 +390,13 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     assert unquantized["calls"] == graphs["calls"]
     assert graphs["launched"] >= 28 * 4 * 3
     assert longer["launched"] == 0
+    assert short["launched"] == short["mixed"] == len(short["cached by vLLM"]) == 0, "all steps are replayed"
+    assert min(short["scheduled"]) > 1
     assert graphs["logprobs"] == pieces["logprobs"]
     assert longer["logprobs"] == graphs["logprobs"]
     # a step that is compiled rounds elsewhere than an eager one; another kernel makes no more of a difference
     assert _apart(flash, graphs) < 1.5 * _apart(eager, graphs)
+    assert _apart(short, graphs) < 1.5 * _apart(eager, graphs)
     assert _apart(unquantized, graphs) < 1.5 * _apart(eager, graphs)
     assert _apart(flash, whole) < 1.5 * _apart(eager, graphs)
     assert _apart(plain_flash, plain) < 1.5 * _apart(eager, graphs)

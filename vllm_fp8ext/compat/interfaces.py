@@ -633,6 +633,35 @@ INTERFACES: tuple[Interface, ...] = (
         why="replay CUDA graphs in steps of more tokens",
     ),
     Interface(
+        module="vllm.v1.worker.gpu.cudagraph_utils",
+        name="BatchExecutionDescriptor",
+        parameters=("cg_mode", "num_tokens", "num_reqs", "max_query_len"),
+        why="replay one CUDA graph in steps with short prompts",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.cudagraph_utils",
+        name="ModelCudaGraphManager.dispatch",
+        parameters=("num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len"),
+        why="replay one CUDA graph in steps with short prompts",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner.gather_batch_req_state",
+        parameters=("scheduler_output", "dummy_run"),
+        why="replay one CUDA graph in steps with short prompts",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="BatchReqState",
+        parameters=("num_scheduled_tokens", "idx_mapping_np", "has_prefill"),
+        why="replay one CUDA graph in steps with short prompts",
+    ),
+    Interface(
+        module="vllm.model_executor.layers.attention_layer_base",
+        name="AttentionLayerBase",
+        why="replay one CUDA graph in steps with short prompts",
+    ),
+    Interface(
         module="vllm.config",
         name="CUDAGraphMode.mixed_mode",
         why="replay CUDA graphs in steps of more tokens",

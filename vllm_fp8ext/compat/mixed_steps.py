@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes a step's metadata apart: requests with one new token, which a batch begins with, and others. FlashAttention's
-schedule is made for none but those that it computes.
+schedule is made for none but those that it computes, and does not split short contexts.
 
-Replaces `FlashAttentionMetadataBuilder.build`, which forgets how many tokens requests have and makes a schedule for all. Can
-go once FlashAttention's metadata keeps those apart, as other backends' does.
+Replaces `FlashAttentionMetadataBuilder.build`, which forgets how many tokens requests have, makes a schedule for all and has
+results of parts of any context added up. Can go once FlashAttention's metadata keeps those apart, as other backends' does.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,6 +24,8 @@ _TAKEN = "fp8ext_decodes"
 """What marks a layer's implementation whose requests that decode are ours, and tells whether all of a builder's are."""
 LEAST_TOKENS = 16384
 """In the contexts of these requests: with fewer FlashAttention, which is launched anyway, takes them along."""
+SHORT = 4096
+"""Tokens of a context that FlashAttention does not split: with prompts there is enough to do at once."""
 
 
 def mixes(metadata: Any) -> bool:
@@ -71,18 +75,44 @@ def take(implementation: Any) -> None:
     setattr(implementation, _TAKEN, True)
 
 
+def is_taken(layer: Any) -> bool:
+    return hasattr(getattr(layer, "impl", None), _TAKEN)
+
+
+def is_short(most: int, longest: int) -> bool:
+    """Whether a step whose requests have up to `most` new tokens, and contexts of up to `longest` with them, is not split."""
+    return most > 1 and longest <= SHORT
+
+
 def _noting(build: Any) -> Any:
     def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         alone = common_attn_metadata.max_query_len == 1
         # vLLM's first build finds out about windows
         unasked = alone and self.aot_sliding_window is not None and _takes_all(self)
-        metadata = build(self, common_prefix_len, common_attn_metadata, fast_build or unasked)
+        with _unsplit(self, common_attn_metadata):
+            metadata = build(self, common_prefix_len, common_attn_metadata, fast_build or unasked)
         count = _leading(common_attn_metadata)
         if count:
             setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
         return metadata
 
     return noted
+
+
+@contextlib.contextmanager
+def _unsplit(builder: Any, step: Any) -> Iterator[None]:
+    """Have FlashAttention compute a step's contexts in one part each, if they are short: also what a graph is captured with,
+    if one holds all of them."""
+    lengths = step.seq_lens_cpu_upper_bound
+    if lengths is None or not is_short(step.max_query_len, int(lengths.max())) or not _takes_all(builder):
+        yield
+        return
+    kept = builder.max_num_splits, builder.max_cudagraph_size
+    builder.max_num_splits, builder.max_cudagraph_size = 1, step.num_actual_tokens
+    try:
+        yield
+    finally:
+        builder.max_num_splits, builder.max_cudagraph_size = kept
 
 
 def _takes_all(builder: Any) -> bool:
@@ -95,7 +125,7 @@ def _takes_all(builder: Any) -> bool:
         layers = compilation.static_forward_context
         alone = compilation.cudagraph_mode != CUDAGraphMode.FULL
         found = alone and builder.vllm_config.speculative_config is None
-        found &= all(hasattr(layers[name].impl, _TAKEN) for name in builder.layer_names)
+        found &= all(is_taken(layers[name]) for name in builder.layer_names)
         setattr(builder, _TAKEN, found)
     return found
 

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps replay one graph: vLLM's own lists of graphs, with more. That they say the same, `tests/gpu` shows."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_fp8ext.compat import graph_sizes, mixed_steps, whole_graphs
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+class Layer(AttentionLayerBase):
+    """Of attention, ours or not."""
+
+    def __init__(self, *, is_taken: bool = True) -> None:
+        self.impl = SimpleNamespace()
+        if is_taken:
+            mixed_steps.take(self.impl)
+
+    def get_attn_backend(self) -> Any:
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        raise NotImplementedError
+
+
+def manager(
+    *,
+    layers: tuple[Any, ...] = (Layer(), Layer(), "experts"),
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
+    sizes: tuple[int, ...] = (1, 64, 512),
+    requests: int = 1024,
+    longest: int = 4096,
+    tokens: int = 2048,
+    settings: dict[str, Any] | None = None,
+    **model: Any,
+) -> Any:
+    """One of vLLM's, as far as its lists of graphs need it."""
+    made = object.__new__(ModelCudaGraphManager)
+    others = {key: model.pop(key, None) for key in ("lora_config", "speculative_config")}
+    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "prefill_context_parallel_size": 1}
+    parallel |= {key: model.pop(key) for key in parallel if key in model}
+    compilation = SimpleNamespace(
+        cudagraph_capture_sizes=list(sizes),
+        max_cudagraph_capture_size=max(sizes, default=0),
+        static_forward_context={str(index): layer for index, layer in enumerate(layers)},
+    )
+    made.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            **{
+                "max_model_len": longest,
+                "runner_type": "generate",
+                "is_multimodal_model": False,
+                "enable_prompt_embeds": False,
+            }
+            | model
+        ),
+        additional_config={graph_sizes.KEY: tokens, "fp8ext": settings or {}},
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        compilation_config=compilation,
+        parallel_config=SimpleNamespace(**parallel),
+        speculative_config=None,
+    )
+    made.compilation_config = compilation
+    made.max_num_reqs, made.decode_query_len, made.varlen_decode = requests, 1, False
+    made.cudagraph_mode, made.lora_capture_cases, made.ubatch_runner = mode, [0], None
+    made._lora_dispatch_map, made._max_lora_case = {}, 0
+    made._candidates, made._capture_descs, made._graphs_captured = {}, {}, True
+    made._init_candidates()
+    vars(made.vllm_config).update(others)
+    whole_graphs.add(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in (
+        (ModelCudaGraphManager, "__init__"),
+        (ModelCudaGraphManager, "dispatch"),
+        (GPUModelRunner, "gather_batch_req_state"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    whole_graphs.install()
+
+
+def wholes(found: Any) -> list[tuple[int, int | None]]:
+    """Tokens and requests of the graphs that are added, the smallest first."""
+    descriptions = found._capture_descs.get(FULL, [])
+    assert descriptions == sorted(descriptions, key=lambda one: -one.num_tokens)
+    return [(one.num_tokens, one.num_reqs) for one in reversed(descriptions) if one.max_query_len]
+
+
+def test_graphs_of_whole_steps_as_far_as_pieces_reach() -> None:
+    sizes = [16, 32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+    found = manager()
+    assert wholes(found) == [(size, min(size, 32)) for size in sizes]
+    alone = [one.num_tokens for one in found._capture_descs[FULL] if not one.max_query_len]
+    assert alone == [512, 64, 1], "vLLM's own stay"
+    assert [one.num_tokens for one in found._capture_descs[PIECEWISE]] == [512, 64, 1]
+
+
+def test_a_captured_step_is_short() -> None:
+    """As long as its requests can be, and attention takes them for short."""
+    assert wholes(manager(requests=2, longest=100))[-1] == (200, 2)
+    longer = manager(sizes=(1, 8192), requests=1, longest=10_000)
+    assert wholes(longer)[-1] == (mixed_steps.SHORT, 1)
+    assert wholes(manager(sizes=(1, 8))) == []
+
+
+@pytest.mark.parametrize(
+    "unchanged",
+    [
+        {"tokens": 0},
+        {"settings": {"kernels": {"whole_graphs": False}}},
+        {"settings": {"kv_scales": "history"}},
+        {"layers": ()},
+        {"layers": ("experts",)},
+        {"layers": (Layer(), Layer(is_taken=False))},
+        {"mode": CUDAGraphMode.FULL},
+        {"mode": CUDAGraphMode.PIECEWISE},
+        {"mode": CUDAGraphMode.FULL_DECODE_ONLY},
+        {"mode": CUDAGraphMode.NONE},
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
+        {"lora_config": "adapters"},
+        {"speculative_config": "drafts"},
+        {"runner_type": "pooling"},
+        {"is_multimodal_model": True},
+        {"enable_prompt_embeds": True},
+    ],
+)
+def test_where_nothing_is_added(unchanged: dict[str, Any]) -> None:
+    found = manager(**unchanged)
+    assert wholes(found) == []
+    step(found, [100])
+    assert found.dispatch(1, 100, None, 0).cg_mode == found.cudagraph_mode.mixed_mode()
+
+
+def test_engines_of_other_kinds_stay_as_they_are() -> None:
+    """Whose additional configuration is not ours."""
+    found = manager()
+    found.vllm_config.additional_config = {"fp8ext": "another's"}
+    found._capture_descs = {}
+    found._init_candidates()
+    whole_graphs.add(found)
+    assert wholes(found) == []
+
+
+def step(found: Any, new: list[int], cached: list[int] | None = None, *, prompts: bool = True) -> None:
+    """Tell a manager of the step that it is asked about next, as vLLM's runner does."""
+    known = cached or [0] * len(new)
+    state = SimpleNamespace(
+        num_scheduled_tokens=np.array(new), idx_mapping_np=np.arange(len(new))[::-1], has_prefill=prompts
+    )
+    runner = SimpleNamespace(
+        cudagraph_manager=found, req_states=SimpleNamespace(num_computed_tokens_np=np.array(known[::-1]))
+    )
+    whole_graphs._looking(lambda *_: (state, None))(runner, "scheduled", False)
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "expected"),
+    [
+        ([100], [0], (FULL, 128)),
+        ([512], [0], (FULL, 512)),
+        ([2], [0], (FULL, 16)),
+        ([1, 1, 30], [4095, 7, 0], (FULL, 32)),
+        ([1, 1, 30], [4096, 7, 0], (PIECEWISE, 64)),
+        ([5, 100], [0, 3996], (FULL, 128)),
+        ([5, 100], [0, 3997], (PIECEWISE, 512)),
+        ([2] * 32, [0] * 32, (FULL, 64)),
+        ([2] * 33, [0] * 33, (PIECEWISE, 512)),
+        ([1, 1], [5, 6], (PIECEWISE, 64)),
+        ([600], [0], (CUDAGraphMode.NONE, 600)),
+    ],
+)
+def test_which_steps_replay_them(
+    new: list[int], cached: list[int], expected: tuple[CUDAGraphMode, int]
+) -> None:
+    found = manager()
+    step(found, new, cached)
+    taken = found.dispatch(len(new), sum(new), None, 0, max_query_len=None)
+    assert (taken.cg_mode, taken.num_tokens) == expected
+    found._graphs_captured = False
+    assert found.dispatch(len(new), sum(new), None, 0).cg_mode == CUDAGraphMode.NONE
+
+
+def test_requests_that_decode_alone_have_vllm_s_graphs() -> None:
+    found = manager()
+    step(found, [1] * 40, prompts=False)
+    taken = found.dispatch(40, 40, 1, 0, max_query_len=1)
+    assert (taken.cg_mode, taken.num_tokens, taken.max_query_len) == (FULL, 64, None)
+
+
+def test_a_step_without_requests_is_none_of_ours() -> None:
+    """As when vLLM warms up, right behind a step with a prompt."""
+    found = manager()
+    step(found, [100])
+    runner = SimpleNamespace(cudagraph_manager=found)
+    assert whole_graphs._looking(lambda *_: (None, 3))(runner, "scheduled", True) == (None, 3)
+    assert found.dispatch(1, 100, None, 0).cg_mode == PIECEWISE
+    assert whole_graphs._looking(lambda *_: (None, 3))(SimpleNamespace(cudagraph_manager=None)) == (None, 3)
+
+
+def test_managers_are_given_them_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what stands before vLLM's own functions, once."""
+    before = ModelCudaGraphManager.__init__, ModelCudaGraphManager.dispatch
+    whole_graphs.install()
+    assert (ModelCudaGraphManager.__init__, ModelCudaGraphManager.dispatch) == before
+    seen: list[Any] = []
+    monkeypatch.setattr(whole_graphs, "add", seen.append)
+    made = object.__new__(ModelCudaGraphManager)
+    whole_graphs._adding(lambda *_, **__: None)(made, "config")
+    assert seen == [made]

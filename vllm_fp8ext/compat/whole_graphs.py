@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has steps with short prompts replay one CUDA graph, attention within: to launch attention layer by layer takes the host
+longer than such a step takes the GPU.
+
+Replaces `ModelCudaGraphManager.__init__` and `dispatch`, where graphs of whole steps are for requests that decode alone, and
+`GPUModelRunner.gather_batch_req_state`, which comes before `dispatch` and sees how long contexts are. Can go once vLLM has
+such graphs beside those that are broken at attention.
+"""
+
+import bisect
+from typing import Any
+
+import numpy as np
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_fp8ext.compat import graph_sizes, mixed_steps
+from vllm_fp8ext.compat.log import log_once
+from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.config import Settings
+
+REQUESTS = 32
+"""Most of a step: attention looks at as many in each layer, be they there or not."""
+SMALLEST = 16
+"""Tokens of the smallest graph."""
+_WHOLE, _IS_SHORT = "fp8ext_whole", "fp8ext_is_short"
+"""What is kept with a `ModelCudaGraphManager`: descriptions of our graphs, the smallest first; whether one of them fits the
+contexts of the step that it is asked about next."""
+
+
+def install() -> None:
+    """Have the engines that were configured for it capture and replay them. Idempotent."""
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    wrap(ModelCudaGraphManager, "__init__", _adding)
+    wrap(ModelCudaGraphManager, "dispatch", _choosing)
+    wrap(GPUModelRunner, "gather_batch_req_state", _looking)
+
+
+def _adding(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        add(self)
+
+    return __init__
+
+
+def add(manager: Any) -> None:
+    """To what a `ModelCudaGraphManager` captures. Their bound on a request's tokens keeps vLLM from choosing them itself: it
+    tells none for steps with prompts."""
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    requests = min(manager.max_num_reqs, REQUESTS)
+    descriptions = [
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, requests), max_query_len=size)
+        for size in _sizes(manager, requests)
+    ]
+    setattr(manager, _WHOLE, descriptions)
+    setattr(manager, _IS_SHORT, False)
+    if not descriptions:
+        return
+    whole = [*manager._capture_descs[CUDAGraphMode.FULL], *descriptions]
+    manager._capture_descs[CUDAGraphMode.FULL] = sorted(whole, key=lambda one: -one.num_tokens)
+    log_once(
+        f"blockfp8: steps of up to {descriptions[-1].num_tokens} tokens of up to {requests} requests with contexts of up to "
+        f"{mixed_steps.SHORT} replay one CUDA graph, attention within"
+    )
+
+
+def _sizes(manager: Any, requests: int) -> list[int]:
+    """As far as graphs that are broken at attention reach, which take what does not fit into these."""
+    config, pieces = manager.vllm_config, manager._capture_descs.get(CUDAGraphMode.PIECEWISE)
+    if not pieces or CUDAGraphMode.FULL not in manager._capture_descs or not _is_asked(config):
+        return []
+    # a step that is captured has as many requests as there can be, none longer than it is then for attention
+    longest = requests * min(mixed_steps.SHORT, config.model_config.max_model_len)
+    most = min(pieces[0].num_tokens, longest)
+    return [SMALLEST, *graph_sizes.sizes_beyond(SMALLEST, most)] if most > SMALLEST else []
+
+
+def _is_asked(config: Any) -> bool:
+    """Of engines that add sizes to vLLM's, and whose steps are told by tokens and contexts alone."""
+    if not (config.additional_config or {}).get(graph_sizes.KEY):
+        return False
+    settings, parallel = Settings.parse(config.additional_config), config.parallel_config
+    layers = config.compilation_config.static_forward_context.values()
+    attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
+    return bool(
+        settings.kernels.whole_graphs
+        # which is seen between graphs' pieces
+        and (settings.kv_scales is None or settings.kv_scales.policy != "history")
+        and attention
+        and all(mixed_steps.is_taken(layer) for layer in attention)
+        and parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
+        and parallel.prefill_context_parallel_size == 1
+        and config.lora_config is None
+        and config.speculative_config is None
+        and config.model_config.runner_type == "generate"
+        and not config.model_config.is_multimodal_model
+        and not config.model_config.enable_prompt_embeds
+    )
+
+
+def _choosing(original: Any) -> Any:
+    def dispatch(self: Any, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, _IS_SHORT, False) and self._graphs_captured:
+            whole = getattr(self, _WHOLE)
+            first = bisect.bisect_left(whole, num_tokens, key=lambda one: one.num_tokens)
+            if first < len(whole) and num_reqs <= whole[first].num_reqs:
+                return whole[first]
+        return original(self, num_reqs, num_tokens, *args, **kwargs)
+
+    return dispatch
+
+
+def _looking(original: Any) -> Any:
+    def gather_batch_req_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step, uniform = original(self, *args, **kwargs)
+        manager = self.cudagraph_manager
+        if getattr(manager, _WHOLE, None):
+            setattr(manager, _IS_SHORT, step is not None and _is_short(step, self.req_states))
+        return step, uniform
+
+    return gather_batch_req_state
+
+
+def _is_short(step: Any, states: Any) -> bool:
+    """What `mixed_steps` sees, of lengths that vLLM makes the same of."""
+    if not step.has_prefill:
+        return False
+    lengths: np.ndarray = states.num_computed_tokens_np[step.idx_mapping_np] + step.num_scheduled_tokens
+    return mixed_steps.is_short(int(step.num_scheduled_tokens.max()), int(lengths.max()))
