@@ -94,8 +94,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def wholes(found: Any) -> list[tuple[int, int | None]]:
     """Tokens and requests of the graphs that are added, the smallest first."""
     descriptions = found._capture_descs.get(FULL, [])
-    assert descriptions == sorted(descriptions, key=lambda one: -one.num_tokens)
-    return [(one.num_tokens, one.num_reqs) for one in reversed(descriptions) if one.max_query_len]
+    return sorted((one.num_tokens, one.num_reqs) for one in descriptions if one.max_query_len)
 
 
 def test_graphs_of_whole_steps_as_far_as_pieces_reach() -> None:
@@ -105,6 +104,21 @@ def test_graphs_of_whole_steps_as_far_as_pieces_reach() -> None:
     alone = [one.num_tokens for one in found._capture_descs[FULL] if not one.max_query_len]
     assert alone == [512, 64, 1], "vLLM's own stay"
     assert [one.num_tokens for one in found._capture_descs[PIECEWISE]] == [512, 64, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "requests", "expected"),
+    [
+        ((1, 64, 512), 1024, [(512, False), (64, False), (1, False), (512, True), (448, True)]),
+        ((1, 64, 1024), 64, [(1024, True), (64, False), (1, False), (896, True), (768, True)]),
+    ],
+)
+def test_the_largest_is_captured_first(
+    sizes: tuple[int, ...], requests: int, expected: list[tuple[int, bool]]
+) -> None:
+    """And then vLLM's own, of requests that there can be."""
+    order = manager(sizes=sizes, requests=requests)._capture_descs[FULL]
+    assert [(one.num_tokens, one.max_query_len is not None) for one in order[:5]] == expected
 
 
 def test_a_captured_step_is_short() -> None:

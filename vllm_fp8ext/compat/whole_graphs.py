@@ -48,7 +48,8 @@ def _adding(original: Any) -> Any:
 
 def add(manager: Any) -> None:
     """To what a `ModelCudaGraphManager` captures. Their bound on a request's tokens keeps vLLM from choosing them itself: it
-    tells none for steps with prompts."""
+    tells none for steps with prompts. The largest graph comes first, which makes room for the outputs of all; then vLLM's, of
+    which it takes the first for what one more costs, when it looks for the memory that all will take."""
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
     requests = min(manager.max_num_reqs, REQUESTS)
@@ -60,8 +61,10 @@ def add(manager: Any) -> None:
     setattr(manager, _IS_SHORT, False)
     if not descriptions:
         return
-    whole = [*manager._capture_descs[CUDAGraphMode.FULL], *descriptions]
-    manager._capture_descs[CUDAGraphMode.FULL] = sorted(whole, key=lambda one: -one.num_tokens)
+    whole = [*manager._capture_descs[CUDAGraphMode.FULL], *reversed(descriptions)]
+    largest = max(whole, key=lambda one: one.num_tokens)
+    whole.remove(largest)
+    manager._capture_descs[CUDAGraphMode.FULL] = [largest, *whole]
     log_once(
         f"blockfp8: steps of up to {descriptions[-1].num_tokens} tokens of up to {requests} requests with contexts of up to "
         f"{mixed_steps.SHORT} replay one CUDA graph, attention within"
