@@ -241,6 +241,19 @@ assert not logging.getLogger("vllm.fp8ext").handlers, "logging was set up"
     assert done.returncode == 0, done.stderr
 
 
+def test_processes_of_other_servers_are_spared_what_a_worker_needs() -> None:
+    """FlashAttention's backend reads vLLM's configuration as it is imported."""
+    name = "vllm.v1.attention.backends.flash_attn"
+    program = f"""
+import sys
+from vllm_fp8ext.compat.install import install
+install()
+sys.exit({name!r} in sys.modules and "imported with the plugin")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_every_file_begins_with_its_license() -> None:
     """After a `#!` line where there is one."""
     line = "# SPDX-License-Identifier: Apache-2.0"

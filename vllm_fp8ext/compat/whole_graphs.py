@@ -47,9 +47,9 @@ def _adding(original: Any) -> Any:
 
 
 def add(manager: Any) -> None:
-    """To what a `ModelCudaGraphManager` captures. Their bound on a request's tokens keeps vLLM from choosing them itself: it
-    tells none for steps with prompts. The largest graph comes first, which makes room for the outputs of all; then vLLM's, of
-    which it takes the first for what one more costs, when it looks for the memory that all will take."""
+    """To what a `ModelCudaGraphManager` captures, not to what it chooses from. The largest graph comes first, which makes
+    room for the outputs of all; then vLLM's, of which it takes the first for what one more costs, when it looks for the
+    memory that all will take."""
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
     requests = min(manager.max_num_reqs, REQUESTS)

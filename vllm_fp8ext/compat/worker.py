@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_fp8ext.compat import cpu_tiles, fusion, graph_sizes, whole_graphs
+from vllm_fp8ext.compat import cpu_tiles, fusion, graph_sizes
 from vllm_fp8ext.compat.compilations import counts
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UpdateError, described
@@ -67,6 +67,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         del runner.load_model
     if on_gpu:
+        from vllm_fp8ext.compat import whole_graphs
         from vllm_fp8ext.compat.warmup import warm_up
 
         graph_sizes.install()
