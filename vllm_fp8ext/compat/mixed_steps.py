@@ -79,9 +79,9 @@ def is_taken(layer: Any) -> bool:
     return hasattr(getattr(layer, "impl", None), _TAKEN)
 
 
-def is_short(most: int, longest: int) -> bool:
-    """Whether a step whose requests have up to `most` new tokens, and contexts of up to `longest` with them, is not split."""
-    return most > 1 and longest <= SHORT
+def is_short(most: int, lengths: Any) -> bool:
+    """Whether a step whose requests have up to `most` new tokens, and contexts of these `lengths` with them, is not split."""
+    return most > 1 and int(lengths.max()) <= SHORT
 
 
 def _noting(build: Any) -> Any:
@@ -104,7 +104,7 @@ def _unsplit(builder: Any, step: Any) -> Iterator[None]:
     """Have FlashAttention compute a step's contexts in one part each, if they are short: also what a graph is captured with,
     if one holds all of them."""
     lengths = step.seq_lens_cpu_upper_bound
-    if lengths is None or not is_short(step.max_query_len, int(lengths.max())) or not _takes_all(builder):
+    if lengths is None or not is_short(step.max_query_len, lengths) or not _takes_all(builder):
         yield
         return
     kept = builder.max_num_splits, builder.max_cudagraph_size

@@ -10,7 +10,6 @@ such graphs beside those that are broken at attention.
 import bisect
 from typing import Any
 
-import numpy as np
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -57,10 +56,9 @@ def add(manager: Any) -> None:
         BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, requests), max_query_len=size)
         for size in _sizes(manager, requests)
     ]
-    setattr(manager, _WHOLE, descriptions)
-    setattr(manager, _IS_SHORT, False)
     if not descriptions:
         return
+    setattr(manager, _WHOLE, descriptions)
     whole = [*manager._capture_descs[CUDAGraphMode.FULL], *reversed(descriptions)]
     largest = max(whole, key=lambda one: one.num_tokens)
     whole.remove(largest)
@@ -121,7 +119,7 @@ def _looking(original: Any) -> Any:
     def gather_batch_req_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         step, uniform = original(self, *args, **kwargs)
         manager = self.cudagraph_manager
-        if getattr(manager, _WHOLE, None):
+        if hasattr(manager, _WHOLE):
             setattr(manager, _IS_SHORT, step is not None and _is_short(step, self.req_states))
         return step, uniform
 
@@ -132,5 +130,5 @@ def _is_short(step: Any, states: Any) -> bool:
     """What `mixed_steps` sees, of lengths that vLLM makes the same of."""
     if not step.has_prefill:
         return False
-    lengths: np.ndarray = states.num_computed_tokens_np[step.idx_mapping_np] + step.num_scheduled_tokens
-    return mixed_steps.is_short(int(step.num_scheduled_tokens.max()), int(lengths.max()))
+    new = step.num_scheduled_tokens
+    return mixed_steps.is_short(int(new.max()), states.num_computed_tokens_np[step.idx_mapping_np] + new)

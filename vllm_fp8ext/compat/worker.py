@@ -67,7 +67,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         del runner.load_model
     if on_gpu:
-        from vllm_fp8ext.compat import whole_graphs
+        from vllm_fp8ext.compat import whole_graphs  # imports FlashAttention's backend
         from vllm_fp8ext.compat.warmup import warm_up
 
         graph_sizes.install()
