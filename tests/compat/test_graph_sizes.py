@@ -9,10 +9,12 @@ import pytest
 import transformers
 from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_fp8ext.compat import graph_sizes
 from vllm_fp8ext.config import GRAPH_TOKENS
+
+from .graph_manager import graph_manager as manager
 
 
 @pytest.mark.parametrize(
@@ -138,35 +140,6 @@ def test_weights_of_a_layer() -> None:
     unknown.model_config.hf_text_config = transformers.Gemma4TextConfig()
     assert of(unknown) is None, "layers differ"
     assert of(config("1.7B", num_attention_heads=0, head_dim=None)) is None
-
-
-def manager(
-    kind: type = ModelCudaGraphManager,
-    *,
-    tokens: int = 1000,
-    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
-    sizes: tuple[int, ...] = (1, 64, 512),
-    requests: int = 1024,
-    longest: int = 4096,
-    varlen: bool = False,
-) -> Any:
-    """One of vLLM's, as far as its lists of graphs need it."""
-    made = object.__new__(kind)
-    made.compilation_config = SimpleNamespace(
-        cudagraph_capture_sizes=list(sizes), max_cudagraph_capture_size=max(sizes, default=0)
-    )
-    made.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=longest),
-        additional_config={graph_sizes.KEY: tokens},
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
-        speculative_config=None,
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-    )
-    made.max_num_reqs, made.decode_query_len, made.varlen_decode = requests, 1, varlen
-    made.cudagraph_mode, made.lora_capture_cases, made.ubatch_runner = mode, [0], None
-    made._candidates, made._capture_descs = {}, {}
-    made._init_candidates()
-    return made
 
 
 @pytest.fixture(autouse=True)

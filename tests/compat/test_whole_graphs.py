@@ -11,7 +11,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_fp8ext.compat import graph_sizes, mixed_steps, whole_graphs
+from vllm_fp8ext.compat import mixed_steps, whole_graphs
+
+from .graph_manager import graph_manager
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
@@ -34,48 +36,25 @@ class Layer(AttentionLayerBase):
 def manager(
     *,
     layers: tuple[Any, ...] = (Layer(), Layer(), "experts"),
-    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
-    sizes: tuple[int, ...] = (1, 64, 512),
-    requests: int = 1024,
-    longest: int = 4096,
-    tokens: int = 2048,
     settings: dict[str, Any] | None = None,
-    **model: Any,
+    changed: dict[str, dict[str, Any]] | None = None,
+    **given: Any,
 ) -> Any:
-    """One of vLLM's, as far as its lists of graphs need it."""
-    made = object.__new__(ModelCudaGraphManager)
-    others = {key: model.pop(key, None) for key in ("lora_config", "speculative_config")}
-    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "prefill_context_parallel_size": 1}
-    parallel |= {key: model.pop(key) for key in parallel if key in model}
-    compilation = SimpleNamespace(
-        cudagraph_capture_sizes=list(sizes),
-        max_cudagraph_capture_size=max(sizes, default=0),
-        static_forward_context={str(index): layer for index, layer in enumerate(layers)},
+    """One of vLLM's, with our graphs; `changed`: parts of its configuration."""
+    made = graph_manager(**given)
+    made._lora_dispatch_map, made._max_lora_case, made._graphs_captured = {}, 0, True
+    config = made.vllm_config
+    config.additional_config["fp8ext"] = settings or {}
+    config.compilation_config.static_forward_context = dict(enumerate(layers))
+    config.parallel_config = SimpleNamespace(
+        pipeline_parallel_size=1, data_parallel_size=1, prefill_context_parallel_size=1
     )
-    made.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            **{
-                "max_model_len": longest,
-                "runner_type": "generate",
-                "is_multimodal_model": False,
-                "enable_prompt_embeds": False,
-            }
-            | model
-        ),
-        additional_config={graph_sizes.KEY: tokens, "fp8ext": settings or {}},
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        compilation_config=compilation,
-        parallel_config=SimpleNamespace(**parallel),
-        speculative_config=None,
+    config.lora_config = None
+    vars(config.model_config).update(
+        runner_type="generate", is_multimodal_model=False, enable_prompt_embeds=False
     )
-    made.compilation_config = compilation
-    made.max_num_reqs, made.decode_query_len, made.varlen_decode = requests, 1, False
-    made.cudagraph_mode, made.lora_capture_cases, made.ubatch_runner = mode, [0], None
-    made._lora_dispatch_map, made._max_lora_case = {}, 0
-    made._candidates, made._capture_descs, made._graphs_captured = {}, {}, True
-    made._init_candidates()
-    vars(made.vllm_config).update(others)
+    for part, values in (changed or {}).items():
+        vars(getattr(config, part) if part else config).update(values)
     whole_graphs.add(made)
     return made
 
@@ -142,14 +121,14 @@ def test_a_captured_step_is_short() -> None:
         {"mode": CUDAGraphMode.PIECEWISE},
         {"mode": CUDAGraphMode.FULL_DECODE_ONLY},
         {"mode": CUDAGraphMode.NONE},
-        {"pipeline_parallel_size": 2},
-        {"data_parallel_size": 2},
-        {"prefill_context_parallel_size": 2},
-        {"lora_config": "adapters"},
-        {"speculative_config": "drafts"},
-        {"runner_type": "pooling"},
-        {"is_multimodal_model": True},
-        {"enable_prompt_embeds": True},
+        {"changed": {"parallel_config": {"pipeline_parallel_size": 2}}},
+        {"changed": {"parallel_config": {"data_parallel_size": 2}}},
+        {"changed": {"parallel_config": {"prefill_context_parallel_size": 2}}},
+        {"changed": {"": {"lora_config": "adapters"}}},
+        {"changed": {"": {"speculative_config": "drafts"}}},
+        {"changed": {"model_config": {"runner_type": "pooling"}}},
+        {"changed": {"model_config": {"is_multimodal_model": True}}},
+        {"changed": {"model_config": {"enable_prompt_embeds": True}}},
     ],
 )
 def test_where_nothing_is_added(unchanged: dict[str, Any]) -> None:
