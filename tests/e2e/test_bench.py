@@ -47,6 +47,27 @@ def test_engines_one_after_the_other_tell_what_they_compiled(tmp_path: Path, mon
     assert all(set(case["compiled_meanwhile"].values()) == {0} for case in cases)
 
 
+def test_engines_whose_requests_are_followed_by_new_ones(tmp_path: Path):
+    out = tmp_path / "steady.json"
+    line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "blockfp8", "--steady", "0.5"]
+    line += ["--cases", "3x8x6", "--repeats", "2", "--kv-gib", "0.05", "--out", str(out)]
+    done = CliRunner().invoke(cli, [*line, "--engine", '{"enforce_eager": true}'], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    (case,) = json.loads(out.read_text())["cases"]
+    assert (case["load"], case["seconds"], case["preemptions"]) == ("steady", 0.5, 0)
+    assert case["running"] == 3, "a new one for each that is done, in the same step"
+    assert len(case["samples"]) == 2
+    assert min(case["samples"]) > 0
+    assert case["ms_per_step"] > 0
+    assert "first_token_ms" not in case
+
+
+@pytest.mark.parametrize("wrong", [["0"], ["5", "--profile", "profile.txt"]], ids=["nothing", "profile"])
+def test_a_steady_load_that_is_none(wrong: list[str]):
+    with pytest.raises(ConfigError, match="--steady: expected more than 0 seconds and no --profile, found"):
+        CliRunner().invoke(cli, ["bench", "rollout", "--steady", *wrong], catch_exceptions=False)
+
+
 @pytest.mark.parametrize("case", ["8x512", "axbxc", "0x8x8", "1x8x1"])
 def test_a_case_that_is_none(case: str):
     with pytest.raises(ConfigError, match=f"--cases: expected .* found '{case}'"):

@@ -8,7 +8,8 @@ other, the engine whose turn it is has the memory for them (--lend); where their
 other (--apart). Several --settings are as many engines of `blockfp8`. Weights are generated (or given,
 --checkpoint); token ids go in and come out. Every engine first runs the start of a case unmeasured, and the linear layers of
 `blockfp8` must then be within the bound of their reference, with as many tokens as the case gives them. The time to the first
-tokens, measured in a run of its own, is taken off for the time of a decode step.
+tokens, measured in a run of its own, is taken off for the time of a decode step. With --steady, a case's requests are always
+in flight, spread evenly over their responses, a new one for each that is done: steps mix prompts and decoding.
 """
 
 import argparse
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(
             "--lend: expected no --profile, for which an engine runs in one process and can't lend memory (take --apart)"
         )
+    if options.steady is not None and (options.steady <= 0 or options.profile):
+        raise ConfigError(f"--steady: expected more than 0 seconds and no --profile, found {options.steady}")
     cases = [_case(text) for text in options.cases]
     stop = time.monotonic() + options.seconds
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
@@ -120,6 +123,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandLine("rollout", __doc__)
     parser.add_engines(SHAPES, VARIANTS, CASES, "in turn")
     parser.add_choice("--kv", ("auto", "fp8"), ["auto"], "of the KV cache, engines of each", metavar="DTYPE")
+    parser.add_argument(
+        "--steady",
+        type=float,
+        metavar="SECONDS",
+        help="of each turn, with requests that are followed by new ones",
+    )
     places = parser.add_mutually_exclusive_group()
     places.add_argument("--lend", action="store_true", help="K and V of one engine at a time")
     places.add_argument("--apart", action="store_true", help="one engine after the other")
@@ -167,7 +176,8 @@ def arguments(kind: Kind, longest: int, kv_gib: float, more: dict[str, Any]) -> 
 
 def _arguments(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
     longest = max(sum(_case(text)[1:]) for text in options.cases)
-    return arguments(kind, longest, options.kv_gib, options.engine)
+    counts = {"disable_log_stats": False} if options.steady else {}  # preemptions
+    return arguments(kind, longest, options.kv_gib, {**counts, **options.engine})
 
 
 def _measure(
@@ -179,7 +189,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """`earlier`: what other engines did in these cases."""
     requests, tokens, output = case
-    samples: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in engines}
+    samples: dict[Kind, list[dict[str, float]]] = {kind: [] for kind in engines}
     before: dict[Kind, dict[str, int]] = {}
     errors: dict[Kind, dict[str, float]] = {}
     for repeat in range(options.repeats + 1):
@@ -189,31 +199,27 @@ def _measure(
             with engine.turn():
                 if options.lend:  # the first to touch what was just taken
                     engine.seconds(1, tokens, 1, 2 * repeat)
-                first = engine.seconds(requests, tokens, 1, 2 * repeat)
-                length = output if repeat else min(output, 32)
-                whole = engine.seconds(requests, tokens, length, 2 * repeat + 1)
+                took = _turn(options, case, engine, repeat)
                 if not repeat:
                     errors[kind] = engine.linear_errors((requests, min(requests * tokens, STEP)))
                     require_within(str(kind), errors[kind])
             if repeat:
-                samples[kind].append((first, whole))
+                samples[kind].append(took)
             else:
                 before[kind] = engine.compiled()
     found: list[dict[str, Any]] = []
-    for kind, pairs in samples.items():
-        if not pairs:
+    for kind, turns in samples.items():
+        if not turns:
             console.print(f"{requests}x{tokens}x{output}: no time left")
             return []
         settings = json.loads(kind.settings)
         after = engines[kind].compiled()
-        rates = [requests * output / whole for _, whole in pairs]
         result = {
             **said(options, case, kind),
+            **({"load": "steady", "seconds": options.steady} if options.steady else {}),
             "staging": settings.get("staging", "shadow") if kind.variant == "blockfp8" else "none",
-            "tokens_per_s": statistics.median(rates),
-            "samples": rates,
-            "ms_per_step": statistics.median((whole - first) / (output - 1) * 1e3 for first, whole in pairs),
-            "first_token_ms": statistics.median(first * 1e3 for first, _ in pairs),
+            **{name: statistics.median(turn[name] for turn in turns) for name in turns[0]},
+            "samples": [turn["tokens_per_s"] for turn in turns],
             "compiled_meanwhile": {
                 compiler: after[compiler] - count for compiler, count in before[kind].items()
             },
@@ -229,11 +235,45 @@ def _measure(
             result["ratio_bf16"] = result["tokens_per_s"] / (base or result["tokens_per_s"])
         speedup = f"{result['ratio_bf16']:5.2f}x" if "ratio_bf16" in result else ""
         found.append(result)
+        first = f"{result['first_token_ms']:8.1f} ms to the first tokens " if not options.steady else ""
         console.print(
             f"{requests:4} x {tokens}/{output} {kind!s:24} {result['tokens_per_s']:9.0f} tok/s "
-            f"{result['ms_per_step']:7.2f} ms/step {result['first_token_ms']:8.1f} ms to the first tokens {speedup}"
+            f"{result['ms_per_step']:7.2f} ms/step {first}{speedup}"
         )
     return found
+
+
+def _turn(
+    options: argparse.Namespace, case: tuple[int, int, int], engine: Engine, repeat: int
+) -> dict[str, float]:
+    """What an engine did in a case, or at first in the start of it."""
+    requests, tokens, output = case
+    if options.steady:
+        return _steady_turn(options.steady if repeat else 1.0, case, engine)
+    first = engine.seconds(requests, tokens, 1, 2 * repeat)
+    length = output if repeat else min(output, 32)
+    whole = engine.seconds(requests, tokens, length, 2 * repeat + 1)
+    return {
+        "tokens_per_s": requests * output / whole,
+        "ms_per_step": (whole - first) / (output - 1) * 1e3,
+        "first_token_ms": first * 1e3,
+    }
+
+
+def _steady_turn(seconds: float, case: tuple[int, int, int], engine: Engine) -> dict[str, float]:
+    from vllm_fp8ext.bench.steady import Load
+
+    requests, tokens, output = case
+    load = Load(requests=requests, tokens=tokens, output=output, windows=1, seconds=seconds)
+    (window,) = engine.steady(load)
+    rate = window.tokens / window.seconds
+    return {
+        "tokens_per_s": rate,
+        # steps that mix prompts and decoding among them
+        "ms_per_step": window.running / rate * 1e3 if rate else math.inf,
+        "running": window.running,
+        "preemptions": window.preemptions,
+    }
 
 
 def require_within(engine: str, errors: dict[str, float]) -> None:
