@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers and steps go to our own attention kernel. That it is right there, `tests/gpu` shows."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm.model_executor.layers.attention import ChunkedLocalAttention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-from vllm_fp8ext.compat import decode_attention
+from vllm_fp8ext.compat import decode_attention, whole_steps
 from vllm_fp8ext.kernels import cases, reference
 from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
@@ -232,6 +233,70 @@ def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel(
     assert step.lengths_R.tolist() == [33, 1]
     assert step.slots_R is None
     assert [len(part) for part in (step.query_RHD, step.key_RGD, step.value_RGD, rows)] == [2] * 4
+
+
+@pytest.fixture
+def held(mixed: FlashAttentionMetadata) -> FlashAttentionMetadata:
+    """Such a step, as one graph holds it."""
+    found = dataclasses.replace(mixed, query_start_loc=torch.tensor([2, 2, 2, 6, 7]))
+    starts = mixed.query_start_loc
+    setattr(found, whole_steps._TOLD, whole_steps._Told(torch.tensor([33, 1, 0, 0]), starts))
+    return found
+
+
+@pytest.mark.parametrize("form", [None, "fp32"])
+def test_in_a_graph_of_a_whole_step_both_attend(form: Any, held: FlashAttentionMetadata) -> None:
+    """The kernel first: what it makes of requests that are FlashAttention's is written over."""
+    if form:
+        pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+    given, asked = layer(), []
+    made = cases.activations(8, 256, "cpu").view(8, 2, 128)
+
+    def theirs(*args: Any) -> None:
+        asked.append(args)
+        args[6][2:7] = made[2:7]
+
+    def ours(step: Any, rows: torch.Tensor) -> None:
+        asked.append(step)
+        rows[:] = 0
+        rows[:2] = made[:2]
+
+    given.impl.forward = theirs
+    decode_attention._replace(given, ours, form)  # type: ignore[arg-type]  # what it is called with
+    query, key, value = (torch.arange(8.0).view(8, 1, 1) for _ in range(3))
+    out = torch.zeros(8, 2, 128, dtype=FP8_DTYPE if form else torch.bfloat16)
+    scales = torch.zeros(2, 8).t() if form else None
+    found = given.impl.forward(given, query, key, value, "cache", held, out, output_block_scale=scales)
+    assert found is out
+    step, (*shown, told, written) = asked
+    assert step.lengths_R.tolist() == [33, 1, 0, 0]
+    assert step.slots_R is None
+    assert [len(part) for part in (step.query_RHD, step.key_RGD, step.value_RGD)] == [4] * 3
+    assert all(one is other for one, other in zip(shown, (given, query, key, value, "cache"), strict=True))
+    assert told is held
+    if form is None:
+        assert written is out
+        assert torch.equal(out[:7], made[:7])
+        return
+    codes, by = reference.quantize_activation(made[:7].flatten(1))
+    assert cases.same(out[:7].flatten(1), codes)
+    assert torch.equal(scales[:7], by)  # type: ignore[index]  # there are some
+
+
+@pytest.mark.parametrize("without", ["k and v", "a plain mask"])
+def test_in_a_graph_of_a_whole_step_flash_attention_has_what_the_kernel_does_not_take(
+    without: str, held: FlashAttentionMetadata
+) -> None:
+    given, calls = layer(), []
+    given.impl.forward = lambda *args: calls.append(args) or "theirs"
+    decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
+    query, new = torch.zeros(8, 1, 1), None if without == "k and v" else torch.zeros(8, 1, 1)
+    if new is not None:
+        held.causal = False
+    assert given.impl.forward(given, query, new, new, "cache", held, "out") == "theirs"
+    ((*_, told, _),) = calls
+    assert told.query_start_loc.tolist() == [0, 1, 2, 6, 7], "of all requests"
+    assert told.scheduler_metadata is None, "which was made of some"
 
 
 @pytest.mark.parametrize("alone", [True, False])

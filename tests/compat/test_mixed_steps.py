@@ -11,25 +11,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashA
 
 from vllm_fp8ext.compat import mixed_steps
 
-
-class Builder:
-    """What computes a schedule, for layers of which `taken` are ours."""
-
-    aot_sliding_window: Any = (-1, -1)
-
-    def __init__(
-        self, *taken: bool, graphs: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE, drafts: Any = None
-    ) -> None:
-        layers = {str(index): SimpleNamespace(impl=SimpleNamespace()) for index in range(len(taken))}
-        for layer, is_taken in zip(layers.values(), taken, strict=True):
-            if is_taken:
-                mixed_steps.take(layer.impl)
-        self.layer_names = list(layers)
-        compilation = SimpleNamespace(static_forward_context=layers | {"other": None}, cudagraph_mode=graphs)
-        self.vllm_config = SimpleNamespace(compilation_config=compilation, speculative_config=drafts)
-
-    def _get_scheduler_metadata(self, **asked: Any) -> Any:
-        return asked
+from .metadata_builder import Builder
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_fp8ext.compat import mixed_steps, whole_graphs
 
@@ -65,6 +66,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelCudaGraphManager, "__init__"),
         (ModelCudaGraphManager, "dispatch"),
         (GPUModelRunner, "gather_batch_req_state"),
+        (DefaultModelState, "prepare_attn"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     whole_graphs.install()
@@ -79,7 +81,7 @@ def wholes(found: Any) -> list[tuple[int, int | None]]:
 def test_graphs_of_whole_steps_as_far_as_pieces_reach() -> None:
     sizes = [16, 32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512]
     found = manager()
-    assert wholes(found) == [(size, min(size, 32)) for size in sizes]
+    assert wholes(found) == [(size, min(size, 256)) for size in sizes]
     alone = [one.num_tokens for one in found._capture_descs[FULL] if not one.max_query_len]
     assert alone == [512, 64, 1], "vLLM's own stay"
     assert [one.num_tokens for one in found._capture_descs[PIECEWISE]] == [512, 64, 1]
@@ -100,8 +102,8 @@ def test_the_largest_is_captured_first(
     assert [(one.num_tokens, one.max_query_len is not None) for one in order[:5]] == expected
 
 
-def test_a_captured_step_is_short() -> None:
-    """As long as its requests can be, and attention takes them for short."""
+def test_no_graph_is_larger_than_a_step_can_be() -> None:
+    """Of as many requests as there can be, none longer than they are, or than attention takes."""
     assert wholes(manager(requests=2, longest=100))[-1] == (200, 2)
     longer = manager(sizes=(1, 8192), requests=1, longest=10_000)
     assert wholes(longer)[-1] == (mixed_steps.SHORT, 1)
@@ -167,11 +169,13 @@ def step(found: Any, new: list[int], cached: list[int] | None = None, *, prompts
         ([512], [0], (FULL, 512)),
         ([2], [0], (FULL, 16)),
         ([1, 1, 30], [4095, 7, 0], (FULL, 32)),
-        ([1, 1, 30], [4096, 7, 0], (PIECEWISE, 64)),
         ([5, 100], [0, 3996], (FULL, 128)),
         ([5, 100], [0, 3997], (PIECEWISE, 512)),
-        ([2] * 32, [0] * 32, (FULL, 64)),
-        ([2] * 33, [0] * 33, (PIECEWISE, 512)),
+        ([1, 1, 5, 100], [9000, 4096, 0, 3996], (FULL, 128)),
+        ([5, 1], [0, 4096], (PIECEWISE, 64)),
+        ([2] * 256, [0] * 256, (FULL, 512)),
+        ([1] * 255 + [257], [0] * 256, (FULL, 512)),
+        ([1] * 256 + [2], [0] * 257, (PIECEWISE, 512)),
         ([1, 1], [5, 6], (PIECEWISE, 64)),
         ([600], [0], (CUDAGraphMode.NONE, 600)),
     ],

@@ -4,9 +4,10 @@
 attention_story.py MODE FOLDER FACTS
 
 `eager` and `plain eager` compare calls with the same in fp64 over the live cache. `longer`: with graphs for steps with
-prompts too, broken at attention. `short`: with such of whole steps. `pieces`: with graphs that are broken at attention, and
-not where vLLM caches. `whole`: with graphs of whole steps alone, those with prompts too. `unquantized`: with outputs in BF16
-throughout. `flash`: with vLLM's own kernel. `plain`, `plain eager`, `plain flash`: over a cache in BF16.
+prompts too, broken at attention. `short`: with such of whole steps, but for prompts of more than `SHORT` tokens. `pieces`:
+with graphs that are broken at attention, and not where vLLM caches. `whole`: with graphs of whole steps alone, those with
+prompts too. `unquantized`: with outputs in BF16 throughout. `flash`: with vLLM's own kernel. `plain`, `plain eager`, `plain
+flash`: over a cache in BF16.
 """
 
 import json
@@ -32,6 +33,7 @@ from vllm_fp8ext.kernels.reference import FP8_DTYPE
 
 PROMPTS = [range(5, 5 + count) for count in (3, 40, 700, 15, 16, 17)]
 TOKENS = 24
+SHORT = 250
 BLOCK = 16
 NEXT = 99
 """The token that follows in the last prompts."""
@@ -85,6 +87,8 @@ def main(mode: str, folder: str, facts: str) -> None:
             _compare(seen, step, out)
 
     mixed_steps.LEAST_TOKENS = 0
+    if mode == "short":
+        mixed_steps.SHORT = SHORT
     DecodeAttention.__call__ = watched  # type: ignore[method-assign]  # looked at on its way
     llm = LLM(
         folder,
@@ -151,9 +155,9 @@ def _lend(llm: LLM) -> list[RequestOutput]:
 
 
 def _join(llm: LLM) -> list[RequestOutput]:
-    """Requests that begin while others decode."""
+    """Requests that begin while others decode, one of them with more than `SHORT` tokens."""
     engine, finished = llm.llm_engine, []
-    for index, count in enumerate((30, 5, 200, 4, 100)):
+    for index, count in enumerate((300, 5, 200, 4, 100)):
         params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0, allowed_token_ids=[200 + index])
         begin = 300 * (index + 1)  # no prompt has another one's blocks
         engine.add_request(f"{index}", {"prompt_token_ids": list(range(begin, begin + count))}, params)

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_fp8ext.compat import fusion, fusion_attention, mixed_steps
+from vllm_fp8ext.compat import fusion, fusion_attention, mixed_steps, whole_steps
 from vllm_fp8ext.compat.capture import is_captured
 from vllm_fp8ext.compat.kv_cache import FORMATS
 from vllm_fp8ext.compat.log import log_once
@@ -138,8 +138,26 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
             _quantizer()(theirs, rows, scale_format)
             return output
 
+        def first_of(lengths: Tensor, slots: Tensor | None) -> Step:
+            """A step's first requests, with one token each."""
+            q, k, v = (_lying_well(part[: lengths.shape[0]]) for part in (query, key, value))
+            scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
+            return Step(q, k, v, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
+
+        def attend_both(lengths: Tensor) -> Any:
+            """However many there are of each: ours makes zeros of what is FlashAttention's, which comes behind it."""
+            plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
+            kernel(first_of(lengths, None), plain[: lengths.shape[0]])
+            attend(module, query, key, value, kv_cache, metadata, plain)
+            if room is not None:
+                _quantizer()(room, plain.flatten(1), scale_format)
+            return output
+
         # a layer that is run again may come without K and V, which are cached by then
         fresh = key is not None and value is not None
+        decoding = whole_steps.decoding(metadata)
+        if fresh and decoding is not None and _is_plain(metadata):
+            return attend_both(decoding)
         if fresh and _decodes_alone(metadata):
             lengths, slots = metadata.seq_lens, metadata.slot_mapping
         elif fresh and _mixes(metadata):
@@ -147,15 +165,12 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
             slots = None
             attend_theirs(prompts, lengths.shape[0])
         else:
-            return attend_theirs(metadata, 0)
+            return attend_theirs(whole_steps.undivided(metadata), 0)
         count = lengths.shape[0]
-        query, key, value = _lying_well(query[:count]), _lying_well(key[:count]), _lying_well(value[:count])
-        scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
-        step = Step(query, key, value, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
         if room is None:
-            kernel(step, output[:count])
+            kernel(first_of(lengths, slots), output[:count])
         else:
-            kernel(step, _rows(room, slice(count)), scale_format)
+            kernel(first_of(lengths, slots), _rows(room, slice(count)), scale_format)
         return output
 
     def do_kv_cache_update(module: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:

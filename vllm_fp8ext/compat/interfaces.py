@@ -657,6 +657,22 @@ INTERFACES: tuple[Interface, ...] = (
         why="replay one CUDA graph in steps with short prompts",
     ),
     Interface(
+        module="vllm.v1.worker.gpu.model_states.default",
+        name="DefaultModelState.prepare_attn",
+        parameters=(
+            *(
+                "input_batch",
+                "cudagraph_mode",
+                "block_tables",
+                "slot_mappings",
+                "attn_groups",
+                "kv_cache_config",
+            ),
+            "for_capture",
+        ),
+        why="replay one CUDA graph in steps with short prompts",
+    ),
+    Interface(
         module="vllm.model_executor.layers.attention_layer_base",
         name="AttentionLayerBase",
         why="replay one CUDA graph in steps with short prompts",
@@ -721,7 +737,10 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.v1.attention.backend",
         name="CommonAttentionMetadata",
-        parameters=("query_start_loc_cpu", "num_reqs", "max_query_len", "seq_lens_cpu_upper_bound"),
+        parameters=(
+            *("query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "max_query_len"),
+            *("num_actual_tokens", "seq_lens_cpu_upper_bound"),
+        ),
         why="decode by our own attention kernel",
     ),
     Interface(

@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
+from vllm_fp8ext.compat import whole_steps
 from vllm_fp8ext.compat.wrapping import wrap
 
 _SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
@@ -79,19 +80,19 @@ def is_taken(layer: Any) -> bool:
     return hasattr(getattr(layer, "impl", None), _TAKEN)
 
 
-def is_short(most: int, lengths: Any) -> bool:
-    """Whether a step whose requests have up to `most` new tokens, and contexts of these `lengths` with them, is not split."""
-    return most > 1 and int(lengths.max()) <= SHORT
-
-
 def _noting(build: Any) -> Any:
     def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        alone = common_attn_metadata.max_query_len == 1
+        step = common_attn_metadata
+        if step.max_query_len > 1 and whole_steps.is_one() and _takes_all(self):
+            with _unsplit(self, step):
+                return whole_steps.build(
+                    self, step, _singles(step), lambda one: build(self, common_prefix_len, one, fast_build)
+                )
         # vLLM's first build finds out about windows
-        unasked = alone and self.aot_sliding_window is not None and _takes_all(self)
-        with _unsplit(self, common_attn_metadata):
-            metadata = build(self, common_prefix_len, common_attn_metadata, fast_build or unasked)
-        count = _leading(common_attn_metadata)
+        unasked = step.max_query_len == 1 and self.aot_sliding_window is not None and _takes_all(self)
+        with _unsplit(self, step) if _is_short(self, step) else contextlib.nullcontext():
+            metadata = build(self, common_prefix_len, step, fast_build or unasked)
+        count = _leading(step)
         if count:
             setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
         return metadata
@@ -99,14 +100,16 @@ def _noting(build: Any) -> Any:
     return noted
 
 
+def _is_short(builder: Any, step: Any) -> bool:
+    lengths = step.seq_lens_cpu_upper_bound
+    known = step.max_query_len > 1 and lengths is not None
+    return known and int(lengths.max()) <= SHORT and _takes_all(builder)
+
+
 @contextlib.contextmanager
 def _unsplit(builder: Any, step: Any) -> Iterator[None]:
-    """Have FlashAttention compute a step's contexts in one part each, if they are short: also what a graph is captured with,
-    if one holds all of them."""
-    lengths = step.seq_lens_cpu_upper_bound
-    if lengths is None or not is_short(step.max_query_len, lengths) or not _takes_all(builder):
-        yield
-        return
+    """Have FlashAttention compute a step's contexts in one part each: also what a graph is captured with, if one holds all of
+    them."""
     kept = builder.max_num_splits, builder.max_cudagraph_size
     builder.max_num_splits, builder.max_cudagraph_size = 1, step.num_actual_tokens
     try:
@@ -130,14 +133,17 @@ def _takes_all(builder: Any) -> bool:
     return found
 
 
-def _leading(step: Any) -> int:
-    """With how many requests of one token a step begins, if others follow and there is enough to read for them. Looks at what
-    lies on the CPU."""
+def _singles(step: Any) -> int:
+    """With how many requests of one token a step begins, if others follow. Looks at what lies on the CPU."""
     if step.max_query_len == 1:
         return 0
     longer = (step.query_start_loc_cpu[: step.num_reqs + 1].diff() != 1).nonzero()
-    count = int(longer[0]) if len(longer) else 0
-    tokens = step.seq_lens_cpu_upper_bound
+    return int(longer[0]) if len(longer) else 0
+
+
+def _leading(step: Any) -> int:
+    """The same, if there is enough to read for them."""
+    count, tokens = _singles(step), step.seq_lens_cpu_upper_bound
     few = tokens is not None and int(tokens[:count].sum()) < LEAST_TOKENS
     return 0 if few else count
 

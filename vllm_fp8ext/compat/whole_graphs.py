@@ -13,18 +13,18 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_fp8ext.compat import graph_sizes, mixed_steps
+from vllm_fp8ext.compat import graph_sizes, mixed_steps, whole_steps
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import Settings
 
-REQUESTS = 32
-"""Most of a step: attention looks at as many in each layer, be they there or not."""
+REQUESTS = 256
+"""Most of a step: attention looks at as many in each layer, be they there or not, and a step with more is not that short."""
 SMALLEST = 16
 """Tokens of the smallest graph."""
 _WHOLE, _IS_SHORT = "fp8ext_whole", "fp8ext_is_short"
-"""What is kept with a `ModelCudaGraphManager`: descriptions of our graphs, the smallest first; whether one of them fits the
-contexts of the step that it is asked about next."""
+"""What is kept with a `ModelCudaGraphManager`: descriptions of our graphs, the smallest first; whether the next step that it
+is asked about is short enough for them."""
 
 
 def install() -> None:
@@ -35,6 +35,7 @@ def install() -> None:
     wrap(ModelCudaGraphManager, "__init__", _adding)
     wrap(ModelCudaGraphManager, "dispatch", _choosing)
     wrap(GPUModelRunner, "gather_batch_req_state", _looking)
+    whole_steps.install()
 
 
 def _adding(original: Any) -> Any:
@@ -64,8 +65,8 @@ def add(manager: Any) -> None:
     whole.remove(largest)
     manager._capture_descs[CUDAGraphMode.FULL] = [largest, *whole]
     log_once(
-        f"blockfp8: steps of up to {descriptions[-1].num_tokens} tokens of up to {requests} requests with contexts of up to "
-        f"{mixed_steps.SHORT} replay one CUDA graph, attention within"
+        f"blockfp8: steps of up to {descriptions[-1].num_tokens} tokens of up to {requests} requests, with contexts of up to "
+        f"{mixed_steps.SHORT} behind prompts, replay one CUDA graph, attention within"
     )
 
 
@@ -74,7 +75,7 @@ def _sizes(manager: Any, requests: int) -> list[int]:
     config, pieces = manager.vllm_config, manager._capture_descs.get(CUDAGraphMode.PIECEWISE)
     if not pieces or CUDAGraphMode.FULL not in manager._capture_descs or not _is_asked(config):
         return []
-    # a step that is captured has as many requests as there can be, none longer than it is then for attention
+    # no step has more: as many requests as there can be, none longer than attention takes
     longest = requests * min(mixed_steps.SHORT, config.model_config.max_model_len)
     most = min(pieces[0].num_tokens, longest)
     return [SMALLEST, *graph_sizes.sizes_beyond(SMALLEST, most)] if most > SMALLEST else []
@@ -127,8 +128,10 @@ def _looking(original: Any) -> Any:
 
 
 def _is_short(step: Any, states: Any) -> bool:
-    """What `mixed_steps` sees, of lengths that vLLM makes the same of."""
-    if not step.has_prefill:
-        return False
+    """Whether contexts are, of the requests that FlashAttention takes: behind those that decode."""
     new = step.num_scheduled_tokens
-    return mixed_steps.is_short(int(new.max()), states.num_computed_tokens_np[step.idx_mapping_np] + new)
+    if not step.has_prefill or new.max() == 1:
+        return False
+    first = int((new != 1).argmax())
+    lengths = states.num_computed_tokens_np[step.idx_mapping_np[first:]] + new[first:]
+    return bool(lengths.max() <= mixed_steps.SHORT)

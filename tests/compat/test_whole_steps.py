@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention is told of a step that one graph holds."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from vllm_fp8ext.compat import mixed_steps, whole_steps
+
+from .metadata_builder import Builder
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+def whole_step(starts: list[int], lengths: list[int], tokens: int) -> CommonAttentionMetadata:
+    """Padded, as for a graph of so many tokens."""
+    return CommonAttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_reqs=len(lengths),
+        num_actual_tokens=tokens,
+        max_query_len=max(b - a for a, b in itertools.pairwise(starts)),
+        max_seq_len=max(lengths),
+        block_table_tensor=torch.zeros(len(lengths), 2, dtype=torch.int32),
+        slot_mapping=torch.zeros(tokens),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths),
+    )
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, int]]:
+    """What vLLM's own function is given, and how often it may split a context."""
+    seen: list[tuple[Any, int, int]] = []
+
+    def build(self: Any, prefix: int, step: Any, fast: bool = False) -> FlashAttentionMetadata:
+        seen.append((step, self.max_num_splits, self.max_cudagraph_size))
+        return FlashAttentionMetadata(
+            num_actual_tokens=step.num_actual_tokens,
+            max_query_len=step.max_query_len,
+            query_start_loc=step.query_start_loc,
+            max_seq_len=step.max_seq_len,
+            seq_lens=step.seq_lens,
+            block_table=step.block_table_tensor,
+            slot_mapping=step.slot_mapping,
+            scheduler_metadata=torch.ones(5),
+        )
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", build)
+    mixed_steps.install()
+    return seen
+
+
+def test_a_graph_reads_which_requests_decode(built: list[tuple[Any, int, int]]) -> None:
+    """From where it was captured with it; FlashAttention is told of the others, whatever contexts those that decode have."""
+    builder: Any = Builder(True, True)
+    builder.max_num_splits, builder.max_cudagraph_size = 32, 5
+    places = set()
+    for starts, lengths, decoding, theirs in (
+        ([0, 2, 4, 6, 8], [2, 2, 2, 2], [0, 0, 0, 0], [0, 2, 4, 6, 8]),  # as it is captured
+        ([0, 1, 2, 5, 8], [9000, 7, 3, 60], [9000, 7, 0, 0], [2, 2, 2, 5, 8]),
+        ([0, 1, 5, 8, 8], [7, 4, 3, 0], [7, 0, 0, 0], [1, 1, 5, 8, 8]),
+        ([0, 4, 5, 8, 8], [4, 44, 3, 0], [0, 0, 0, 0], [0, 4, 5, 8, 8]),
+    ):
+        step = whole_step(starts, lengths, 8)
+        with whole_steps._one(is_so=True):
+            metadata = FlashAttentionMetadataBuilder.build(builder, 0, step)
+        found = whole_steps.decoding(metadata)
+        assert found is not None
+        assert found.tolist() == decoding
+        assert metadata.query_start_loc.tolist() == theirs
+        assert found.dtype == metadata.query_start_loc.dtype == torch.int32
+        places.add((found.data_ptr(), metadata.query_start_loc.data_ptr()))
+        told, *splits = built.pop()
+        assert told.query_start_loc is metadata.query_start_loc, "its schedule is of the same"
+        assert splits == [1, 8]
+        assert step.query_start_loc.tolist() == starts
+        assert not mixed_steps.mixes(metadata)
+        everyone = whole_steps.undivided(metadata)
+        assert everyone.query_start_loc is step.query_start_loc
+        assert everyone.scheduler_metadata is None
+    assert len(places) == 1
+    assert (builder.max_num_splits, builder.max_cudagraph_size) == (32, 5)
+
+
+@pytest.mark.parametrize(
+    ("builder", "starts", "is_so"),
+    [
+        (Builder(True), [0, 1, 8], False),
+        (Builder(True), [0, 1, 2], True),
+        (Builder(True, False), [0, 1, 8], True),
+        (Builder(True, graphs=CUDAGraphMode.FULL), [0, 1, 8], True),
+    ],
+    ids=["pieces", "decode alone", "others' layers", "graphs of any step"],
+)
+def test_other_steps_are_as_vllm_makes_them(
+    builder: Any, starts: list[int], is_so: bool, built: list[tuple[Any, int, int]]
+) -> None:
+    builder.max_num_splits, builder.max_cudagraph_size = 32, 5
+    step = whole_step(starts, [5000, 7], starts[-1])
+    with whole_steps._one(is_so=is_so):
+        metadata = FlashAttentionMetadataBuilder.build(builder, 0, step)
+    assert whole_steps.decoding(metadata) is None
+    assert whole_steps.undivided(metadata) is metadata
+    assert built == [(step, 32, 5)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "captured", "whole"),
+    [(FULL, False, True), (FULL, True, True), (CUDAGraphMode.NONE, True, True), (PIECEWISE, False, False)],
+)
+@pytest.mark.parametrize("by_name", [True, False])
+def test_attention_is_told_what_a_graph_holds(
+    mode: CUDAGraphMode, captured: bool, whole: bool, by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its metadata is made, no longer."""
+    seen: list[Any] = []
+
+    def prepare_attn(*given: Any, **named: Any) -> str:
+        seen.append((whole_steps.is_one(), given[1:], named))
+        return "metadata"
+
+    monkeypatch.setattr(DefaultModelState, "prepare_attn", prepare_attn)
+    whole_steps.install()
+    state = object.__new__(DefaultModelState)
+    given: Any = ("batch", mode, "tables", "slots", "groups", "config")
+    if by_name:
+        made: Any = state.prepare_attn(*given, for_capture=captured, ubatch_idx=3)
+    else:
+        made = state.prepare_attn(*given, captured, ubatch_idx=3)
+    assert made == "metadata"
+    assert seen == [(whole, (*given, captured), {"ubatch_idx": 3})]
+    assert not whole_steps.is_one()
