@@ -80,6 +80,14 @@ part rollout_8b_256_fp8 "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --le
   --cases 256x1024x1024 1x400x16 1x1024x16 4x1024x16 8x1024x16 --out \$O/rollout_8b_256_fp8.json"
 part rollout_8b_256_auto "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --lend --kv auto --kv-gib 74 \
   --cases 128x1024x1024 256x1024x1024 32x1024x1024 --out \$O/rollout_8b_256_auto.json"
+# a few prompts at once, and requests that keep coming, with steps that one graph holds and without
+wholes="--variants bf16 fp8_per_block blockfp8 --settings '{}' '{\"kernels\":{\"whole_graphs\":false}}' --kv fp8"
+part prompts_8b "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) $wholes --kv-gib 12 --repeats 21 \
+  --cases 1x400x16 1x100x16 1x1024x16 4x100x16 4x1024x16 8x200x16 16x100x16 --out \$O/prompts_8b.json"
+part prompts_17b "fp8ext bench rollout --checkpoint \$(w Qwen3-1.7B 0) $wholes --kv-gib 12 --repeats 21 \
+  --cases 1x400x16 8x200x16 4x1024x16 --out \$O/prompts_17b.json"
+part steady "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) $wholes --kv-gib 15 --steady 3 \
+  --cases 128x400x400 128x1024x1024 32x1024x1024 8x400x400 --out \$O/steady.json"
 part batch_invariant "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --variants blockfp8 --kv fp8 \
   --settings '{}' '{\"kernels\": {\"batch_invariant\": true}}' --cases 8x1024x1024 128x1024x1024 --out \$O/batch_invariant.json"
 part norm_rope "fp8ext bench rollout --checkpoint \$(w Qwen3-8B 0) --kv fp8 --kv-gib 6 \

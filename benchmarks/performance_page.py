@@ -48,6 +48,7 @@ def main() -> None:
     profile = json.loads((RESULTS / "profile_h200.json").read_text())["cases"]
     graphs = json.loads((RESULTS / "graph_tokens_h200.json").read_text())["cases"]
     prompts = json.loads((RESULTS / "whole_graphs_h200.json").read_text())["cases"]
+    steady = json.loads((RESULTS / "steady_h200.json").read_text())["cases"]
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
     _kernels_picture(kernels)
     rollout = [case for case in rollout if case["output"] != PROMPTS]
@@ -59,6 +60,7 @@ def main() -> None:
         "fused": _fused(kernels),
         "rollout": _rollout(rollout),
         "prompts": _prompts(prompts),
+        "steady": _steady(steady),
         "graphs": _graphs(graphs),
         "busy": _busy(profile, rollout),
     }
@@ -185,12 +187,30 @@ def _rollout(cases: Cases) -> str:
 def _prompts(cases: Cases) -> str:
     """Milliseconds to the first tokens of engines, two of `blockfp8` among them."""
     lines = [
-        "| prompts × tokens | BF16 ms | fp8_per_block | blockfp8, pieces of graphs | blockfp8 |",
+        "| model | prompts × tokens | BF16 ms | fp8_per_block | blockfp8, pieces of graphs | blockfp8 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for engines in _two_of_ours(cases):
+        base = engines[0]
+        cells = [base["model"], f"{base['requests']} × {base['input']:,}"]
+        cells += [f"{case['first_token_ms']:.1f}" for case in engines]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _steady(cases: Cases) -> str:
+    """Tokens per second and milliseconds of a step of engines, two of `blockfp8` among them."""
+    lines = [
+        "| requests × in/out | BF16 | fp8_per_block | blockfp8, pieces of graphs | blockfp8 |",
         "|---|---|---|---|---|",
     ]
     for engines in _two_of_ours(cases):
-        cells = [f"{case['first_token_ms']:.1f}" for case in engines]
-        lines.append(f"| {engines[0]['requests']} × {engines[0]['input']:,} | " + " | ".join(cells) + " |")
+        base = engines[0]
+        cells = [f"{base['requests']} × {base['input']:,}/{base['output']:,}"]
+        for case in engines:
+            ratio = "" if case is base else f" ({case['ratio_bf16']:.2f}×)"
+            cells.append(f"{case['tokens_per_s']:,.0f}/s{ratio}, {case['ms_per_step']:.2f} ms")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -115,7 +115,7 @@ def main(mode: str, folder: str, facts: str) -> None:
             }
         },
     )
-    seen["at start"], seen["cached by vLLM"] = seen["calls"], []
+    seen["at start"], seen["mixed"], seen["cached by vLLM"] = seen["calls"], 0, []
     multiply = GEMMS["deep_gemm"]
 
     def launched(*given: Any) -> Tensor:
