@@ -238,9 +238,9 @@ def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel(
 @pytest.fixture
 def held(mixed: FlashAttentionMetadata) -> FlashAttentionMetadata:
     """Such a step, as one graph holds it."""
-    found = dataclasses.replace(mixed, query_start_loc=torch.tensor([2, 2, 2, 6, 7]))
-    starts = mixed.query_start_loc
-    setattr(found, whole_steps._TOLD, whole_steps._Told(torch.tensor([33, 1, 0, 0]), starts))
+    found = dataclasses.replace(mixed)
+    prompts = dataclasses.replace(mixed, query_start_loc=torch.tensor([2, 2, 2, 6, 7]))
+    setattr(found, whole_steps._APART, whole_steps.Apart(torch.tensor([33, 1, 0, 0]), prompts))
     return found
 
 
@@ -254,7 +254,7 @@ def test_in_a_graph_of_a_whole_step_both_attend(form: Any, held: FlashAttentionM
 
     def theirs(*args: Any) -> None:
         asked.append(args)
-        args[6][2:7] = made[2:7]
+        args[6][2:] = made[2:]  # and what is padding
 
     def ours(step: Any, rows: torch.Tensor) -> None:
         asked.append(step)
@@ -273,7 +273,7 @@ def test_in_a_graph_of_a_whole_step_both_attend(form: Any, held: FlashAttentionM
     assert step.slots_R is None
     assert [len(part) for part in (step.query_RHD, step.key_RGD, step.value_RGD)] == [4] * 3
     assert all(one is other for one, other in zip(shown, (given, query, key, value, "cache"), strict=True))
-    assert told is held
+    assert told.query_start_loc.tolist() == [2, 2, 2, 6, 7]
     if form is None:
         assert written is out
         assert torch.equal(out[:7], made[:7])
@@ -295,8 +295,7 @@ def test_in_a_graph_of_a_whole_step_flash_attention_has_what_the_kernel_does_not
         held.causal = False
     assert given.impl.forward(given, query, new, new, "cache", held, "out") == "theirs"
     ((*_, told, _),) = calls
-    assert told.query_start_loc.tolist() == [0, 1, 2, 6, 7], "of all requests"
-    assert told.scheduler_metadata is None, "which was made of some"
+    assert told is held
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -141,24 +141,29 @@ def test_another_block_table_is_cut_anew(mixed: FlashAttentionMetadata) -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest", "lengths", "builder", "splits"),
+    ("starts", "longest", "lengths", "builder", "splits"),
     [
-        (2, [2, 4096], Builder(True), (1, 7)),
-        (2, [2, 4097], Builder(True), (32, 5)),
-        (1, [2, 4096], Builder(True), (32, 5)),
-        (2, [2, 4096], Builder(True, False), (32, 5)),
-        (2, [2, 4096], Builder(True, graphs=CUDAGraphMode.FULL), (32, 5)),
-        (2, None, Builder(True), (32, 5)),
+        ([0, 5, 7], 2, [2, 4096], Builder(True), (1, 7)),
+        ([0, 5, 7], 2, [2, 4097], Builder(True), (32, 5)),
+        ([0, 5, 7], 1, [2, 4096], Builder(True), (32, 5)),
+        ([0, 5, 7], 2, [2, 4096], Builder(True, False), (32, 5)),
+        ([0, 5, 7], 2, [2, 4096], Builder(True, graphs=CUDAGraphMode.FULL), (32, 5)),
+        ([0, 5, 7], 2, None, Builder(True), (32, 5)),
+        ([0, 1, 7], 6, [20_000, 4096], Builder(True), (1, 7)),
+        ([0, 1, 7], 6, [20_000, 4097], Builder(True), (32, 5)),
+        ([0, 1, 7], 6, [5000, 4096], Builder(True), (32, 5)),
     ],
 )
 def test_short_contexts_are_not_split(
+    starts: list[int],
     longest: int,
     lengths: list[int] | None,
     builder: Any,
     splits: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside prompts, by a builder all of whose layers are ours; it stays as it was, also where building fails."""
+    """Of what FlashAttention takes beside prompts, by a builder all of whose layers are ours; it stays as it was, also where
+    building fails."""
     seen: list[tuple[int, int]] = []
 
     def build(self: Any, *_: Any) -> Any:
@@ -172,7 +177,7 @@ def test_short_contexts_are_not_split(
         max_query_len=longest,
         num_actual_tokens=7,
         num_reqs=2,
-        query_start_loc_cpu=torch.tensor([0, 5, 7]),
+        query_start_loc_cpu=torch.tensor(starts),
         seq_lens_cpu_upper_bound=None if lengths is None else torch.tensor(lengths),
     )
     with pytest.raises(ValueError, match="any"):

@@ -78,6 +78,11 @@ def wholes(found: Any) -> list[tuple[int, int | None]]:
     return sorted((one.num_tokens, one.num_reqs) for one in descriptions if one.max_query_len)
 
 
+def test_attention_is_told_of_them() -> None:
+    """Else graphs would hold FlashAttention for requests that decode."""
+    assert hasattr(DefaultModelState.prepare_attn, "fp8ext_original")
+
+
 def test_graphs_of_whole_steps_as_far_as_pieces_reach() -> None:
     sizes = [16, 32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512]
     found = manager()

@@ -2,7 +2,7 @@
 """What attention is told of a step that one graph holds."""
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,15 +18,17 @@ from .metadata_builder import Builder
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
-def whole_step(starts: list[int], lengths: list[int], tokens: int) -> CommonAttentionMetadata:
-    """Padded, as for a graph of so many tokens."""
+def whole_step(
+    starts: list[int], lengths: list[int], tokens: int, most: int | None = None
+) -> CommonAttentionMetadata:
+    """Padded, as for a graph of so many tokens; `most`: of one request, as it is promised."""
     return CommonAttentionMetadata(
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
         query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         num_reqs=len(lengths),
         num_actual_tokens=tokens,
-        max_query_len=max(b - a for a, b in itertools.pairwise(starts)),
+        max_query_len=most or max(b - a for a, b in itertools.pairwise(starts)),
         max_seq_len=max(lengths),
         block_table_tensor=torch.zeros(len(lengths), 2, dtype=torch.int32),
         slot_mapping=torch.zeros(tokens),
@@ -34,13 +36,21 @@ def whole_step(starts: list[int], lengths: list[int], tokens: int) -> CommonAtte
     )
 
 
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, int]]:
+class Built(NamedTuple):
     """What vLLM's own function is given, and how often it may split a context."""
-    seen: list[tuple[Any, int, int]] = []
+
+    step: CommonAttentionMetadata
+    fast: bool
+    splits: int
+    tokens: int
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Built]:
+    seen: list[Built] = []
 
     def build(self: Any, prefix: int, step: Any, fast: bool = False) -> FlashAttentionMetadata:
-        seen.append((step, self.max_num_splits, self.max_cudagraph_size))
+        seen.append(Built(step, fast, self.max_num_splits, self.max_cudagraph_size))
         return FlashAttentionMetadata(
             num_actual_tokens=step.num_actual_tokens,
             max_query_len=step.max_query_len,
@@ -57,34 +67,41 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, int]]:
     return seen
 
 
-def test_a_graph_reads_which_requests_decode(built: list[tuple[Any, int, int]]) -> None:
+def made(builder: Any, step: CommonAttentionMetadata) -> Any:
+    with whole_steps._one(is_so=True):
+        return FlashAttentionMetadataBuilder.build(builder, 0, step)
+
+
+def test_a_graph_reads_which_requests_decode(built: list[Built]) -> None:
     """From where it was captured with it; FlashAttention is told of the others, whatever contexts those that decode have."""
     builder: Any = Builder(True, True)
     builder.max_num_splits, builder.max_cudagraph_size = 32, 5
     places = set()
-    for starts, lengths, decoding, theirs in (
-        ([0, 2, 4, 6, 8], [2, 2, 2, 2], [0, 0, 0, 0], [0, 2, 4, 6, 8]),  # as it is captured
-        ([0, 1, 2, 5, 8], [9000, 7, 3, 60], [9000, 7, 0, 0], [2, 2, 2, 5, 8]),
-        ([0, 1, 5, 8, 8], [7, 4, 3, 0], [7, 0, 0, 0], [1, 1, 5, 8, 8]),
-        ([0, 4, 5, 8, 8], [4, 44, 3, 0], [0, 0, 0, 0], [0, 4, 5, 8, 8]),
+    for step, decoding, prompts in (
+        # as graphs are captured: as many requests as fit, of which some have a token more, or none
+        (whole_step([0, 1, 2], [1, 1], 2, most=2), [0, 0], [0, 1, 2]),
+        (whole_step([0, 1, 2, 4, 6], [1, 1, 2, 2], 6, most=6), [1, 1, 0, 0], [2, 2, 2, 4, 6]),
+        (whole_step([0, 1, 2, 3, 4, 5, 6, 7, 8], [1] * 8, 8, most=8), [0] * 8, list(range(9))),
+        # and replayed
+        (whole_step([0, 1, 2, 5, 8], [9000, 7, 3, 60], 8), [9000, 7, 0, 0], [2, 2, 2, 5, 8]),
+        (whole_step([0, 1, 5, 8, 8], [7, 4, 3, 0], 8), [7, 0, 0, 0], [1, 1, 5, 8, 8]),
+        (whole_step([0, 4, 5, 8, 8], [4, 44, 3, 0], 8), [0, 0, 0, 0], [0, 4, 5, 8, 8]),
     ):
-        step = whole_step(starts, lengths, 8)
-        with whole_steps._one(is_so=True):
-            metadata = FlashAttentionMetadataBuilder.build(builder, 0, step)
-        found = whole_steps.decoding(metadata)
-        assert found is not None
-        assert found.tolist() == decoding
-        assert metadata.query_start_loc.tolist() == theirs
-        assert found.dtype == metadata.query_start_loc.dtype == torch.int32
-        places.add((found.data_ptr(), metadata.query_start_loc.data_ptr()))
-        told, *splits = built.pop()
-        assert told.query_start_loc is metadata.query_start_loc, "its schedule is of the same"
-        assert splits == [1, 8]
-        assert step.query_start_loc.tolist() == starts
+        starts = step.query_start_loc.tolist()
+        metadata = made(builder, step)
+        apart = whole_steps.apart(metadata)
+        assert apart is not None
+        assert apart.lengths_R.tolist() == decoding
+        assert apart.prompts.query_start_loc.tolist() == prompts
+        assert apart.lengths_R.dtype == apart.prompts.query_start_loc.dtype == torch.int32
+        places.add((apart.lengths_R.data_ptr(), apart.prompts.query_start_loc.data_ptr()))
+        told = built.pop()
+        assert told.step.query_start_loc is apart.prompts.query_start_loc, "its schedule is of the same"
+        assert (told.fast, told.splits, told.tokens) == (False, 1, step.num_actual_tokens)
         assert not mixed_steps.mixes(metadata)
-        everyone = whole_steps.undivided(metadata)
-        assert everyone.query_start_loc is step.query_start_loc
-        assert everyone.scheduler_metadata is None
+        assert metadata.query_start_loc.tolist() == starts, "of all requests"
+        assert metadata.scheduler_metadata is None, "that is of prompts"
+        assert apart.prompts.scheduler_metadata is not None
     assert len(places) == 1
     assert (builder.max_num_splits, builder.max_cudagraph_size) == (32, 5)
 
@@ -100,15 +117,16 @@ def test_a_graph_reads_which_requests_decode(built: list[tuple[Any, int, int]]) 
     ids=["pieces", "decode alone", "others' layers", "graphs of any step"],
 )
 def test_other_steps_are_as_vllm_makes_them(
-    builder: Any, starts: list[int], is_so: bool, built: list[tuple[Any, int, int]]
+    builder: Any, starts: list[int], is_so: bool, built: list[Built]
 ) -> None:
     builder.max_num_splits, builder.max_cudagraph_size = 32, 5
-    step = whole_step(starts, [5000, 7], starts[-1])
+    step = whole_step(starts, [5, 5000], starts[-1])
     with whole_steps._one(is_so=is_so):
         metadata = FlashAttentionMetadataBuilder.build(builder, 0, step)
-    assert whole_steps.decoding(metadata) is None
-    assert whole_steps.undivided(metadata) is metadata
-    assert built == [(step, 32, 5)]
+    assert whole_steps.apart(metadata) is None
+    ((told, _, *splits),) = built
+    assert told is step
+    assert splits == [32, 5]
 
 
 @pytest.mark.parametrize(

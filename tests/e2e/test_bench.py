@@ -55,7 +55,7 @@ def test_engines_whose_requests_are_followed_by_new_ones(tmp_path: Path):
     assert done.exit_code == 0, done.output
     (case,) = json.loads(out.read_text())["cases"]
     assert (case["load"], case["seconds"], case["preemptions"]) == ("steady", 0.5, 0)
-    assert case["running"] == 3, "a new one for each that is done, in the same step"
+    assert 2 < case["running"] <= 3, "a new one for each that is done"
     assert len(case["samples"]) == 2
     assert min(case["samples"]) > 0
     assert case["ms_per_step"] > 0

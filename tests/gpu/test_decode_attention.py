@@ -231,6 +231,9 @@ def test_padding_is_zero_and_what_lies_behind_a_context_is_not_read() -> None:
     assert not bool(out[1].any())
     assert not bool(out[3].any())
     assert error(out[[0, 2]], given.only([0, 2])) < 4e-3
+    given.lengths.zero_()
+    given.slots.fill_(-1)
+    assert not bool(given.run(DecodeAttention(32, 8, 4, torch.device("cuda"))).any()), "of padding alone"
 
 
 @BOTH

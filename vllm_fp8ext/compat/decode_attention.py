@@ -144,20 +144,20 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
             scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
             return Step(q, k, v, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
 
-        def attend_both(lengths: Tensor) -> Any:
+        def attend_both(lengths: Tensor, prompts: Any) -> Any:
             """However many there are of each: ours makes zeros of what is FlashAttention's, which comes behind it."""
             plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
             kernel(first_of(lengths, None), plain[: lengths.shape[0]])
-            attend(module, query, key, value, kv_cache, metadata, plain)
+            attend(module, query, key, value, kv_cache, prompts, plain)
             if room is not None:
                 _quantizer()(room, plain.flatten(1), scale_format)
             return output
 
         # a layer that is run again may come without K and V, which are cached by then
         fresh = key is not None and value is not None
-        decoding = whole_steps.decoding(metadata)
-        if fresh and decoding is not None and _is_plain(metadata):
-            return attend_both(decoding)
+        whole = whole_steps.apart(metadata)
+        if fresh and whole and _is_plain(metadata):
+            return attend_both(*whole)
         if fresh and _decodes_alone(metadata):
             lengths, slots = metadata.seq_lens, metadata.slot_mapping
         elif fresh and _mixes(metadata):
@@ -165,7 +165,7 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
             slots = None
             attend_theirs(prompts, lengths.shape[0])
         else:
-            return attend_theirs(whole_steps.undivided(metadata), 0)
+            return attend_theirs(metadata, 0)
         count = lengths.shape[0]
         if room is None:
             kernel(first_of(lengths, slots), output[:count])

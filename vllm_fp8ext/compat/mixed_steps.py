@@ -16,6 +16,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 from vllm_fp8ext.compat import whole_steps
+from vllm_fp8ext.compat.whole_steps import Apart
 from vllm_fp8ext.compat.wrapping import wrap
 
 _SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
@@ -38,15 +39,6 @@ class _Single(NamedTuple):
     requests: int
     schedule: Tensor | None
     """What FlashAttention computes once in a step, of the others."""
-
-
-class Apart(NamedTuple):
-    """A step's first requests, each with one token, and the others."""
-
-    lengths_R: Tensor
-    """Of the former."""
-    prompts: Any
-    """Metadata of the latter: their tokens are where they were."""
 
 
 def apart(metadata: Any) -> Apart:
@@ -88,11 +80,11 @@ def _noting(build: Any) -> Any:
                 return whole_steps.build(
                     self, step, _singles(step), lambda one: build(self, common_prefix_len, one, fast_build)
                 )
+        count = _leading(step)
         # vLLM's first build finds out about windows
         unasked = step.max_query_len == 1 and self.aot_sliding_window is not None and _takes_all(self)
-        with _unsplit(self, step) if _is_short(self, step) else contextlib.nullcontext():
+        with _unsplit(self, step) if _is_short(self, step, count) else contextlib.nullcontext():
             metadata = build(self, common_prefix_len, step, fast_build or unasked)
-        count = _leading(step)
         if count:
             setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
         return metadata
@@ -100,10 +92,11 @@ def _noting(build: Any) -> Any:
     return noted
 
 
-def _is_short(builder: Any, step: Any) -> bool:
+def _is_short(builder: Any, step: Any, first: int) -> bool:
+    """Whether the contexts of requests are from the `first` on, which FlashAttention computes."""
     lengths = step.seq_lens_cpu_upper_bound
     known = step.max_query_len > 1 and lengths is not None
-    return known and int(lengths.max()) <= SHORT and _takes_all(builder)
+    return known and int(lengths[first:].max()) <= SHORT and _takes_all(builder)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import Settings
 
 REQUESTS = 256
-"""Most of a step: attention looks at as many in each layer, be they there or not, and a step with more is not that short."""
+"""Most of a step, by choice: attention looks at as many in each layer, be they there or not."""
 SMALLEST = 16
 """Tokens of the smallest graph."""
 _WHOLE, _IS_SHORT = "fp8ext_whole", "fp8ext_is_short"
@@ -65,8 +65,8 @@ def add(manager: Any) -> None:
     whole.remove(largest)
     manager._capture_descs[CUDAGraphMode.FULL] = [largest, *whole]
     log_once(
-        f"blockfp8: steps of up to {descriptions[-1].num_tokens} tokens of up to {requests} requests, with contexts of up to "
-        f"{mixed_steps.SHORT} behind prompts, replay one CUDA graph, attention within"
+        f"blockfp8: steps of up to {descriptions[-1].num_tokens} tokens of up to {requests} requests, prompts among them "
+        f"with contexts of up to {mixed_steps.SHORT}, replay one CUDA graph, attention within"
     )
 
 

@@ -18,22 +18,27 @@ from vllm.config import CUDAGraphMode
 
 from vllm_fp8ext.compat.wrapping import wrap
 
-_TOLD, _ROOM = "fp8ext_whole", "fp8ext_room"
-"""What is kept with a step's metadata: `_Told`; and with its builder: `_Room`."""
+_APART, _ROOM = "fp8ext_whole", "fp8ext_room"
+"""What is kept with a step's metadata: `Apart`; and with its builder: `_Room`."""
 _is_one: ContextVar[bool] = ContextVar("fp8ext_is_whole", default=False)
 
 
-class _Told(NamedTuple):
-    decoding_R: Tensor
-    starts: Tensor
-    """Where tokens of all requests begin."""
+class Apart(NamedTuple):
+    """A step's first requests, each with one token, and the others."""
+
+    lengths_R: Tensor
+    """int32, tokens in the contexts of the former; in a whole step 0 of the others."""
+    prompts: Any
+    """Metadata of the latter: their tokens are where they were."""
 
 
 class _Room(NamedTuple):
-    """What graphs read, of up to so many requests: `decoding`, and where FlashAttention's tokens begin."""
+    """What graphs read, of up to so many requests."""
 
-    decoding_R: Tensor
-    starts: Tensor
+    lengths_R: Tensor
+    """As in `Apart`."""
+    prompt_starts: Tensor
+    """Where tokens of prompts begin; requests that decode have none."""
 
 
 def install() -> None:
@@ -48,24 +53,15 @@ def is_one() -> bool:
     return _is_one.get()
 
 
-def decoding(metadata: Any) -> Tensor | None:
-    """Of such a step: int32 tokens in the contexts of requests that have one new token and stand before others; 0 of these,
-    which alone FlashAttention is told of."""
-    told: _Told | None = getattr(metadata, _TOLD, None)
-    return told and told.decoding_R
-
-
-def undivided(metadata: Any) -> Any:
-    """Metadata of such a step that tells FlashAttention of all requests, which makes a schedule itself then; of another step
-    as it is."""
-    told: _Told | None = getattr(metadata, _TOLD, None)
-    if told is None:
-        return metadata
-    return dataclasses.replace(metadata, query_start_loc=told.starts, scheduler_metadata=None)
+def apart(metadata: Any) -> Apart | None:
+    """What two kernels attend to, each its part, if the metadata is that of such a step."""
+    found: Apart | None = getattr(metadata, _APART, None)
+    return found
 
 
 def build(builder: Any, step: Any, count: int, make: Callable[[Any], Any]) -> Any:
-    """What `make` makes of such a step, whose first `count` requests decode."""
+    """Metadata of such a step, whose first `count` requests decode. `make`: vLLM's, of the step that it is given. There is a
+    schedule for prompts alone: who attends to all of it with FlashAttention leaves it to that."""
     room: _Room | None = getattr(builder, _ROOM, None)
     if room is None:
         requests, device = builder.vllm_config.scheduler_config.max_num_seqs, step.seq_lens.device
@@ -73,12 +69,13 @@ def build(builder: Any, step: Any, count: int, make: Callable[[Any], Any]) -> An
             sizes = requests, requests + 1
             room = _Room(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
         setattr(builder, _ROOM, room)
-    lengths, starts = room.decoding_R[: step.num_reqs], room.starts[: step.num_reqs + 1]
+    lengths, starts = room.lengths_R[: step.num_reqs], room.prompt_starts[: step.num_reqs + 1]
     lengths[:count].copy_(step.seq_lens[:count])
     lengths[count:].zero_()
-    torch.clamp(step.query_start_loc, min=count, out=starts)  # requests that decode have no token there
-    metadata = make(dataclasses.replace(step, query_start_loc=starts))
-    setattr(metadata, _TOLD, _Told(lengths, step.query_start_loc))
+    torch.clamp(step.query_start_loc, min=count, out=starts)
+    prompts = make(dataclasses.replace(step, query_start_loc=starts))
+    metadata = dataclasses.replace(prompts, query_start_loc=step.query_start_loc, scheduler_metadata=None)
+    setattr(metadata, _APART, Apart(lengths, prompts))
     return metadata
 
 
