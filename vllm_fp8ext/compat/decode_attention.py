@@ -125,12 +125,21 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
             asked = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
             return attend(*asked)
 
-        def attend_theirs(metadata: Any, first: int) -> Any:
-            """From this token on."""
+        def first_of(lengths: Tensor, slots: Tensor | None) -> Step:
+            """A step's first requests, with one token each."""
+            q, k, v = (_lying_well(part[: lengths.shape[0]]) for part in (query, key, value))
+            scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
+            return Step(q, k, v, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
+
+        def attend_theirs(metadata: Any, first: int, decoding: Tensor | None = None) -> Any:
+            """From this token on. `decoding`: lengths of a whole step, whose other requests the kernel attends to before,
+            however many there are of each; it makes zeros of what is theirs."""
+            plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
+            if decoding is not None:
+                kernel(first_of(decoding, None), plain[: decoding.shape[0]])
+            found = attend(module, query, key, value, kv_cache, metadata, plain)
             if room is None:
-                return attend(module, query, key, value, kv_cache, metadata, output)
-            plain = torch.empty_like(output, dtype=torch.bfloat16)
-            attend(module, query, key, value, kv_cache, metadata, plain)
+                return found
             theirs, rows = room, plain.flatten(1)
             # where scales are aligned; what is made too much of comes again, from the kernel
             if first := first // 4 * 4:
@@ -138,26 +147,12 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
             _quantizer()(theirs, rows, scale_format)
             return output
 
-        def first_of(lengths: Tensor, slots: Tensor | None) -> Step:
-            """A step's first requests, with one token each."""
-            q, k, v = (_lying_well(part[: lengths.shape[0]]) for part in (query, key, value))
-            scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
-            return Step(q, k, v, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
-
-        def attend_both(lengths: Tensor, prompts: Any) -> Any:
-            """However many there are of each: ours makes zeros of what is FlashAttention's, which comes behind it."""
-            plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
-            kernel(first_of(lengths, None), plain[: lengths.shape[0]])
-            attend(module, query, key, value, kv_cache, prompts, plain)
-            if room is not None:
-                _quantizer()(room, plain.flatten(1), scale_format)
-            return output
-
         # a layer that is run again may come without K and V, which are cached by then
         fresh = key is not None and value is not None
         whole = whole_steps.apart(metadata)
         if fresh and whole and _is_plain(metadata):
-            return attend_both(*whole)
+            attend_theirs(whole.prompts, 0, whole.lengths_R)
+            return output
         if fresh and _decodes_alone(metadata):
             lengths, slots = metadata.seq_lens, metadata.slot_mapping
         elif fresh and _mixes(metadata):

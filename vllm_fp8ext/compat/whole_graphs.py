@@ -130,8 +130,8 @@ def _looking(original: Any) -> Any:
 def _is_short(step: Any, states: Any) -> bool:
     """Whether contexts are, of the requests that FlashAttention takes: behind those that decode."""
     new = step.num_scheduled_tokens
-    if not step.has_prefill or new.max() == 1:
+    if not step.has_prefill or not (longer := new > 1).any():
         return False
-    first = int((new != 1).argmax())
+    first = int(longer.argmax())
     lengths = states.num_computed_tokens_np[step.idx_mapping_np[first:]] + new[first:]
     return bool(lengths.max() <= mixed_steps.SHORT)
