@@ -62,7 +62,11 @@ def test_engines_whose_requests_are_followed_by_new_ones(tmp_path: Path):
     assert "first_token_ms" not in case
 
 
-@pytest.mark.parametrize("wrong", [["0"], ["5", "--profile", "profile.txt"]], ids=["nothing", "profile"])
+@pytest.mark.parametrize(
+    "wrong",
+    [["0"], ["nan"], ["inf"], ["5", "--profile", "profile.txt"]],
+    ids=["nothing", "nan", "inf", "profile"],
+)
 def test_a_steady_load_that_is_none(wrong: list[str]):
     with pytest.raises(ConfigError, match="--steady: expected more than 0 seconds and no --profile, found"):
         CliRunner().invoke(cli, ["bench", "rollout", "--steady", *wrong], catch_exceptions=False)

@@ -101,7 +101,7 @@ def _measured(engine: Engine, case: tuple[int, int, int], options: argparse.Name
         requests=requests, tokens=tokens, output=output, windows=options.repeats, seconds=options.seconds
     )
     windows: list[Window] = engine.steady(load)
-    rates = [window.tokens / window.seconds for window in windows]
+    rates = [window.rate for window in windows]
     ours = variant.startswith("blockfp8")
     return {
         "model": options.checkpoint.name if options.checkpoint else options.shape,

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
 
+from vllm_fp8ext.bench import turns
 from vllm_fp8ext.bench.engines import VARIANTS, Engine, EngineError, in_turn, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.options import CommandLine, case_of, json_object
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(
             "--lend: expected no --profile, for which an engine runs in one process and can't lend memory (take --apart)"
         )
-    if options.steady is not None and (options.steady <= 0 or options.profile):
+    if options.steady is not None and (not 0 < options.steady < math.inf or options.profile):
         raise ConfigError(f"--steady: expected more than 0 seconds and no --profile, found {options.steady}")
     cases = [_case(text) for text in options.cases]
     stop = time.monotonic() + options.seconds
@@ -199,7 +200,10 @@ def _measure(
             with engine.turn():
                 if options.lend:  # the first to touch what was just taken
                     engine.seconds(1, tokens, 1, 2 * repeat)
-                took = _turn(options, case, engine, repeat)
+                if options.steady:
+                    took = turns.steady(engine, case, options.steady if repeat else 1.0)
+                else:
+                    took = turns.at_once(engine, case, repeat)
                 if not repeat:
                     errors[kind] = engine.linear_errors((requests, min(requests * tokens, STEP)))
                     require_within(str(kind), errors[kind])
@@ -208,8 +212,8 @@ def _measure(
             else:
                 before[kind] = engine.compiled()
     found: list[dict[str, Any]] = []
-    for kind, turns in samples.items():
-        if not turns:
+    for kind, taken in samples.items():
+        if not taken:
             console.print(f"{requests}x{tokens}x{output}: no time left")
             return []
         settings = json.loads(kind.settings)
@@ -218,8 +222,8 @@ def _measure(
             **said(options, case, kind),
             **({"load": "steady", "seconds": options.steady} if options.steady else {}),
             "staging": settings.get("staging", "shadow") if kind.variant == "blockfp8" else "none",
-            **{name: statistics.median(turn[name] for turn in turns) for name in turns[0]},
-            "samples": [turn["tokens_per_s"] for turn in turns],
+            **{name: statistics.median(turn[name] for turn in taken) for name in taken[0]},
+            "samples": [turn["tokens_per_s"] for turn in taken],
             "compiled_meanwhile": {
                 compiler: after[compiler] - count for compiler, count in before[kind].items()
             },
@@ -241,39 +245,6 @@ def _measure(
             f"{result['ms_per_step']:7.2f} ms/step {first}{speedup}"
         )
     return found
-
-
-def _turn(
-    options: argparse.Namespace, case: tuple[int, int, int], engine: Engine, repeat: int
-) -> dict[str, float]:
-    """What an engine did in a case, or at first in the start of it."""
-    requests, tokens, output = case
-    if options.steady:
-        return _steady_turn(options.steady if repeat else 1.0, case, engine)
-    first = engine.seconds(requests, tokens, 1, 2 * repeat)
-    length = output if repeat else min(output, 32)
-    whole = engine.seconds(requests, tokens, length, 2 * repeat + 1)
-    return {
-        "tokens_per_s": requests * output / whole,
-        "ms_per_step": (whole - first) / (output - 1) * 1e3,
-        "first_token_ms": first * 1e3,
-    }
-
-
-def _steady_turn(seconds: float, case: tuple[int, int, int], engine: Engine) -> dict[str, float]:
-    from vllm_fp8ext.bench.steady import Load
-
-    requests, tokens, output = case
-    load = Load(requests=requests, tokens=tokens, output=output, windows=1, seconds=seconds)
-    (window,) = engine.steady(load)
-    rate = window.tokens / window.seconds
-    return {
-        "tokens_per_s": rate,
-        # steps that mix prompts and decoding among them
-        "ms_per_step": window.running / rate * 1e3 if rate else math.inf,
-        "running": window.running,
-        "preemptions": window.preemptions,
-    }
 
 
 def require_within(engine: str, errors: dict[str, float]) -> None:

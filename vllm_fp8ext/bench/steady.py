@@ -34,6 +34,11 @@ class Window:
     preemptions: int
     running: float
 
+    @property
+    def rate(self) -> float:
+        """Response tokens per second."""
+        return self.tokens / self.seconds
+
 
 class Steady:
     """Drives `vllm.LLM`'s engine step by step. A request that is done is followed by a new one.
