@@ -9,6 +9,7 @@ Writes `docs/images/kernels.svg` and `docs/images/rollout.svg`, and what stands 
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ PROMPTS = 16
 ENGINES = {"fp8_per_block": "fp8_per_block", "blockfp8": "blockfp8"}
 BUSY = ("bf16", "blockfp8")
 """Engines that were profiled."""
-Cases = list[dict[str, Any]]
+Case = dict[str, Any]
+Cases = list[Case]
 
 
 def main() -> None:
@@ -185,51 +187,52 @@ def _rollout(cases: Cases) -> str:
 
 
 def _prompts(cases: Cases) -> str:
-    """Milliseconds to the first tokens of engines, two of `blockfp8` among them."""
-    lines = [
-        "| model | prompts × tokens | BF16 ms | fp8_per_block | blockfp8, pieces of graphs | blockfp8 |",
-        "|---|---|---|---|---|---|",
-    ]
-    for engines in _two_of_ours(cases):
-        base = engines[0]
-        cells = [base["model"], f"{base['requests']} × {base['input']:,}"]
-        cells += [f"{case['first_token_ms']:.1f}" for case in engines]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """Milliseconds to the first tokens."""
+    return _beside(
+        cases,
+        ["model", "prompts × tokens", "BF16 ms", "fp8_per_block", "blockfp8, pieces of graphs", "blockfp8"],
+        lambda case: [case["model"], f"{case['requests']} × {case['input']:,}"],
+        lambda case, _: f"{case['first_token_ms']:.1f}",
+    )
 
 
 def _steady(cases: Cases) -> str:
-    """Tokens per second and milliseconds of a step of engines, two of `blockfp8` among them."""
-    lines = [
-        "| requests × in/out | BF16 | fp8_per_block | blockfp8, pieces of graphs | blockfp8 |",
-        "|---|---|---|---|---|",
-    ]
-    for engines in _two_of_ours(cases):
-        base = engines[0]
-        cells = [f"{base['requests']} × {base['input']:,}/{base['output']:,}"]
-        for case in engines:
-            ratio = "" if case is base else f" ({case['ratio_bf16']:.2f}×)"
-            cells.append(f"{case['tokens_per_s']:,.0f}/s{ratio}, {case['ms_per_step']:.2f} ms")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """Tokens per second and milliseconds of a step."""
+    return _beside(
+        cases,
+        ["requests × in/out", "BF16", "fp8_per_block", "blockfp8, pieces of graphs", "blockfp8"],
+        lambda case: [_load(case)],
+        lambda case, ratio: f"{case['tokens_per_s']:,.0f}/s{ratio}, {case['ms_per_step']:.2f} ms",
+    )
 
 
 def _graphs(cases: Cases) -> str:
-    """Milliseconds to the first tokens and tokens per second of engines, two of `blockfp8` among them."""
-    lines = [
-        "| requests × in/out | BF16 | fp8_per_block | blockfp8, graphs up to 2,048 tokens | blockfp8 |",
-        "|---|---|---|---|---|",
-    ]
+    """Milliseconds to the first tokens and tokens per second."""
+    return _beside(
+        cases,
+        ["requests × in/out", "BF16", "fp8_per_block", "blockfp8, graphs up to 2,048 tokens", "blockfp8"],
+        lambda case: [_load(case)],
+        lambda case, ratio: f"{case['first_token_ms']:.0f} ms, {case['tokens_per_s']:,.0f}/s{ratio}",
+    )
+
+
+def _beside(
+    cases: Cases,
+    titles: list[str],
+    of: Callable[[Case], list[str]],
+    found: Callable[[Case, str], str],
+) -> str:
+    """A table of engines, two of `blockfp8` among them: what a row is `of`, and what was `found` of each, which is given the
+    ratio to BF16 as it is told."""
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for engines in _two_of_ours(cases):
-        base = engines[0]
-        cells = []
-        for case in engines:
-            ratio = "" if case is base else f" ({case['ratio_bf16']:.2f}×)"
-            cells.append(f"{case['first_token_ms']:.0f} ms, {case['tokens_per_s']:,.0f}/s{ratio}")
-        lines.append(
-            f"| {base['requests']} × {base['input']:,}/{base['output']:,} | " + " | ".join(cells) + " |"
-        )
+        ratios = ["", *(f" ({case['ratio_bf16']:.2f}×)" for case in engines[1:])]
+        lines.append(f"| {' | '.join([*of(engines[0]), *map(found, engines, ratios)])} |")
     return "\n".join(lines)
+
+
+def _load(case: Case) -> str:
+    return f"{case['requests']} × {case['input']:,}/{case['output']:,}"
 
 
 def _two_of_ours(cases: Cases) -> list[Cases]:
