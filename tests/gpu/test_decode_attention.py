@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over an FP8 or a BF16 cache on a Hopper GPU, against the same in fp64."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +18,8 @@ from vllm_fp8ext.kernels.decode_attention import (
 )
 from vllm_fp8ext.kernels.kv_cache import quantize
 from vllm_fp8ext.kernels.reference import FP8_DTYPE, ScaleFormat
+
+from .modes import apart, told
 
 pytestmark = pytest.mark.gpu
 
@@ -356,20 +354,11 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     from vllm_fp8ext.bench.generated import write_checkpoint
 
     write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
-    story = Path(__file__).with_name("attention_story.py")
     modes = (
         *("eager", "graphs", "longer", "short", "pieces", "whole", "unquantized", "flash"),
         *("plain", "plain eager", "plain flash"),
     )
-    files = [tmp_path / f"{mode}.json" for mode in modes]
-    running = []
-    for mode, file in zip(modes, files, strict=True):
-        line = [sys.executable, "-P", str(story), mode, str(tmp_path / "model"), str(file)]
-        with (tmp_path / f"{mode}.log").open("w") as log:
-            running.append(subprocess.Popen(line, stdout=log, stderr=log))
-    for process, mode in zip(running, modes, strict=True):
-        assert process.wait(900) == 0, (tmp_path / f"{mode}.log").read_text()[-4000:]
-    found = [json.loads(file.read_text()) for file in files]
+    found = told("attention_story.py", modes, tmp_path / "model", tmp_path)
     eager, graphs, longer, short, pieces, whole, unquantized, flash, plain, plain_eager, plain_flash = found
     for one in (eager, plain_eager):
         assert one["calls"] - one["at start"] >= 28 * (TOKENS - 1)
@@ -402,14 +391,8 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     assert graphs["logprobs"] == pieces["logprobs"]
     assert longer["logprobs"] == graphs["logprobs"]
     # a step that is compiled rounds elsewhere than an eager one; another kernel makes no more of a difference
-    assert _apart(flash, graphs) < 1.5 * _apart(eager, graphs)
-    assert _apart(short, graphs) < 0.1 * _apart(eager, graphs), "by the same kernels"
-    assert _apart(unquantized, graphs) < 1.5 * _apart(eager, graphs)
-    assert _apart(flash, whole) < 1.5 * _apart(eager, graphs)
-    assert _apart(plain_flash, plain) < 1.5 * _apart(eager, graphs)
-
-
-def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Mean difference of the tokens' log-probabilities."""
-    pairs = zip(one["logprobs"], other["logprobs"], strict=True)
-    return mean(abs(a - b) for first, second in pairs for a, b in zip(first, second, strict=True))
+    assert apart(flash, graphs) < 1.5 * apart(eager, graphs)
+    assert apart(short, graphs) < 0.1 * apart(eager, graphs), "by the same kernels"
+    assert apart(unquantized, graphs) < 1.5 * apart(eager, graphs)
+    assert apart(flash, whole) < 1.5 * apart(eager, graphs)
+    assert apart(plain_flash, plain) < 1.5 * apart(eager, graphs)
