@@ -103,12 +103,17 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
     with server.client() as client:
         for version, folder in folders.items():
             client.push(folder, version=version)
-        stream = Stream(server, tokens=TOKENS)
-        while stream.running:
-            client.rollback()
-            time.sleep(0.1)  # for the request: two cores may be all that there is
-        stream.wait()
-        spans, tokens = stream.weight_versions, stream.token_ids
+        for _ in range(
+            3
+        ):  # where other processes have the cores, a response may be over before it has met enough of them
+            stream = Stream(server, tokens=TOKENS)
+            while stream.running:
+                client.rollback()
+                time.sleep(0.1)  # for the request: two cores may be all that there is
+            stream.wait()
+            spans, tokens = stream.weight_versions, stream.token_ids
+            if len(spans) > 4:
+                break
         assert len(spans) > 4
         assert {span["version"] for span in spans} == set(folders)
         assert (spans[-1]["end"], len(tokens)) == (TOKENS, TOKENS)
