@@ -27,6 +27,13 @@ AT_ONCE = 8
 TOKENS = 40
 WORDS = 500
 """Different tokens."""
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7},
+    *({"logprobs": count} for count in (1, 2, 4, 8, 15, 16, 20)),
+)
+"""Of requests that come one by one: each number of log-probabilities that is compiled apart."""
 
 
 def main(mode: str, folder: str, facts: str) -> None:
@@ -60,8 +67,11 @@ def main(mode: str, folder: str, facts: str) -> None:
             }
         },
     )
-    seen["whole"].clear()
     seen["compiled before"] = counts()
+    for sampling in SAMPLING:
+        params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False, **sampling)
+        llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)
+    seen["whole"].clear()
     seen["logprobs"] = crowd(llm, LONG, CROWD, AT_ONCE, TOKENS)
     Path(facts).write_text(json.dumps({**seen, "compiled after": counts()}))
 

@@ -317,6 +317,18 @@ INTERFACES: tuple[Interface, ...] = (
         why="build the twin beside the model",
     ),
     Interface(
+        module="vllm.v1.worker.gpu_worker",
+        name="warmup_kernels",
+        parameters=("model_runner", "worker_execute_model", "worker_sample_tokens"),
+        why="compile the kernel for log-probabilities before the server is ready",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.sample.logprob",
+        name="compute_token_logprobs",
+        parameters=("logits", "token_ids"),
+        why="compile the kernel for log-probabilities before the server is ready",
+    ),
+    Interface(
         module="vllm.v1.worker.gpu_model_runner",
         name="GPUModelRunner.load_model",
         why="build the twin in the model's memory pool",

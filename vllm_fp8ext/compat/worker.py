@@ -67,11 +67,12 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         del runner.load_model
     if on_gpu:
-        from vllm_fp8ext.compat import whole_graphs  # imports FlashAttention's backend
+        from vllm_fp8ext.compat import logprob_warmup, whole_graphs  # import FlashAttention's backend
         from vllm_fp8ext.compat.warmup import warm_up
 
         graph_sizes.install()
         whole_graphs.install()
+        logprob_warmup.install()
         warm_up(_models(runner), _most_tokens(settings, config))
     return result
 
