@@ -104,6 +104,10 @@ class KernelSettings(BaseModel):
     """Steps with prompts whose contexts are short replay one CUDA graph, attention within, as far as those of `graph_tokens`
     reach, which are broken there."""
 
+    steady_steps: bool = False
+    """A step of the requests of the step before, each with one new token, is prepared by one launch, and where they leave
+    logits as they are its tokens are sampled in a CUDA graph."""
+
     held_slots: bool = True
     """The scheduler is answered at once for requests that hold a slot for their next token: the KV cache is not asked."""
 

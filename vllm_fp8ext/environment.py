@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every environment variable of this package, and what stands in for one that is not set."""
+"""Every environment variable of this package, and what stands in for one that is not set; and the processors it may use."""
+
+import os
 
 ADMIN_KEY = "FP8EXT_ADMIN_KEY"
 """Secret that guards the routes under `/fp8ext/v1`. Without it they are not mounted."""
@@ -23,3 +25,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def key_of(text: str | None) -> str | None:
     """A key without the line's end that it may have from a file; None where nothing else is there."""
     return (text or "").strip() or None
+
+
+def cores() -> int:
+    """That this process may run on: of a container or under `taskset` not all that the machine has."""
+    allowed = getattr(os, "sched_getaffinity", None)  # not on a Mac
+    return len(allowed(0)) if allowed else os.cpu_count() or 1

@@ -41,3 +41,29 @@ def test_settings_are_told_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch) 
     for name, value in (told | untold).items():
         monkeypatch.setenv(name, value)
     assert provenance()["environment"] == told
+
+
+@pytest.mark.parametrize(("visible", "told"), [(None, ["0", "1", "2"]), ("2", ["2"]), ("0,1", ["0", "1"])])
+def test_gpus_and_cores_are_those_that_a_run_may_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, told: list[str]
+) -> None:
+    """This `nvidia-smi` knows three GPUs, by their numbers."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\nids=0,1,2\nfor word; do case $word in --id=*) ids=${word#--id=};; esac; done\n"
+        'echo $ids | tr , "\\n"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, list(before)[:1])
+    try:
+        found = provenance()
+    finally:
+        os.sched_setaffinity(0, before)
+    assert found["gpus"] == told
+    assert found["cpu"].startswith("1 x ")

@@ -19,7 +19,7 @@ def told(
     running = []
     for mode in modes:
         line = [sys.executable, "-P", str(Path(__file__).with_name(name)), mode, str(model)]
-        own = {"DG_JIT_CACHE_DIR": str(folder / f"{mode} kernels")} if own_kernels else {}
+        own = {"DG_JIT_CACHE_DIR": str(folder / f"{mode}-kernels")} if own_kernels else {}
         with (folder / f"{mode}.log").open("w") as log:
             running.append(
                 subprocess.Popen(

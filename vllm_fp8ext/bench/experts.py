@@ -6,7 +6,6 @@ what is timed, which takes one of them minutes.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from torch import Tensor
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.compat import expert_gemm
 from vllm_fp8ext.compat.expert_gemm import ExpertWeights
+from vllm_fp8ext.environment import cores
 from vllm_fp8ext.kernels import bench, cases
 from vllm_fp8ext.kernels.expert_cuts import CUTS, Choice, Cut
 from vllm_fp8ext.kernels.expert_error import experts_error
@@ -190,7 +190,7 @@ def _compile(report: Report, tokens: Sequence[int]) -> None:
     for cut in TRIED:
         m = 4 if cut.alone else 256
         tasks.append((f"blockfp8_{cut.name}", m))
-    count = min(_PROCESSES, os.cpu_count() or 1)
+    count = min(_PROCESSES, cores())
     started = [
         subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, json.dumps(tasks[start::count])],

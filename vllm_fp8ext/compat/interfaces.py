@@ -669,6 +669,113 @@ INTERFACES: tuple[Interface, ...] = (
         why="replay one CUDA graph in steps with short prompts",
     ),
     Interface(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner.prepare_inputs",
+        parameters=(
+            "scheduler_output",
+            "batch_req_state",
+            "batch_desc",
+        ),
+        why="prepare steps of the same requests by one launch",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner.prepare_attn",
+        parameters=("input_batch",),
+        why="prepare steps of the same requests by one launch",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner.add_requests",
+        parameters=("scheduler_output",),
+        why="prepare steps of the same requests by one launch",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner.capture_model",
+        parameters=("profile_only",),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner.sample",
+        parameters=(
+            "hidden_states",
+            "input_batch",
+            "grammar_output",
+        ),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.input_batch",
+        name="InputBatch",
+        parameters=(
+            "idx_mapping",
+            "idx_mapping_np",
+            "expanded_idx_mapping",
+            "num_reqs_after_padding",
+            "num_tokens_after_padding",
+            "seq_lens_cpu_upper_bound",
+            "num_computed_tokens_np",
+        ),
+        why="prepare steps of the same requests by one launch",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.input_batch",
+        name="InputBatch.make_dummy",
+        parameters=(
+            "num_reqs",
+            "num_tokens",
+            "input_buffers",
+        ),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.block_table",
+        name="BlockTables",
+        parameters=(
+            "block_sizes",
+            "cp_size",
+            "slot_mapping_enabled",
+        ),
+        why="prepare steps of the same requests by one launch",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.sample.sampler",
+        name="Sampler.get_logprobs_dims",
+        parameters=("idx_mapping_np",),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.sample.states",
+        name="SamplingStates",
+        parameters=(
+            "max_num_reqs",
+            "vocab_size",
+        ),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.sample.output",
+        name="SamplerOutput",
+        parameters=(
+            "sampled_token_ids",
+            "logprobs_tensors",
+            "num_sampled",
+            "num_rejected",
+        ),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.compilation.cudagraph_pool",
+        name="capture_pool",
+        parameters=(
+            "pool",
+            "vllm_config",
+        ),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
         module="vllm.v1.worker.gpu.model_states.default",
         name="DefaultModelState.prepare_attn",
         parameters=(

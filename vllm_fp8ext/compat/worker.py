@@ -67,12 +67,15 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         del runner.load_model
     if on_gpu:
-        from vllm_fp8ext.compat import logprob_warmup, whole_graphs  # import FlashAttention's backend
+        # they import FlashAttention's backend, or Triton
+        from vllm_fp8ext.compat import logprob_warmup, sampled_graphs, steady_steps, whole_graphs
         from vllm_fp8ext.compat.warmup import warm_up
 
         graph_sizes.install()
         whole_graphs.install()
         logprob_warmup.install()
+        steady_steps.install()
+        sampled_graphs.install()
         warm_up(_models(runner), _most_tokens(settings, config))
     return result
 

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps are sampled by a CUDA graph, and what it is given. That it samples what vLLM does, `tests/gpu` shows."""
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from vllm_fp8ext.compat import sampled_graphs, steady_steps
+
+PLACES, VOCABULARY = 6, 50
+
+
+class Graph:
+    """Counts its replays, which come after what is on its way to the host."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.replays = 0
+
+    def replay(self) -> None:
+        assert self.runner.waited == 1
+        self.runner.waited = 0
+        self.replays += 1
+
+
+class Runner:
+    """With the sampler's settings of six requests, and graphs of two and of four rows; vLLM's own function answers "vllm"."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+        self.output_copy_stream = object()
+        self.main_stream = SimpleNamespace(wait_stream=self._wait)
+        self.req_states = SimpleNamespace(
+            prefill_len=SimpleNamespace(gpu=torch.arange(PLACES, dtype=torch.int32))
+        )
+        self.counts = np.full(PLACES, -1)
+        self.sampler = SimpleNamespace(
+            needs_logits_processing=np.zeros(PLACES, dtype=bool),
+            sampling_states=SimpleNamespace(
+                vocab_size=VOCABULARY,
+                top_k=SimpleNamespace(np=np.full(PLACES, VOCABULARY)),
+                top_p=SimpleNamespace(np=np.ones(PLACES)),
+                temperature=SimpleNamespace(gpu=torch.rand(PLACES)),
+                seeds=SimpleNamespace(gpu=torch.arange(PLACES) + 100),
+            ),
+            get_logprobs_dims=self._dims,
+        )
+        self.tokens_of_others = 0
+        self.samplers = sampled_graphs.Samplers(PLACES, torch.device("cpu"))
+        for rows in (2, 4):
+            for logprobs in sampled_graphs.LOGPROBS:
+                graph: Any = Graph(self)
+                self.samplers.graphs[rows, logprobs] = sampled_graphs._Graph(
+                    graph, output(rows, logprobs), None
+                )
+        setattr(self, sampled_graphs._SAMPLERS, self.samplers)
+        self.kept = steady_steps.Kept()
+        setattr(self, steady_steps._KEPT, self.kept)
+
+    def _wait(self, stream: object) -> None:
+        assert stream is self.output_copy_stream
+        self.waited += 1
+
+    def _dims(self, places: Any) -> tuple[int, int] | None:
+        most = int(self.counts[places].max())
+        return None if most < 0 and not self.tokens_of_others else (max(most, 0), self.tokens_of_others)
+
+    def sample(self, batch: Any, grammar: Any = None) -> Any:
+        self.kept.batch = batch
+        return sampled_graphs._sampling(lambda *_: "vllm")(self, None, batch, grammar)
+
+    def replays(self) -> dict[tuple[int, int | None], int]:
+        found: Any = {key: captured.graph for key, captured in self.samplers.graphs.items()}
+        return {key: graph.replays for key, graph in found.items() if graph.replays}
+
+
+def output(rows: int, logprobs: int | None) -> SamplerOutput:
+    tokens = torch.arange(rows)[:, None]
+    told = None
+    if logprobs is not None:
+        columns = tokens.repeat(1, 1 + logprobs)
+        told = LogprobsTensors(columns, columns * -0.5, torch.arange(rows) + 7)
+    return SamplerOutput(tokens, told, None, torch.ones(rows), torch.zeros(rows))
+
+
+def batch(*places: int, rows: int = 4) -> SimpleNamespace:
+    return SimpleNamespace(
+        idx_mapping=torch.tensor(places),
+        idx_mapping_np=np.array(places),
+        num_reqs=len(places),
+        num_tokens_after_padding=rows,
+    )
+
+
+@pytest.mark.parametrize("logprobs", sampled_graphs.LOGPROBS)
+def test_a_graph_samples_as_many_rows_as_there_are_requests(logprobs: int | None) -> None:
+    runner = Runner()
+    runner.counts[5] = -1 if logprobs is None else logprobs
+    step = batch(3, 5, 1)
+    sampled, counts, rejected = runner.sample(step)
+    assert runner.replays() == {(4, logprobs): 1}
+    assert sampled.sampled_token_ids.tolist() == [[0], [1], [2]]
+    assert counts.tolist() == [1, 1, 1]
+    assert rejected.tolist() == [0, 0, 0]
+    if logprobs is None:
+        assert sampled.logprobs_tensors is None
+    else:
+        assert sampled.logprobs_tensors.logprob_token_ids.shape == (3, 1 + logprobs)
+        assert sampled.logprobs_tensors.logprobs.shape == (3, 1 + logprobs)
+        assert sampled.logprobs_tensors.selected_token_ranks.tolist() == [7, 8, 9]
+    assert runner.samplers.places_R[:3].tolist() == [3, 5, 1]
+    assert torch.equal(runner.samplers.temperature_S, runner.sampler.sampling_states.temperature.gpu)
+    assert runner.samplers.seeds_S.tolist() == [100, 101, 102, 103, 104, 105]
+    assert runner.samplers.prompts_S.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_settings_are_looked_at_when_other_requests_come() -> None:
+    runner = Runner()
+    first = batch(0, 1, rows=2)
+    first_places = first.idx_mapping
+    for _ in range(3):
+        step = batch(0, 1, rows=2)
+        step.idx_mapping = first_places
+        assert runner.sample(step) != "vllm"
+        runner.sampler.needs_logits_processing[:] = True  # which only requests that come change
+    assert runner.replays() == {(2, None): 3}
+    assert runner.sample(batch(0, 1, rows=2)) == "vllm"
+    runner.sampler.needs_logits_processing[:] = False
+    runner.sampler.sampling_states.seeds.gpu = torch.arange(PLACES) + 200
+    assert runner.sample(batch(0, 1, rows=2)) != "vllm"
+    assert runner.samplers.seeds_S[0] == 200
+
+
+@pytest.mark.parametrize(
+    "what", ["processed", "top_k", "top_p", "logprobs", "tokens", "rows", "grammar", "step"]
+)
+def test_other_steps_are_sampled_by_vllm(what: str) -> None:
+    runner = Runner()
+    states = runner.sampler.sampling_states
+    step, grammar = batch(2, 4, rows=3 if what == "rows" else 2), object() if what == "grammar" else None
+    if what == "processed":
+        runner.sampler.needs_logits_processing[4] = True
+    elif what == "top_k":
+        states.top_k.np[4] = 3
+    elif what == "top_p":
+        states.top_p.np[2] = 0.9
+    elif what == "logprobs":
+        runner.counts[2] = 5
+    elif what == "tokens":
+        runner.tokens_of_others = 1
+    if what == "step":
+        runner.kept.batch = batch(2, 4, rows=2)
+        assert sampled_graphs._sampling(lambda *_: "vllm")(runner, None, step, None) == "vllm"
+    else:
+        assert runner.sample(step, grammar) == "vllm"
+    assert runner.replays() == {}
+
+
+def test_the_settings_of_others_do_not_matter() -> None:
+    runner = Runner()
+    runner.sampler.needs_logits_processing[0] = True
+    runner.sampler.sampling_states.top_k.np[0] = 3
+    assert runner.sample(batch(2, 4, rows=2)) != "vllm"
+
+
+def test_what_is_captured_reads_what_stays_where_it_is() -> None:
+    """And the settings of the first place are as they were when it is done, whatever happens."""
+    runner = Runner()
+    states = runner.sampler.sampling_states
+    states.num_logprobs = np.full(PLACES, 9)
+    runner.sampler.needs_logits_processing[:] = True
+    states.top_k.np[:], states.top_p.np[:] = 3, 0.5
+    given = [holder.gpu for holder in (states.temperature, states.seeds, runner.req_states.prefill_len)]
+    for logprobs in sampled_graphs.LOGPROBS:
+        with (
+            contextlib.suppress(RuntimeError),
+            sampled_graphs._settings(runner, runner.samplers, logprobs),
+        ):
+            assert sampled_graphs.leaves_logits(runner.sampler, np.zeros(4, dtype=np.intp))
+            assert states.num_logprobs[0] == (-1 if logprobs is None else logprobs)
+            assert states.temperature.gpu is runner.samplers.temperature_S
+            assert states.seeds.gpu is runner.samplers.seeds_S
+            assert runner.req_states.prefill_len.gpu is runner.samplers.prompts_S
+            raise RuntimeError
+    assert runner.sampler.needs_logits_processing.all()
+    assert states.num_logprobs.tolist() == [9] * PLACES
+    assert states.top_k.np.tolist() == [3] * PLACES
+    assert states.top_p.np.tolist() == [0.5] * PLACES
+    after = [holder.gpu for holder in (states.temperature, states.seeds, runner.req_states.prefill_len)]
+    assert all(one is other for one, other in zip(given, after, strict=True))
+
+
+def test_graphs_that_only_measure_memory_have_none_beside_them() -> None:
+    runner: Any = SimpleNamespace()
+    capture = sampled_graphs._capturing(lambda self, *, profile_only: 7)
+    assert capture(runner, profile_only=True) == 7
+    setattr(runner, steady_steps._KEPT, None)
+    runner.sampler = None
+    assert capture(runner) == 7
+    assert not hasattr(runner, sampled_graphs._SAMPLERS)

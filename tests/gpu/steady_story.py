@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose requests decode together, come and go, with any sampling; writes what it saw.
+
+steady_story.py MODE FOLDER FACTS
+
+`steady`: a step of the requests of the step before is prepared by one launch, and sampled by a CUDA graph. `async`: and is
+scheduled before the one ahead has ended. `plain`: by vLLM.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+from vllm_fp8ext.compat import sampled_graphs, steady_steps
+from vllm_fp8ext.compat.compilations import counts
+
+TOGETHER = 1, 2, 3, 8, 13
+"""Requests at once."""
+TOKENS = 40
+WORDS = 500
+"""Different tokens of prompts."""
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "logprobs": 0},
+    {"temperature": 0.0, "logprobs": 1},
+    {"temperature": 0.7, "logprobs": 0},
+    {"temperature": 1.0, "logprobs": 4},
+    {"temperature": 1.0, "presence_penalty": 0.5},
+    {"temperature": 0.0, "min_tokens": 5},
+)
+
+
+def main(mode: str, folder: str, facts: str) -> None:
+    seen: dict[str, Any] = {"followed": 0, "sampled": 0}
+    again, sample = steady_steps.Kept.again, sampled_graphs.Samplers.sample
+
+    def followed(self: steady_steps.Kept, runner: Any) -> Any:
+        seen["followed"] += 1
+        return again(self, runner)
+
+    def sampled(self: sampled_graphs.Samplers, runner: Any, batch: Any) -> Any:
+        found = sample(self, runner, batch)
+        seen["sampled"] += found is not None
+        return found
+
+    steady_steps.Kept.again = followed  # type: ignore[method-assign]  # looked at on its way
+    sampled_graphs.Samplers.sample = sampled  # type: ignore[method-assign]
+    _pad_output_layer()
+    llm = LLM(
+        folder,
+        quantization="blockfp8",
+        kv_cache_dtype="fp8",
+        max_model_len=1000,
+        kv_cache_memory_bytes=2 << 30,
+        gpu_memory_utilization=0.1,
+        skip_tokenizer_init=True,
+        max_num_seqs=32,
+        max_num_batched_tokens=4096,
+        enable_prefix_caching=False,
+        async_scheduling=mode == "async",
+        additional_config={
+            "fp8ext": {
+                "kv_scales": {"policy": "static", "default": 1.0},
+                "kernels": {"steady_steps": mode != "plain"},
+            }
+        },
+    )
+    seen["compiled before"] = counts()
+    seen["answers"] = [
+        answer for count in TOGETHER for sampling in SAMPLING for answer in together(llm, count, [sampling])
+    ]
+    seen["alike"] = {"followed": seen["followed"], "sampled": seen["sampled"]}
+    seen["answers"] += together(llm, 20, SAMPLING, come=2)
+    Path(facts).write_text(json.dumps({**seen, "compiled after": counts()}))
+
+
+def _pad_output_layer() -> None:
+    """To 32 rows, in every mode: cuBLAS takes kernels by how many there are, and then bits differ."""
+    compute = Qwen3ForCausalLM.compute_logits
+
+    def padded(self: Any, states: torch.Tensor) -> torch.Tensor:
+        rows = states.new_zeros(max(32, states.shape[0]), states.shape[1])
+        rows[: states.shape[0]] = states
+        logits: torch.Tensor = compute(self, rows)
+        return logits[: states.shape[0]]
+
+    Qwen3ForCausalLM.compute_logits = padded  # type: ignore[method-assign]
+
+
+def together(llm: LLM, count: int, samplings: Any, come: int = 0) -> list[Any]:
+    """Tokens and their log-probabilities of requests that decode together, `come` of them in each step, or all in the
+    first; where they come one after the other, they end so."""
+    engine = llm.llm_engine
+    finished: list[Any] = []
+    for index in range(count):
+        prompt = [(11 * index + 3 * place) % WORDS for place in range(5 + 37 * index % 90)]
+        sampling = {
+            "seed": index,
+            "max_tokens": TOKENS - index * bool(come),
+            **samplings[index % len(samplings)],
+        }
+        params = SamplingParams(ignore_eos=True, detokenize=False, **sampling)
+        engine.add_request(f"{index}", {"prompt_token_ids": prompt}, params)
+        if come and index % come == 0:
+            finished += engine.step()
+    while engine.has_unfinished_requests():
+        finished += engine.step()
+    done = {int(one.request_id.split("-")[0]): one.outputs[0] for one in finished if one.finished}
+    return [
+        [
+            list(done[index].token_ids),
+            [{token: told.logprob for token, told in step.items()} for step in done[index].logprobs or []],
+        ]
+        for index in range(count)
+    ]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

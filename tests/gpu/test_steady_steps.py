@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of the requests of the step before, in engines."""
+
+from pathlib import Path
+
+import pytest
+
+from .modes import told
+
+pytestmark = pytest.mark.gpu
+
+
+def test_they_answer_as_vllm_does(tmp_path: Path) -> None:
+    """To the bit, whatever is sampled how; and nothing is compiled for any of them."""
+    from vllm_fp8ext.bench.generated import write_checkpoint
+
+    write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
+    modes = "steady", "async", "plain"
+    steady, early, plain = told("steady_story.py", modes, tmp_path / "model", tmp_path)
+    assert plain["followed"] == plain["sampled"] == 0
+    alike = 27 * 8
+    for one in (steady, early):
+        assert one["alike"]["followed"] > 0.9 * 5 * 8 * 38, "all but the first of each"
+        assert one["alike"]["sampled"] > 0.9 * 5 * 4 * 38, "four ways of eight"
+        assert one["followed"] > one["alike"]["followed"]
+        assert len(one["answers"]) == alike + 20
+        assert one["answers"][:alike] == plain["answers"][:alike]
+        assert one["compiled before"] == one["compiled after"]
+    assert steady["answers"] == plain["answers"], "requests that come and go in the same steps"

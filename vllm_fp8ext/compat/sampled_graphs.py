@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples the tokens of a step that decodes by one CUDA graph: to launch the output layer and vLLM's sampler takes the host
+as long as a small model's step takes the GPU.
+
+Replaces `GPUModelRunner.sample` for steps whose requests leave logits as they are (greedy or with temperature 1, without
+penalties, masks and structured outputs), with none, one or two log-probabilities a token; what the graph holds is vLLM's own.
+And `capture_model`, after which it is captured. Can go once vLLM's graphs of steps that decode sample.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.compat import steady_steps
+from vllm_fp8ext.compat.log import log_once
+from vllm_fp8ext.compat.wrapping import wrap
+
+LOGPROBS = None, 0, 1
+"""Of each token, beside its own: what trainers ask for."""
+_SAMPLERS = "fp8ext_samplers"
+"""What is kept with a `GPUModelRunner`: `Samplers`, once they are captured."""
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    sampled: Any
+    """`SamplerOutput` of as many rows as the graph has."""
+    batch: Any
+    """`InputBatch` with what the graph reads."""
+
+
+class Samplers:
+    """Graphs by number of rows and log-probabilities, and what they read of `S` requests beside the model's outputs."""
+
+    def __init__(self, requests: int, device: torch.device) -> None:
+        self.places_R = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.temperature_S = torch.zeros(requests, device=device)
+        self.seeds_S = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.prompts_S = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.graphs: dict[tuple[int, int | None], _Graph] = {}
+        self._places: Tensor | None = None
+        """Of the requests whose settings these tensors hold."""
+        self._sampled: Any = None
+        """Of the step's rows, if they are sampled here."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def sample(self, runner: Any, batch: Any) -> Any:
+        """Like `GPUModelRunner.sample`; None if no graph does that."""
+        if batch.idx_mapping is not self._places:
+            self._look(runner, batch)
+        if self._graph is None:
+            return None
+        # what was sampled before may still be on its way to the host
+        runner.main_stream.wait_stream(runner.output_copy_stream)
+        self._graph.replay()
+        return self._sampled, self._sampled.num_sampled, self._sampled.num_rejected
+
+    def _look(self, runner: Any, batch: Any) -> None:
+        """Other requests came: find their graph, and bring what it reads."""
+        self._places, self._graph, self._sampled = batch.idx_mapping, None, None
+        sampler = runner.sampler
+        if not leaves_logits(sampler, batch.idx_mapping_np):
+            return
+        counts = sampler.get_logprobs_dims(batch.idx_mapping_np)
+        if counts is not None and counts[1]:
+            return
+        captured = self.graphs.get((batch.num_tokens_after_padding, counts and counts[0]))
+        if captured is None:
+            return
+        states = sampler.sampling_states
+        self.places_R[: batch.num_reqs].copy_(batch.idx_mapping)
+        self.temperature_S.copy_(states.temperature.gpu)
+        self.seeds_S.copy_(states.seeds.gpu)
+        self.prompts_S.copy_(runner.req_states.prefill_len.gpu)
+        self._graph, self._sampled = captured.graph, first_rows(captured.sampled, batch.num_reqs)
+
+
+def install() -> None:
+    """Have the engines that were configured for it sample so. Idempotent."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    wrap(GPUModelRunner, "capture_model", _capturing)
+    wrap(GPUModelRunner, "sample", _sampling)
+
+
+def leaves_logits(sampler: Any, places: Any) -> bool:
+    """Whether tokens of the requests there are sampled from what the model says, as it says it."""
+    states = sampler.sampling_states
+    return bool(
+        not sampler.needs_logits_processing[places].any()
+        and (states.top_k.np[places] == states.vocab_size).all()
+        and (states.top_p.np[places] == 1.0).all()
+    )
+
+
+def first_rows(sampled: Any, count: int) -> Any:
+    """A `SamplerOutput` of the first requests."""
+    logprobs = sampled.logprobs_tensors
+    if logprobs is not None:
+        logprobs = logprobs._replace(
+            logprob_token_ids=logprobs.logprob_token_ids[:count],
+            logprobs=logprobs.logprobs[:count],
+            selected_token_ranks=logprobs.selected_token_ranks[:count],
+        )
+    return dataclasses.replace(
+        sampled,
+        sampled_token_ids=sampled.sampled_token_ids[:count],
+        logprobs_tensors=logprobs,
+        num_sampled=sampled.num_sampled[:count],
+        num_rejected=sampled.num_rejected[:count],
+    )
+
+
+def _is_taken(runner: Any) -> bool:
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    sampler = runner.sampler
+    return bool(
+        steady_steps.kept(runner) is not None
+        and runner.vllm_config.parallel_config.tensor_parallel_size == 1
+        and runner.batch_sharder is None
+        and type(sampler) is Sampler
+        and sampler.trace_replay_state is None
+        and not sampler.compute_nans
+        and not sampler.return_sampling_mask
+    )
+
+
+def _capturing(original: Any) -> Any:
+    def capture_model(self: Any, *, profile_only: bool = False) -> int:
+        taken: int = original(self, profile_only=profile_only)
+        if not profile_only and _is_taken(self):
+            free = torch.cuda.mem_get_info()[0]
+            setattr(self, _SAMPLERS, _captured(self))
+            taken += free - torch.cuda.mem_get_info()[0]
+        return taken
+
+    return capture_model
+
+
+def _sampling(original: Any) -> Any:
+    def sample(self: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        samplers: Samplers | None = getattr(self, _SAMPLERS, None)
+        if samplers is not None and grammar_output is None:
+            last = steady_steps.kept(self)
+            if last is not None and last.batch is input_batch:
+                sampled = samplers.sample(self, input_batch)
+                if sampled is not None:
+                    return sampled
+        return original(self, hidden_states, input_batch, grammar_output)
+
+    return sample
+
+
+@torch.inference_mode()
+def _captured(runner: Any) -> Samplers:
+    from vllm.compilation.cudagraph_pool import capture_pool
+    from vllm.distributed.parallel_state import graph_capture
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    manager, buffers = runner.cudagraph_manager, runner.input_buffers
+    samplers = Samplers(runner.max_num_reqs, runner.device)
+    rows = {graph.num_tokens for graph in manager.graphs if graph.uniform_token_count == 1}
+    with graph_capture(device=runner.device) as where:
+        for count in sorted(rows, reverse=True):
+            dummy = InputBatch.make_dummy(count, count, buffers)
+            places = samplers.places_R[:count]
+            batch = dataclasses.replace(
+                dummy,
+                idx_mapping=places,
+                expanded_idx_mapping=places,
+                idx_mapping_np=np.zeros(count, dtype=np.intp),  # whose settings are given
+            )
+            for logprobs in LOGPROBS:
+                with _settings(runner, samplers, logprobs):
+                    runner.sample(manager.hidden_states[:count], batch, None)
+                    graph = torch.cuda.CUDAGraph()
+                    with (
+                        capture_pool(manager.pool, runner.vllm_config) as pool,
+                        torch.cuda.graph(graph, pool, stream=where.stream),
+                    ):
+                        sampled, _, _ = runner.sample(manager.hidden_states[:count], batch, None)
+                samplers.graphs[count, logprobs] = _Graph(graph, sampled, batch)
+    if rows:
+        log_once(f"blockfp8: steps that decode up to {max(rows)} requests sample in CUDA graphs")
+    return samplers
+
+
+@contextlib.contextmanager
+def _settings(runner: Any, samplers: Samplers, logprobs: int | None) -> Iterator[None]:
+    """The first place is of a request that leaves logits as they are; what the sampler reads on the GPU is what stays where
+    it is: vLLM's own buffers take turns."""
+    from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+
+    sampler = runner.sampler
+    states = sampler.sampling_states
+    values = {
+        "needs": (sampler.needs_logits_processing, False),
+        "top_k": (states.top_k.np, states.vocab_size),
+        "top_p": (states.top_p.np, 1.0),
+        "logprobs": (states.num_logprobs, NO_LOGPROBS if logprobs is None else logprobs),
+    }
+    before = {name: array[0] for name, (array, _) in values.items()}
+    buffers = [
+        (states.temperature, samplers.temperature_S),
+        (states.seeds, samplers.seeds_S),
+        (runner.req_states.prefill_len, samplers.prompts_S),
+    ]
+    given = [holder.gpu for holder, _ in buffers]
+    try:
+        for array, value in values.values():
+            array[0] = value
+        for holder, steady in buffers:
+            holder.gpu = steady
+        yield
+    finally:
+        for name, (array, _) in values.items():
+            array[0] = before[name]
+        for (holder, _), old in zip(buffers, given, strict=True):
+            holder.gpu = old

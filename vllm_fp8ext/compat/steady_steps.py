@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepares a step of the requests of the step before, each with one new token, by one launch: vLLM makes everything anew, by
+four launches and some thirty small operations, for which such a step of a small model waits.
+
+Replaces `GPUModelRunner.prepare_inputs` and `prepare_attn` for such steps, and `add_requests` where there are none, which
+brings the sampler's settings to the GPU in every step. `capture_model` tries the launch. Can go once vLLM keeps what does not
+change from step to step.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+
+from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.kernels.step_inputs import Inputs, Requests, step_inputs
+
+_KEPT = "fp8ext_kept"
+"""What is kept with a `GPUModelRunner`: `Kept`, or None where its steps are not taken."""
+
+
+class Kept:
+    """The last step, if each of its requests had one new token and a graph held it."""
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        """`InputBatch`; None after another step."""
+        self._graph: Any = None
+        self._attention: Any = None
+
+    def follows(self, scheduled: Any, step: Any, graph: Any) -> bool:
+        """Whether a step is of the same requests, of which nothing changed but that they have a token more."""
+        batch = self.batch
+        return bool(
+            batch is not None
+            and graph == self._graph
+            and decodes(scheduled, step, graph)
+            and not scheduled.scheduled_new_reqs
+            and not scheduled.finished_req_ids
+            and not scheduled.preempted_req_ids
+            and not scheduled.scheduled_cached_reqs.resumed_req_ids
+            and step.req_ids == batch.req_ids
+            and np.array_equal(step.idx_mapping_np, batch.idx_mapping_np)
+        )
+
+    def take(self, batch: Any, graph: Any) -> None:
+        """A step that was prepared by vLLM."""
+        self.batch, self._graph, self._attention = batch, graph, None
+
+    def drop(self) -> None:
+        """Another step came."""
+        self.batch = self._graph = self._attention = None
+
+    def again(self, runner: Any) -> Any:
+        """The same for the step that follows: what its requests have more is written where the graph reads it."""
+        last = self.batch
+        _launch(runner, last.idx_mapping, last.num_reqs, last.num_reqs_after_padding)
+        batch = copy.copy(last)
+        batch.num_computed_tokens_np = runner.req_states.num_computed_tokens_np[last.idx_mapping_np]
+        longest = np.zeros(last.num_reqs_after_padding, dtype=np.int32)
+        np.add(batch.num_computed_tokens_np, 1, out=longest[: last.num_reqs])
+        batch.seq_lens_cpu_upper_bound = torch.from_numpy(longest)
+        self.batch = batch
+        return batch
+
+    def attention(self, batch: Any) -> Any:
+        """Tables and slots of a step that was prepared here; None of another, or where they are not known yet."""
+        return self._attention if batch is self.batch else None
+
+    def remember(self, batch: Any, attention: Any) -> None:
+        """Tables and slots of the step that vLLM prepared: they stay where they are."""
+        if batch is self.batch:
+            self._attention = attention
+
+
+def install() -> None:
+    """Have the engines that were configured for it prepare them so. Idempotent."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    wrap(GPUModelRunner, "capture_model", _trying)
+    wrap(GPUModelRunner, "add_requests", _adding)
+    wrap(GPUModelRunner, "prepare_inputs", _preparing)
+    wrap(GPUModelRunner, "prepare_attn", _attending)
+
+
+def decodes(scheduled: Any, step: Any, graph: Any) -> bool:
+    """Whether each request of a step has one new token, none of them of its prompt, and a graph holds all of it."""
+    return bool(
+        graph.cg_mode == CUDAGraphMode.FULL
+        and graph.uniform_token_count == 1
+        and not step.has_prefill
+        and step.num_draft_tokens_np is None
+        and not scheduled.has_structured_output_requests
+    )
+
+
+def kept(runner: Any) -> Kept | None:
+    """What a runner keeps; None where it is asked to keep nothing, or its steps need more than is known here."""
+    if not hasattr(runner, _KEPT):
+        setattr(runner, _KEPT, Kept() if is_taken(runner) else None)
+    found: Kept | None = getattr(runner, _KEPT)
+    return found
+
+
+def is_taken(runner: Any) -> bool:
+    """Of engines whose steps are told by their requests' tokens and pages alone."""
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    config, tables, state = runner.vllm_config, runner.block_tables, runner.model_state
+    parallel = config.parallel_config
+    return bool(
+        Settings.parse(config.additional_config).kernels.steady_steps
+        and tables.num_kv_cache_groups == 1
+        and tables.cp_size == 1
+        and all(tables._slot_mapping_enabled)
+        and type(state) is DefaultModelState
+        and state.rope_state is None
+        and state.num_new_sampled_tokens_per_step == 1
+        and parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
+        and parallel.prefill_context_parallel_size == 1
+        and runner.fast_prefill is None
+        and config.lora_config is None
+        and config.speculative_config is None
+        and config.model_config.rswa_window is None
+        and not config.model_config.logits_processors
+        and config.model_config.runner_type == "generate"
+        and not config.model_config.is_multimodal_model
+        and not config.model_config.enable_prompt_embeds
+    )
+
+
+def _launch(runner: Any, places_R: Tensor, count: int, padded: int) -> None:
+    states, buffers, tables = runner.req_states, runner.input_buffers, runner.block_tables
+    step_inputs(
+        places_R,
+        Requests(
+            states.num_computed_tokens.gpu,
+            states.last_sampled_tokens,
+            tables.block_tables[0].gpu,
+            tables.num_blocks.gpu[0],
+        ),
+        Inputs(
+            buffers.input_ids,
+            buffers.positions,
+            buffers.query_start_loc,
+            buffers.seq_lens,
+            tables.input_block_tables[0],
+            tables.slot_mappings[0],
+        ),
+        count,
+        padded,
+        tables.block_sizes[0],
+    )
+
+
+def _trying(original: Any) -> Any:
+    def capture_model(self: Any, *, profile_only: bool = False) -> int:
+        taken: int = original(self, profile_only=profile_only)
+        if not profile_only and kept(self) is not None:  # with no requests, so that it is compiled
+            _launch(self, torch.zeros(1, dtype=torch.int64, device=self.device), 0, 1)
+        return taken
+
+    return capture_model
+
+
+def _adding(original: Any) -> Any:
+    def add_requests(self: Any, scheduled: Any) -> None:
+        if scheduled.scheduled_new_reqs or kept(self) is None:
+            original(self, scheduled)
+
+    return add_requests
+
+
+def _preparing(original: Any) -> Any:
+    def prepare_inputs(self: Any, scheduled: Any, step: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        last = kept(self)
+        if last is not None and last.follows(scheduled, step, graph):
+            return last.again(self)
+        batch = original(self, scheduled, step, graph, *args, **kwargs)
+        if last is not None:
+            if decodes(scheduled, step, graph):
+                last.take(batch, graph)
+            else:
+                last.drop()
+        return batch
+
+    return prepare_inputs
+
+
+def _attending(original: Any) -> Any:
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        last = kept(self)
+        attention = None if last is None else last.attention(input_batch)
+        if attention is None:
+            attention = original(self, input_batch)
+            if last is not None:
+                last.remember(input_batch, attention)
+        return attention
+
+    return prepare_attn
