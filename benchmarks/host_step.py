@@ -14,6 +14,7 @@ call; medians of the steps in which all requests decode, or of answers of one to
 import argparse
 import functools
 import importlib
+import json
 import multiprocessing
 import os
 import statistics
@@ -47,6 +48,7 @@ PARTS: dict[str, list[str]] = {
         f"{RUNNER}.model_runner:GPUModelRunner.{name}"
         for name in ("gather_batch_req_state", "prepare_inputs")
     ],
+    "a step that follows": ["vllm_fp8ext.compat.steady_steps:Kept.again"],
     "block tables, slots": [f"{RUNNER}.model_runner:GPUModelRunner.prepare_attn"],
     "attention's metadata": [f"{RUNNER}.model_states.default:DefaultModelState.prepare_attn"],
     "replay the graph": [f"{RUNNER}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph"],
@@ -55,7 +57,10 @@ PARTS: dict[str, list[str]] = {
     "FlashAttention": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
     "caching K and V": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update"],
     "the rest of execute_model": [f"{RUNNER}.model_runner:GPUModelRunner.execute_model"],
-    "logits, sampler": [f"{RUNNER}.model_runner:GPUModelRunner.sample"],
+    "logits, sampler": [
+        f"{RUNNER}.model_runner:GPUModelRunner.sample",
+        "vllm_fp8ext.compat.sampled_graphs:Samplers.sample",
+    ],
     "update what was sampled": [f"{RUNNER}.model_runner:GPUModelRunner.postprocess_sampled"],
     "copy to the host": [f"{RUNNER}.async_utils:AsyncOutput.__init__"],
     "the rest of sample_tokens": [f"{RUNNER}.model_runner:GPUModelRunner.sample_tokens"],
@@ -125,14 +130,26 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=24.0)
     parser.add_argument("--cases", nargs="+", type=case_of, default=[(8, 1024, 256), (128, 1024, 256)])
     parser.add_argument("--engine", type=json_object, default={}, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        type=json_object,
+        default=[{}],
+        help="of blockfp8, as JSON: an engine of each",
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     origin = provenance()
+    kinds = [
+        Kind(variant, options.kv, json.dumps(settings, sort_keys=True))
+        for variant in options.variants
+        for settings in (options.settings if variant == "blockfp8" else [{}])
+    ]
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
-        for variant in options.variants:
+        for kind in kinds:
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                found += process.submit(_measure, folder, variant, options).result()
+                found += process.submit(_measure, folder, kind, options).result()
             write_cases(options.out, origin, found)
     for case in options.cases:
         console.print(
@@ -144,7 +161,11 @@ def _table(found: list[dict[str, Any]]) -> Table:
     """Of one case, microseconds of each part and how often it was called, by variant."""
     case = found[0]
     title = f"{case['model']}, {case['requests']} x {case['input']}/{case['output']}, KV {case['kv_cache']}"
-    table = Table("us a step (calls)", *(one["variant"] for one in found), title=title)
+    names = [
+        " ".join([one["variant"], *([json.dumps(one["settings"])] if one["settings"] else [])])
+        for one in found
+    ]
+    table = Table("us a step (calls)", *names, title=title)
     for part in (*PARTS, REST):
         told = [next((each for each in one["parts"] if each["part"] == part), None) for one in found]
         if any(told):
@@ -153,11 +174,10 @@ def _table(found: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _measure(folder: Path, variant: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(folder: Path, kind: Kind, options: argparse.Namespace) -> list[dict[str, Any]]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    kind = Kind(variant, options.kv)
     longest = max(sum(case[1:]) for case in options.cases)
     clock = Clock()
     for part, places in PARTS.items():

@@ -50,6 +50,7 @@ class Runner:
                 seeds=SimpleNamespace(gpu=torch.arange(PLACES) + 100),
             ),
             get_logprobs_dims=self._dims,
+            logprob_token_ids_state=SimpleNamespace(num_token_ids=SimpleNamespace(np=np.full(PLACES, 2))),
         )
         self.tokens_of_others = 0
         self.samplers = sampled_graphs.Samplers(PLACES, torch.device("cpu"))
@@ -59,7 +60,7 @@ class Runner:
                 self.samplers.graphs[rows, logprobs] = sampled_graphs._Graph(
                     graph, output(rows, logprobs), None
                 )
-        setattr(self, sampled_graphs._SAMPLERS, self.samplers)
+        self.cudagraph_manager = SimpleNamespace(**{sampled_graphs._SAMPLERS: self.samplers})
         self.kept = steady_steps.Kept()
         setattr(self, steady_steps._KEPT, self.kept)
 
@@ -184,11 +185,13 @@ def test_what_is_captured_reads_what_stays_where_it_is() -> None:
         ):
             assert sampled_graphs.leaves_logits(runner.sampler, np.zeros(4, dtype=np.intp))
             assert states.num_logprobs[0] == (-1 if logprobs is None else logprobs)
+            assert runner.sampler.logprob_token_ids_state.num_token_ids.np[0] == 0
             assert states.temperature.gpu is runner.samplers.temperature_S
             assert states.seeds.gpu is runner.samplers.seeds_S
             assert runner.req_states.prefill_len.gpu is runner.samplers.prompts_S
             raise RuntimeError
     assert runner.sampler.needs_logits_processing.all()
+    assert runner.sampler.logprob_token_ids_state.num_token_ids.np.tolist() == [2] * PLACES
     assert states.num_logprobs.tolist() == [9] * PLACES
     assert states.top_k.np.tolist() == [3] * PLACES
     assert states.top_p.np.tolist() == [0.5] * PLACES
@@ -201,6 +204,6 @@ def test_graphs_that_only_measure_memory_have_none_beside_them() -> None:
     capture = sampled_graphs._capturing(lambda self, *, profile_only: 7)
     assert capture(runner, profile_only=True) == 7
     setattr(runner, steady_steps._KEPT, None)
-    runner.sampler = None
+    runner.sampler, runner.cudagraph_manager = None, SimpleNamespace()
     assert capture(runner) == 7
-    assert not hasattr(runner, sampled_graphs._SAMPLERS)
+    assert vars(runner.cudagraph_manager) == {}

@@ -15,9 +15,10 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_fp8ext.compat import steady_steps
+from vllm_fp8ext.compat import sampled_graphs, steady_steps
 
 PLACES, PAGES, PAGE = 8, 6, 4
 REQUESTS, PADDED = 3, 4
@@ -218,6 +219,7 @@ def engine(**changed: Any) -> Any:
         block_tables=SimpleNamespace(num_kv_cache_groups=1, cp_size=1, _slot_mapping_enabled=[True]),
         model_state=state,
         fast_prefill=None,
+        sampler=SimpleNamespace(logits_processors=[1, 2, 3]),
         vllm_config=SimpleNamespace(
             additional_config={"fp8ext": {"kernels": {"steady_steps": True}}},
             parallel_config=SimpleNamespace(
@@ -227,7 +229,6 @@ def engine(**changed: Any) -> Any:
             speculative_config=None,
             model_config=SimpleNamespace(
                 rswa_window=None,
-                logits_processors=None,
                 runner_type="generate",
                 is_multimodal_model=False,
                 enable_prompt_embeds=False,
@@ -257,7 +258,7 @@ def engine(**changed: Any) -> Any:
         ("vllm_config.lora_config", object()),
         ("vllm_config.speculative_config", object()),
         ("vllm_config.model_config.rswa_window", 5),
-        ("vllm_config.model_config.logits_processors", ["mine"]),
+        ("sampler.logits_processors", [1, 2, 3, "mine"]),
         ("vllm_config.model_config.runner_type", "pooling"),
         ("vllm_config.model_config.is_multimodal_model", True),
         ("vllm_config.model_config.enable_prompt_embeds", True),
@@ -268,3 +269,19 @@ def test_engines_whose_steps_need_more_are_left_to_vllm(path: str, value: Any) -
     assert steady_steps.kept(plain) is steady_steps.kept(plain)
     assert isinstance(steady_steps.kept(plain), steady_steps.Kept)
     assert steady_steps.kept(engine(**{path: value})) is None
+
+
+def test_both_are_around_what_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each, whoever was there first."""
+    names = "capture_model", "add_requests", "prepare_inputs", "prepare_attn", "sample"
+    for name in names:
+        monkeypatch.setattr(GPUModelRunner, name, lambda *_, **__: 3)
+    for _ in range(2):
+        steady_steps.install()
+        sampled_graphs.install()
+    captures: Any = GPUModelRunner.capture_model
+    assert len(captures.fp8ext_wrappers) == 2
+    assert captures.fp8ext_original.__name__ == "<lambda>"
+    assert captures.__wrapped__.__wrapped__ is captures.fp8ext_original
+    for name in names[1:]:
+        assert len(getattr(GPUModelRunner, name).fp8ext_wrappers) == 1

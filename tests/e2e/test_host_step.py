@@ -21,6 +21,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("host") / "host_step.json"
     line = [sys.executable, "-P", str(SCRIPT), "--checkpoint", str(EARLY), "--variants", "bf16", "blockfp8"]
     line += ["--kv-gib", "0.05", "--engine", '{"enforce_eager": true}']
+    line += ["--settings", "{}", '{"kernels": {"held_slots": false}}']
     line += ["--cases", f"{REQUESTS}x8x40", f"{REQUESTS}x8x1"]
     done = subprocess.run([*line, "--out", str(out)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -31,7 +32,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def cases(told: list[dict[str, Any]]) -> dict[str, Any]:
-    return {case["variant"]: case for case in told if case["output"] > 1}
+    found = [case for case in told if case["output"] > 1]
+    return {f"{case['variant']} {json.dumps(case['settings'])}": case for case in found}
 
 
 def test_parts_of_a_step_are_told(cases: dict[str, Any]) -> None:
@@ -43,15 +45,16 @@ def test_parts_of_a_step_are_told(cases: dict[str, Any]) -> None:
 
 def test_requests_that_hold_a_slot_ask_vllm_for_none(cases: dict[str, Any]) -> None:
     asked = {
-        variant: [part["calls"] for part in case["parts"] if part["part"] == "allocate_slots"]
-        for variant, case in cases.items()
+        kind: [part["calls"] for part in case["parts"] if part["part"] == "allocate_slots"]
+        for kind, case in cases.items()
     }
-    assert asked == {"bf16": [REQUESTS], "blockfp8": []}
+    other = 'blockfp8 {"kernels": {"held_slots": false}}'
+    assert asked == {"bf16 {}": [REQUESTS], "blockfp8 {}": [], other: [REQUESTS]}
 
 
 def test_parts_of_the_first_tokens_are_told(told: list[dict[str, Any]]) -> None:
     found = [case for case in told if case["output"] == 1]
-    assert len(found) == 2
+    assert len(found) == 3
     for case in found:
         parts = {part["part"]: part for part in case["parts"]}
         assert parts["attention but FlashAttention"]["calls"] == LAYERS

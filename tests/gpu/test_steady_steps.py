@@ -16,7 +16,7 @@ def test_they_answer_as_vllm_does(tmp_path: Path) -> None:
 
     write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
     modes = "steady", "async", "plain"
-    steady, early, plain = told("steady_story.py", modes, tmp_path / "model", tmp_path)
+    steady, early, plain = told("steady_story.py", modes, tmp_path / "model", tmp_path, own_kernels=True)
     assert plain["followed"] == plain["sampled"] == 0
     alike = 27 * 8
     for one in (steady, early):

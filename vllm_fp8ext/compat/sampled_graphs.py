@@ -22,8 +22,10 @@ from vllm_fp8ext.compat.wrapping import wrap
 
 LOGPROBS = None, 0, 1
 """Of each token, beside its own: what trainers ask for."""
+REQUESTS = 256
+"""Most of a step, by choice: with more the GPU takes longer than the host."""
 _SAMPLERS = "fp8ext_samplers"
-"""What is kept with a `GPUModelRunner`: `Samplers`, once they are captured."""
+"""What is kept with a `ModelCudaGraphManager`, whose graphs they follow: `Samplers`, once they are captured."""
 
 
 class _Graph(NamedTuple):
@@ -136,7 +138,7 @@ def _capturing(original: Any) -> Any:
         taken: int = original(self, profile_only=profile_only)
         if not profile_only and _is_taken(self):
             free = torch.cuda.mem_get_info()[0]
-            setattr(self, _SAMPLERS, _captured(self))
+            setattr(self.cudagraph_manager, _SAMPLERS, _captured(self))
             taken += free - torch.cuda.mem_get_info()[0]
         return taken
 
@@ -145,7 +147,7 @@ def _capturing(original: Any) -> Any:
 
 def _sampling(original: Any) -> Any:
     def sample(self: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
-        samplers: Samplers | None = getattr(self, _SAMPLERS, None)
+        samplers: Samplers | None = getattr(self.cudagraph_manager, _SAMPLERS, None)
         if samplers is not None and grammar_output is None:
             last = steady_steps.kept(self)
             if last is not None and last.batch is input_batch:
@@ -161,12 +163,17 @@ def _sampling(original: Any) -> Any:
 def _captured(runner: Any) -> Samplers:
     from vllm.compilation.cudagraph_pool import capture_pool
     from vllm.distributed.parallel_state import graph_capture
+    from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     manager, buffers = runner.cudagraph_manager, runner.input_buffers
     samplers = Samplers(runner.max_num_reqs, runner.device)
     rows = {graph.num_tokens for graph in manager.graphs if graph.uniform_token_count == 1}
-    with graph_capture(device=runner.device) as where:
+    rows = {count for count in rows if count <= REQUESTS}
+    # The model's graphs must not compute where tokens wait to be copied to the host: a pool apart; and where vLLM has one for
+    # all, which it frees in sleep, another stream.
+    apart = torch.cuda.graph_pool_handle()
+    with freeze_gc_for_cudagraph_capture(), graph_capture(device=runner.device) as where:
         for count in sorted(rows, reverse=True):
             dummy = InputBatch.make_dummy(count, count, buffers)
             places = samplers.places_R[:count]
@@ -181,7 +188,7 @@ def _captured(runner: Any) -> Samplers:
                     runner.sample(manager.hidden_states[:count], batch, None)
                     graph = torch.cuda.CUDAGraph()
                     with (
-                        capture_pool(manager.pool, runner.vllm_config) as pool,
+                        capture_pool(apart, runner.vllm_config) as pool,
                         torch.cuda.graph(graph, pool, stream=where.stream),
                     ):
                         sampled, _, _ = runner.sample(manager.hidden_states[:count], batch, None)
@@ -204,6 +211,7 @@ def _settings(runner: Any, samplers: Samplers, logprobs: int | None) -> Iterator
         "top_k": (states.top_k.np, states.vocab_size),
         "top_p": (states.top_p.np, 1.0),
         "logprobs": (states.num_logprobs, NO_LOGPROBS if logprobs is None else logprobs),
+        "tokens": (sampler.logprob_token_ids_state.num_token_ids.np, 0),
     }
     before = {name: array[0] for name, (array, _) in values.items()}
     buffers = [

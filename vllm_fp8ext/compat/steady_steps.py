@@ -19,6 +19,8 @@ from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels.step_inputs import Inputs, Requests, step_inputs
 
+PROCESSORS = 3
+"""Of vLLM's own sampler. Others may have something for the GPU in every step."""
 _KEPT = "fp8ext_kept"
 """What is kept with a `GPUModelRunner`: `Kept`, or None where its steps are not taken."""
 
@@ -126,8 +128,8 @@ def is_taken(runner: Any) -> bool:
         and config.lora_config is None
         and config.speculative_config is None
         and config.model_config.rswa_window is None
-        and not config.model_config.logits_processors
         and config.model_config.runner_type == "generate"
+        and len(runner.sampler.logits_processors) == PROCESSORS
         and not config.model_config.is_multimodal_model
         and not config.model_config.enable_prompt_embeds
     )

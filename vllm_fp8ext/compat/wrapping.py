@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a function of ours around one of vLLM's."""
+"""Puts functions of ours around one of vLLM's."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-_MARK = "fp8ext_original"
+_ORIGINAL = "fp8ext_original"
+_WRAPPERS = "fp8ext_wrappers"
+"""What is kept with a function of ours: vLLM's, and the names of all that are around it."""
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace `owner.name` by what `wrapper` makes of it, once."""
-    original = getattr(owner, name)
-    if not hasattr(original, _MARK):
-        wrapped = functools.wraps(original)(wrapper(original))
-        setattr(wrapped, _MARK, original)
+    """Replace `owner.name` by what `wrapper` makes of it, once; others may be around it already."""
+    inner = getattr(owner, name)
+    told, around = f"{wrapper.__module__}.{wrapper.__qualname__}", getattr(inner, _WRAPPERS, frozenset())
+    if told not in around:
+        wrapped = functools.wraps(inner)(wrapper(inner))
+        setattr(wrapped, _ORIGINAL, getattr(inner, _ORIGINAL, inner))
+        setattr(wrapped, _WRAPPERS, around | {told})
         setattr(owner, name, wrapped)
