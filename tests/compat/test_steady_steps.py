@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_fp8ext.compat import sampled_graphs, steady_steps
+from vllm_fp8ext.compat import mixed_steps, sampled_graphs, steady_steps
 
 PLACES, PAGES, PAGE = 8, 6, 4
 REQUESTS, PADDED = 3, 4
@@ -225,6 +225,7 @@ def engine(**changed: Any) -> Any:
             parallel_config=SimpleNamespace(
                 pipeline_parallel_size=1, data_parallel_size=1, prefill_context_parallel_size=1
             ),
+            kv_transfer_config=None,
             lora_config=None,
             speculative_config=None,
             model_config=SimpleNamespace(
@@ -255,6 +256,7 @@ def engine(**changed: Any) -> Any:
         ("vllm_config.parallel_config.pipeline_parallel_size", 2),
         ("vllm_config.parallel_config.data_parallel_size", 2),
         ("vllm_config.parallel_config.prefill_context_parallel_size", 2),
+        ("vllm_config.kv_transfer_config", object()),
         ("vllm_config.lora_config", object()),
         ("vllm_config.speculative_config", object()),
         ("vllm_config.model_config.rswa_window", 5),
@@ -271,11 +273,42 @@ def test_engines_whose_steps_need_more_are_left_to_vllm(path: str, value: Any) -
     assert steady_steps.kept(engine(**{path: value})) is None
 
 
+@pytest.mark.parametrize(
+    ("taken", "kernel_block", "made"), [(True, None, 1), (False, None, 3), (True, 16, 3)]
+)
+def test_metadata_of_attention_is_made_once_where_no_one_reads_it(
+    taken: bool, kernel_block: int | None, made: int
+) -> None:
+    runner = Runner()
+    builder = SimpleNamespace(**{mixed_steps._TAKEN: taken})
+    groups = [[SimpleNamespace(kernel_block_size=kernel_block, metadata_builders=[builder])]]
+    told: list[object] = []
+
+    def original(
+        self: Any, batch: Any, mode: Any, tables: Any, slots: Any, groups: Any, *more: Any, last: bool
+    ) -> object:
+        assert (tables, slots, more, last) == ("tables", "slots", ("config",), True)
+        told.append(object())
+        return told[-1]
+
+    prepare = steady_steps._describing(original)
+    for _ in range(3):
+        batch, _ = runner.step(scheduled(), step())
+        found = prepare(None, batch, "FULL", "tables", "slots", groups, "config", last=True)
+        assert found is told[-1]
+    assert len(told) == made
+    other = InputBatch.make_dummy(3, 3, runner.input_buffers)
+    for _ in range(2):
+        prepare(None, other, "FULL", "tables", "slots", groups, "config", last=True)
+    assert len(told) == made + 2, "of other steps always"
+
+
 def test_both_are_around_what_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once each, whoever was there first."""
     names = "capture_model", "add_requests", "prepare_inputs", "prepare_attn", "sample"
     for name in names:
         monkeypatch.setattr(GPUModelRunner, name, lambda *_, **__: 3)
+    monkeypatch.setattr(DefaultModelState, "prepare_attn", DefaultModelState.prepare_attn)
     for _ in range(2):
         steady_steps.install()
         sampled_graphs.install()

@@ -72,17 +72,32 @@ def is_taken(layer: Any) -> bool:
     return hasattr(getattr(layer, "impl", None), _TAKEN)
 
 
+def takes_all(builder: Any) -> bool:
+    """Whether no layer of those that share the metadata asks FlashAttention for requests that decode. One that does all the
+    same computes its schedule itself. But a graph that was captured with other requests holds FlashAttention, and reads a
+    schedule that every step has to renew: one of all steps, or of drafts too."""
+    found: bool | None = getattr(builder, _TAKEN, None)
+    if found is None:
+        compilation = builder.vllm_config.compilation_config
+        layers = compilation.static_forward_context
+        alone = compilation.cudagraph_mode != CUDAGraphMode.FULL
+        found = alone and builder.vllm_config.speculative_config is None
+        found &= all(is_taken(layers[name]) for name in builder.layer_names)
+        setattr(builder, _TAKEN, found)
+    return found
+
+
 def _noting(build: Any) -> Any:
     def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         step = common_attn_metadata
-        if step.max_query_len > 1 and whole_steps.is_one() and _takes_all(self):
+        if step.max_query_len > 1 and whole_steps.is_one() and takes_all(self):
             with _unsplit(self, step):
                 return whole_steps.build(
                     self, step, _singles(step), lambda one: build(self, common_prefix_len, one, fast_build)
                 )
         count = _leading(step)
         # vLLM's first build finds out about windows
-        unasked = step.max_query_len == 1 and self.aot_sliding_window is not None and _takes_all(self)
+        unasked = step.max_query_len == 1 and self.aot_sliding_window is not None and takes_all(self)
         with _unsplit(self, step) if _is_short(self, step, count) else contextlib.nullcontext():
             metadata = build(self, common_prefix_len, step, fast_build or unasked)
         if count:
@@ -96,7 +111,7 @@ def _is_short(builder: Any, step: Any, first: int) -> bool:
     """Whether the contexts of requests are from the `first` on, which FlashAttention computes."""
     lengths = step.seq_lens_cpu_upper_bound
     known = step.max_query_len > 1 and lengths is not None
-    return known and int(lengths[first:].max()) <= SHORT and _takes_all(builder)
+    return known and int(lengths[first:].max()) <= SHORT and takes_all(builder)
 
 
 @contextlib.contextmanager
@@ -109,21 +124,6 @@ def _unsplit(builder: Any, step: Any) -> Iterator[None]:
         yield
     finally:
         builder.max_num_splits, builder.max_cudagraph_size = kept
-
-
-def _takes_all(builder: Any) -> bool:
-    """Whether no layer of those that share the metadata asks FlashAttention for requests that decode. One that does all the
-    same computes its schedule itself. But a graph that was captured with other requests holds FlashAttention, and reads a
-    schedule that every step has to renew: one of all steps, or of drafts too."""
-    found: bool | None = getattr(builder, _TAKEN, None)
-    if found is None:
-        compilation = builder.vllm_config.compilation_config
-        layers = compilation.static_forward_context
-        alone = compilation.cudagraph_mode != CUDAGraphMode.FULL
-        found = alone and builder.vllm_config.speculative_config is None
-        found &= all(is_taken(layers[name]) for name in builder.layer_names)
-        setattr(builder, _TAKEN, found)
-    return found
 
 
 def _singles(step: Any) -> int:

@@ -2,9 +2,10 @@
 """Prepares a step of the requests of the step before, each with one new token, by one launch: vLLM makes everything anew, by
 four launches and some thirty small operations, for which such a step of a small model waits.
 
-Replaces `GPUModelRunner.prepare_inputs` and `prepare_attn` for such steps, and `add_requests` where there are none, which
-brings the sampler's settings to the GPU in every step. `capture_model` tries the launch. Can go once vLLM keeps what does not
-change from step to step.
+Replaces `GPUModelRunner.prepare_inputs` and `prepare_attn` for such steps, `DefaultModelState.prepare_attn`, whose metadata
+no one reads behind a graph that holds our attention alone, and `add_requests` where there are none, which brings the
+sampler's settings to the GPU in every step. `capture_model` tries the launch. Can go once vLLM keeps what does not change
+from step to step.
 """
 
 import copy
@@ -15,14 +16,16 @@ import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 
+from vllm_fp8ext.compat.mixed_steps import takes_all
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels.step_inputs import Inputs, Requests, step_inputs
 
 PROCESSORS = 3
 """Of vLLM's own sampler. Others may have something for the GPU in every step."""
-_KEPT = "fp8ext_kept"
-"""What is kept with a `GPUModelRunner`: `Kept`, or None where its steps are not taken."""
+_KEPT, _METADATA = "fp8ext_kept", "fp8ext_metadata"
+"""What is kept with a `GPUModelRunner`: `Kept`, or None where its steps are not taken; and with an `InputBatch` of them, for
+those that follow: attention's metadata, or None where vLLM has to make it."""
 
 
 class Kept:
@@ -52,6 +55,7 @@ class Kept:
     def take(self, batch: Any, graph: Any) -> None:
         """A step that was prepared by vLLM."""
         self.batch, self._graph, self._attention = batch, graph, None
+        setattr(batch, _METADATA, None)
 
     def drop(self) -> None:
         """Another step came."""
@@ -82,7 +86,9 @@ class Kept:
 def install() -> None:
     """Have the engines that were configured for it prepare them so. Idempotent."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+    wrap(DefaultModelState, "prepare_attn", _describing)
     wrap(GPUModelRunner, "capture_model", _trying)
     wrap(GPUModelRunner, "add_requests", _adding)
     wrap(GPUModelRunner, "prepare_inputs", _preparing)
@@ -125,6 +131,7 @@ def is_taken(runner: Any) -> bool:
         and parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
         and parallel.prefill_context_parallel_size == 1
         and runner.fast_prefill is None
+        and config.kv_transfer_config is None
         and config.lora_config is None
         and config.speculative_config is None
         and config.model_config.rswa_window is None
@@ -204,3 +211,34 @@ def _attending(original: Any) -> Any:
         return attention
 
     return prepare_attn
+
+
+def _describing(original: Any) -> Any:
+    def prepare_attn(
+        self: Any,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: Any,
+        slot_mappings: Any,
+        attn_groups: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        told = getattr(input_batch, _METADATA, None)
+        if told is None:
+            given = input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups
+            told = original(self, *given, *args, **kwargs)
+            if hasattr(input_batch, _METADATA) and _is_ours(attn_groups):
+                setattr(input_batch, _METADATA, told)
+        return told
+
+    return prepare_attn
+
+
+def _is_ours(groups: Any) -> bool:
+    """Whether nothing is computed for attention before a graph of requests that decode."""
+    each = [one for group in groups for one in group]
+    return all(
+        one.kernel_block_size is None and all(takes_all(builder) for builder in one.metadata_builders)
+        for one in each
+    )
