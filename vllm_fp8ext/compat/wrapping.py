@@ -13,7 +13,8 @@ _WRAPPERS = "fp8ext_wrappers"
 def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace `owner.name` by what `wrapper` makes of it, once; others may be around it already."""
     inner = getattr(owner, name)
-    told, around = f"{wrapper.__module__}.{wrapper.__qualname__}", getattr(inner, _WRAPPERS, frozenset())
+    told = f"{wrapper.__module__}.{wrapper.__qualname__}"
+    around: frozenset[str] = getattr(inner, _WRAPPERS, frozenset())
     if told not in around:
         wrapped = functools.wraps(inner)(wrapper(inner))
         setattr(wrapped, _ORIGINAL, getattr(inner, _ORIGINAL, inner))
