@@ -18,6 +18,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import torch
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_fp8ext.compat import sampled_graphs, steady_steps
 from vllm_fp8ext.compat.compilations import counts
@@ -25,6 +26,9 @@ from vllm_fp8ext.compat.compilations import counts
 TOGETHER = 1, 2, 3, 8, 13
 """Requests at once."""
 TOKENS = 40
+CROWD = 32
+"""More requests than the KV cache has room for."""
+ABORTED = 3
 WORDS = 500
 """Different tokens of prompts."""
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -40,8 +44,9 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 
 def main(mode: str, folder: str, facts: str) -> None:
-    seen: dict[str, Any] = {"followed": 0, "sampled": 0}
+    seen: dict[str, Any] = {"followed": 0, "sampled": 0, "preempted": 0}
     again, sample = steady_steps.Kept.again, sampled_graphs.Samplers.sample
+    preempt = Scheduler._preempt_request
 
     def followed(self: steady_steps.Kept, runner: Any) -> Any:
         seen["followed"] += 1
@@ -52,6 +57,11 @@ def main(mode: str, folder: str, facts: str) -> None:
         seen["sampled"] += found is not None
         return found
 
+    def preempted(self: Scheduler, *args: Any, **kwargs: Any) -> None:
+        seen["preempted"] += 1
+        preempt(self, *args, **kwargs)
+
+    Scheduler._preempt_request = preempted  # type: ignore[method-assign]  # looked at on its way
     steady_steps.Kept.again = followed  # type: ignore[method-assign]  # looked at on its way
     sampled_graphs.Samplers.sample = sampled  # type: ignore[method-assign]
     _pad_output_layer()
@@ -60,7 +70,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         quantization="blockfp8",
         kv_cache_dtype="fp8",
         max_model_len=1000,
-        kv_cache_memory_bytes=2 << 30,
+        kv_cache_memory_bytes=90 << 20,
         gpu_memory_utilization=0.1,
         skip_tokenizer_init=True,
         max_num_seqs=32,
@@ -79,7 +89,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         answer for count in TOGETHER for sampling in SAMPLING for answer in together(llm, count, [sampling])
     ]
     seen["alike"] = {"followed": seen["followed"], "sampled": seen["sampled"]}
-    seen["answers"] += together(llm, 20, SAMPLING, come=2)
+    seen["answers"] += together(llm, CROWD, SAMPLING, come=2)
     Path(facts).write_text(json.dumps({**seen, "compiled after": counts()}))
 
 
@@ -112,6 +122,8 @@ def together(llm: LLM, count: int, samplings: Any, come: int = 0) -> list[Any]:
         engine.add_request(f"{index}", {"prompt_token_ids": prompt}, params)
         if come and index % come == 0:
             finished += engine.step()
+        if come and index == 2 * ABORTED:
+            engine.abort_request([f"{ABORTED}"])
     while engine.has_unfinished_requests():
         finished += engine.step()
     done = {int(one.request_id.split("-")[0]): one.outputs[0] for one in finished if one.finished}
@@ -120,7 +132,7 @@ def together(llm: LLM, count: int, samplings: Any, come: int = 0) -> list[Any]:
             list(done[index].token_ids),
             [{token: told.logprob for token, told in step.items()} for step in done[index].logprobs or []],
         ]
-        for index in range(count)
+        for index in sorted(done)
     ]
 
 

@@ -23,7 +23,8 @@ def test_they_answer_as_vllm_does(tmp_path: Path) -> None:
         assert one["alike"]["followed"] > 0.9 * 5 * 8 * 38, "all but the first of each"
         assert one["alike"]["sampled"] > 0.9 * 5 * 4 * 38, "four ways of eight"
         assert one["followed"] > one["alike"]["followed"]
-        assert len(one["answers"]) == alike + 20
+        assert len(one["answers"]) in (alike + 31, alike + 32), "but the one that was aborted"
+        assert one["preempted"] > 0
         assert one["answers"][:alike] == plain["answers"][:alike]
         assert one["compiled before"] == one["compiled after"]
     assert steady["answers"] == plain["answers"], "requests that come and go in the same steps"
