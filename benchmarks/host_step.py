@@ -31,7 +31,7 @@ from vllm_fp8ext.bench.engines import VARIANTS
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.options import case_of, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.bench.rollout import Kind, arguments, said
+from vllm_fp8ext.bench.rollout import Kind, arguments, kinds, said, settings_of
 
 RUNNER = "vllm.v1.worker.gpu"
 ATTENTION = "attention but FlashAttention"
@@ -133,21 +133,16 @@ def main() -> None:
     parser.add_argument(
         "--settings",
         nargs="+",
-        type=json_object,
-        default=[{}],
+        type=settings_of,
+        default=["{}"],
         help="of blockfp8, as JSON: an engine of each",
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     origin = provenance()
-    kinds = [
-        Kind(variant, options.kv, json.dumps(settings, sort_keys=True))
-        for variant in options.variants
-        for settings in (options.settings if variant == "blockfp8" else [{}])
-    ]
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
-        for kind in kinds:
+        for kind in kinds(options.variants, [options.kv], options.settings):
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
                 found += process.submit(_measure, folder, kind, options).result()
             write_cases(options.out, origin, found)
@@ -160,12 +155,9 @@ def main() -> None:
 def _table(found: list[dict[str, Any]]) -> Table:
     """Of one case, microseconds of each part and how often it was called, by variant."""
     case = found[0]
-    title = f"{case['model']}, {case['requests']} x {case['input']}/{case['output']}, KV {case['kv_cache']}"
-    names = [
-        " ".join([one["variant"], *([json.dumps(one["settings"])] if one["settings"] else [])])
-        for one in found
-    ]
-    table = Table("us a step (calls)", *names, title=title)
+    title = f"{case['model']}, {case['requests']} x {case['input']}/{case['output']}"
+    of = [Kind(one["variant"], one["kv_cache"], json.dumps(one["settings"], sort_keys=True)) for one in found]
+    table = Table("us a step (calls)", *map(str, of), title=title)
     for part in (*PARTS, REST):
         told = [next((each for each in one["parts"] if each["part"] == part), None) for one in found]
         if any(told):

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 ALIGNED = 16
-"""Bytes that Triton takes a pointer to be a multiple of, or not."""
+"""Bytes that Triton takes a pointer to be a multiple of, or not; and numbers likewise."""
 MOST_KERNELS = 1024
 """That are remembered; a program has some dozens."""
+
+
+def compiled_as(number: int) -> str:
+    """What Triton compiles a kernel for, of its arguments that are numbers: 1, multiples of 16, or all others."""
+    return "1" if number == 1 else "of 16" if number % ALIGNED == 0 else "other"
 
 
 class Launcher:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.launch import Launcher
 
-NO_SLOT = -1
-"""Where a token that is not there is cached."""
 BLOCK = 1024
 """Values that a program moves at once."""
 

@@ -3,7 +3,6 @@
 
 import datetime
 import json
-import os
 import platform
 import shlex
 import sys
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_fp8ext.environment import cores
 from vllm_fp8ext.loadtest.analysis import analyse
 from vllm_fp8ext.loadtest.latency import PERCENTILES, percentile_name
 from vllm_fp8ext.loadtest.page import page
@@ -68,7 +68,7 @@ def provenance(url: str) -> dict[str, Any]:
         server = None
     return {
         "server": server,
-        "generator": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+        "generator": f"{cores()} x {platform.processor() or platform.machine()}",
         "python": platform.python_version(),
         "versions": found,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -80,7 +80,7 @@ def wholes(found: Any) -> list[tuple[int, int | None]]:
 
 def test_attention_is_told_of_them() -> None:
     """Else graphs would hold FlashAttention for requests that decode."""
-    assert hasattr(DefaultModelState.prepare_attn, "fp8ext_original")
+    assert "vllm_fp8ext.compat.whole_steps._telling" in DefaultModelState.prepare_attn.fp8ext_wrappers
 
 
 def test_graphs_of_whole_steps_as_far_as_pieces_reach() -> None:

@@ -103,9 +103,8 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
     with server.client() as client:
         for version, folder in folders.items():
             client.push(folder, version=version)
-        for _ in range(
-            3
-        ):  # where other processes have the cores, a response may be over before it has met enough of them
+        # where other processes have the cores, a response may be over before it has met enough of them
+        for _ in range(3):
             stream = Stream(server, tokens=TOKENS)
             while stream.running:
                 client.rollback()

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_fp8ext.kernels.step_inputs import NO_SLOT, Inputs, Requests, step_inputs
+from vllm_fp8ext.kernels.step_inputs import Inputs, Requests, step_inputs
 
 PLACES, WIDTH, PAGE = 9, 1030, 16
 
@@ -48,7 +48,7 @@ def test_inputs_of_a_step(device: torch.device, count: int, padded: int, most: i
     assert not inputs.lengths_R[count:].any()
     page = requests.tables_SP[places, positions // PAGE].long()
     assert torch.equal(inputs.slots_T[:count], page * PAGE + positions % PAGE)
-    assert (inputs.slots_T[count:] == NO_SLOT).all()
+    assert (inputs.slots_T[count:] == -1).all()
     for row, place in enumerate(places.tolist()):
         used = int(requests.pages_S[place])
         assert torch.equal(inputs.tables_RP[row, :used], requests.tables_SP[place, :used])

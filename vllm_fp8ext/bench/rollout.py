@@ -70,16 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = time.monotonic() + options.seconds
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
     origin = provenance()
-    kinds = [
-        Kind(name, kv, settings)
-        for kv in options.kv
-        for name in options.variants
-        for settings in (dict.fromkeys(options.settings) if name == "blockfp8" else ["{}"])
-    ]
+    engines_of = kinds(options.variants, options.kv, options.settings)
     found: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
         alive = _apart if options.apart else _together
-        with contextlib.closing(alive(kinds, folder, options)) as groups:
+        with contextlib.closing(alive(engines_of, folder, options)) as groups:
             for engines in groups:
                 for case in cases:
                     if options.profile:
@@ -136,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5, help="turns of each engine in each case")
     parser.add_argument("--kv-gib", type=float, default=24.0, help="KV cache of each engine")
     parser.add_argument(
-        "--settings", type=_settings, nargs="+", default=["{}"], help="more settings of blockfp8, as JSON"
+        "--settings", type=settings_of, nargs="+", default=["{}"], help="more settings of blockfp8, as JSON"
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no repeat after so long")
     parser.add_argument(
@@ -150,7 +145,17 @@ def _case(text: str) -> tuple[int, int, int]:
     return case_of(text, least_output=2)  # the first token is timed by itself
 
 
-def _settings(text: str) -> str:
+def kinds(variants: Sequence[str], caches: Sequence[str], settings: Sequence[str]) -> list[Kind]:
+    """Engines of each variant with each KV cache; of ours with each of the `settings`, as JSON."""
+    return [
+        Kind(name, kv, one)
+        for kv in caches
+        for name in variants
+        for one in (dict.fromkeys(settings) if name == "blockfp8" else ["{}"])
+    ]
+
+
+def settings_of(text: str) -> str:
     """The same JSON for the same settings."""
     return json.dumps(json_object(text), sort_keys=True)
 

@@ -166,10 +166,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.v1.engine.core",
         name="EngineCoreProc._send_error_outputs_to_client",
-        parameters=(
-            "req_ids",
-            "client_index",
-        ),
+        parameters=("req_ids", "client_index"),
         why="refuse requests while nobody knows what is served",
     ),
     Interface(
@@ -180,10 +177,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler.finish_requests",
-        parameters=(
-            "request_ids",
-            "finished_status",
-        ),
+        parameters=("request_ids", "finished_status"),
         why="end running requests at a commit",
     ),
     Interface(
@@ -210,11 +204,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.model_executor.layers.attention",
         name="Attention.forward",
-        parameters=(
-            "query",
-            "key",
-            "value",
-        ),
+        parameters=("query", "key", "value"),
         why="try new weights before they are served",
     ),
     Interface(
@@ -671,11 +661,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.v1.worker.gpu.model_runner",
         name="GPUModelRunner.prepare_inputs",
-        parameters=(
-            "scheduler_output",
-            "batch_req_state",
-            "batch_desc",
-        ),
+        parameters=("scheduler_output", "batch_req_state", "batch_desc"),
         why="prepare steps of the same requests by one launch",
     ),
     Interface(
@@ -699,11 +685,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.v1.worker.gpu.model_runner",
         name="GPUModelRunner.sample",
-        parameters=(
-            "hidden_states",
-            "input_batch",
-            "grammar_output",
-        ),
+        parameters=("hidden_states", "input_batch", "grammar_output"),
         why="sample in CUDA graphs",
     ),
     Interface(
@@ -723,21 +705,13 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.v1.worker.gpu.input_batch",
         name="InputBatch.make_dummy",
-        parameters=(
-            "num_reqs",
-            "num_tokens",
-            "input_buffers",
-        ),
+        parameters=("num_reqs", "num_tokens", "input_buffers"),
         why="sample in CUDA graphs",
     ),
     Interface(
         module="vllm.v1.worker.gpu.block_table",
         name="BlockTables",
-        parameters=(
-            "block_sizes",
-            "cp_size",
-            "slot_mapping_enabled",
-        ),
+        parameters=("block_sizes", "cp_size", "slot_mapping_enabled"),
         why="prepare steps of the same requests by one launch",
     ),
     Interface(
@@ -749,30 +723,19 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(
         module="vllm.v1.worker.gpu.sample.states",
         name="SamplingStates",
-        parameters=(
-            "max_num_reqs",
-            "vocab_size",
-        ),
+        parameters=("max_num_reqs", "vocab_size"),
         why="sample in CUDA graphs",
     ),
     Interface(
         module="vllm.v1.worker.gpu.sample.output",
         name="SamplerOutput",
-        parameters=(
-            "sampled_token_ids",
-            "logprobs_tensors",
-            "num_sampled",
-            "num_rejected",
-        ),
+        parameters=("sampled_token_ids", "logprobs_tensors", "num_sampled", "num_rejected"),
         why="sample in CUDA graphs",
     ),
     Interface(
         module="vllm.compilation.cudagraph_pool",
         name="capture_pool",
-        parameters=(
-            "pool",
-            "vllm_config",
-        ),
+        parameters=("pool", "vllm_config"),
         why="sample in CUDA graphs",
     ),
     Interface(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.kernels.launch import compiled_as
 
 WIDEST = 1024
 """Columns from which on the kernel takes them part by part."""
@@ -49,6 +50,5 @@ def columns(most: int) -> list[int]:
     Triton compiles apart, which is 1, multiples of 16, and all others."""
     variants: dict[tuple[int, str], int] = {}
     for count in range(1, min(most, WIDEST) + 1):
-        compiled_as = "1" if count == 1 else "of 16" if count % 16 == 0 else "other"
-        variants.setdefault((1 << (count - 1).bit_length(), compiled_as), count)
+        variants.setdefault((1 << (count - 1).bit_length(), compiled_as(count)), count)
     return list(variants.values())

@@ -47,24 +47,24 @@ class Samplers:
         self.graphs: dict[tuple[int, int | None], _Graph] = {}
         self._places: Tensor | None = None
         """Of the requests whose settings these tensors hold."""
-        self._sampled: Any = None
-        """Of the step's rows, if they are sampled here."""
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._chosen: _Graph | None = None
+        """What samples for them, with as many rows as they are."""
 
     def sample(self, runner: Any, batch: Any) -> Any:
         """Like `GPUModelRunner.sample`; None if no graph does that."""
         if batch.idx_mapping is not self._places:
             self._look(runner, batch)
-        if self._graph is None:
+        if self._chosen is None:
             return None
         # what was sampled before may still be on its way to the host
         runner.main_stream.wait_stream(runner.output_copy_stream)
-        self._graph.replay()
-        return self._sampled, self._sampled.num_sampled, self._sampled.num_rejected
+        self._chosen.graph.replay()
+        sampled = self._chosen.sampled
+        return sampled, sampled.num_sampled, sampled.num_rejected
 
     def _look(self, runner: Any, batch: Any) -> None:
         """Other requests came: find their graph, and bring what it reads."""
-        self._places, self._graph, self._sampled = batch.idx_mapping, None, None
+        self._places, self._chosen = batch.idx_mapping, None
         sampler = runner.sampler
         if not leaves_logits(sampler, batch.idx_mapping_np):
             return
@@ -79,7 +79,7 @@ class Samplers:
         self.temperature_S.copy_(states.temperature.gpu)
         self.seeds_S.copy_(states.seeds.gpu)
         self.prompts_S.copy_(runner.req_states.prefill_len.gpu)
-        self._graph, self._sampled = captured.graph, first_rows(captured.sampled, batch.num_reqs)
+        self._chosen = captured._replace(sampled=first_rows(captured.sampled, batch.num_reqs))
 
 
 def install() -> None:
@@ -148,13 +148,10 @@ def _capturing(original: Any) -> Any:
 def _sampling(original: Any) -> Any:
     def sample(self: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         samplers: Samplers | None = getattr(self.cudagraph_manager, _SAMPLERS, None)
-        if samplers is not None and grammar_output is None:
-            last = steady_steps.kept(self)
-            if last is not None and last.batch is input_batch:
-                sampled = samplers.sample(self, input_batch)
-                if sampled is not None:
-                    return sampled
-        return original(self, hidden_states, input_batch, grammar_output)
+        last = steady_steps.kept(self)
+        ours = last is not None and last.batch is input_batch and grammar_output is None
+        sampled = samplers.sample(self, input_batch) if ours and samplers is not None else None
+        return sampled or original(self, hidden_states, input_batch, grammar_output)
 
     return sample
 
@@ -168,8 +165,8 @@ def _captured(runner: Any) -> Samplers:
 
     manager, buffers = runner.cudagraph_manager, runner.input_buffers
     samplers = Samplers(runner.max_num_reqs, runner.device)
-    rows = {graph.num_tokens for graph in manager.graphs if graph.uniform_token_count == 1}
-    rows = {count for count in rows if count <= REQUESTS}
+    decode = [graph.num_tokens for graph in manager.graphs if graph.uniform_token_count == 1]
+    rows = {count for count in decode if count <= REQUESTS}
     # The model's graphs must not compute where tokens wait to be copied to the host: a pool apart; and where vLLM has one for
     # all, which it frees in sleep, another stream.
     apart = torch.cuda.graph_pool_handle()
@@ -206,14 +203,14 @@ def _settings(runner: Any, samplers: Samplers, logprobs: int | None) -> Iterator
 
     sampler = runner.sampler
     states = sampler.sampling_states
-    values = {
-        "needs": (sampler.needs_logits_processing, False),
-        "top_k": (states.top_k.np, states.vocab_size),
-        "top_p": (states.top_p.np, 1.0),
-        "logprobs": (states.num_logprobs, NO_LOGPROBS if logprobs is None else logprobs),
-        "tokens": (sampler.logprob_token_ids_state.num_token_ids.np, 0),
-    }
-    before = {name: array[0] for name, (array, _) in values.items()}
+    values = [
+        (sampler.needs_logits_processing, False),
+        (states.top_k.np, states.vocab_size),
+        (states.top_p.np, 1.0),
+        (states.num_logprobs, NO_LOGPROBS if logprobs is None else logprobs),
+        (sampler.logprob_token_ids_state.num_token_ids.np, 0),
+    ]
+    before = [array[0] for array, _ in values]
     buffers = [
         (states.temperature, samplers.temperature_S),
         (states.seeds, samplers.seeds_S),
@@ -221,13 +218,13 @@ def _settings(runner: Any, samplers: Samplers, logprobs: int | None) -> Iterator
     ]
     given = [holder.gpu for holder, _ in buffers]
     try:
-        for array, value in values.values():
+        for array, value in values:
             array[0] = value
         for holder, steady in buffers:
             holder.gpu = steady
         yield
     finally:
-        for name, (array, _) in values.items():
-            array[0] = before[name]
+        for (array, _), value in zip(values, before, strict=True):
+            array[0] = value
         for (holder, _), old in zip(buffers, given, strict=True):
             holder.gpu = old

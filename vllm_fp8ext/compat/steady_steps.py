@@ -17,15 +17,16 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode
 
 from vllm_fp8ext.compat.mixed_steps import takes_all
+from vllm_fp8ext.compat.plain_engines import is_plain
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels.step_inputs import Inputs, Requests, step_inputs
 
 PROCESSORS = 3
 """Of vLLM's own sampler. Others may have something for the GPU in every step."""
-_KEPT, _METADATA = "fp8ext_kept", "fp8ext_metadata"
+_KEPT, _TABLES, _METADATA = "fp8ext_kept", "fp8ext_tables", "fp8ext_metadata"
 """What is kept with a `GPUModelRunner`: `Kept`, or None where its steps are not taken; and with an `InputBatch` of them, for
-those that follow: attention's metadata, or None where vLLM has to make it."""
+those that follow: tables and slots, and attention's metadata, each None where vLLM has to make it."""
 
 
 class Kept:
@@ -35,7 +36,6 @@ class Kept:
         self.batch: Any = None
         """`InputBatch`; None after another step."""
         self._graph: Any = None
-        self._attention: Any = None
 
     def follows(self, scheduled: Any, step: Any, graph: Any) -> bool:
         """Whether a step is of the same requests, of which nothing changed but that they have a token more."""
@@ -54,12 +54,13 @@ class Kept:
 
     def take(self, batch: Any, graph: Any) -> None:
         """A step that was prepared by vLLM."""
-        self.batch, self._graph, self._attention = batch, graph, None
+        self.batch, self._graph = batch, graph
+        setattr(batch, _TABLES, None)
         setattr(batch, _METADATA, None)
 
     def drop(self) -> None:
         """Another step came."""
-        self.batch = self._graph = self._attention = None
+        self.batch = self._graph = None
 
     def again(self, runner: Any) -> Any:
         """The same for the step that follows: what its requests have more is written where the graph reads it."""
@@ -72,15 +73,6 @@ class Kept:
         batch.seq_lens_cpu_upper_bound = torch.from_numpy(longest)
         self.batch = batch
         return batch
-
-    def attention(self, batch: Any) -> Any:
-        """Tables and slots of a step that was prepared here; None of another, or where they are not known yet."""
-        return self._attention if batch is self.batch else None
-
-    def remember(self, batch: Any, attention: Any) -> None:
-        """Tables and slots of the step that vLLM prepared: they stay where they are."""
-        if batch is self.batch:
-            self._attention = attention
 
 
 def install() -> None:
@@ -119,7 +111,6 @@ def is_taken(runner: Any) -> bool:
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
     config, tables, state = runner.vllm_config, runner.block_tables, runner.model_state
-    parallel = config.parallel_config
     return bool(
         Settings.parse(config.additional_config).kernels.steady_steps
         and tables.num_kv_cache_groups == 1
@@ -128,17 +119,11 @@ def is_taken(runner: Any) -> bool:
         and type(state) is DefaultModelState
         and state.rope_state is None
         and state.num_new_sampled_tokens_per_step == 1
-        and parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
-        and parallel.prefill_context_parallel_size == 1
+        and is_plain(config)
         and runner.fast_prefill is None
         and config.kv_transfer_config is None
-        and config.lora_config is None
-        and config.speculative_config is None
         and config.model_config.rswa_window is None
-        and config.model_config.runner_type == "generate"
         and len(runner.sampler.logits_processors) == PROCESSORS
-        and not config.model_config.is_multimodal_model
-        and not config.model_config.enable_prompt_embeds
     )
 
 
@@ -202,13 +187,12 @@ def _preparing(original: Any) -> Any:
 
 def _attending(original: Any) -> Any:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
-        last = kept(self)
-        attention = None if last is None else last.attention(input_batch)
-        if attention is None:
-            attention = original(self, input_batch)
-            if last is not None:
-                last.remember(input_batch, attention)
-        return attention
+        told = getattr(input_batch, _TABLES, None)
+        if told is None:
+            told = original(self, input_batch)
+            if hasattr(input_batch, _TABLES):
+                setattr(input_batch, _TABLES, told)
+        return told
 
     return prepare_attn
 

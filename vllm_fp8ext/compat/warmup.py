@@ -22,6 +22,7 @@ from vllm_fp8ext.compat.gemm import triton_sizes
 from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers, warm_up_together
 from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
+from vllm_fp8ext.kernels.launch import compiled_as
 from vllm_fp8ext.kernels.linear import GEMMS
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
@@ -109,8 +110,7 @@ def _triton_tokens(sizes: dict[int, str], few: int, most: int) -> list[int]:
     variants: dict[tuple[str, str], int] = {}
     for count in range(few + 1, most + 1):
         size = sizes[min(sizes, key=lambda tuned: abs(tuned - count))] if sizes else ""
-        compiled_as = "1" if count == 1 else "of 16" if count % 16 == 0 else "other"
-        variants.setdefault((size, compiled_as), count)
+        variants.setdefault((size, compiled_as(count)), count)
     return sorted(variants.values())
 
 

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_fp8ext.compat import graph_sizes, mixed_steps, whole_steps
 from vllm_fp8ext.compat.log import log_once
+from vllm_fp8ext.compat.plain_engines import is_plain
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import Settings
 
@@ -85,7 +86,7 @@ def _is_asked(config: Any) -> bool:
     """Of engines that add sizes to vLLM's, and whose steps are told by tokens and contexts alone."""
     if not (config.additional_config or {}).get(graph_sizes.KEY):
         return False
-    settings, parallel = Settings.parse(config.additional_config), config.parallel_config
+    settings = Settings.parse(config.additional_config)
     layers = config.compilation_config.static_forward_context.values()
     attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
     return bool(
@@ -94,13 +95,7 @@ def _is_asked(config: Any) -> bool:
         and (settings.kv_scales is None or settings.kv_scales.policy != "history")
         and attention
         and all(mixed_steps.is_taken(layer) for layer in attention)
-        and parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
-        and parallel.prefill_context_parallel_size == 1
-        and config.lora_config is None
-        and config.speculative_config is None
-        and config.model_config.runner_type == "generate"
-        and not config.model_config.is_multimodal_model
-        and not config.model_config.enable_prompt_embeds
+        and is_plain(config)
     )
 
 

@@ -5,9 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-_ORIGINAL = "fp8ext_original"
 _WRAPPERS = "fp8ext_wrappers"
-"""What is kept with a function of ours: vLLM's, and the names of all that are around it."""
+"""What is kept with a function of ours: the names of all that are around vLLM's."""
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -17,6 +16,5 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     around: frozenset[str] = getattr(inner, _WRAPPERS, frozenset())
     if told not in around:
         wrapped = functools.wraps(inner)(wrapper(inner))
-        setattr(wrapped, _ORIGINAL, getattr(inner, _ORIGINAL, inner))
         setattr(wrapped, _WRAPPERS, around | {told})
         setattr(owner, name, wrapped)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines run steps that are told by their requests' tokens and contexts alone. Replaces nothing."""
+
+from typing import Any
+
+
+def is_plain(config: Any) -> bool:
+    """Whether a `VllmConfig` is of one pipeline stage that generates text, without adapters, drafts and embeddings."""
+    parallel, model = config.parallel_config, config.model_config
+    return bool(
+        parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
+        and parallel.prefill_context_parallel_size == 1
+        and config.lora_config is None
+        and config.speculative_config is None
+        and model.runner_type == "generate"
+        and not model.is_multimodal_model
+        and not model.enable_prompt_embeds
+    )
