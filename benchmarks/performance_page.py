@@ -51,6 +51,7 @@ def main() -> None:
     graphs = json.loads((RESULTS / "graph_tokens_h200.json").read_text())["cases"]
     prompts = json.loads((RESULTS / "whole_graphs_h200.json").read_text())["cases"]
     steady = json.loads((RESULTS / "steady_h200.json").read_text())["cases"]
+    followed = json.loads((RESULTS / "steady_steps_h200.json").read_text())["cases"]
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
     _kernels_picture(kernels)
     rollout = [case for case in rollout if case["output"] != PROMPTS]
@@ -65,6 +66,7 @@ def main() -> None:
         "steady": _steady(steady),
         "graphs": _graphs(graphs),
         "busy": _busy(profile, rollout),
+        "followed": _followed(followed),
     }
     fill(PAGE, tables)
 
@@ -213,6 +215,18 @@ def _graphs(cases: Cases) -> str:
         ["requests × in/out", "BF16", "fp8_per_block", "blockfp8, graphs up to 2,048 tokens", "blockfp8"],
         lambda case: [_load(case)],
         lambda case, ratio: f"{case['first_token_ms']:.0f} ms, {case['tokens_per_s']:,.0f}/s{ratio}",
+    )
+
+
+def _followed(cases: Cases) -> str:
+    """Tokens per second, with the slowest and the fastest turn of each engine."""
+    return _beside(
+        cases,
+        ["requests × in/out", "BF16", "fp8_per_block", "blockfp8, steps made anew", "blockfp8"],
+        lambda case: [_load(case)],
+        lambda case, ratio: (
+            f"{case['tokens_per_s']:,.0f}{ratio}: {min(case['samples']):,.0f}–{max(case['samples']):,.0f}"
+        ),
     )
 
 

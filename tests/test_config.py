@@ -40,7 +40,7 @@ def test_what_json_can_say_is_taken() -> None:
             "quantized_attention": False,
             "graph_tokens": 4096,
             "whole_graphs": False,
-            "steady_steps": True,
+            "steady_steps": False,
             "held_slots": False,
             "batch_invariant": False,
         },

@@ -104,7 +104,7 @@ class KernelSettings(BaseModel):
     """Steps with prompts whose contexts are short replay one CUDA graph, attention within, as far as those of `graph_tokens`
     reach, which are broken there."""
 
-    steady_steps: bool = False
+    steady_steps: bool = True
     """A step of the requests of the step before, each with one new token, is prepared by one launch, and where they leave
     logits as they are its tokens are sampled in a CUDA graph."""
 
@@ -133,6 +133,11 @@ class KernelSettings(BaseModel):
     def takes_decode_attention(self) -> bool:
         """Our own cuts contexts by what a step has of them: by nothing that is the same for every batch."""
         return self.decode_attention and not self.batch_invariant
+
+    @property
+    def takes_steady_steps(self) -> bool:
+        """Graphs that sample pad to their rows what vLLM multiplies by the output layer: not whatever the batch."""
+        return self.steady_steps and not self.batch_invariant
 
     def route(self, n: int, k: int) -> ShapeSettings:
         """What was chosen for a weight of `n` rows and `k` columns."""

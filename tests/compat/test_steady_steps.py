@@ -221,9 +221,12 @@ def engine(**changed: Any) -> Any:
         fast_prefill=None,
         sampler=SimpleNamespace(logits_processors=[1, 2, 3]),
         vllm_config=SimpleNamespace(
-            additional_config={"fp8ext": {"kernels": {"steady_steps": True}}},
+            additional_config={},
             parallel_config=SimpleNamespace(
-                pipeline_parallel_size=1, data_parallel_size=1, prefill_context_parallel_size=1
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+                data_parallel_size=1,
+                prefill_context_parallel_size=1,
             ),
             kv_transfer_config=None,
             lora_config=None,
@@ -246,6 +249,8 @@ def engine(**changed: Any) -> Any:
     ("path", "value"),
     [
         ("vllm_config.additional_config", {"fp8ext": {"kernels": {"steady_steps": False}}}),
+        ("vllm_config.additional_config", {"fp8ext": {"kernels": {"batch_invariant": True}}}),
+        ("vllm_config.parallel_config.tensor_parallel_size", 2),
         ("block_tables.num_kv_cache_groups", 2),
         ("block_tables.cp_size", 2),
         ("block_tables._slot_mapping_enabled", [False]),

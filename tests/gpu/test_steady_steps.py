@@ -14,7 +14,7 @@ def test_they_answer_as_vllm_does(tmp_path: Path) -> None:
     """To the bit, whatever is sampled how; and nothing is compiled for any of them."""
     from vllm_fp8ext.bench.generated import write_checkpoint
 
-    write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
+    write_checkpoint(tmp_path / "model", "Qwen3-1.7B", 0, "cuda")
     modes = "steady", "async", "plain"
     steady, early, plain = told("steady_story.py", modes, tmp_path / "model", tmp_path, own_kernels=True)
     assert plain["followed"] == plain["sampled"] == 0

@@ -124,7 +124,6 @@ def _is_taken(runner: Any) -> bool:
     sampler = runner.sampler
     return bool(
         steady_steps.kept(runner) is not None
-        and runner.vllm_config.parallel_config.tensor_parallel_size == 1
         and runner.batch_sharder is None
         and type(sampler) is Sampler
         and sampler.trace_replay_state is None
@@ -138,8 +137,15 @@ def _capturing(original: Any) -> Any:
         taken: int = original(self, profile_only=profile_only)
         if not profile_only and _is_taken(self):
             free = torch.cuda.mem_get_info()[0]
-            setattr(self.cudagraph_manager, _SAMPLERS, _captured(self))
-            taken += free - torch.cuda.mem_get_info()[0]
+            samplers = _captured(self)
+            used = free - torch.cuda.mem_get_info()[0]
+            setattr(self.cudagraph_manager, _SAMPLERS, samplers)
+            if samplers.graphs:
+                most, taking = max(rows for rows, _ in samplers.graphs), used / (1 << 30)
+                log_once(
+                    f"blockfp8: steps that decode up to {most} requests sample in CUDA graphs ({taking:.2f} GiB)"
+                )
+            taken += used
         return taken
 
     return capture_model
@@ -190,8 +196,6 @@ def _captured(runner: Any) -> Samplers:
                     ):
                         sampled, _, _ = runner.sample(manager.hidden_states[:count], batch, None)
                 samplers.graphs[count, logprobs] = _Graph(graph, sampled, batch)
-    if rows:
-        log_once(f"blockfp8: steps that decode up to {max(rows)} requests sample in CUDA graphs")
     return samplers
 
 

@@ -112,7 +112,8 @@ def is_taken(runner: Any) -> bool:
 
     config, tables, state = runner.vllm_config, runner.block_tables, runner.model_state
     return bool(
-        Settings.parse(config.additional_config).kernels.steady_steps
+        Settings.parse(config.additional_config).kernels.takes_steady_steps
+        and config.parallel_config.tensor_parallel_size == 1
         and tables.num_kv_cache_groups == 1
         and tables.cp_size == 1
         and all(tables._slot_mapping_enabled)

@@ -74,7 +74,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         graph_sizes.install()
         whole_graphs.install()
         logprob_warmup.install()
-        if settings.kernels.steady_steps:
+        if settings.kernels.takes_steady_steps:
             steady_steps.install()
             sampled_graphs.install()
         warm_up(_models(runner), _most_tokens(settings, config))
