@@ -199,6 +199,21 @@ def test_what_is_captured_reads_what_stays_where_it_is() -> None:
     assert all(one is other for one, other in zip(given, after, strict=True))
 
 
+def test_what_can_not_be_captured_is_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def captured(runner: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(sampled_graphs, "_captured", captured)
+    monkeypatch.setattr(sampled_graphs, "_is_taken", lambda runner: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 5))
+    runner: Any = SimpleNamespace(cudagraph_manager=SimpleNamespace())
+    assert sampled_graphs._capturing(lambda self, *, profile_only: 7)(runner) == 7
+    assert vars(runner.cudagraph_manager) == {}
+    assert "without CUDA graphs: no more" in caplog.text
+
+
 def test_graphs_that_only_measure_memory_have_none_beside_them() -> None:
     runner: Any = SimpleNamespace()
     capture = sampled_graphs._capturing(lambda self, *, profile_only: 7)

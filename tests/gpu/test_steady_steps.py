@@ -15,10 +15,14 @@ def test_they_answer_as_vllm_does(tmp_path: Path) -> None:
     from vllm_fp8ext.bench.generated import write_checkpoint
 
     write_checkpoint(tmp_path / "model", "Qwen3-1.7B", 0, "cuda")
-    modes = "steady", "async", "plain"
-    steady, early, plain = told("steady_story.py", modes, tmp_path / "model", tmp_path, own_kernels=True)
+    modes = "steady", "async", "unsampled", "plain"
+    stories = told("steady_story.py", modes, tmp_path / "model", tmp_path, own_kernels=True)
+    steady, early, unsampled, plain = stories
     assert plain["followed"] == plain["sampled"] == 0
     alike = 27 * 8
+    assert unsampled["sampled"] == 0
+    assert unsampled["alike"]["followed"] == steady["alike"]["followed"]
+    assert unsampled["answers"] == plain["answers"], "graphs that can't be captured"
     for one in (steady, early):
         assert one["alike"]["followed"] > 0.9 * 5 * 8 * 38, "all but the first of each"
         assert one["alike"]["sampled"] > 0.9 * 5 * 4 * 38, "four ways of eight"

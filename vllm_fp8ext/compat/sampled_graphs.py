@@ -9,6 +9,7 @@ And `capture_model`, after which it is captured. Can go once vLLM's graphs of st
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from torch import Tensor
 from vllm_fp8ext.compat import steady_steps
 from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.compat.wrapping import wrap
+
+logger = logging.getLogger("vllm.fp8ext")
 
 LOGPROBS = None, 0, 1
 """Of each token, beside its own: what trainers ask for."""
@@ -137,7 +140,11 @@ def _capturing(original: Any) -> Any:
         taken: int = original(self, profile_only=profile_only)
         if not profile_only and _is_taken(self):
             free = torch.cuda.mem_get_info()[0]
-            samplers = _captured(self)
+            try:
+                samplers = _captured(self)
+            except RuntimeError as error:  # CUDA's too: out of memory, or logits that wait for the host
+                logger.warning("blockfp8: steps are sampled without CUDA graphs: %s", error)
+                return taken
             used = free - torch.cuda.mem_get_info()[0]
             setattr(self.cudagraph_manager, _SAMPLERS, samplers)
             if samplers.graphs:
