@@ -199,11 +199,12 @@ def test_what_is_captured_reads_what_stays_where_it_is() -> None:
     assert all(one is other for one, other in zip(given, after, strict=True))
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no more"), AssertionError("no more")])
 def test_what_can_not_be_captured_is_left_to_vllm(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def captured(runner: Any) -> Any:
-        raise torch.OutOfMemoryError("no more")
+        raise error
 
     monkeypatch.setattr(sampled_graphs, "_captured", captured)
     monkeypatch.setattr(sampled_graphs, "_is_taken", lambda runner: True)
@@ -214,10 +215,15 @@ def test_what_can_not_be_captured_is_left_to_vllm(
     assert "without CUDA graphs: no more" in caplog.text
 
 
-def test_graphs_that_only_measure_memory_have_none_beside_them() -> None:
-    runner: Any = SimpleNamespace()
+def test_graphs_that_only_measure_memory_have_none_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the memory is told that they will take."""
+    runner: Any = SimpleNamespace(vllm_config=None, max_num_reqs=9, vocab_size=1000, dtype=torch.bfloat16)
     capture = sampled_graphs._capturing(lambda self, *, profile_only: 7)
-    assert capture(runner, profile_only=True) == 7
+    for asked, more in ((False, 0), (True, 18_000 + sampled_graphs.OTHER_BYTES)):
+        monkeypatch.setattr(steady_steps, "is_asked", lambda config, asked=asked: asked)
+        assert capture(runner, profile_only=True) == 7 + more
+    runner.max_num_reqs = 1024
+    assert capture(runner, profile_only=True) == 7 + 512_000 + sampled_graphs.OTHER_BYTES
     setattr(runner, steady_steps._KEPT, None)
     runner.sampler, runner.cudagraph_manager = None, SimpleNamespace()
     assert capture(runner) == 7

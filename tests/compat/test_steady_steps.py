@@ -193,6 +193,19 @@ def test_settings_go_to_the_gpu_with_new_requests_alone() -> None:
     assert runner.calls == ["add", "add"]
 
 
+def test_after_a_dummy_run_a_step_is_made_anew() -> None:
+    runner: Any = Runner()
+    runner.step(scheduled(), step())
+    assert steady_steps._forgetting(lambda self, tokens, **_: tokens)(runner, 7, is_profile=True) == 7
+    runner.step(scheduled(), step())
+    assert runner.calls == ["inputs", "attention"] * 2
+    runner.step(scheduled(), step())
+    assert runner.calls == ["inputs", "attention"] * 2
+    early = SimpleNamespace()  # nothing is asked of a runner that has no KV cache yet
+    assert steady_steps._forgetting(lambda self: 5)(early) == 5
+    assert vars(early) == {}
+
+
 def test_an_engine_that_keeps_nothing_runs_vllm_s() -> None:
     runner: Any = Runner()
     setattr(runner, steady_steps._KEPT, None)
@@ -232,6 +245,7 @@ def engine(**changed: Any) -> Any:
             lora_config=None,
             speculative_config=None,
             model_config=SimpleNamespace(
+                quantization="blockfp8",
                 rswa_window=None,
                 runner_type="generate",
                 is_multimodal_model=False,
@@ -250,6 +264,7 @@ def engine(**changed: Any) -> Any:
     [
         ("vllm_config.additional_config", {"fp8ext": {"kernels": {"steady_steps": False}}}),
         ("vllm_config.additional_config", {"fp8ext": {"kernels": {"batch_invariant": True}}}),
+        ("vllm_config.model_config.quantization", "fp8_per_block"),
         ("vllm_config.parallel_config.tensor_parallel_size", 2),
         ("block_tables.num_kv_cache_groups", 2),
         ("block_tables.cp_size", 2),
@@ -310,7 +325,7 @@ def test_metadata_of_attention_is_made_once_where_no_one_reads_it(
 
 def test_both_are_around_what_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once each, whoever was there first."""
-    names = "capture_model", "add_requests", "prepare_inputs", "prepare_attn", "sample"
+    names = "capture_model", "_dummy_run", "add_requests", "prepare_inputs", "prepare_attn", "sample"
     for name in names:
         monkeypatch.setattr(GPUModelRunner, name, lambda *_, **__: 3)
     monkeypatch.setattr(DefaultModelState, "prepare_attn", DefaultModelState.prepare_attn)

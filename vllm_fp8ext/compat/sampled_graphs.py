@@ -27,6 +27,8 @@ LOGPROBS = None, 0, 1
 """Of each token, beside its own: what trainers ask for."""
 REQUESTS = 256
 """Most of a step, by choice: with more the GPU takes longer than the host."""
+OTHER_BYTES = 64 << 20
+"""Of graphs, beside their logits: cuBLAS's workspace, and what they are themselves."""
 _SAMPLERS = "fp8ext_samplers"
 """What is kept with a `ModelCudaGraphManager`, whose graphs they follow: `Samplers`, once they are captured."""
 
@@ -135,14 +137,22 @@ def _is_taken(runner: Any) -> bool:
     )
 
 
+def _bytes(runner: Any) -> int:
+    """About what the graphs will take, for which the KV cache leaves room."""
+    rows = min(REQUESTS, runner.max_num_reqs)
+    return int(rows * runner.vocab_size * runner.dtype.itemsize) + OTHER_BYTES
+
+
 def _capturing(original: Any) -> Any:
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
         taken: int = original(self, profile_only=profile_only)
-        if not profile_only and _is_taken(self):
+        if profile_only:
+            return taken + (_bytes(self) if steady_steps.is_asked(self.vllm_config) else 0)
+        if _is_taken(self):
             free = torch.cuda.mem_get_info()[0]
             try:
                 samplers = _captured(self)
-            except RuntimeError as error:  # CUDA's too: out of memory, or logits that wait for the host
+            except Exception as error:  # out of memory, or logits that no graph can hold
                 logger.warning("blockfp8: steps are sampled without CUDA graphs: %s", error)
                 return taken
             used = free - torch.cuda.mem_get_info()[0]

@@ -4,8 +4,8 @@ four launches and some thirty small operations, for which such a step of a small
 
 Replaces `GPUModelRunner.prepare_inputs` and `prepare_attn` for such steps, `DefaultModelState.prepare_attn`, whose metadata
 no one reads behind a graph that holds our attention alone, and `add_requests` where there are none, which brings the
-sampler's settings to the GPU in every step. `capture_model` tries the launch. Can go once vLLM keeps what does not change
-from step to step.
+sampler's settings to the GPU in every step. `capture_model` tries the launch, and after `_dummy_run` nothing is kept. Can go
+once vLLM keeps what does not change from step to step.
 """
 
 import copy
@@ -19,7 +19,7 @@ from vllm.config import CUDAGraphMode
 from vllm_fp8ext.compat.mixed_steps import takes_all
 from vllm_fp8ext.compat.plain_engines import is_plain
 from vllm_fp8ext.compat.wrapping import wrap
-from vllm_fp8ext.config import Settings
+from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.kernels.step_inputs import Inputs, Requests, step_inputs
 
 PROCESSORS = 3
@@ -82,6 +82,7 @@ def install() -> None:
 
     wrap(DefaultModelState, "prepare_attn", _describing)
     wrap(GPUModelRunner, "capture_model", _trying)
+    wrap(GPUModelRunner, "_dummy_run", _forgetting)
     wrap(GPUModelRunner, "add_requests", _adding)
     wrap(GPUModelRunner, "prepare_inputs", _preparing)
     wrap(GPUModelRunner, "prepare_attn", _attending)
@@ -106,24 +107,32 @@ def kept(runner: Any) -> Kept | None:
     return found
 
 
+def is_asked(config: Any) -> bool:
+    """Whether an engine of this `VllmConfig` is ours, and its steps may be told by its requests' tokens and pages alone."""
+    return bool(
+        config.model_config.quantization == METHOD
+        and Settings.parse(config.additional_config).kernels.takes_steady_steps
+        and config.parallel_config.tensor_parallel_size == 1
+        and is_plain(config)
+        and config.kv_transfer_config is None
+        and config.model_config.rswa_window is None
+    )
+
+
 def is_taken(runner: Any) -> bool:
-    """Of engines whose steps are told by their requests' tokens and pages alone."""
+    """Of engines whose steps are told so."""
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-    config, tables, state = runner.vllm_config, runner.block_tables, runner.model_state
+    tables, state = runner.block_tables, runner.model_state
     return bool(
-        Settings.parse(config.additional_config).kernels.takes_steady_steps
-        and config.parallel_config.tensor_parallel_size == 1
+        is_asked(runner.vllm_config)
         and tables.num_kv_cache_groups == 1
         and tables.cp_size == 1
         and all(tables._slot_mapping_enabled)
         and type(state) is DefaultModelState
         and state.rope_state is None
         and state.num_new_sampled_tokens_per_step == 1
-        and is_plain(config)
         and runner.fast_prefill is None
-        and config.kv_transfer_config is None
-        and config.model_config.rswa_window is None
         and len(runner.sampler.logits_processors) == PROCESSORS
     )
 
@@ -160,6 +169,16 @@ def _trying(original: Any) -> Any:
         return taken
 
     return capture_model
+
+
+def _forgetting(original: Any) -> Any:
+    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        last: Kept | None = getattr(self, _KEPT, None)
+        if last is not None:
+            last.drop()
+        return original(self, *args, **kwargs)
+
+    return _dummy_run
 
 
 def _adding(original: Any) -> Any:
