@@ -22,20 +22,22 @@ def told(
         for mode in wave:
             environment = dict(os.environ)
             if own_kernels:
-                kernels = folder / f"{mode}-kernels"
-                if mode != modes[0]:
-                    shutil.copytree(folder / f"{modes[0]}-kernels", kernels)
-                environment["DG_JIT_CACHE_DIR"] = str(kernels)
+                environment["DG_JIT_CACHE_DIR"] = str(_kernels(folder, mode, modes[0]))
             line = [sys.executable, "-P", str(Path(__file__).with_name(name)), mode, str(model)]
+            line.append(str(folder / f"{mode}.json"))
             with (folder / f"{mode}.log").open("w") as log:
-                running.append(
-                    subprocess.Popen(
-                        [*line, str(folder / f"{mode}.json")], stdout=log, stderr=log, env=environment
-                    )
-                )
+                running.append(subprocess.Popen(line, stdout=log, stderr=log, env=environment))
         for process, mode in zip(running, wave, strict=True):
             assert process.wait(900) == 0, (folder / f"{mode}.log").read_text()[-4000:]
     return [json.loads((folder / f"{mode}.json").read_text()) for mode in modes]
+
+
+def _kernels(folder: Path, mode: str, first: str) -> Path:
+    """The folder of one mode's kernels, with all those of the first mode."""
+    kernels = folder / f"{mode}-kernels"
+    if mode != first:
+        shutil.copytree(folder / f"{first}-kernels", kernels)
+    return kernels
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -678,6 +678,11 @@ INTERFACES: tuple[Interface, ...] = (
     ),
     Interface(
         module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner._dummy_run",
+        why="prepare steps of the same requests by one launch",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.model_runner",
         name="GPUModelRunner.capture_model",
         parameters=("profile_only",),
         why="sample in CUDA graphs",
@@ -736,6 +741,17 @@ INTERFACES: tuple[Interface, ...] = (
         module="vllm.compilation.cudagraph_pool",
         name="capture_pool",
         parameters=("pool", "vllm_config"),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.distributed.parallel_state",
+        name="graph_capture",
+        parameters=("device",),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.utils.gc_utils",
+        name="freeze_gc_for_cudagraph_capture",
         why="sample in CUDA graphs",
     ),
     Interface(

@@ -148,24 +148,25 @@ def _capturing(original: Any) -> Any:
         taken: int = original(self, profile_only=profile_only)
         if profile_only:
             return taken + (_bytes(self) if steady_steps.is_asked(self.vllm_config) else 0)
-        if _is_taken(self):
-            free = torch.cuda.mem_get_info()[0]
-            try:
-                samplers = _captured(self)
-            except Exception as error:  # out of memory, or logits that no graph can hold
-                logger.warning("blockfp8: steps are sampled without CUDA graphs: %s", error)
-                return taken
-            used = free - torch.cuda.mem_get_info()[0]
-            setattr(self.cudagraph_manager, _SAMPLERS, samplers)
-            if samplers.graphs:
-                most, taking = max(rows for rows, _ in samplers.graphs), used / (1 << 30)
-                log_once(
-                    f"blockfp8: steps that decode up to {most} requests sample in CUDA graphs ({taking:.2f} GiB)"
-                )
-            taken += used
-        return taken
+        return taken + (_capture(self) if _is_taken(self) else 0)
 
     return capture_model
+
+
+def _capture(runner: Any) -> int:
+    """Have the graphs beside the model's; the bytes that they take."""
+    free = torch.cuda.mem_get_info()[0]
+    try:
+        samplers = _captured(runner)
+    except Exception as error:  # out of memory, or logits that no graph can hold
+        logger.warning("blockfp8: steps are sampled without CUDA graphs: %s", error)
+        return 0
+    taken: int = free - torch.cuda.mem_get_info()[0]
+    setattr(runner.cudagraph_manager, _SAMPLERS, samplers)
+    if samplers.graphs:
+        most, gib = max(rows for rows, _ in samplers.graphs), taken / (1 << 30)
+        log_once(f"blockfp8: steps that decode up to {most} requests sample in CUDA graphs ({gib:.2f} GiB)")
+    return taken
 
 
 def _sampling(original: Any) -> Any:
