@@ -2,14 +2,18 @@
 """Which steps are sampled by a CUDA graph, and what it is given. That it samples what vLLM does, `tests/gpu` shows."""
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from vllm_fp8ext.compat import sampled_graphs, steady_steps
 
@@ -46,9 +50,12 @@ class Runner:
                 vocab_size=VOCABULARY,
                 top_k=SimpleNamespace(np=np.full(PLACES, VOCABULARY)),
                 top_p=SimpleNamespace(np=np.ones(PLACES)),
-                temperature=SimpleNamespace(gpu=torch.rand(PLACES)),
+                min_p=SimpleNamespace(np=np.full(PLACES, 0.1)),
+                temperature=SimpleNamespace(gpu=torch.rand(PLACES), np=np.ones(PLACES)),
                 seeds=SimpleNamespace(gpu=torch.arange(PLACES) + 100),
             ),
+            logits_processors=["bias", "penalties", "words"],
+            thinking_budget_state="budget",
             get_logprobs_dims=self._dims,
             logprob_token_ids_state=SimpleNamespace(num_token_ids=SimpleNamespace(np=np.full(PLACES, 2))),
         )
@@ -170,12 +177,61 @@ def test_the_settings_of_others_do_not_matter() -> None:
     assert runner.sample(batch(2, 4, rows=2)) != "vllm"
 
 
+class Processor:
+    """Changes logits of requests with a penalty."""
+
+    def add_request(self, place: int, params: SamplingParams) -> bool:
+        return params.presence_penalty != 0
+
+
+@pytest.mark.parametrize(
+    ("params", "needed", "sampled"),
+    [
+        ({"temperature": 1.0}, False, True),
+        ({"temperature": 0.0}, False, True),
+        ({"temperature": 0.7}, True, True),
+        ({"temperature": 0.7, "top_k": 5}, True, False),
+        ({"temperature": 0.7, "top_p": 0.9}, True, False),
+        ({"temperature": 0.7, "min_p": 0.1}, True, False),
+        ({"temperature": 1.0, "min_p": 0.1}, True, False),
+        ({"temperature": 0.7, "presence_penalty": 0.5}, True, False),
+        ({"temperature": 1.0, "presence_penalty": 0.5}, True, False),
+        ({"temperature": 0.0, "presence_penalty": 0.5}, True, False),
+    ],
+)
+def test_a_temperature_alone_is_in_the_graph(params: dict[str, Any], needed: bool, sampled: bool) -> None:
+    """Whatever request had the place before; what vLLM is told is as it was."""
+    held = {name: SimpleNamespace(np=np.zeros(PLACES)) for name in ("temperature", "top_p", "min_p", "seeds")}
+    states = SimpleNamespace(
+        **held,
+        vocab_size=VOCABULARY,
+        top_k=SimpleNamespace(np=np.full(PLACES, VOCABULARY)),
+        num_logprobs=np.zeros(PLACES),
+        seeds_set=np.zeros(PLACES, dtype=bool),
+    )
+    ask = sampled_graphs._asking(SamplingStates.add_request)
+    states.add_request = functools.partial(ask, states)
+    sampler: Any = SimpleNamespace(
+        needs_logits_processing=np.zeros(PLACES, dtype=bool),
+        sampling_states=states,
+        thinking_budget_state=SimpleNamespace(add_request=lambda place, params: False),
+        logits_processors=[Processor()],
+        logprob_token_ids_state=SimpleNamespace(add_request=lambda place, params: None),
+        trace_replay_state=None,
+    )
+    add = sampled_graphs._adding(Sampler.add_request)
+    for before in ({"temperature": 0.5}, {"temperature": 0.5, "top_p": 0.9, "presence_penalty": 0.5}):
+        for given in (before, params):
+            add(sampler, 2, SamplingParams(seed=1, **given))
+        assert sampler.needs_logits_processing[2] == needed
+        assert sampled_graphs.scales_alone(sampler, np.array([2])) is sampled
+
+
 def test_what_is_captured_reads_what_stays_where_it_is() -> None:
     """And the settings of the first place are as they were when it is done, whatever happens."""
     runner = Runner()
     states = runner.sampler.sampling_states
     states.num_logprobs = np.full(PLACES, 9)
-    runner.sampler.needs_logits_processing[:] = True
     states.top_k.np[:], states.top_p.np[:] = 3, 0.5
     given = [holder.gpu for holder in (states.temperature, states.seeds, runner.req_states.prefill_len)]
     for logprobs in sampled_graphs.LOGPROBS:
@@ -183,14 +239,24 @@ def test_what_is_captured_reads_what_stays_where_it_is() -> None:
             contextlib.suppress(RuntimeError),
             sampled_graphs._settings(runner, runner.samplers, logprobs),
         ):
-            assert sampled_graphs.leaves_logits(runner.sampler, np.zeros(4, dtype=np.intp))
+            assert runner.sampler.needs_logits_processing[0]
+            assert states.temperature.np[0] not in (0, 1)
+            assert states.min_p.np[0] == 0
+            assert states.top_k.np[0] == VOCABULARY
+            assert states.top_p.np[0] == 1
+            assert runner.sampler.logits_processors == []
+            runner.sampler.thinking_budget_state.apply(None, None)
             assert states.num_logprobs[0] == (-1 if logprobs is None else logprobs)
             assert runner.sampler.logprob_token_ids_state.num_token_ids.np[0] == 0
             assert states.temperature.gpu is runner.samplers.temperature_S
             assert states.seeds.gpu is runner.samplers.seeds_S
             assert runner.req_states.prefill_len.gpu is runner.samplers.prompts_S
             raise RuntimeError
-    assert runner.sampler.needs_logits_processing.all()
+    assert not runner.sampler.needs_logits_processing.any()
+    assert states.temperature.np.tolist() == [1] * PLACES
+    assert states.min_p.np.tolist() == [0.1] * PLACES
+    assert runner.sampler.logits_processors == ["bias", "penalties", "words"]
+    assert runner.sampler.thinking_budget_state == "budget"
     assert runner.sampler.logprob_token_ids_state.num_token_ids.np.tolist() == [2] * PLACES
     assert states.num_logprobs.tolist() == [9] * PLACES
     assert states.top_k.np.tolist() == [3] * PLACES
@@ -219,11 +285,11 @@ def test_graphs_that_only_measure_memory_have_none_beside_them(monkeypatch: pyte
     """But the memory is told that they will take."""
     runner: Any = SimpleNamespace(vllm_config=None, max_num_reqs=9, vocab_size=1000, dtype=torch.bfloat16)
     capture = sampled_graphs._capturing(lambda self, *, profile_only: 7)
-    for asked, more in ((False, 0), (True, 18_000 + sampled_graphs.OTHER_BYTES)):
+    for asked, more in ((False, 0), (True, 54_000 + sampled_graphs.OTHER_BYTES)):
         monkeypatch.setattr(steady_steps, "is_asked", lambda config, asked=asked: asked)
         assert capture(runner, profile_only=True) == 7 + more
     runner.max_num_reqs = 1024
-    assert capture(runner, profile_only=True) == 7 + 512_000 + sampled_graphs.OTHER_BYTES
+    assert capture(runner, profile_only=True) == 7 + 1_536_000 + sampled_graphs.OTHER_BYTES
     setattr(runner, steady_steps._KEPT, None)
     runner.sampler, runner.cudagraph_manager = None, SimpleNamespace()
     assert capture(runner) == 7

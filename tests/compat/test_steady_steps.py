@@ -17,6 +17,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from vllm_fp8ext.compat import mixed_steps, sampled_graphs, steady_steps
 
@@ -328,7 +330,12 @@ def test_both_are_around_what_captures_graphs(monkeypatch: pytest.MonkeyPatch) -
     names = "capture_model", "_dummy_run", "add_requests", "prepare_inputs", "prepare_attn", "sample"
     for name in names:
         monkeypatch.setattr(GPUModelRunner, name, lambda *_, **__: 3)
-    monkeypatch.setattr(DefaultModelState, "prepare_attn", DefaultModelState.prepare_attn)
+    for owner, name in (
+        (DefaultModelState, "prepare_attn"),
+        (Sampler, "add_request"),
+        (SamplingStates, "add_request"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     for _ in range(2):
         steady_steps.install()
         sampled_graphs.install()

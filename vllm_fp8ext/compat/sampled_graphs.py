@@ -2,9 +2,10 @@
 """Samples the tokens of a step that decodes by one CUDA graph: to launch the output layer and vLLM's sampler takes the host
 as long as a small model's step takes the GPU.
 
-Replaces `GPUModelRunner.sample` for steps whose requests leave logits as they are (greedy or with temperature 1, without
-penalties, masks and structured outputs), with none, one or two log-probabilities a token; what the graph holds is vLLM's own.
-And `capture_model`, after which it is captured. Can go once vLLM's graphs of steps that decode sample.
+Replaces `GPUModelRunner.sample` for steps whose requests change logits by their temperature alone (without penalties, masks
+and structured outputs), with none, one or two log-probabilities a token; what the graph holds is vLLM's own. And
+`capture_model`, after which it is captured, and both `add_request` of the sampler, which tell of such requests. Can go once
+vLLM's graphs of steps that decode sample.
 """
 
 import contextlib
@@ -25,12 +26,17 @@ logger = logging.getLogger("vllm.fp8ext")
 
 LOGPROBS = None, 0, 1
 """Of each token, beside its own: what trainers ask for."""
+SOME_TEMPERATURE = 0.5
+"""Any for which vLLM launches what scales logits; it reads those of requests."""
 REQUESTS = 256
 """Most of a step, by choice: with more the GPU takes longer than the host."""
 OTHER_BYTES = 64 << 20
 """Of graphs, beside their logits: cuBLAS's workspace, and what they are themselves."""
 _SAMPLERS = "fp8ext_samplers"
 """What is kept with a `ModelCudaGraphManager`, whose graphs they follow: `Samplers`, once they are captured."""
+_SCALED, _ALONE = "fp8ext_scaled", "fp8ext_alone"
+"""What is kept with a `Sampler`: for each place whether its request changes logits by its temperature alone. And with its
+`SamplingStates`: whether the one that was added last asks them for no more."""
 
 
 class _Graph(NamedTuple):
@@ -71,7 +77,7 @@ class Samplers:
         """Other requests came: find their graph, and bring what it reads."""
         self._places, self._chosen = batch.idx_mapping, None
         sampler = runner.sampler
-        if not leaves_logits(sampler, batch.idx_mapping_np):
+        if not scales_alone(sampler, batch.idx_mapping_np):
             return
         counts = sampler.get_logprobs_dims(batch.idx_mapping_np)
         if counts is not None and counts[1]:
@@ -90,16 +96,20 @@ class Samplers:
 def install() -> None:
     """Have the engines that were configured for it sample so. Idempotent."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
 
+    wrap(SamplingStates, "add_request", _asking)
+    wrap(Sampler, "add_request", _adding)
     wrap(GPUModelRunner, "capture_model", _capturing)
     wrap(GPUModelRunner, "sample", _sampling)
 
 
-def leaves_logits(sampler: Any, places: Any) -> bool:
-    """Whether tokens of the requests there are sampled from what the model says, as it says it."""
+def scales_alone(sampler: Any, places: Any) -> bool:
+    """Whether tokens of the requests there are sampled from what the model says, at a temperature."""
     states = sampler.sampling_states
     return bool(
-        not sampler.needs_logits_processing[places].any()
+        not (sampler.needs_logits_processing[places] & ~_scaled(sampler)[places]).any()
         and (states.top_k.np[places] == states.vocab_size).all()
         and (states.top_p.np[places] == 1.0).all()
     )
@@ -123,6 +133,33 @@ def first_rows(sampled: Any, count: int) -> Any:
     )
 
 
+def _scaled(sampler: Any) -> Any:
+    if not hasattr(sampler, _SCALED):
+        setattr(sampler, _SCALED, np.zeros_like(sampler.needs_logits_processing))
+    return getattr(sampler, _SCALED)
+
+
+def _asking(original: Any) -> Any:
+    def add_request(self: Any, place: int, params: Any) -> bool:
+        """Nothing is asked of logits here that a temperature alone asks."""
+        needs: bool = original(self, place, params)
+        masks = self.min_p.np[place] or self.top_k.np[place] != self.vocab_size or self.top_p.np[place] != 1.0
+        setattr(self, _ALONE, bool(needs and not masks))
+        return bool(needs and masks)
+
+    return add_request
+
+
+def _adding(original: Any) -> Any:
+    def add_request(self: Any, place: int, params: Any) -> None:
+        original(self, place, params)
+        needs, alone = self.needs_logits_processing, getattr(self.sampling_states, _ALONE)
+        _scaled(self)[place] = alone and not needs[place]
+        needs[place] |= alone
+
+    return add_request
+
+
 def _is_taken(runner: Any) -> bool:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -138,9 +175,9 @@ def _is_taken(runner: Any) -> bool:
 
 
 def _bytes(runner: Any) -> int:
-    """About what the graphs will take, for which the KV cache leaves room."""
+    """About what the graphs will take, for which the KV cache leaves room: logits, also in FP32, which are scaled."""
     rows = min(REQUESTS, runner.max_num_reqs)
-    return int(rows * runner.vocab_size * runner.dtype.itemsize) + OTHER_BYTES
+    return int(rows * runner.vocab_size * (runner.dtype.itemsize + 4)) + OTHER_BYTES
 
 
 def _capturing(original: Any) -> Any:
@@ -219,34 +256,45 @@ def _captured(runner: Any) -> Samplers:
 
 @contextlib.contextmanager
 def _settings(runner: Any, samplers: Samplers, logprobs: int | None) -> Iterator[None]:
-    """The first place is of a request that leaves logits as they are; what the sampler reads on the GPU is what stays where
-    it is: vLLM's own buffers take turns."""
+    """The first place is of a request that changes logits by its temperature; what the sampler reads on the GPU is what stays
+    where it is: vLLM's own buffers take turns. What else could change logits is not there."""
     from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
     sampler = runner.sampler
     states = sampler.sampling_states
     values = [
-        (sampler.needs_logits_processing, False),
+        (sampler.needs_logits_processing, True),
+        (states.temperature.np, SOME_TEMPERATURE),
+        (states.min_p.np, 0.0),
         (states.top_k.np, states.vocab_size),
         (states.top_p.np, 1.0),
         (states.num_logprobs, NO_LOGPROBS if logprobs is None else logprobs),
         (sampler.logprob_token_ids_state.num_token_ids.np, 0),
     ]
     before = [array[0] for array, _ in values]
-    buffers = [
-        (states.temperature, samplers.temperature_S),
-        (states.seeds, samplers.seeds_S),
-        (runner.req_states.prefill_len, samplers.prompts_S),
+    attributes = [
+        (states.temperature, "gpu", samplers.temperature_S),
+        (states.seeds, "gpu", samplers.seeds_S),
+        (runner.req_states.prefill_len, "gpu", samplers.prompts_S),
+        (sampler, "logits_processors", []),
+        (sampler, "thinking_budget_state", _Nothing()),
     ]
-    given = [holder.gpu for holder, _ in buffers]
+    given = [getattr(holder, name) for holder, name, _ in attributes]
     try:
         for array, value in values:
             array[0] = value
-        for holder, steady in buffers:
-            holder.gpu = steady
+        for holder, name, steady in attributes:
+            setattr(holder, name, steady)
         yield
     finally:
         for (array, _), value in zip(values, before, strict=True):
             array[0] = value
-        for (holder, _), old in zip(buffers, given, strict=True):
-            holder.gpu = old
+        for (holder, name, _), old in zip(attributes, given, strict=True):
+            setattr(holder, name, old)
+
+
+class _Nothing:
+    """In place of a state that may change logits."""
+
+    def apply(self, *_: Any) -> None:
+        pass
