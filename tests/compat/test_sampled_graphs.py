@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,9 +63,9 @@ class Runner:
         self.tokens_of_others = 0
         self.samplers = sampled_graphs.Samplers(PLACES, torch.device("cpu"))
         for rows in (2, 4):
-            for logprobs in sampled_graphs.LOGPROBS:
+            for logprobs, scaled in itertools.product(sampled_graphs.LOGPROBS, (False, True)):
                 graph: Any = Graph(self)
-                self.samplers.graphs[rows, logprobs] = sampled_graphs._Graph(
+                self.samplers.graphs[rows, logprobs, scaled] = sampled_graphs._Graph(
                     graph, output(rows, logprobs), None
                 )
         self.cudagraph_manager = SimpleNamespace(**{sampled_graphs._SAMPLERS: self.samplers})
@@ -83,7 +84,7 @@ class Runner:
         self.kept.batch = batch
         return sampled_graphs._sampling(lambda *_: "vllm")(self, None, batch, grammar)
 
-    def replays(self) -> dict[tuple[int, int | None], int]:
+    def replays(self) -> dict[tuple[int, int | None, bool], int]:
         found: Any = {key: captured.graph for key, captured in self.samplers.graphs.items()}
         return {key: graph.replays for key, graph in found.items() if graph.replays}
 
@@ -107,12 +108,15 @@ def batch(*places: int, rows: int = 4) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("logprobs", sampled_graphs.LOGPROBS)
-def test_a_graph_samples_as_many_rows_as_there_are_requests(logprobs: int | None) -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_graph_samples_as_many_rows_as_there_are_requests(logprobs: int | None, scaled: bool) -> None:
     runner = Runner()
     runner.counts[5] = -1 if logprobs is None else logprobs
+    if scaled:  # one of them has a temperature
+        runner.sampler.needs_logits_processing[1] = sampled_graphs._scaled(runner.sampler)[1] = True
     step = batch(3, 5, 1)
     sampled, counts, rejected = runner.sample(step)
-    assert runner.replays() == {(4, logprobs): 1}
+    assert runner.replays() == {(4, logprobs, scaled): 1}
     assert sampled.sampled_token_ids.tolist() == [[0], [1], [2]]
     assert counts.tolist() == [1, 1, 1]
     assert rejected.tolist() == [0, 0, 0]
@@ -137,7 +141,7 @@ def test_settings_are_looked_at_when_other_requests_come() -> None:
         step.idx_mapping = first_places
         assert runner.sample(step) != "vllm"
         runner.sampler.needs_logits_processing[:] = True  # which only requests that come change
-    assert runner.replays() == {(2, None): 3}
+    assert runner.replays() == {(2, None, False): 3}
     assert runner.sample(batch(0, 1, rows=2)) == "vllm"
     runner.sampler.needs_logits_processing[:] = False
     runner.sampler.sampling_states.seeds.gpu = torch.arange(PLACES) + 200
@@ -234,12 +238,12 @@ def test_what_is_captured_reads_what_stays_where_it_is() -> None:
     states.num_logprobs = np.full(PLACES, 9)
     states.top_k.np[:], states.top_p.np[:] = 3, 0.5
     given = [holder.gpu for holder in (states.temperature, states.seeds, runner.req_states.prefill_len)]
-    for logprobs in sampled_graphs.LOGPROBS:
+    for logprobs, scaled in itertools.product(sampled_graphs.LOGPROBS, (False, True)):
         with (
             contextlib.suppress(RuntimeError),
-            sampled_graphs._settings(runner, runner.samplers, logprobs),
+            sampled_graphs._settings(runner, runner.samplers, logprobs, scaled=scaled),
         ):
-            assert runner.sampler.needs_logits_processing[0]
+            assert runner.sampler.needs_logits_processing[0] == scaled
             assert states.temperature.np[0] not in (0, 1)
             assert states.min_p.np[0] == 0
             assert states.top_k.np[0] == VOCABULARY

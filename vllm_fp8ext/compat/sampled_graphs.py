@@ -10,6 +10,7 @@ vLLM's graphs of steps that decode sample.
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -48,14 +49,15 @@ class _Graph(NamedTuple):
 
 
 class Samplers:
-    """Graphs by number of rows and log-probabilities, and what they read of `S` requests beside the model's outputs."""
+    """Graphs by number of rows, log-probabilities and whether logits are scaled by temperatures, and what they read of `S`
+    requests beside the model's outputs."""
 
     def __init__(self, requests: int, device: torch.device) -> None:
         self.places_R = torch.zeros(requests, dtype=torch.int64, device=device)
         self.temperature_S = torch.zeros(requests, device=device)
         self.seeds_S = torch.zeros(requests, dtype=torch.int64, device=device)
         self.prompts_S = torch.zeros(requests, dtype=torch.int32, device=device)
-        self.graphs: dict[tuple[int, int | None], _Graph] = {}
+        self.graphs: dict[tuple[int, int | None, bool], _Graph] = {}
         self._places: Tensor | None = None
         """Of the requests whose settings these tensors hold."""
         self._chosen: _Graph | None = None
@@ -82,7 +84,8 @@ class Samplers:
         counts = sampler.get_logprobs_dims(batch.idx_mapping_np)
         if counts is not None and counts[1]:
             return
-        captured = self.graphs.get((batch.num_tokens_after_padding, counts and counts[0]))
+        scaled = bool(sampler.needs_logits_processing[batch.idx_mapping_np].any())
+        captured = self.graphs.get((batch.num_tokens_after_padding, counts and counts[0], scaled))
         if captured is None:
             return
         states = sampler.sampling_states
@@ -201,7 +204,7 @@ def _capture(runner: Any) -> int:
     taken: int = free - torch.cuda.mem_get_info()[0]
     setattr(runner.cudagraph_manager, _SAMPLERS, samplers)
     if samplers.graphs:
-        most, gib = max(rows for rows, _ in samplers.graphs), taken / (1 << 30)
+        most, gib = max(rows for rows, *_ in samplers.graphs), taken / (1 << 30)
         log_once(f"blockfp8: steps that decode up to {most} requests sample in CUDA graphs ({gib:.2f} GiB)")
     return taken
 
@@ -241,8 +244,8 @@ def _captured(runner: Any) -> Samplers:
                 expanded_idx_mapping=places,
                 idx_mapping_np=np.zeros(count, dtype=np.intp),  # whose settings are given
             )
-            for logprobs in LOGPROBS:
-                with _settings(runner, samplers, logprobs):
+            for logprobs, scaled in itertools.product(LOGPROBS, (False, True)):
+                with _settings(runner, samplers, logprobs, scaled=scaled):
                     runner.sample(manager.hidden_states[:count], batch, None)
                     graph = torch.cuda.CUDAGraph()
                     with (
@@ -250,20 +253,21 @@ def _captured(runner: Any) -> Samplers:
                         torch.cuda.graph(graph, pool, stream=where.stream),
                     ):
                         sampled, _, _ = runner.sample(manager.hidden_states[:count], batch, None)
-                samplers.graphs[count, logprobs] = _Graph(graph, sampled, batch)
+                samplers.graphs[count, logprobs, scaled] = _Graph(graph, sampled, batch)
     return samplers
 
 
 @contextlib.contextmanager
-def _settings(runner: Any, samplers: Samplers, logprobs: int | None) -> Iterator[None]:
-    """The first place is of a request that changes logits by its temperature; what the sampler reads on the GPU is what stays
-    where it is: vLLM's own buffers take turns. What else could change logits is not there."""
+def _settings(runner: Any, samplers: Samplers, logprobs: int | None, *, scaled: bool) -> Iterator[None]:
+    """The first place is of a request that leaves logits as they are, or is `scaled`: changes them by its temperature; what
+    the sampler reads on the GPU is what stays where it is: vLLM's own buffers take turns. What else could change logits is
+    not there."""
     from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
     sampler = runner.sampler
     states = sampler.sampling_states
     values = [
-        (sampler.needs_logits_processing, True),
+        (sampler.needs_logits_processing, scaled),
         (states.temperature.np, SOME_TEMPERATURE),
         (states.min_p.np, 0.0),
         (states.top_k.np, states.vocab_size),
