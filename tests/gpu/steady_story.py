@@ -41,6 +41,9 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "logprobs": 4},
     {"temperature": 1.0, "presence_penalty": 0.5},
     {"temperature": 0.0, "min_tokens": 5},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 20},
 )
 
 

@@ -19,13 +19,13 @@ def test_they_answer_as_vllm_does(tmp_path: Path) -> None:
     stories = told("steady_story.py", modes, tmp_path / "model", tmp_path, own_kernels=True)
     steady, early, unsampled, plain = stories
     assert plain["followed"] == plain["sampled"] == 0
-    alike = 27 * 8
+    alike = 27 * 11
     assert unsampled["sampled"] == 0
     assert unsampled["alike"]["followed"] == steady["alike"]["followed"]
     assert unsampled["answers"] == plain["answers"], "graphs that can't be captured"
     for one in (steady, early):
-        assert one["alike"]["followed"] > 0.9 * 5 * 8 * 38, "all but the first of each"
-        assert one["alike"]["sampled"] > 0.9 * 5 * 5 * 38, "five ways of eight"
+        assert one["alike"]["followed"] > 0.9 * 5 * 11 * 38, "all but the first of each"
+        assert one["alike"]["sampled"] > 0.9 * 5 * 5 * 38, "five ways of eleven"
         assert one["followed"] > one["alike"]["followed"]
         assert len(one["answers"]) in (alike + 31, alike + 32), "but the one that was aborted"
         assert one["preempted"] > 0

@@ -313,6 +313,24 @@ INTERFACES: tuple[Interface, ...] = (
         why="compile the kernel for log-probabilities before the server is ready",
     ),
     Interface(
+        module="vllm.v1.sample.ops.topk_topp_sampler",
+        name="register_top_k_top_p_warmups",
+        parameters=(),
+        why="compile what masks logits before the server is ready",
+    ),
+    Interface(
+        module="vllm.model_executor.warmup.jit_warmup",
+        name="JitWarmupRegistry",
+        parameters=("vllm_config",),
+        why="compile what masks logits before the server is ready",
+    ),
+    Interface(
+        module="vllm.model_executor.warmup.jit_warmup",
+        name="VllmJitKernel.compile_many",
+        parameters=("compile_keys",),
+        why="compile what masks logits before the server is ready",
+    ),
+    Interface(
         module="vllm.v1.worker.gpu.sample.logprob",
         name="compute_token_logprobs",
         parameters=("logits", "token_ids"),
@@ -729,6 +747,18 @@ INTERFACES: tuple[Interface, ...] = (
         module="vllm.v1.worker.gpu.sample.states",
         name="SamplingStates",
         parameters=("max_num_reqs", "vocab_size"),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.sample.states",
+        name="SamplingStates.add_request",
+        parameters=("req_idx", "sampling_params"),
+        why="sample in CUDA graphs",
+    ),
+    Interface(
+        module="vllm.v1.worker.gpu.sample.sampler",
+        name="Sampler.add_request",
+        parameters=("req_idx", "sampling_params"),
         why="sample in CUDA graphs",
     ),
     Interface(

@@ -13,12 +13,14 @@ from typing import TypeAlias
 import torch
 import vllm.envs as envs
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
 from vllm_fp8ext.compat.deep_gemm_compile import compile_ahead
 from vllm_fp8ext.compat.deep_gemm_sizes import Sizes
 from vllm_fp8ext.compat.expert_warmup import expert_layers, expert_sizes, run_experts
 from vllm_fp8ext.compat.gemm import triton_sizes
+from vllm_fp8ext.compat.mask_warmup import warm_up_masks
 from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers, warm_up_together
 from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
@@ -35,9 +37,10 @@ Layers: TypeAlias = dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]
 
 
 @torch.inference_mode()
-def warm_up(model: nn.Module, max_tokens: int) -> None:
+def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None) -> None:
     """Run each kernel once for every shape of weight in `model`, of one served model or several, for up to `max_tokens`;
-    machine code is compiled on all cores first, DeepGEMM's in processes beside this one while it makes all others."""
+    machine code is compiled on all cores first, DeepGEMM's in processes beside this one while it makes all others, with a
+    `sampler` also what masks its logits."""
     start = time.perf_counter()
     layers: Layers = {}
     for module in model.modules():
@@ -57,6 +60,8 @@ def warm_up(model: nn.Module, max_tokens: int) -> None:
         formats |= {method.scale_format for _, method, _ in experts}
         for scale_format in formats or {"fp32"}:
             warm_up_together(device, scale_format)
+        if sampler is not None:
+            warm_up_masks(sampler)
         ahead.result()
     for layer, method in layers.values():
         _multiply(layer, method, max_tokens)

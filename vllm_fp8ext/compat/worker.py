@@ -77,7 +77,8 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         if settings.kernels.takes_steady_steps:
             steady_steps.install()
             sampled_graphs.install()
-        warm_up(_models(runner), _most_tokens(settings, config))
+        samples = worker.use_v2_model_runner and runner.is_last_pp_rank and not runner.is_pooling_model
+        warm_up(_models(runner), _most_tokens(settings, config), config if samples else None)
     return result
 
 
