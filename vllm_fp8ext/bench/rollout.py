@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _together(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Generator[Engines]:
-    """Engines beside each other, all of them ready; those that lend memory begin one after the other."""
+    """Engines beside each other, all of them ready; those that lend memory begin one after the other, ours first."""
     profile, lends = options.profile is not None, options.lend
     with contextlib.ExitStack() as stack:
         engines: Engines = {}
@@ -96,7 +96,9 @@ def _together(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> G
             arguments = _arguments(kind, options)
             engine = Engine(folder, str(kind), arguments, profile=profile, held=lends, lends=lends)
             engines[kind] = stack.enter_context(contextlib.closing(engine))
-        for engine in engines.values():
+        # ours compiles DeepGEMM's kernels by many processes, stock one after the other what it does not find
+        for kind in sorted(engines, key=lambda kind: kind.variant != "blockfp8"):
+            engine = engines[kind]
             if lends:
                 engine.begin()
             console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
