@@ -105,8 +105,8 @@ class KernelSettings(BaseModel):
     reach, which are broken there."""
 
     steady_steps: bool = True
-    """A step of the requests of the step before, each with one new token, is prepared by one launch, and where they leave
-    logits as they are its tokens are sampled in a CUDA graph."""
+    """A step of the requests of the step before, each with one new token, is prepared by one launch, and where they change
+    logits by no more than their temperature its tokens are sampled in a CUDA graph."""
 
     held_slots: bool = True
     """The scheduler is answered at once for requests that hold a slot for their next token: the KV cache is not asked."""

@@ -132,6 +132,7 @@ def test_weights_of_a_layer() -> None:
     assert of(config("1.7B", **EXPERTS)) == attention + 3 * 2048 * 8 * 768
     shared = config("1.7B", **EXPERTS, shared_expert_intermediate_size=512)
     assert of(shared) == attention + 3 * 2048 * (8 * 768 + 512)
+    assert of(config("1.7B", **EXPERTS, n_shared_experts=2)) == attention + 3 * 2048 * 10 * 768
     assert of(config("1.7B", num_experts_per_tok=2)) is None
     unknown = config("1.7B")
     del unknown.model_config.hf_text_config.num_attention_heads

@@ -59,7 +59,9 @@ def layer_weights(config: Any) -> int | None:
         attention = 2 * (heads + model.num_key_value_heads) * size
         wide = model.intermediate_size
         if chosen := getattr(model, "num_experts_per_tok", None):
+            # one that is as wide as they say, or some that are as wide as the others
             shared = getattr(model, "shared_expert_intermediate_size", None) or 0
+            chosen += getattr(model, "n_shared_experts", None) or 0
             wide = chosen * model.moe_intermediate_size + shared
         return int(hidden * (attention + 3 * wide) // config.parallel_config.tensor_parallel_size)
     # not one number for all layers, or none
