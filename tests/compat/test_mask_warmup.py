@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.model_executor.warmup.jit_warmup_triton_helper import TritonCompileKey, TritonWarmupTensor
 from vllm.v1.sample.ops import topk_topp_sampler
 
 from vllm_fp8ext.compat.mask_warmup import warm_up_masks
+from vllm_fp8ext.kernels.launch import compiled_as
 
 
 class Kernel:
@@ -31,10 +33,11 @@ class Kernel:
         self.compiled += [(self.name, dict(key.inputs)["logits"].stride(0)) for key in keys]
 
 
-@pytest.mark.parametrize(("vocabulary", "stride"), [(151936, 16), (50257, 2), (50258, 2)])
+@pytest.mark.parametrize(("vocabulary", "strides"), [(151936, [16]), (50257, [16, 2]), (50258, [16, 2])])
 def test_the_kernels_that_vllm_registers_are_compiled_for_rows_of_this_vocabulary(
-    vocabulary: int, stride: int, monkeypatch: pytest.MonkeyPatch
+    vocabulary: int, strides: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And for a lone row of a padded one."""
     compiled: list[Any] = []
 
     def register() -> None:
@@ -45,4 +48,8 @@ def test_the_kernels_that_vllm_registers_are_compiled_for_rows_of_this_vocabular
     monkeypatch.setattr(topk_topp_sampler, "register_top_k_top_p_warmups", register)
     config: Any = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: vocabulary))
     warm_up_masks(config)
-    assert compiled == [("both", stride), ("split", stride)]
+    assert compiled == [(name, stride) for name in ("both", "split") for stride in strides]
+    for rows in (1, 2):
+        logits = torch.empty(rows, vocabulary + -vocabulary % 64, dtype=torch.bfloat16)[:, :vocabulary]
+        copied = torch.empty_like(logits, dtype=torch.float32)
+        assert compiled_as(copied.stride(0)) in {compiled_as(stride) for stride in strides}

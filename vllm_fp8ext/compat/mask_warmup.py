@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from vllm_fp8ext.kernels.launch import compiled_as
+from vllm_fp8ext.kernels.launch import ALIGNED, compiled_as
 
 
 def warm_up_masks(config: VllmConfig) -> None:
@@ -28,6 +28,7 @@ def warm_up_masks(config: VllmConfig) -> None:
 
 
 def _lies_so(key: Any, vocabulary: int) -> bool:
-    """Logits that are masked were copied: a row begins where the one before ends. vLLM lists other distances too."""
+    """Logits that are masked were copied: a row begins where the one before ends, and a lone row keeps the distance that it
+    had among logits of a padded vocabulary."""
     stride = dict(key.inputs)["logits"].stride(0)
-    return compiled_as(stride) == compiled_as(vocabulary)
+    return compiled_as(stride) in {compiled_as(vocabulary), compiled_as(ALIGNED)}
