@@ -53,3 +53,20 @@ def test_the_kernels_that_vllm_registers_are_compiled_for_rows_of_this_vocabular
         logits = torch.empty(rows, vocabulary + -vocabulary % 64, dtype=torch.bfloat16)[:, :vocabulary]
         copied = torch.empty_like(logits, dtype=torch.float32)
         assert compiled_as(copied.stride(0)) in {compiled_as(stride) for stride in strides}
+
+
+def test_kernels_that_can_not_be_compiled_are_left_to_requests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Kernel):
+        def compile_many(self, keys: Any) -> None:
+            raise RuntimeError("no assembler")
+
+    def register() -> None:
+        kernel: Any = Broken("both", [])
+        JitWarmupRegistry.register(kernel)
+
+    monkeypatch.setattr(topk_topp_sampler, "register_top_k_top_p_warmups", register)
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 64))
+    warm_up_masks(config)
+    assert "when they are needed: no assembler" in caplog.text
