@@ -113,7 +113,8 @@ def test_a_graph_samples_as_many_rows_as_there_are_requests(logprobs: int | None
     runner = Runner()
     runner.counts[5] = -1 if logprobs is None else logprobs
     if scaled:  # one of them has a temperature
-        runner.sampler.needs_logits_processing[1] = sampled_graphs._scaled(runner.sampler)[1] = True
+        runner.sampler.needs_logits_processing[1] = True
+        sampled_graphs._scaled(runner.sampler.sampling_states)[1] = True
     step = batch(3, 5, 1)
     sampled, counts, rejected = runner.sample(step)
     assert runner.replays() == {(4, logprobs, scaled): 1}

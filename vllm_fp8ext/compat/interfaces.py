@@ -138,6 +138,13 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "compile what masks logits before the server is ready": (
         "vllm.v1.sample.ops.topk_topp_sampler:register_top_k_top_p_warmups",
         "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry(vllm_config)",
+        "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry.activate",
+        "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry._registrations",
+        "vllm.model_executor.warmup.jit_warmup:VllmJitKernel.get_warmup_keys",
+        "vllm.model_executor.warmup.jit_warmup_triton_helper:TritonCompileKey(inputs)",
+        "vllm.v1.worker.gpu_worker:Worker.use_v2_model_runner",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.is_last_pp_rank",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.is_pooling_model",
         "vllm.model_executor.warmup.jit_warmup:VllmJitKernel.compile_many(compile_keys)",
     ),
     "build the twin in the model's memory pool": (
@@ -307,6 +314,9 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "vllm.v1.worker.gpu.sample.states:SamplingStates(max_num_reqs, vocab_size)",
         "vllm.v1.worker.gpu.sample.states:SamplingStates.add_request(req_idx, sampling_params)",
         "vllm.v1.worker.gpu.sample.sampler:Sampler.add_request(req_idx, sampling_params)",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler.needs_logits_processing",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler.logits_processors",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler.thinking_budget_state",
         "vllm.v1.worker.gpu.sample.output:SamplerOutput(sampled_token_ids, logprobs_tensors, num_sampled, num_rejected)",
         "vllm.compilation.cudagraph_pool:capture_pool(pool, vllm_config)",
         "vllm.distributed.parallel_state:graph_capture(device)",

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +36,9 @@ OTHER_BYTES = 64 << 20
 """Of graphs, beside their logits: cuBLAS's workspace, and what they are themselves."""
 _SAMPLERS = "fp8ext_samplers"
 """What is kept with a `ModelCudaGraphManager`, whose graphs they follow: `Samplers`, once they are captured."""
-_SCALED, _ALONE = "fp8ext_scaled", "fp8ext_alone"
-"""What is kept with a `Sampler`: for each place whether its request changes logits by its temperature alone. And with its
-`SamplingStates`: whether the one that was added last asks them for no more."""
+_SCALED = "fp8ext_scaled"
+"""What is kept with a sampler's `SamplingStates`: for each place whether its request changes logits by its temperature
+alone."""
 
 
 class _Graph(NamedTuple):
@@ -112,7 +113,7 @@ def scales_alone(sampler: Any, places: Any) -> bool:
     """Whether tokens of the requests there are sampled from what the model says, at a temperature."""
     states = sampler.sampling_states
     return bool(
-        not (sampler.needs_logits_processing[places] & ~_scaled(sampler)[places]).any()
+        not (sampler.needs_logits_processing[places] & ~_scaled(states)[places]).any()
         and (states.top_k.np[places] == states.vocab_size).all()
         and (states.top_p.np[places] == 1.0).all()
     )
@@ -136,10 +137,10 @@ def first_rows(sampled: Any, count: int) -> Any:
     )
 
 
-def _scaled(sampler: Any) -> Any:
-    if not hasattr(sampler, _SCALED):
-        setattr(sampler, _SCALED, np.zeros_like(sampler.needs_logits_processing))
-    return getattr(sampler, _SCALED)
+def _scaled(states: Any) -> Any:
+    if not hasattr(states, _SCALED):
+        setattr(states, _SCALED, np.zeros(len(states.temperature.np), dtype=bool))
+    return getattr(states, _SCALED)
 
 
 def _asking(original: Any) -> Any:
@@ -147,7 +148,7 @@ def _asking(original: Any) -> Any:
         """Nothing is asked of logits here that a temperature alone asks."""
         needs: bool = original(self, place, params)
         masks = self.min_p.np[place] or self.top_k.np[place] != self.vocab_size or self.top_p.np[place] != 1.0
-        setattr(self, _ALONE, bool(needs and not masks))
+        _scaled(self)[place] = needs and not masks
         return bool(needs and masks)
 
     return add_request
@@ -156,9 +157,8 @@ def _asking(original: Any) -> Any:
 def _adding(original: Any) -> Any:
     def add_request(self: Any, place: int, params: Any) -> None:
         original(self, place, params)
-        needs, alone = self.needs_logits_processing, getattr(self.sampling_states, _ALONE)
-        _scaled(self)[place] = alone and not needs[place]
-        needs[place] |= alone
+        needs, scaled = self.needs_logits_processing, _scaled(self.sampling_states)
+        needs[place], scaled[place] = needs[place] | scaled[place], scaled[place] & ~needs[place]
 
     return add_request
 
@@ -281,7 +281,7 @@ def _settings(runner: Any, samplers: Samplers, logprobs: int | None, *, scaled: 
         (states.seeds, "gpu", samplers.seeds_S),
         (runner.req_states.prefill_len, "gpu", samplers.prompts_S),
         (sampler, "logits_processors", []),
-        (sampler, "thinking_budget_state", _Nothing()),
+        (sampler, "thinking_budget_state", SimpleNamespace(apply=lambda *_: None)),
     ]
     given = [getattr(holder, name) for holder, name, _ in attributes]
     try:
@@ -295,10 +295,3 @@ def _settings(runner: Any, samplers: Samplers, logprobs: int | None, *, scaled: 
             array[0] = value
         for (holder, name, _), old in zip(attributes, given, strict=True):
             setattr(holder, name, old)
-
-
-class _Nothing:
-    """In place of a state that may change logits."""
-
-    def apply(self, *_: Any) -> None:
-        pass

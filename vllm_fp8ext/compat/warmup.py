@@ -39,8 +39,8 @@ Layers: TypeAlias = dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]
 @torch.inference_mode()
 def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None) -> None:
     """Run each kernel once for every shape of weight in `model`, of one served model or several, for up to `max_tokens`;
-    machine code is compiled on all cores first, DeepGEMM's in processes beside this one while it makes all others, with a
-    `sampler` also what masks its logits."""
+    machine code is compiled on all cores first, DeepGEMM's in processes beside this one while it makes all others. `sampler`:
+    of an engine whose masks of logits are compiled too."""
     start = time.perf_counter()
     layers: Layers = {}
     for module in model.modules():
