@@ -23,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blockfp8": {"quantization": "blockfp8"},
 }
 """What vLLM is told, by variant."""
+LENDS = "FP8EXT_BENCH_LENDS"
+"""The environment variable that names the file of engines that lend."""
 
 
 def with_graphs(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,8 +40,9 @@ class EngineError(Fp8ExtError):
 
 class Engine:
     """One engine; `arguments` are those of `vllm.LLM`. With `profile` it tells the times of its kernels instead. One that is
-    `held` touches no GPU before it may `begin`: what it imports takes many seconds, beside another engine's work. One that
-    `lends` has memory for K and V only in its `turn`s."""
+    `held` touches no GPU before it may `begin`: what it imports takes many seconds, beside another engine's work. Engines
+    that lend each other the memory for K and V have it only in their `turn`s; `lends`: a path for a file of theirs, which the
+    one that has it locks."""
 
     def __init__(
         self,
@@ -49,13 +52,11 @@ class Engine:
         *,
         profile: bool = False,
         held: bool = False,
-        lends: bool = False,
+        lends: Path | None = None,
     ):
         context = multiprocessing.get_context("spawn")
         self.name = name
         self._end, there = context.Pipe()
-        if lends:
-            arguments = {**arguments, "enable_sleep_mode": True}
         self._process = context.Process(
             target=_serve, args=(str(checkpoint), dict(arguments), profile, held, lends, there)
         )
@@ -64,7 +65,7 @@ class Engine:
         self._started = time.monotonic()
         self._answered = True
         self._held, self._imported = held, False
-        self._lends = lends
+        self._lends = lends is not None
 
     def imported(self) -> None:
         """Until one that is held waits for nothing but its turn."""
@@ -170,12 +171,21 @@ def in_turn(held: Iterator[Engine]) -> Generator[tuple[Engine, float]]:
 
 
 def _serve(
-    checkpoint: str, arguments: dict[str, Any], profile: bool, held: bool, lends: bool, end: Connection
+    checkpoint: str,
+    arguments: dict[str, Any],
+    profile: bool,
+    held: bool,
+    lends: Path | None,
+    end: Connection,
 ) -> None:
     os.setsid()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function of ours goes to the workers
     if profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if lends:
+        os.environ[LENDS] = str(lends)
+        os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", "3600")  # it waits for others
+        arguments |= {"enable_sleep_mode": True, "worker_cls": "vllm_fp8ext.bench.lending.Worker"}
     import torch
     from vllm import LLM, SamplingParams
 

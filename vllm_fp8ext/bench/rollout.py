@@ -17,6 +17,7 @@ import contextlib
 import json
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -88,19 +89,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _together(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Generator[Engines]:
-    """Engines beside each other, all of them ready; those that lend memory begin one after the other, ours first."""
-    profile, lends = options.profile is not None, options.lend
+    """Engines beside each other, all of them ready."""
     with contextlib.ExitStack() as stack:
+        lends = None
+        if options.lend:
+            lends = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8ext-"))) / "memory"
         engines: Engines = {}
         for kind in kinds:
-            arguments = _arguments(kind, options)
-            engine = Engine(folder, str(kind), arguments, profile=profile, held=lends, lends=lends)
+            arguments, profile = _arguments(kind, options), options.profile is not None
+            engine = Engine(folder, str(kind), arguments, profile=profile, lends=lends)
             engines[kind] = stack.enter_context(contextlib.closing(engine))
-        # ours compiles DeepGEMM's kernels by many processes, stock one after the other what it does not find
-        for kind in sorted(engines, key=lambda kind: kind.variant != "blockfp8"):
-            engine = engines[kind]
-            if lends:
-                engine.begin()
+        for engine in engines.values():
             console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
         yield engines
 
