@@ -22,6 +22,7 @@ TOUCH_VLLM = (
     "vllm_fp8ext.bench.attention",
     "vllm_fp8ext.bench.engines",
     "vllm_fp8ext.bench.experts",
+    "vllm_fp8ext.bench.lending",
     "vllm_fp8ext.bench.rivals",
     "vllm_fp8ext.bench.steady",
 )
