@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and pictures of `docs/performance.md` from the results.
+"""Tables and pictures of `docs/performance.md`, and the tables of engines in `README.md` and `docs/against-fp8_per_block.md`,
+from the results.
 
     python benchmarks/performance_page.py
 
-Writes `docs/images/kernels.svg` and `docs/images/rollout.svg`, and what stands in the page between `<!-- NAME -->` and
+Writes `docs/images/kernels.svg` and `docs/images/rollout.svg`, and what stands in the pages between `<!-- NAME -->` and
 `<!-- /NAME -->`.
 """
 
@@ -22,8 +23,8 @@ from vllm_fp8ext.bench.pages import fill
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "performance.md"
-IMAGES = ROOT / "docs" / "images"
+DOCS = ROOT / "docs"
+IMAGES = DOCS / "images"
 TOKENS = (1, 8, 16, 32, 64)
 DECODE = {
     "blockfp8": "blockfp8, BF16 activations",
@@ -38,6 +39,13 @@ PREFILL = ("blockfp8", "blockfp8_codes", "deep_gemm", "cutlass", "flashinfer")
 PROMPTS = 16
 """Tokens out, of cases that ask for little but the first."""
 ENGINES = {"fp8_per_block": "fp8_per_block", "blockfp8": "blockfp8"}
+MODELS = ("Qwen3-8B", "Qwen3-1.7B", "Qwen3-32B", "Qwen3-30B-A3B")
+CACHES = ("fp8", "auto")
+SHOWN = {
+    "Qwen3-8B": [("Qwen3-8B", cache) for cache in CACHES],
+    "others": [(model, "fp8") for model in MODELS[1:]] + [("Qwen3-30B-A3B", "auto")],
+}
+"""Tables of `README.md`: models and KV caches, in this order."""
 BUSY = ("bf16", "blockfp8")
 """Engines that were profiled."""
 Case = dict[str, Any]
@@ -45,30 +53,41 @@ Cases = list[Case]
 
 
 def main() -> None:
-    kernels = json.loads((RESULTS / "kernels_h200.json").read_text())["cases"]
-    rollout = json.loads((RESULTS / "rollout_h200.json").read_text())["cases"]
-    profile = json.loads((RESULTS / "profile_h200.json").read_text())["cases"]
-    graphs = json.loads((RESULTS / "graph_tokens_h200.json").read_text())["cases"]
-    prompts = json.loads((RESULTS / "whole_graphs_h200.json").read_text())["cases"]
-    steady = json.loads((RESULTS / "steady_h200.json").read_text())["cases"]
-    followed = json.loads((RESULTS / "steady_steps_h200.json").read_text())["cases"]
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
-    _kernels_picture(kernels)
-    rollout = [case for case in rollout if case["output"] != PROMPTS]
-    _rollout_picture(rollout)
-    tables = {
-        "decode": _decode(kernels),
-        "prefill": _prefill(kernels),
-        "weights": _weights(kernels),
-        "fused": _fused(kernels),
-        "rollout": _rollout(rollout),
-        "prompts": _prompts(prompts),
-        "steady": _steady(steady),
-        "graphs": _graphs(graphs),
-        "busy": _busy(profile, rollout),
-        "followed": _followed(followed),
+    _kernels_picture(_cases("kernels"))
+    _rollout_picture(_engine_cases())
+    for page, found in tables().items():
+        fill(page, found)
+
+
+def tables() -> dict[Path, dict[str, str]]:
+    """By page and name."""
+    kernels, rollout = _cases("kernels"), _engine_cases()
+    return {
+        DOCS / "performance.md": {
+            "decode": _decode(kernels),
+            "prefill": _prefill(kernels),
+            "weights": _weights(kernels),
+            "fused": _fused(kernels),
+            "rollout": _rollout(rollout),
+            "prompts": _prompts(_cases("whole_graphs")),
+            "steady": _steady(_cases("steady")),
+            "graphs": _graphs(_cases("graph_tokens")),
+            "busy": _busy(_cases("profile"), rollout),
+            "followed": _followed(_cases("steady_steps")),
+        },
+        ROOT / "README.md": {name: _speeds(rollout, shown) for name, shown in SHOWN.items()},
+        DOCS / "against-fp8_per_block.md": {"ratios": _ratios(rollout)},
     }
-    fill(PAGE, tables)
+
+
+def _cases(name: str) -> Cases:
+    cases: Cases = json.loads((RESULTS / f"{name}_h200.json").read_text())["cases"]
+    return cases
+
+
+def _engine_cases() -> Cases:
+    return [case for case in _cases("rollout") if case["output"] != PROMPTS]
 
 
 def _of(cases: Cases, kernel: str, **wanted: Any) -> Cases:
@@ -185,6 +204,47 @@ def _rollout(cases: Cases) -> str:
         lines.append(
             f"| {name} | {base['tokens_per_s']:,.0f} | " + " | ".join(cells) + f" | {', '.join(steps)} |"
         )
+    return "\n".join(lines)
+
+
+def _speeds(cases: Cases, shown: list[tuple[str, str]]) -> str:
+    """Tokens per second."""
+    return _engines(
+        cases,
+        shown,
+        ["BF16", "vLLM's `fp8_per_block`", "`blockfp8`"],
+        lambda bf16, stock, ours: [
+            f"{bf16['tokens_per_s']:,.0f}",
+            f"{stock['tokens_per_s']:,.0f} ({stock['ratio_bf16']:.2f}×)",
+            f"**{ours['tokens_per_s']:,.0f} ({ours['ratio_bf16']:.2f}×)**",
+        ],
+    )
+
+
+def _ratios(cases: Cases) -> str:
+    """Tokens per second against BF16's."""
+    return _engines(
+        cases,
+        [(model, cache) for model in MODELS for cache in CACHES],
+        [f"`{name}`" for name in ENGINES],
+        lambda _, *engines: [f"{case['ratio_bf16']:.2f}×" for case in engines],
+    )
+
+
+def _engines(
+    cases: Cases, shown: list[tuple[str, str]], titles: list[str], found: Callable[..., list[str]]
+) -> str:
+    """A row for each number of requests with as many tokens in as out, and what was `found` of BF16, `fp8_per_block` and
+    `blockfp8`."""
+    titles = ["model, KV cache", "requests", *titles]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for setup in shown:
+        for group in _groups(cases):
+            base = group["bf16"]
+            if (base["model"], base["kv_cache"]) == setup and base["input"] == base["output"]:
+                cells = found(base, *(group[variant] for variant in ENGINES))
+                label = [f"{base['model']}, {_kv(base)}", str(base["requests"])]
+                lines.append(f"| {' | '.join([*label, *cells])} |")
     return "\n".join(lines)
 
 

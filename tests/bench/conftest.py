@@ -33,5 +33,10 @@ def experts_page() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def performance_page() -> ModuleType:
+    return script("performance_page")
+
+
+@pytest.fixture(scope="module")
 def add_run() -> ModuleType:
     return script("add_run")
