@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_fp8ext.bench.pages import fill
+from vllm_fp8ext.bench import pages
 from vllm_fp8ext.kernels.expert_cuts import Choice, expert_route
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +19,7 @@ Cases = list[dict[str, Any]]
 
 
 def main() -> None:
-    fill(PAGE, {"kernels": table(cases())})
+    pages.fill(PAGE, {"kernels": table(cases())})
 
 
 def cases() -> Cases:
@@ -35,13 +35,14 @@ def table(cases: Cases) -> str:
     for case in cases:
         if case["kernel"] == "experts":
             found.setdefault(case["m"], {})[case["variant"]] = case
-    lines = ["| tokens | BF16 | `fp8_per_block` | `blockfp8` | by |", "|---|---|---|---|---|"]
+    rows = []
     for tokens, variants in sorted(found.items()):
         choice = route.choose(tokens)
         cells = [_cell(variants[name]) for name in ("stock", variant(choice))]
-        lines.append(f"| {tokens} | {variants['bf16']['us']:.1f} | {' | '.join(cells)} | `{choice.kernel}` |")
+        rows.append([str(tokens), f"{variants['bf16']['us']:.1f}", *cells, f"`{choice.kernel}`"])
     alone, summed = (_quantizing(cases, variant) for variant in ("blockfp8", "blockfp8_sums"))
-    lines += [
+    lines = [
+        pages.table(["tokens", "BF16", "`fp8_per_block`", "`blockfp8`", "by"], rows),
         "",
         f"Its weights are quantized, BF16 to codes and scales, in {alone},",
         f"with the sums of errors that an update takes in {summed}. (A copy writes half of what it moves, this a third.)",

@@ -16,7 +16,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-from vllm_fp8ext.bench.pages import fill
+from vllm_fp8ext.bench.pages import fill, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -47,7 +47,7 @@ def main() -> None:
     )
     _long_picture([case for case in long if case["model"] == "Qwen3-8B"])
     attention = {"attention": _attention(kernels), "mixed": _mixed(kernels)}
-    fill(PAGE, {"accuracy": _table(accuracy), "long": _long(long), **attention})
+    fill(PAGE, {"accuracy": _accuracy(accuracy), "long": _long(long), **attention})
 
 
 def _cases(name: str) -> Cases:
@@ -56,12 +56,16 @@ def _cases(name: str) -> Cases:
 
 
 def _long(cases: Cases) -> str:
-    lines = [
-        "| model | requests × in/out | served in | room for tokens of K and V | running | preemptions | tokens/s | |",
-        "|---|---|---|---|---|---|---|---|",
+    titles = [
+        "model",
+        "requests × in/out",
+        "served in",
+        "room for tokens of K and V",
+        "running",
+        "preemptions",
     ]
-    for case in cases:
-        cells = [
+    rows = [
+        [
             case["model"],
             f"{case['requests']} × {case['input']}/{case['output']:,}",
             VARIANTS[case["variant"]],
@@ -71,31 +75,30 @@ def _long(cases: Cases) -> str:
             f"{case['tokens_per_s']:,.0f}",
             f"{case['ratio_bf16']:.2f}×",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for case in cases
+    ]
+    return table([*titles, "tokens/s", ""], rows)
 
 
 def _attention(cases: Cases) -> str:
-    lines = [
-        "| requests, context | BF16: FlashAttention 3, µs | our own | FP8: FlashAttention 3 | our own | of copy bandwidth |",
-        "|---|---|---|---|---|---|",
-    ]
+    bf16, fp8 = ("BF16: FlashAttention 3, µs", "our own"), ("FP8: FlashAttention 3", "our own")
+    rows = []
     variants = ("bf16", "blockfp8_bf16", "fp8", "blockfp8")
     for (requests, context), found in _by_context(cases, "attention_decode").items():
         row = [found[variant] for variant in variants]
         cells = [f"{row[0]['us']:,.1f}"]
         cells += [f"{case['us']:,.1f} ({row[0]['us'] / case['us']:.2f}×)" for case in row[1:]]
         cells.append(", ".join(f"{case['ratio_copy']:.0%}" for case in row))
-        lines.append(f"| {requests}, {context:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([f"{requests}, {context:,}", *cells])
+    return table(["requests, context", *bf16, *fp8, "of copy bandwidth"], rows)
 
 
 def _mixed(cases: Cases) -> str:
-    lines = ["| requests, context | FlashAttention 3, µs | our own beside it |", "|---|---|---|"]
+    rows = []
     for (requests, context), found in _by_context(cases, "attention_mixed").items():
         flash, own = found["fp8"]["us"], found["blockfp8"]["us"]
-        lines.append(f"| {requests:,}, {context:,} | {flash:,.1f} | {own:,.1f} ({flash / own:.2f}×) |")
-    return "\n".join(lines)
+        rows.append([f"{requests:,}, {context:,}", f"{flash:,.1f}", f"{own:,.1f} ({flash / own:.2f}×)"])
+    return table(["requests, context", "FlashAttention 3, µs", "our own beside it"], rows)
 
 
 def _by_context(cases: Cases, kernel: str) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
@@ -142,12 +145,9 @@ def _label(policy: str, granularity: str) -> str:
     return LABELS.get(policy, policy) + (", per head" if granularity == "head" else "")
 
 
-def _table(cases: Cases) -> str:
-    lines = [
-        "| K and V | scales | mean KL: first update | last | largest against `calibrate` | logprob error, last | "
-        "saturated, last | answers right, last |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def _accuracy(cases: Cases) -> str:
+    titles = ["K and V", "scales", "mean KL: first update", "last", "largest against `calibrate`"]
+    rows = []
     for direction, policies in _series(cases).items():
         for (policy, granularity), series in policies.items():
             fresh = policies.get(("calibrate", granularity))
@@ -167,8 +167,8 @@ def _table(cases: Cases) -> str:
                 f"{last['saturated_fraction']:.2%}",
                 f"{last['accuracy']:.1%}",
             ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append(cells)
+    return table([*titles, "logprob error, last", "saturated, last", "answers right, last"], rows)
 
 
 def _picture(cases: Cases) -> None:

@@ -8,6 +8,7 @@ Writes `docs/images/kernels.svg` and `docs/images/rollout.svg`, and what stands 
 `<!-- /NAME -->`.
 """
 
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-from vllm_fp8ext.bench.pages import fill
+from vllm_fp8ext.bench.pages import fill, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,7 +39,7 @@ DECODE = {
 PREFILL = ("blockfp8", "blockfp8_codes", "deep_gemm", "cutlass", "flashinfer")
 PROMPTS = 16
 """Tokens out, of cases that ask for little but the first."""
-ENGINES = {"fp8_per_block": "fp8_per_block", "blockfp8": "blockfp8"}
+ENGINES = ("fp8_per_block", "blockfp8")
 MODELS = ("Qwen3-8B", "Qwen3-1.7B", "Qwen3-32B", "Qwen3-30B-A3B")
 CACHES = ("fp8", "auto")
 SHOWN = {
@@ -81,6 +82,7 @@ def tables() -> dict[Path, dict[str, str]]:
     }
 
 
+@functools.cache
 def _cases(name: str) -> Cases:
     cases: Cases = json.loads((RESULTS / f"{name}_h200.json").read_text())["cases"]
     return cases
@@ -111,10 +113,7 @@ def _shapes(cases: Cases, kernel: str) -> list[list[Any]]:
 
 
 def _decode(cases: Cases) -> str:
-    lines = [
-        "| weight | variant | " + " | ".join(f"M={m}" for m in TOKENS) + " |",
-        "|---|---|" + "---|" * len(TOKENS),
-    ]
+    rows = []
     for shape in _shapes(cases, "decode_gemm"):
         for variant in ("bf16", *DECODE):
             cells = []
@@ -124,47 +123,49 @@ def _decode(cases: Cases) -> str:
             if set(cells) == {"–"}:
                 continue
             label = DECODE.get(variant, f"`{variant}`")
-            lines.append(f"| {_shape(shape)} | {label} | " + " | ".join(cells) + " |")
+            rows.append([_shape(shape), label, *cells])
     for variant in ("blockfp8", "blockfp8_codes", "deep_gemm"):
         ratios = [
             case["ratio_bf16"] for m in TOKENS for case in _of(cases, "decode_gemm", m=m, variant=variant)
         ]
         mean, worst = statistics.geometric_mean(ratios), min(ratios)
-        lines.append(f"| all | {DECODE[variant]} | geometric mean {mean:.2f}×, worst {worst:.2f}× | | | | |")
-    return "\n".join(lines)
+        told = f"geometric mean {mean:.2f}×, worst {worst:.2f}×"
+        rows.append(["all", DECODE[variant], told, *[""] * (len(TOKENS) - 1)])
+    return table(["weight", "variant", *(f"M={m}" for m in TOKENS)], rows)
 
 
 def _prefill(cases: Cases) -> str:
-    lines = [
-        "| weight | M | BF16 us | " + " | ".join(PREFILL) + " |",
-        "|---|---|---|" + "---|" * len(PREFILL),
-    ]
+    rows = []
     for shape in _shapes(cases, "prefill_gemm"):
         for m in (4096, 8192):
             base = _of(cases, "prefill_gemm", shape=shape, m=m, variant="bf16")[0]["us"]
             found = [_of(cases, "prefill_gemm", shape=shape, m=m, variant=variant)[0] for variant in PREFILL]
-            cells = " | ".join(f"{case['us']:.0f} ({case['ratio_bf16']:.2f}×)" for case in found)
-            lines.append(f"| {_shape(shape)} | {m} | {base:.0f} | {cells} |")
+            cells = [f"{case['us']:.0f} ({case['ratio_bf16']:.2f}×)" for case in found]
+            rows.append([_shape(shape), str(m), f"{base:.0f}", *cells])
     for variant in PREFILL[:2]:
         ratios = [case["ratio_bf16"] for case in _of(cases, "prefill_gemm", variant=variant)]
         mean, worst = statistics.geometric_mean(ratios), min(ratios)
-        lines.append(f"| all | | | `{variant}`: geometric mean {mean:.2f}×, worst {worst:.2f}× | | | |")
-    return "\n".join(lines)
+        told = f"`{variant}`: geometric mean {mean:.2f}×, worst {worst:.2f}×"
+        rows.append(["all", "", "", told, *[""] * (len(PREFILL) - 2)])
+    return table(["weight", "M", "BF16 us", *PREFILL], rows)
 
 
 def _weights(cases: Cases) -> str:
-    lines = [
-        "| weight, scales | us | of copy bandwidth | with sums of errors | `torch.compile` of the reference |",
-        "|---|---|---|---|---|",
+    titles = [
+        "weight, scales",
+        "us",
+        "of copy bandwidth",
+        "with sums of errors",
+        "`torch.compile` of the reference",
     ]
+    rows = []
     for case in _of(cases, "quantize_weight", variant="blockfp8"):
         rival = _of(cases, "quantize_weight", shape=case["shape"], variant="compiled")
         other = f"{rival[0]['us']:.0f} us" if rival else "–"
         sums = _of(cases, "quantize_weight", shape=case["shape"], variant="blockfp8_sums")
         told = f"{sums[0]['us']:.1f}, {sums[0]['ratio_copy']:.0%}" if sums else "–"
-        cells = f"{case['us']:.1f} | {case['ratio_copy']:.0%} | {told} | {other}"
-        lines.append(f"| {_shape(case['shape'])} | {cells} |")
-    return "\n".join(lines)
+        rows.append([_shape(case["shape"]), f"{case['us']:.1f}", f"{case['ratio_copy']:.0%}", told, other])
+    return table(titles, rows)
 
 
 def _fused(cases: Cases) -> str:
@@ -176,23 +177,19 @@ def _fused(cases: Cases) -> str:
         "norm_rope",
     )
     counts = (1, 16, 64, 8192)
-    lines = ["| kernel | " + " | ".join(f"M={m}" for m in counts) + " |", "|---|" + "---|" * len(counts)]
+    rows = []
     for kernel in kernels:
         cells = []
         for m in counts:
             ours = _of(cases, kernel, m=m, variant="blockfp8")[0]
             apart = _of(cases, kernel, m=m, variant="separate")[0]
             cells.append(f"{ours['us']:.1f}, apart {apart['us']:.1f}")
-        lines.append(f"| `{kernel}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([f"`{kernel}`", *cells])
+    return table(["kernel", *(f"M={m}" for m in counts)], rows)
 
 
 def _rollout(cases: Cases) -> str:
-    lines = [
-        "| model | KV cache | requests × in/out | BF16 tok/s | fp8_per_block | blockfp8 | ms per step: BF16, fp8_per_block, "
-        "blockfp8 |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for group in _groups(cases):
         base = group["bf16"]
         cells, steps = [], [f"{base['ms_per_step']:.2f}"]
@@ -200,11 +197,12 @@ def _rollout(cases: Cases) -> str:
             case = group.get(variant)
             cells.append(f"{case['tokens_per_s']:,.0f} ({case['ratio_bf16']:.2f}×)" if case else "–")
             steps.append(f"{case['ms_per_step']:.2f}" if case else "–")
-        name = f"{base['model']} | {_kv(base)} | {base['requests']} × {base['input']}/{base['output']}"
-        lines.append(
-            f"| {name} | {base['tokens_per_s']:,.0f} | " + " | ".join(cells) + f" | {', '.join(steps)} |"
+        load = f"{base['requests']} × {base['input']}/{base['output']}"
+        rows.append(
+            [base["model"], _kv(base), load, f"{base['tokens_per_s']:,.0f}", *cells, ", ".join(steps)]
         )
-    return "\n".join(lines)
+    steps_title = f"ms per step: BF16, {', '.join(ENGINES)}"
+    return table(["model", "KV cache", "requests × in/out", "BF16 tok/s", *ENGINES, steps_title], rows)
 
 
 def _speeds(cases: Cases, shown: list[tuple[str, str]]) -> str:
@@ -236,16 +234,14 @@ def _engines(
 ) -> str:
     """A row for each number of requests with as many tokens in as out, and what was `found` of BF16, `fp8_per_block` and
     `blockfp8`."""
-    titles = ["model, KV cache", "requests", *titles]
-    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    rows = []
     for setup in shown:
         for group in _groups(cases):
             base = group["bf16"]
             if (base["model"], base["kv_cache"]) == setup and base["input"] == base["output"]:
                 cells = found(base, *(group[variant] for variant in ENGINES))
-                label = [f"{base['model']}, {_kv(base)}", str(base["requests"])]
-                lines.append(f"| {' | '.join([*label, *cells])} |")
-    return "\n".join(lines)
+                rows.append([f"{base['model']}, {_kv(base)}", str(base["requests"]), *cells])
+    return table(["model, KV cache", "requests", *titles], rows)
 
 
 def _prompts(cases: Cases) -> str:
@@ -298,11 +294,11 @@ def _beside(
 ) -> str:
     """A table of engines, two of `blockfp8` among them: what a row is `of`, and what was `found` of each, which is given the
     ratio to BF16 as it is told."""
-    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    rows = []
     for engines in _two_of_ours(cases):
         ratios = ["", *(f" ({case['ratio_bf16']:.2f}×)" for case in engines[1:])]
-        lines.append(f"| {' | '.join([*of(engines[0]), *map(found, engines, ratios)])} |")
-    return "\n".join(lines)
+        rows.append([*of(engines[0]), *map(found, engines, ratios)])
+    return table(titles, rows)
 
 
 def _load(case: Case) -> str:
@@ -320,10 +316,7 @@ def _two_of_ours(cases: Cases) -> list[Cases]:
 
 def _busy(profile: Cases, rollout: Cases) -> str:
     """What the GPU does in a decode step, from cases that differ in the number of tokens out, beside how long one takes."""
-    lines = [
-        "| requests | GPU busy ms: BF16 | blockfp8 | step ms: BF16 | blockfp8 |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     ends = sorted(_groups(profile), key=lambda group: (group["bf16"]["requests"], group["bf16"]["output"]))
     for short, long in zip(ends[::2], ends[1::2], strict=True):
         case = short["bf16"]
@@ -335,9 +328,9 @@ def _busy(profile: Cases, rollout: Cases) -> str:
             [(long[v]["busy_milliseconds"] - short[v]["busy_milliseconds"]) / tokens for v in BUSY],
             [steps[v]["ms_per_step"] for v in BUSY],
         ):
-            cells.append(f"{base:.2f} | {ours:.2f} ({base / ours:.2f}×)")
-        lines.append(f"| {case['requests']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            cells += [f"{base:.2f}", f"{ours:.2f} ({base / ours:.2f}×)"]
+        rows.append([str(case["requests"]), *cells])
+    return table(["requests", "GPU busy ms: BF16", "blockfp8", "step ms: BF16", "blockfp8"], rows)
 
 
 def _kv(case: dict[str, Any]) -> str:
@@ -389,10 +382,10 @@ def _rollout_picture(cases: Cases) -> None:
     widths = [len(groups) + 0.5 for groups in panels.values()]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(14, 4), sharey=True, width_ratios=widths)
     for axis, (title, groups) in zip(axes, panels.items(), strict=True):
-        for offset, (variant, label) in enumerate(ENGINES.items()):
+        for offset, variant in enumerate(ENGINES):
             places = [at + 0.4 * offset - 0.2 for at, group in enumerate(groups) if variant in group]
             ratios = [group[variant]["ratio_bf16"] for group in groups if variant in group]
-            bars = axis.bar(places, ratios, width=0.38, color=f"C{offset}", label=label)
+            bars = axis.bar(places, ratios, width=0.38, color=f"C{offset}", label=variant)
             axis.bar_label(bars, fmt="%.2f", fontsize=7)
         axis.axhline(1, color="gray", linewidth=0.8)
         names = [

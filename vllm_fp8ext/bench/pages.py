@@ -2,8 +2,17 @@
 """Pages with tables that are made from results."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Of cells, in Markdown."""
+    return "\n".join([_row(titles), "|" + "---|" * len(titles), *map(_row, rows)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|"
 
 
 def fill(page: Path, tables: Mapping[str, str]) -> None:
