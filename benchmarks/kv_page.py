@@ -7,6 +7,7 @@ Writes `docs/images/kv_accuracy.svg` and `docs/images/kv_long.svg`, and what sta
 `<!-- /NAME -->`.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -33,26 +34,40 @@ Cases = list[dict[str, Any]]
 
 
 def main() -> None:
-    accuracy, long, kernels = (_cases(name) for name in ("kv_accuracy", "kv_h200", "kernels_h200"))
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
-    _picture(accuracy)
-    models = list(dict.fromkeys(case["model"] for case in long))
-    long = [case for case in long if "ratio_bf16" in case]
-    variants = list(VARIANTS)
-    long.sort(
-        key=lambda case: (
-            *(models.index(case["model"]), case["output"], case["requests"]),
-            variants.index(case["variant"]),
-        )
-    )
-    _long_picture([case for case in long if case["model"] == "Qwen3-8B"])
-    attention = {"attention": _attention(kernels), "mixed": _mixed(kernels)}
-    fill(PAGE, {"accuracy": _accuracy(accuracy), "long": _long(long), **attention})
+    _picture(_cases("kv_accuracy"))
+    _long_picture([case for case in _long_cases() if case["model"] == "Qwen3-8B"])
+    fill(PAGE, tables())
 
 
+def tables() -> dict[str, str]:
+    """By name."""
+    kernels = _cases("kernels_h200")
+    return {
+        "accuracy": _accuracy(_cases("kv_accuracy")),
+        "long": _long(_long_cases()),
+        "attention": _attention(kernels),
+        "mixed": _mixed(kernels),
+    }
+
+
+@functools.cache
 def _cases(name: str) -> Cases:
     found: Cases = json.loads((RESULTS / f"{name}.json").read_text())["cases"]
     return found
+
+
+def _long_cases() -> Cases:
+    """In the order of the table."""
+    cases, variants = _cases("kv_h200"), list(VARIANTS)
+    models = list(dict.fromkeys(case["model"] for case in cases))
+    return sorted(
+        (case for case in cases if "ratio_bf16" in case),
+        key=lambda case: (
+            *(models.index(case["model"]), case["output"], case["requests"]),
+            variants.index(case["variant"]),
+        ),
+    )
 
 
 def _long(cases: Cases) -> str:
