@@ -64,12 +64,12 @@ class Config:
         depth, warps = 0 if self.stream else -(-blocks(k) // self.splits), self.rows // 16
         owned = -(-warps * (tokens // 8) // self.splits)
         received = self.splits * owned * 512 if self.splits > 1 else 0
-        return depth * _x_bytes(tokens) + received + warps * 16
+        return depth * (_x_bytes(tokens) + 8) + received + warps * 16
 
 
 def _x_bytes(tokens: int) -> int:
-    """Shared memory of 128 columns of x: codes, scales, barrier."""
-    return tokens * (BLOCK + 4) + 8
+    """Shared memory of 128 columns of x: codes and scales."""
+    return tokens * (BLOCK + 4)
 
 
 def usable(m: int, n: int, k: int) -> bool:

@@ -15,8 +15,9 @@
 //      clusters do the same again; the part is short, and weights are on their way. So no block waits for the grid. With
 //      CODES the producer copies x, by TMA too, and the consumers begin with the first 128 columns that are there;
 //   3. consumers multiply 128 columns at a time with FP8 tensor cores and add each block's product, scaled, in fp32
-//      registers, as DeepGEMM does. At the end of a tile every warp sends what it has of the sums that another rank owns
-//      to that rank's shared memory; the owner adds the SPLITS parts, always in the order of the ranks, and stores them.
+//      registers, as DeepGEMM does; the next block's product is begun before that. At the end of a tile every warp sends what
+//      it has of the sums that another rank owns to that rank's shared memory; the owner adds the SPLITS parts, always in the
+//      order of the ranks, and stores them.
 //
 // A launch may begin before the previous kernel has ended: only x and `out` are touched after griddepcontrol.wait.
 //
@@ -43,7 +44,10 @@ constexpr u32 OWNED = (WARPS * GROUPS_OF_8 + SPLITS - 1) / SPLITS;       // frag
 constexpr u32 OWNERS = SPLITS < GROUPS_OF_8 ? SPLITS : GROUPS_OF_8;      // ranks that own fragments of a warp
 constexpr u32 RECEIVED_BYTES = SPLITS > 1 ? SPLITS * OWNED * FRAGMENT_BYTES : 0;
 constexpr u32 FLIGHT = TOKENS >= 64 ? 8 : 4;                             // loads of x in flight, each of 4 x 128 columns
-constexpr u32 RESIDENT = TOKENS <= 32 && ROWS <= 192 ? 2 : 1;            // blocks on a multiprocessor, as registers allow
+constexpr u32 SCALES = GROUPS_OF_8 < 4 ? GROUPS_OF_8 : 4;                // pairs of scales of x that a thread holds
+// as registers allow: blocks on a multiprocessor, and whether a product is begun before the last one is added up
+constexpr u32 RESIDENT = (TOKENS <= 16 && ROWS <= 192) || (TOKENS <= 32 && ROWS <= 128) ? 2 : 1;
+constexpr bool OVERLAP = TOKENS <= 32 || (TOKENS <= 64 && ROWS <= 192);
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
 constexpr u32 EVERYONE = 1;  // a named barrier
 
@@ -152,6 +156,11 @@ DEVICE void send(u32 to, const float* from, u32 barrier) {
       : "memory");
 }
 
+DEVICE void store_shared(u32 to, const float* from) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3])
+               : "memory");
+}
+
 DEVICE float4 load_shared(u32 address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -166,10 +175,11 @@ DEVICE float4 load_shared(u32 address) {
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Afterwards the results may be read; naming each register keeps the compiler from reading it earlier.
-template <u32 COUNT>
+// Waits for all products but the `NEWER` last ones. Afterwards these results may be read; naming each register keeps the
+// compiler from reading it earlier.
+template <u32 NEWER, u32 COUNT>
 DEVICE void wgmma_wait(float (&d)[COUNT]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NEWER) : "memory");
 #pragma unroll
   for (u32 i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -230,7 +240,7 @@ DEVICE Memory memory_of(const u8* shared, u32 stages, u32 k) {
   at.empty = at.full + stages * 8;
   at.arrived = at.empty + stages * 8;
   at.freed = at.arrived + WARPS * 8;
-  at.copied = at.freed + WARPS * 8;
+  at.copied = STREAM ? at.full : at.freed + WARPS * 8;  // a stage of the ring is full when both are there
   return at;
 }
 
@@ -268,11 +278,11 @@ DEVICE void produce(const TensorMap* map, const Activations& x, Work work, Memor
   const u32 early = min(total, stages);
   if (leader) {
     for (u32 i = 0; i < stages; ++i) {
-      barrier_init(at.full + i * 8, 1);
+      barrier_init(at.full + i * 8, STREAM ? 2 : 1);
       barrier_init(at.empty + i * 8, WARPS);
     }
-#if CODES
-    for (u32 i = 0; i < (STREAM ? stages : work.depth); ++i) barrier_init(at.copied + i * 8, 1);
+#if CODES && !STREAM
+    for (u32 i = 0; i < work.depth; ++i) barrier_init(at.copied + i * 8, 1);
 #endif
 #if SPLITS > 1
     for (u32 i = 0; i < WARPS; ++i) {
@@ -451,44 +461,74 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       }
     }
     float sum[TOKENS / 2] = {};
-    for (u32 block = 0; block < work.depth; ++block) {
+    // A product of 128 columns is begun when its operands are there, and ended when it is scaled and added up.
+    auto begin = [&](float (&product)[TOKENS / 2], u32 block) {
+      const u32 slot = STREAM ? stage : block;
+      const u64 a = matrix(at.ring + stage * WEIGHT_BYTES + warp / 4 * 64 * BLOCK), b = matrix(at.x + slot * CODE_BYTES);
+#if CODES && !STREAM
+      if (turn == 0) barrier_wait(at.copied + slot * 8, 0);
+#endif
+      barrier_wait(at.full + stage * 8, phase);
+      wgmma_begin();
+#pragma unroll
+      for (u32 step = 0; step < 4; ++step) wgmma(product, a + step * 2, b + step * 2, step);
+      wgmma_commit();
+      if (++stage == stages) stage = 0, phase ^= 1;
+    };
+    auto end = [&](float (&product)[TOKENS / 2], u32 block, bool newer) {
       if (block % 32 == 0) {
         held = later;
         later = fetch_scales();
       }
       const float weight_scale = __shfl_sync(0xFFFFFFFFu, held, block % 32);
-      const u32 slot = STREAM ? stage : block;
-      const u64 a = matrix(at.ring + stage * WEIGHT_BYTES + warp / 4 * 64 * BLOCK), b = matrix(at.x + slot * CODE_BYTES);
-#if STREAM
-      barrier_wait(at.copied + slot * 8, phase);
-#elif CODES
-      if (turn == 0) barrier_wait(at.copied + slot * 8, 0);
-#endif
-      float2 scale[GROUPS_OF_8];
+      const u32 behind = newer ? 2 : 1, own = stage < behind ? stage + stages - behind : stage - behind;
 #pragma unroll
-      for (u32 j = 0; j < GROUPS_OF_8; ++j)
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                     : "=f"(scale[j].x), "=f"(scale[j].y)
-                     : "r"(scales_at + (slot * TOKENS + j * 8) * 4)
-                     : "memory");
-      barrier_wait(at.full + stage * 8, phase);
-      float product[TOKENS / 2];
-      wgmma_begin();
+      for (u32 first = 0; first < GROUPS_OF_8; first += SCALES) {
+        float2 scale[SCALES];
 #pragma unroll
-      for (u32 step = 0; step < 4; ++step) wgmma(product, a + step * 2, b + step * 2, step);
-      wgmma_commit();
-      wgmma_wait(product);
-      if (!STREAM && lane == 0) barrier_arrive(at.empty + stage * 8);
+        for (u32 i = 0; i < SCALES; ++i)
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                       : "=f"(scale[i].x), "=f"(scale[i].y)
+                       : "r"(scales_at + ((STREAM ? own : block) * TOKENS + (first + i) * 8) * 4)
+                       : "memory");
+        if (first == 0) {
+          newer ? wgmma_wait<1>(product) : wgmma_wait<0>(product);
+          if (!STREAM && lane == 0) barrier_arrive(at.empty + own * 8);
+        }
 #pragma unroll
-      for (u32 j = 0; j < GROUPS_OF_8; ++j) {
-        const float x = scale[j].x * weight_scale, y = scale[j].y * weight_scale;
-        sum[j * 4 + 0] += product[j * 4 + 0] * x;
-        sum[j * 4 + 1] += product[j * 4 + 1] * y;
-        sum[j * 4 + 2] += product[j * 4 + 2] * x;
-        sum[j * 4 + 3] += product[j * 4 + 3] * y;
+        for (u32 i = 0; i < SCALES; ++i) {
+          const float x = scale[i].x * weight_scale, y = scale[i].y * weight_scale;
+          const u32 j = (first + i) * 4;
+          sum[j + 0] += product[j + 0] * x;
+          sum[j + 1] += product[j + 1] * y;
+          sum[j + 2] += product[j + 2] * x;
+          sum[j + 3] += product[j + 3] * y;
+        }
       }
-      if (STREAM && lane == 0) barrier_arrive(at.empty + stage * 8);  // only now the warp has read its scales
-      if (++stage == stages) stage = 0, phase ^= 1;
+      if (STREAM && lane == 0) barrier_arrive(at.empty + own * 8);  // only now the warp has read its scales
+    };
+    u32 block = 0;
+    float even[TOKENS / 2], odd[TOKENS / 2];
+    if (OVERLAP && work.depth) {
+      begin(even, 0);
+      for (; block + 2 < work.depth; block += 2) {
+        begin(odd, block + 1);
+        end(even, block, true);
+        begin(even, block + 2);
+        end(odd, block + 1, true);
+      }
+      if (block + 1 < work.depth) {
+        begin(odd, block + 1);
+        end(even, block, true);
+        end(odd, block + 1, false);
+      } else {
+        end(even, block, false);
+      }
+    } else {
+      for (; block < work.depth; ++block) {
+        begin(even, block);
+        end(even, block, false);
+      }
     }
 
 #if SPLITS > 1
@@ -496,26 +536,39 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
 #pragma unroll
     for (u32 j = 0; j < GROUPS_OF_8; ++j) {
       const u32 fragment = warp * GROUPS_OF_8 + j, owner = fragment % SPLITS, slot = rank * OWNED + fragment / SPLITS;
-      send(remote(at.received + slot * FRAGMENT_BYTES + lane * 16, owner), sum + j * 4,
-           remote(at.arrived + warp * 8, owner));
+      const u32 to = at.received + slot * FRAGMENT_BYTES + lane * 16;
+      if (owner == rank)
+        store_shared(to, sum + j * 4);  // this thread reads it again
+      else
+        send(remote(to, owner), sum + j * 4, remote(at.arrived + warp * 8, owner));
     }
     // of this warp's fragments those that this rank owns: every SPLITS-th
     const u32 skip = (rank + SPLITS - warp * GROUPS_OF_8 % SPLITS) % SPLITS;
     const u32 owned = skip < GROUPS_OF_8 ? (GROUPS_OF_8 - skip + SPLITS - 1) / SPLITS : 0;
-    if (lane == 0) barrier_expect(at.arrived + warp * 8, owned * SPLITS * FRAGMENT_BYTES);
+    if (lane == 0) barrier_expect(at.arrived + warp * 8, owned * (SPLITS - 1) * FRAGMENT_BYTES);
     barrier_wait_cluster(at.arrived + warp * 8, turn & 1);
-#pragma unroll 1
-    for (u32 j = skip; j < GROUPS_OF_8; j += SPLITS) {
-      const u32 from = at.received + (warp * GROUPS_OF_8 + j) / SPLITS * FRAGMENT_BYTES + lane * 16;
+    constexpr u32 MOST_OWNED = (GROUPS_OF_8 + SPLITS - 1) / SPLITS;
+    constexpr bool ALL_ALIKE = GROUPS_OF_8 % SPLITS == 0;  // every rank owns as many
+    float total[MOST_OWNED][4];
+#pragma unroll
+    for (u32 i = 0; i < MOST_OWNED; ++i) {
+      const u32 j = skip + i * SPLITS, from = at.received + (warp * GROUPS_OF_8 + j) / SPLITS * FRAGMENT_BYTES + lane * 16;
+      if (!ALL_ALIKE && j >= GROUPS_OF_8) break;
       float4 part[SPLITS];
 #pragma unroll
-      for (u32 i = 0; i < SPLITS; ++i) part[i] = load_shared(from + i * OWNED * FRAGMENT_BYTES);
-      float4 total = part[0];
+      for (u32 other = 0; other < SPLITS; ++other) part[other] = load_shared(from + other * OWNED * FRAGMENT_BYTES);
+      float4 added = part[0];
 #pragma unroll
-      for (u32 i = 1; i < SPLITS; ++i)
-        total = {total.x + part[i].x, total.y + part[i].y, total.z + part[i].z, total.w + part[i].w};
-      const float values[4] = {total.x + bias[0], total.y + bias[0], total.z + bias[1], total.w + bias[1]};
-      store(values, out_MN, row, j * 8, m, n);
+      for (u32 other = 1; other < SPLITS; ++other)
+        added = {added.x + part[other].x, added.y + part[other].y, added.z + part[other].z, added.w + part[other].w};
+      total[i][0] = added.x + bias[0], total[i][1] = added.y + bias[0];
+      total[i][2] = added.z + bias[1], total[i][3] = added.w + bias[1];
+    }
+#pragma unroll
+    for (u32 i = 0; i < MOST_OWNED; ++i) {
+      const u32 j = skip + i * SPLITS;
+      if (!ALL_ALIKE && j >= GROUPS_OF_8) break;
+      store(total[i], out_MN, row, j * 8, m, n);
     }
 #else
 #pragma unroll
