@@ -15,7 +15,7 @@
 //      clusters do the same again; the part is short, and weights are on their way. So no block waits for the grid. With
 //      CODES the producer copies x, by TMA too, and the consumers begin with the first 128 columns that are there;
 //   3. consumers multiply 128 columns at a time with FP8 tensor cores and add each block's product, scaled, in fp32
-//      registers, as DeepGEMM does; the next block's product is begun before that. At the end of a tile every warp sends what
+//      registers, as DeepGEMM does; the next block's product may be begun before that. At the end of a tile every warp sends what
 //      it has of the sums that another rank owns to that rank's shared memory; the owner adds the SPLITS parts, always in the
 //      order of the ranks, and stores them.
 //
@@ -45,9 +45,11 @@ constexpr u32 OWNERS = SPLITS < GROUPS_OF_8 ? SPLITS : GROUPS_OF_8;      // rank
 constexpr u32 RECEIVED_BYTES = SPLITS > 1 ? SPLITS * OWNED * FRAGMENT_BYTES : 0;
 constexpr u32 FLIGHT = TOKENS >= 64 ? 8 : 4;                             // loads of x in flight, each of 4 x 128 columns
 constexpr u32 SCALES = GROUPS_OF_8 < 4 ? GROUPS_OF_8 : 4;                // pairs of scales of x that a thread holds
-// as registers allow: blocks on a multiprocessor, and whether a product is begun before the last one is added up
-constexpr u32 RESIDENT = (TOKENS <= 16 && ROWS <= 192) || (TOKENS <= 32 && ROWS <= 128) ? 2 : 1;
-constexpr bool OVERLAP = TOKENS <= 32 || (TOKENS <= 64 && ROWS <= 192);
+constexpr u32 RESIDENT = TOKENS <= 32 && ROWS <= 192 ? 2 : 1;            // blocks on a multiprocessor, as registers allow
+// A product is begun before the last one is added up where a ring of so many stages can do without the one that this holds,
+// and registers allow; three or four warpgroups keep the tensor cores busy without.
+constexpr u32 OVERLAPPED_STAGES = 5;
+constexpr bool OVERLAP = TOKENS <= 64 && ROWS <= 128;
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
 constexpr u32 EVERYONE = 1;  // a named barrier
 
@@ -509,7 +511,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     };
     u32 block = 0;
     float even[TOKENS / 2], odd[TOKENS / 2];
-    if (OVERLAP && work.depth) {
+    if (OVERLAP && stages >= OVERLAPPED_STAGES && work.depth) {
       begin(even, 0);
       for (; block + 2 < work.depth; block += 2) {
         begin(odd, block + 1);
