@@ -30,6 +30,7 @@ CUTS = (
     Config(rows=128, splits=1),
     Config(rows=64, splits=1, early=True),
     Config(rows=64, splits=2, stages=3),
+    Config(rows=64, splits=1, stages=5),
     Config(rows=192, splits=2, early=True),
     Config(rows=128, splits=4, early=True),
     Config(rows=192, splits=4),

@@ -15,9 +15,9 @@
 //      clusters do the same again; the part is short, and weights are on their way. So no block waits for the grid. With
 //      CODES the producer copies x, by TMA too, and the consumers begin with the first 128 columns that are there;
 //   3. consumers multiply 128 columns at a time with FP8 tensor cores and add each block's product, scaled, in fp32
-//      registers, as DeepGEMM does; the next block's product may be begun before that. At the end of a tile every warp sends what
-//      it has of the sums that another rank owns to that rank's shared memory; the owner adds the SPLITS parts, always in the
-//      order of the ranks, and stores them.
+//      registers, as DeepGEMM does; the next block's product may be begun before that. At the end of a tile every warp
+//      sends what it has of the sums that another rank owns to that rank's shared memory; the owner adds the SPLITS parts,
+//      always in the order of the ranks, and stores them.
 //
 // A launch may begin before the previous kernel has ended: only x and `out` are touched after griddepcontrol.wait.
 //
@@ -46,8 +46,8 @@ constexpr u32 RECEIVED_BYTES = SPLITS > 1 ? SPLITS * OWNED * FRAGMENT_BYTES : 0;
 constexpr u32 FLIGHT = TOKENS >= 64 ? 8 : 4;                             // loads of x in flight, each of 4 x 128 columns
 constexpr u32 SCALES = GROUPS_OF_8 < 4 ? GROUPS_OF_8 : 4;                // pairs of scales of x that a thread holds
 constexpr u32 RESIDENT = TOKENS <= 32 && ROWS <= 192 ? 2 : 1;            // blocks on a multiprocessor, as registers allow
-// A product is begun before the last one is added up where a ring of so many stages can do without the one that this holds,
-// and registers allow; three or four warpgroups keep the tensor cores busy without.
+// A product is begun before the last one is added up, where registers allow. That was faster with rings of so many stages,
+// since it holds one; three or four warpgroups keep the tensor cores busy without.
 constexpr u32 OVERLAPPED_STAGES = 5;
 constexpr bool OVERLAP = TOKENS <= 64 && ROWS <= 128;
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
@@ -507,7 +507,10 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
           sum[j + 3] += product[j + 3] * y;
         }
       }
-      if (STREAM && lane == 0) barrier_arrive(at.empty + own * 8);  // only now the warp has read its scales
+      if (STREAM) {
+        __syncwarp();  // all lanes have read their scales
+        if (lane == 0) barrier_arrive(at.empty + own * 8);
+      }
     };
     u32 block = 0;
     float even[TOKENS / 2], odd[TOKENS / 2];
