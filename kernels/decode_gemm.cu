@@ -190,7 +190,7 @@ DEVICE void wgmma_wait(float (&d)[COUNT]) {
 
 // Rows of 128 bytes with the 128-byte swizzle, 8 rows (1,024 bytes) apart.
 DEVICE u64 matrix(u32 address) {
-  return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  return ((address & 0x3FFFF) >> 4) | (1u << 16) | (64ull << 32) | (1ull << 62);
 }
 
 DEVICE u32 largest(uint4 v, u32 amax) {
@@ -407,7 +407,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
                 const float* __restrict__ scales_NbKb, const bf16* __restrict__ bias_N, bf16* out_MN, u32 m, u32 n, u32 k,
                 u32 stages) {
   extern __shared__ __align__(1024) u8 shared[];
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Work work = work_of(n, k);
   const Memory at = memory_of(shared, stages, k);
 #if CODES
@@ -438,7 +438,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     if (next_block >= work.depth) next_block = 0, next_tile += work.step;
     return found;
   };
-  float later = fetch_scales(), held = 0;
+  float later = fetch_scales();
 
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #if !CODES
@@ -473,15 +473,11 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       barrier_wait(at.full + stage * 8, phase);
       wgmma_begin();
 #pragma unroll
-      for (u32 step = 0; step < 4; ++step) wgmma(product, a + step * 2, b + step * 2, step);
+      for (u32 step = 0; step < 4; ++step) wgmma(product, a | step * 2, b | step * 2, step);
       wgmma_commit();
       if (++stage == stages) stage = 0, phase ^= 1;
     };
-    auto end = [&](float (&product)[TOKENS / 2], u32 block, bool newer) {
-      if (block % 32 == 0) {
-        held = later;
-        later = fetch_scales();
-      }
+    auto end = [&](float (&product)[TOKENS / 2], float held, u32 block, bool newer) {
       const float weight_scale = __shfl_sync(0xFFFFFFFFu, held, block % 32);
       const u32 behind = newer ? 2 : 1, own = stage < behind ? stage + stages - behind : stage - behind;
 #pragma unroll
@@ -512,27 +508,31 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         if (lane == 0) barrier_arrive(at.empty + own * 8);
       }
     };
-    u32 block = 0;
     float even[TOKENS / 2], odd[TOKENS / 2];
-    if (OVERLAP && stages >= OVERLAPPED_STAGES && work.depth) {
-      begin(even, 0);
-      for (; block + 2 < work.depth; block += 2) {
-        begin(odd, block + 1);
-        end(even, block, true);
-        begin(even, block + 2);
-        end(odd, block + 1, true);
-      }
-      if (block + 1 < work.depth) {
-        begin(odd, block + 1);
-        end(even, block, true);
-        end(odd, block + 1, false);
-      } else {
-        end(even, block, false);
-      }
-    } else {
-      for (; block < work.depth; ++block) {
+    for (u32 block = 0; block < work.depth;) {
+      const u32 last = min(block + 32, work.depth) - 1;
+      const float held = later;
+      later = fetch_scales();
+      if (OVERLAP && stages >= OVERLAPPED_STAGES) {
         begin(even, block);
-        end(even, block, false);
+        for (; block + 1 < last; block += 2) {
+          begin(odd, block + 1);
+          end(even, held, block, true);
+          begin(even, block + 2);
+          end(odd, held, block + 1, true);
+        }
+        if (block < last) {
+          begin(odd, block + 1);
+          end(even, held, block++, true);
+          end(odd, held, block++, false);
+        } else {
+          end(even, held, block++, false);
+        }
+      } else {
+        for (; block <= last; ++block) {
+          begin(even, block);
+          end(even, held, block, false);
+        }
       }
     }
 
