@@ -46,10 +46,10 @@ constexpr u32 RECEIVED_BYTES = SPLITS > 1 ? SPLITS * OWNED * FRAGMENT_BYTES : 0;
 constexpr u32 FLIGHT = TOKENS >= 64 ? 8 : 4;                             // loads of x in flight, each of 4 x 128 columns
 constexpr u32 SCALES = GROUPS_OF_8 < 4 ? GROUPS_OF_8 : 4;                // pairs of scales of x that a thread holds
 constexpr u32 RESIDENT = TOKENS <= 32 && ROWS <= 192 ? 2 : 1;            // blocks on a multiprocessor, as registers allow
-// A product is begun before the last one is added up, where registers allow. That was faster with rings of so many stages,
-// since it holds one; three or four warpgroups keep the tensor cores busy without.
+// A product is begun before the last one is added up, where registers allow. It holds a stage of the ring longer, so that
+// pays if the whole part of a block is on its way from the start, or with few rows in rings of so many stages.
 constexpr u32 OVERLAPPED_STAGES = 5;
-constexpr bool OVERLAP = TOKENS <= 64 && ROWS <= 128;
+constexpr bool OVERLAP = ROWS == 64 || (ROWS == 128 && TOKENS <= 64) || TOKENS <= (STREAM ? 16 : 32);
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
 constexpr u32 EVERYONE = 1;  // a named barrier
 
@@ -204,6 +204,8 @@ DEVICE u32 largest(uint4 v, u32 amax) {
 struct Work {
   u32 tiles, first, step;   // tiles first, first + step, …
   u32 begin, depth;         // of these columns, in blocks
+
+  DEVICE u32 mine() const { return first < tiles ? (tiles - 1 - first) / step + 1 : 0; }  // tiles
 };
 
 struct Memory {  // addresses in shared memory
@@ -269,7 +271,7 @@ DEVICE void copy_activations(const Activations& x, Memory at, u32 block, u32 slo
 // The producer warp; all its lanes come here, one works.
 DEVICE void produce(const TensorMap* map, const Activations& x, Work work, Memory at, u32 stages) {
   const bool leader = threadIdx.x % 32 == 0;
-  const u32 mine = work.first < work.tiles ? (work.tiles - 1 - work.first) / work.step + 1 : 0, total = mine * work.depth;
+  const u32 mine = work.mine(), total = mine * work.depth;
   u32 stage = 0, phase = 0, block = 0, row = work.first * ROWS;
   auto load = [&] {
     barrier_expect(at.full + stage * 8, WEIGHT_BYTES);
@@ -450,6 +452,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
 #endif
   sync_named(EVERYONE, THREADS);
 
+  const bool overlap = OVERLAP && (work.mine() * work.depth <= stages || (ROWS <= 128 && stages >= OVERLAPPED_STAGES));
   const u32 scales_at = at.x_scales + lane % 4 * 8;
   u32 stage = 0, phase = 0, turn = 0;
   for (u32 tile = work.first; tile < work.tiles; tile += work.step, ++turn) {
@@ -513,7 +516,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       const u32 last = min(block + 32, work.depth) - 1;
       const float held = later;
       later = fetch_scales();
-      if (OVERLAP && stages >= OVERLAPPED_STAGES) {
+      if (overlap) {
         begin(even, block);
         for (; block + 1 < last; block += 2) {
           begin(odd, block + 1);
