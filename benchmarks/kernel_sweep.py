@@ -118,6 +118,8 @@ def _cuts(n: int, k: int, m: int, kind: str) -> list[Config]:
 def _sweep(
     operands: Operands, m: int, cuts: list[Config], bandwidth: float, kind: str
 ) -> list[dict[str, Any]]:
+    if not cuts:
+        return []
     x = cases.activations(m, operands.k, "cuda")
     base = bench.measure(
         {"bf16": lambda i: torch.nn.functional.linear(x, operands.weights[i])},
@@ -141,10 +143,8 @@ def _sweep(
             continue
         us = case["us"]
         print(f"{us:7.2f} us {base / us:5.2f}x {floor / us:6.1%} bound {case['bound']:.3f}", flush=True)
-    best = min((case for case in found if not case["error"]), key=lambda case: case["us"])
-    print(
-        f"best: {name} m={m} {kind} {best['us']:.2f} us {best['bf16_us'] / best['us']:.2f}x {best['config']}"
-    )
+    for best in sorted((case for case in found if not case["error"]), key=lambda case: case["us"])[:1]:
+        print(f"best: {name} m={m} {kind} {best['us']:.2f} us {base / best['us']:.2f}x {best['config']}")
     return found
 
 
