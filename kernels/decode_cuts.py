@@ -107,14 +107,14 @@ def cuts(n: int, k: int, tokens: int, *, quantized: bool) -> list[Config]:
 def choose(n: int, k: int, tokens: int, *, quantized: bool, most_splits: int = SPLITS[-1]) -> Config:
     """The cut that was the fastest where this shape was measured. Else the one that was the fastest on average of those for
     the four measured shapes that are the most alike: for shapes left out of the table it takes 1.05 times as long as the
-    best. `quantized`: as x comes.
+    best. Shapes whose fastest cuts all have more than `most_splits` say nothing. `quantized`: as x comes.
 
     Raises:
         ValueError: nothing fits with so few splits.
     """
-    known = _measured(tokens, quantized)
+    known = _measured(tokens, quantized, most_splits)
     near = sorted(known, key=lambda shape: abs(math.log(n / shape[0])) + abs(math.log(k / shape[1])))[:_ALIKE]
-    tables = [known[shape] for shape in (near[:1] if near[0] == (n, k) else near)]
+    tables = [known[shape] for shape in ([(n, k)] if (n, k) in known else near)]
 
     def slowness(cut: Config) -> float:
         return sum(table.get(kind(cut, tokens, k), _UNKNOWN) for table in tables)
@@ -143,7 +143,7 @@ def _table() -> list[dict[str, Any]]:
 
 
 @functools.cache
-def _measured(tokens: int, quantized: bool) -> dict[tuple[int, int], dict[Kind, float]]:
+def _measured(tokens: int, quantized: bool, most_splits: int) -> dict[tuple[int, int], dict[Kind, float]]:
     """By shape of the weights, times of the fastest cuts relative to the fastest, at the measured width next to `tokens`; as
     `benchmarks/kernel_sweep.py` writes them."""
     cases = [case for case in _table() if case["quantized"] == quantized]
@@ -154,6 +154,8 @@ def _measured(tokens: int, quantized: bool) -> dict[tuple[int, int], dict[Kind, 
         if case["tokens"] == width:
             best = min(us for *_, us in case["cuts"])
             found[case["n"], case["k"]] = {
-                (rows, splits, stream, half): us / best for rows, splits, stream, half, us in case["cuts"]
+                (rows, splits, stream, half): us / best
+                for rows, splits, stream, half, us in case["cuts"]
+                if splits <= most_splits
             }
-    return found
+    return {shape: table for shape, table in found.items() if table}
