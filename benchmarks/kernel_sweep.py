@@ -143,7 +143,8 @@ def _sweep(
             continue
         us = case["us"]
         print(f"{us:7.2f} us {base / us:5.2f}x {floor / us:6.1%} bound {case['bound']:.3f}", flush=True)
-    for best in sorted((case for case in found if not case["error"]), key=lambda case: case["us"])[:1]:
+    best = min((case for case in found if not case["error"]), key=lambda case: case["us"], default=None)
+    if best:
         print(f"best: {name} m={m} {kind} {best['us']:.2f} us {base / best['us']:.2f}x {best['config']}")
     return found
 

@@ -151,11 +151,10 @@ def _measured(tokens: int, quantized: bool, most_splits: int) -> dict[tuple[int,
     width = min(swept, key=lambda other: abs(math.log(other / tokens)))
     found = {}
     for case in cases:
-        if case["tokens"] == width:
-            best = min(us for *_, us in case["cuts"])
+        kept = [cut for cut in case["cuts"] if cut[1] <= most_splits]
+        if case["tokens"] == width and kept:
+            best = min(us for *_, us in kept)
             found[case["n"], case["k"]] = {
-                (rows, splits, stream, half): us / best
-                for rows, splits, stream, half, us in case["cuts"]
-                if splits <= most_splits
+                (rows, splits, stream, half): us / best for rows, splits, stream, half, us in kept
             }
-    return {shape: table for shape, table in found.items() if table}
+    return found

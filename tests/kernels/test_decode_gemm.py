@@ -104,6 +104,16 @@ def test_a_gpu_without_room_for_a_large_cluster_takes_a_smaller_one(
     assert found == decode_cuts.choose(*shape, quantized=False, most_splits=found.splits)
 
 
+@pytest.mark.parametrize("most", decode_cuts.SPLITS)
+def test_a_measured_shape_takes_the_fastest_cut_that_was_measured_with_so_few_splits(most: int) -> None:
+    for case in decode_cuts._table():
+        n, k, tokens = case["n"], case["k"], case["tokens"]
+        measured = {tuple(kind): us for *kind, us in case["cuts"] if kind[1] <= most}
+        if measured:
+            found = decode_cuts.choose(n, k, tokens, quantized=case["quantized"], most_splits=most)
+            assert measured.get(decode_cuts.kind(found, tokens, k)) == min(measured.values()), (n, k, tokens)
+
+
 def test_what_takes_more_splits_than_a_gpu_has_is_told() -> None:
     with pytest.raises(ValueError, match="no cut of 64x65536 for 16 tokens has 1 splits or fewer"):
         decode_cuts.choose(64, 65536, 16, quantized=False, most_splits=1)
