@@ -14,6 +14,8 @@ from vllm_fp8ext.kernels import decode_cuts
 TABLE = Path(__file__).with_name("crossover.json")
 """By shape and number of tokens, microseconds of `decode_gemm` and of DeepGEMM with activations that come quantized, on one
 H200. `benchmarks/crossover.py` writes it; it names the run of each shape."""
+MOST = 64
+"""Most tokens of `decode_gemm` where there is no DeepGEMM."""
 
 
 def crossover(n: int, k: int) -> int:
@@ -64,8 +66,7 @@ def route(
     n, k = shape_NK
     if decode_tokens and not (few and decode_cuts.usable(decode_tokens, n, k)):
         raise ValueError(f"decode_tokens {decode_tokens}: decode_gemm does not take weights of {n}x{k} here")
-    # with so many tokens CUTLASS is slower too
-    most = crossover(n, k) if "deep_gemm" in usable else decode_cuts.TOKENS[-1]
+    most = crossover(n, k) if "deep_gemm" in usable else MOST
     taken = [tokens for tokens in decode_cuts.TOKENS if few and decode_cuts.usable(tokens, n, k)]
     default = max((tokens for tokens in taken if tokens <= most), default=0)
     if taken:

@@ -42,9 +42,9 @@ def table(
     [
         (BIG, ALL, True, {}, Route(32, "deep_gemm")),
         (WIDE, ALL, True, {}, Route(64, "deep_gemm")),
-        (BIG, ALL[1:], True, {}, Route(128, "cutlass")),
+        (BIG, ALL[1:], True, {}, Route(64, "cutlass")),
         (BIG, ALL, False, {}, Route(0, "deep_gemm")),
-        (BIG, (), True, {}, Route(128, "decode_gemm")),
+        (BIG, (), True, {}, Route(64, "decode_gemm")),
         (BIG, (), False, {}, None),
         (ODD, ("triton",), True, {}, Route(0, "triton")),
         (ODD, (), True, {}, None),
