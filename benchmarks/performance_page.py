@@ -128,9 +128,7 @@ def _decode(cases: Cases) -> str:
         ratios = [
             case["ratio_bf16"] for m in TOKENS for case in _of(cases, "decode_gemm", m=m, variant=variant)
         ]
-        mean, worst = statistics.geometric_mean(ratios), min(ratios)
-        told = f"geometric mean {mean:.2f}×, worst {worst:.2f}×"
-        rows.append(["all", DECODE[variant], told, *[""] * (len(TOKENS) - 1)])
+        rows.append(["all", DECODE[variant], _together(ratios), *[""] * (len(TOKENS) - 1)])
     return table(["weight", "variant", *(f"M={m}" for m in TOKENS)], rows)
 
 
@@ -144,10 +142,12 @@ def _prefill(cases: Cases) -> str:
             rows.append([_shape(shape), str(m), f"{base:.0f}", *cells])
     for variant in PREFILL[:2]:
         ratios = [case["ratio_bf16"] for case in _of(cases, "prefill_gemm", variant=variant)]
-        mean, worst = statistics.geometric_mean(ratios), min(ratios)
-        told = f"`{variant}`: geometric mean {mean:.2f}×, worst {worst:.2f}×"
-        rows.append(["all", "", "", told, *[""] * (len(PREFILL) - 2)])
+        rows.append(["all", "", "", f"`{variant}`: {_together(ratios)}", *[""] * (len(PREFILL) - 2)])
     return table(["weight", "M", "BF16 us", *PREFILL], rows)
+
+
+def _together(ratios: list[float]) -> str:
+    return f"geometric mean {statistics.geometric_mean(ratios):.2f}×, worst {min(ratios):.2f}×"
 
 
 def _weights(cases: Cases) -> str:

@@ -22,6 +22,7 @@ _HALF = 113 * 1024
 """Shared memory with which two blocks fit on a multiprocessor."""
 _TABLE = Path(__file__).with_suffix(".json")
 _ALIKE = 4
+_BARRIER_BYTES = 8
 _UNKNOWN = 1.5
 """Time, relative to the fastest cut's, of one that is not among the fastest that the table keeps."""
 
@@ -58,13 +59,13 @@ class Config:
         return self.ring(tokens, k) >= _FEWEST_STAGES and tokens <= _WIDEST.get(self.rows, TOKENS[-1])
 
     def _stage_bytes(self, tokens: int) -> int:
-        return self.rows * BLOCK + 16 + (_x_bytes(tokens) if self.stream else 0)
+        return self.rows * BLOCK + 2 * _BARRIER_BYTES + (_x_bytes(tokens) if self.stream else 0)
 
     def _fixed_bytes(self, tokens: int, k: int) -> int:
         depth, warps = 0 if self.stream else -(-blocks(k) // self.splits), self.rows // 16
         owned = -(-warps * (tokens // 8) // self.splits)
         received = self.splits * owned * 512 if self.splits > 1 else 0
-        return depth * (_x_bytes(tokens) + 8) + received + warps * 16
+        return depth * (_x_bytes(tokens) + _BARRIER_BYTES) + received + warps * 2 * _BARRIER_BYTES
 
 
 def _x_bytes(tokens: int) -> int:

@@ -23,7 +23,7 @@
 //
 // Shared memory: ring of `stages` ROWS x 128 codes, then x: one TOKENS x 128 for each block of own columns (STREAM: for each
 // stage), both in the 128-byte swizzle that wgmma reads (what rows of x from M on hold only reaches outputs that are never
-// stored), then what other ranks send, scales of x, barriers.
+// stored), then parts of the sums that are added up here, scales of x, barriers.
 
 #include "device.cuh"
 
@@ -409,6 +409,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
                 const float* __restrict__ scales_NbKb, const bf16* __restrict__ bias_N, bf16* out_MN, u32 m, u32 n, u32 k,
                 u32 stages) {
   extern __shared__ __align__(1024) u8 shared[];
+  // the shuffle tells the compiler that it is the same in a whole warp, and so are addresses and branches
   const u32 warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Work work = work_of(n, k);
   const Memory at = memory_of(shared, stages, k);
