@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to how many tokens `decode_gemm` is ahead of DeepGEMM on this GPU, by shape of the weights.
+"""Up to how many tokens `decode_gemm` is ahead of DeepGEMM and CUTLASS on this GPU, by shape of the weights.
 
     python benchmarks/crossover.py --models Qwen3-8B --table kernels/crossover.json
 
@@ -24,6 +24,7 @@ from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantized import Quantized
+from vllm_fp8ext.kernels.reference import BLOCK
 
 TOKENS = (8, 16, 32, 64, 128)
 
@@ -66,12 +67,12 @@ def _compile(shape: tuple[int, int]) -> None:
     torch.cuda.synchronize()
 
 
-def _times(n: int, k: int) -> dict[str, list[float]]:
-    """Of both, in turn."""
-    from vllm_fp8ext.compat.gemm import deep_gemm
+def _times(n: int, k: int) -> dict[str, dict[str, float]]:
+    """Microseconds, in turn, by tokens and kernel."""
+    from vllm_fp8ext.compat.gemm import cutlass, deep_gemm
 
     operands = Operands(n, k)
-    found: dict[str, list[float]] = {}
+    found: dict[str, dict[str, float]] = {}
     for m in TOKENS:
         if not decode_cuts.usable(m, n, k):
             break
@@ -79,10 +80,10 @@ def _times(n: int, k: int) -> dict[str, list[float]]:
         quantized = quantize_activation(x, "fp32")
         calls: dict[str, Any] = {
             "decode_gemm": partial(_ours, operands, quantized),
-            "deep_gemm": lambda i, quantized=quantized: deep_gemm(
-                quantized, operands.codes[i], operands.scales, torch.bfloat16
-            ),
+            "deep_gemm": partial(_other, deep_gemm, operands, quantized),
         }
+        if n % BLOCK == 0:
+            calls["cutlass"] = partial(_other, cutlass, operands, quantized)
         for name, call in calls.items():
             error = operands.error(x, call(0))
             if not error < 1:
@@ -91,12 +92,17 @@ def _times(n: int, k: int) -> dict[str, list[float]]:
         for name, timing in timings.items():
             if timing.error:
                 raise SystemExit(f"{name} with {m} tokens of {n}x{k}: {timing.error}")
-        found[str(m)] = [round(timings[name].us, 2) for name in calls]
+        found[str(m)] = {name: round(timings[name].us, 2) for name in calls}
     return found
 
 
 def _ours(operands: Operands, x: Quantized, index: int) -> Tensor:
     return decode_gemm.decode_gemm(x, operands.codes[index], operands.scales, None, "fp32")
+
+
+def _other(gemm: Any, operands: Operands, x: Quantized, index: int) -> Tensor:
+    out: Tensor = gemm(x, operands.codes[index], operands.scales, torch.bfloat16)
+    return out
 
 
 if __name__ == "__main__":

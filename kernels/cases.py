@@ -49,6 +49,8 @@ DECODE_SHAPES = (
     (5, 20001, 1024, True),
     (24, 300, 6400, False),
     (100, 512, 4096, False),
+    (100, 1100, 2176, True),
+    (3, 128, 5120, False),
 )
 """Tokens, rows, columns, and whether there is a bias: for `decode_gemm`."""
 

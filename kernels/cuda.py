@@ -129,8 +129,7 @@ class Kernel:
         call("cuModuleLoadData", ctypes.byref(self._module), machine_code)
         call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
         call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, MOST_SHARED_BYTES)
-        # the same share for all: kernels of different shares cannot run on one multiprocessor at once
-        call("cuFuncSetAttribute", self._function, _SHARED_CARVEOUT, 100)
+        share_multiprocessors(self._function.value)
         if cluster > 8:
             call("cuFuncSetAttribute", self._function, _ANY_CLUSTER_SIZE, 1)
 
@@ -206,6 +205,12 @@ class Launcher:
         launch = self._described[early][0]
         launch.grid[0], launch.shared_bytes, launch.stream = blocks, shared_bytes, stream
         call("cuLaunchKernelEx", ctypes.byref(launch), self._function, self._pointers, None)
+
+
+def share_multiprocessors(function: int | None, carveout: int = 100) -> None:
+    """Give a kernel (CUfunction) the share of a multiprocessor's memory, in percent, that all of ours take as shared memory:
+    kernels of different shares cannot run on one multiprocessor at once."""
+    call("cuFuncSetAttribute", ctypes.c_void_p(function), _SHARED_CARVEOUT, carveout)
 
 
 def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple[int, int]) -> TensorMap:

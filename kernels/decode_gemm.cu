@@ -49,7 +49,7 @@ constexpr u32 RESIDENT = TOKENS <= 32 && ROWS <= 192 ? 2 : 1;            // bloc
 // A product is begun before the last one is added up, where registers allow. It holds a stage of the ring longer, so that
 // pays if the whole part of a block is on its way from the start, or with few rows in rings of so many stages.
 constexpr u32 OVERLAPPED_STAGES = 5;
-constexpr bool OVERLAP = ROWS == 64 || (ROWS == 128 && TOKENS <= 64) || TOKENS <= (STREAM ? 16 : 32);
+constexpr bool OVERLAP = ROWS == 64 || (ROWS == 128 && TOKENS <= 64) || TOKENS <= (CODES ? 16 : 32);
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
 constexpr u32 EVERYONE = 1;  // a named barrier
 
@@ -455,7 +455,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
 
   const bool overlap = OVERLAP && (work.mine() * work.depth <= stages || (ROWS <= 128 && stages >= OVERLAPPED_STAGES));
   const u32 scales_at = at.x_scales + lane % 4 * 8;
-  u32 stage = 0, phase = 0, turn = 0;
+  u32 stage = 0, phase = 0, oldest = 0, turn = 0;  // the stage of the next product, and of the first that is not added up
   for (u32 tile = work.first; tile < work.tiles; tile += work.step, ++turn) {
     const u32 row = tile * ROWS + warp * 16;
     float bias[2] = {};
@@ -483,7 +483,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     };
     auto end = [&](float (&product)[TOKENS / 2], float held, u32 block, bool newer) {
       const float weight_scale = __shfl_sync(0xFFFFFFFFu, held, block % 32);
-      const u32 behind = newer ? 2 : 1, own = stage < behind ? stage + stages - behind : stage - behind;
 #pragma unroll
       for (u32 first = 0; first < GROUPS_OF_8; first += SCALES) {
         float2 scale[SCALES];
@@ -491,11 +490,11 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         for (u32 i = 0; i < SCALES; ++i)
           asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                        : "=f"(scale[i].x), "=f"(scale[i].y)
-                       : "r"(scales_at + ((STREAM ? own : block) * TOKENS + (first + i) * 8) * 4)
+                       : "r"(scales_at + ((STREAM ? oldest : block) * TOKENS + (first + i) * 8) * 4)
                        : "memory");
         if (first == 0) {
           newer ? wgmma_wait<1>(product) : wgmma_wait<0>(product);
-          if (!STREAM && lane == 0) barrier_arrive(at.empty + own * 8);
+          if (!STREAM && lane == 0) barrier_arrive(at.empty + oldest * 8);
         }
 #pragma unroll
         for (u32 i = 0; i < SCALES; ++i) {
@@ -509,10 +508,12 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       }
       if (STREAM) {
         __syncwarp();  // all lanes have read their scales
-        if (lane == 0) barrier_arrive(at.empty + own * 8);
+        if (lane == 0) barrier_arrive(at.empty + oldest * 8);
       }
+      if (++oldest == stages) oldest = 0;
     };
     float even[TOKENS / 2], odd[TOKENS / 2];
+    __syncwarp();
     for (u32 block = 0; block < work.depth;) {
       const u32 last = min(block + 32, work.depth) - 1;
       const float held = later;
@@ -553,31 +554,27 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     }
     // of this warp's fragments those that this rank owns: every SPLITS-th
     const u32 skip = (rank + SPLITS - warp * GROUPS_OF_8 % SPLITS) % SPLITS;
-    const u32 owned = skip < GROUPS_OF_8 ? (GROUPS_OF_8 - skip + SPLITS - 1) / SPLITS : 0;
+    const u32 owned = skip < GROUPS_OF_8 ? (GROUPS_OF_8 + SPLITS - 1) / SPLITS : 0;  // both are powers of two
     if (lane == 0) barrier_expect(at.arrived + warp * 8, owned * (SPLITS - 1) * FRAGMENT_BYTES);
     barrier_wait_cluster(at.arrived + warp * 8, turn & 1);
-    constexpr u32 MOST_OWNED = (GROUPS_OF_8 + SPLITS - 1) / SPLITS;
-    constexpr bool ALL_ALIKE = GROUPS_OF_8 % SPLITS == 0;  // every rank owns as many
-    float total[MOST_OWNED][4];
+    if (owned) {  // as many fragments of each warp as any rank that has some
+      constexpr u32 MANY = (GROUPS_OF_8 + SPLITS - 1) / SPLITS;
+      float total[MANY][4];
 #pragma unroll
-    for (u32 i = 0; i < MOST_OWNED; ++i) {
-      const u32 j = skip + i * SPLITS, from = at.received + (warp * GROUPS_OF_8 + j) / SPLITS * FRAGMENT_BYTES + lane * 16;
-      if (!ALL_ALIKE && j >= GROUPS_OF_8) break;
-      float4 part[SPLITS];
+      for (u32 i = 0; i < MANY; ++i) {
+        const u32 j = skip + i * SPLITS, from = at.received + (warp * GROUPS_OF_8 + j) / SPLITS * FRAGMENT_BYTES + lane * 16;
+        float4 part[SPLITS];
 #pragma unroll
-      for (u32 other = 0; other < SPLITS; ++other) part[other] = load_shared(from + other * OWNED * FRAGMENT_BYTES);
-      float4 added = part[0];
+        for (u32 other = 0; other < SPLITS; ++other) part[other] = load_shared(from + other * OWNED * FRAGMENT_BYTES);
+        float4 added = part[0];
 #pragma unroll
-      for (u32 other = 1; other < SPLITS; ++other)
-        added = {added.x + part[other].x, added.y + part[other].y, added.z + part[other].z, added.w + part[other].w};
-      total[i][0] = added.x + bias[0], total[i][1] = added.y + bias[0];
-      total[i][2] = added.z + bias[1], total[i][3] = added.w + bias[1];
-    }
+        for (u32 other = 1; other < SPLITS; ++other)
+          added = {added.x + part[other].x, added.y + part[other].y, added.z + part[other].z, added.w + part[other].w};
+        total[i][0] = added.x + bias[0], total[i][1] = added.y + bias[0];
+        total[i][2] = added.z + bias[1], total[i][3] = added.w + bias[1];
+      }
 #pragma unroll
-    for (u32 i = 0; i < MOST_OWNED; ++i) {
-      const u32 j = skip + i * SPLITS;
-      if (!ALL_ALIKE && j >= GROUPS_OF_8) break;
-      store(total[i], out_MN, row, j * 8, m, n);
+      for (u32 i = 0; i < MANY; ++i) store(total[i], out_MN, row, (skip + i * SPLITS) * 8, m, n);
     }
 #else
 #pragma unroll

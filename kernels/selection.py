@@ -12,16 +12,18 @@ from typing import NamedTuple
 from vllm_fp8ext.kernels import decode_cuts
 
 TABLE = Path(__file__).with_name("crossover.json")
-"""By shape and number of tokens, microseconds of `decode_gemm` and of DeepGEMM with activations that come quantized, on one
-H200. `benchmarks/crossover.py` writes it; it names the run of each shape."""
+"""By shape and number of tokens, microseconds of `decode_gemm` and of the kernels that may take the others, with activations
+that come quantized, on one H200. `benchmarks/crossover.py` writes it; it names the run of each shape."""
 MOST = 64
-"""Most tokens of `decode_gemm` where there is no DeepGEMM."""
+"""Most tokens of `decode_gemm` beside a kernel that was not measured."""
 
 
-def crossover(n: int, k: int) -> int:
-    """Most tokens that go to `decode_gemm` where DeepGEMM takes the others, as measured for this shape, or else for the one
+def crossover(n: int, k: int, gemm: str) -> int:
+    """Most tokens that go to `decode_gemm` where `gemm` takes the others, as measured for this shape, or else for the one
     that is nearest in size."""
-    known = _measured()
+    known = _measured(gemm)
+    if not known:
+        return MOST
     if (n, k) in known:
         return known[n, k]
     return known[
@@ -30,13 +32,15 @@ def crossover(n: int, k: int) -> int:
 
 
 @functools.cache
-def _measured() -> dict[tuple[int, int], int]:
+def _measured(gemm: str) -> dict[tuple[int, int], int]:
     found = {}
     for case in json.loads(TABLE.read_text())["cases"]:
-        times = sorted((int(tokens), *us) for tokens, us in case["us"].items())
-        # of every cut between the two, how much slower than DeepGEMM alone; noise in one of the times moves it little
-        lost = [0.0, *itertools.accumulate(math.log(ours / other) for _, ours, other in times)]
-        found[case["n"], case["k"]] = [0, *(tokens for tokens, *_ in times)][lost.index(min(lost))]
+        times = sorted((int(tokens), us) for tokens, us in case["us"].items() if gemm in us)
+        if not times:
+            continue
+        # of every cut between the two, how much slower than `gemm` alone; noise in one of the times moves it little
+        lost = [0.0, *itertools.accumulate(math.log(us["decode_gemm"] / us[gemm]) for _, us in times)]
+        found[case["n"], case["k"]] = [0, *(tokens for tokens, _ in times)][lost.index(min(lost))]
     return found
 
 
@@ -66,7 +70,7 @@ def route(
     n, k = shape_NK
     if decode_tokens and not (few and decode_cuts.usable(decode_tokens, n, k)):
         raise ValueError(f"decode_tokens {decode_tokens}: decode_gemm does not take weights of {n}x{k} here")
-    most = crossover(n, k) if "deep_gemm" in usable else MOST
+    most = crossover(n, k, usable[0]) if usable else decode_cuts.TOKENS[-1]
     taken = [tokens for tokens in decode_cuts.TOKENS if few and decode_cuts.usable(tokens, n, k)]
     default = max((tokens for tokens in taken if tokens <= most), default=0)
     if taken:

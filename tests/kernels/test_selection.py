@@ -18,7 +18,9 @@ ODD = (200, 1000)
 """No multiple of 128, and its rows begin at no multiple of 16 bytes."""
 
 
+KERNELS = ("decode_gemm", "deep_gemm", "cutlass")
 Times = dict[str, list[float]]
+"""Microseconds of these, or of the first of them, by tokens."""
 
 
 @pytest.fixture
@@ -29,7 +31,11 @@ def table(
 
     def put(found: dict[tuple[int, int], Times]) -> None:
         file = tmp_path / "crossover.json"
-        file.write_text(json.dumps({"cases": [{"n": n, "k": k, "us": us} for (n, k), us in found.items()]}))
+        cases = [
+            {"n": n, "k": k, "us": {m: dict(zip(KERNELS, us, strict=False)) for m, us in times.items()}}
+            for (n, k), times in found.items()
+        ]
+        file.write_text(json.dumps({"cases": cases}))
         monkeypatch.setattr(selection, "TABLE", file)
         selection._measured.cache_clear()
 
@@ -44,7 +50,7 @@ def table(
         (WIDE, ALL, True, {}, Route(64, "deep_gemm")),
         (BIG, ALL[1:], True, {}, Route(64, "cutlass")),
         (BIG, ALL, False, {}, Route(0, "deep_gemm")),
-        (BIG, (), True, {}, Route(64, "decode_gemm")),
+        (BIG, (), True, {}, Route(128, "decode_gemm")),
         (BIG, (), False, {}, None),
         (ODD, ("triton",), True, {}, Route(0, "triton")),
         (ODD, (), True, {}, None),
@@ -90,20 +96,29 @@ def test_the_crossover_is_where_the_decode_gemm_falls_behind(
     times: dict[str, list[float]], most: int, table: Callable[..., None]
 ) -> None:
     table({(256, 512): times})
-    assert crossover(256, 512) == most
+    assert crossover(256, 512, "deep_gemm") == most
 
 
 def test_a_shape_that_was_not_measured_is_like_the_one_nearest_in_size(table: Callable[..., None]) -> None:
     ahead = {most: {str(m): [1, 2] if m <= most else [2, 1] for m in (16, 32, 64)} for most in (16, 32, 64)}
     table({(1024, 1024): ahead[16], (4096, 4096): ahead[32], (512, 32768): ahead[64]})
-    assert crossover(1024, 2048) == 16
-    assert crossover(8192, 2048) == 32, "as large as two of them, and more like the first"
-    assert crossover(64, 1 << 18) == 64
+    assert crossover(1024, 2048, "deep_gemm") == 16
+    assert crossover(8192, 2048, "deep_gemm") == 32, "as large as two of them, and more like the first"
+    assert crossover(64, 1 << 18, "deep_gemm") == 64
 
 
 def test_one_time_that_is_off_moves_nothing(table: Callable[..., None]) -> None:
     table({(256, 512): {"8": [1.01, 1], "16": [1, 2], "32": [1, 1.5], "64": [2, 1]}})
-    assert crossover(256, 512) == 32
+    assert crossover(256, 512, "deep_gemm") == 32
+
+
+def test_each_kernel_for_many_tokens_has_its_own(table: Callable[..., None]) -> None:
+    table({BIG: {"16": [1, 2], "32": [2, 1]}, WIDE: {"16": [1, 2, 2], "32": [2, 1, 3], "64": [2, 1, 1]}})
+    assert route(WIDE, ALL, few=True) == Route(16, "deep_gemm")
+    assert route(WIDE, ALL[1:], few=True) == Route(32, "cutlass")
+    assert route(BIG, ALL[1:], few=True) == Route(32, "cutlass"), "measured for the other shape alone"
+    assert route(BIG, ALL[2:], few=True) == Route(64, "triton"), "not measured"
+    assert route(BIG, (), few=True) == Route(128, "decode_gemm"), "which takes the others too"
 
 
 @pytest.mark.parametrize("most", [0, 128])
@@ -127,4 +142,6 @@ def test_every_measured_shape_says_of_which_run_it_is() -> None:
     for case in measured["cases"]:
         assert measured["runs"][case["run"]]["gpus"]
         assert set(case["us"]) <= {str(tokens) for tokens in decode_cuts.TOKENS}
-        assert all(us > 0 for pair in case["us"].values() for us in pair)
+        for times in case["us"].values():
+            assert {"decode_gemm", "deep_gemm"} <= set(times) <= set(KERNELS)
+            assert all(us > 0 for us in times.values())

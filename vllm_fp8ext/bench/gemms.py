@@ -74,7 +74,7 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
     tokens = decode_cuts.width(x.shape[0])
     config = decode_cuts.choose(operands.n, operands.k, tokens, quantized=False)
     alone = dataclasses.replace(config, early=False)
-    crossover = selection.crossover(operands.n, operands.k)
+    crossover = selection.crossover(operands.n, operands.k, "deep_gemm")
     portable = decode_gemm_triton.Config(splits=max(1, min(8, 132 // -(-operands.n // 128))))
     return {
         "blockfp8": lambda i: torch.ops.fp8ext.linear(
