@@ -5,11 +5,12 @@
 
 In a CUDA graph, over the weights of several layers: norm, QKV, quantization, output projection, norm, gate and up, activation
 function, down. `gemms`: the four GEMMs alone, of activations that are quantized already. Microseconds of one layer. In turn,
-with multiprocessors' memory shared alike by all kernels (`--carveouts 100`) or as the driver likes (-1), and with so many KiB
-of shared memory that GEMMs leave free (`--rooms`).
+with so many percent of a multiprocessor's memory as shared memory while one of the other launches runs (`--carveouts`; -1: as
+the driver likes; of GEMMs 100), and with so many KiB of it that GEMMs leave free (`--rooms`).
 """
 
 import argparse
+import ctypes
 import statistics
 import sys
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def main() -> int:
     )
     parser.add_argument("--model", choices=MODELS, default="Qwen3-8B")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
-    parser.add_argument("--carveouts", type=int, nargs="+", default=[100, -1])
+    parser.add_argument("--carveouts", type=int, nargs="+", default=[-1])
     parser.add_argument("--rooms", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -119,7 +120,7 @@ def _samples(call: Callable[[int], None], layers: int, carveout: int, room: int)
         call(0)
         for module in (gated_quantize, quantize_activation, rmsnorm_quantize):
             for kernel in module._launch._kernels.values():
-                cuda.share_multiprocessors(kernel.function, carveout)
+                cuda.set_carveout(ctypes.c_void_p(kernel.function), carveout)
         return bench.measure({"it": call}, {"it": layers}, 3)["it"].samples
     finally:
         Config.ring.__defaults__ = usual

@@ -129,7 +129,8 @@ class Kernel:
         call("cuModuleLoadData", ctypes.byref(self._module), machine_code)
         call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
         call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, MOST_SHARED_BYTES)
-        share_multiprocessors(self._function.value)
+        # the same share for all: kernels of different shares cannot run on one multiprocessor at once
+        set_carveout(self._function, 100)
         if cluster > 8:
             call("cuFuncSetAttribute", self._function, _ANY_CLUSTER_SIZE, 1)
 
@@ -207,10 +208,10 @@ class Launcher:
         call("cuLaunchKernelEx", ctypes.byref(launch), self._function, self._pointers, None)
 
 
-def share_multiprocessors(function: int | None, carveout: int = 100) -> None:
-    """Give a kernel (CUfunction) the share of a multiprocessor's memory, in percent, that all of ours take as shared memory:
-    kernels of different shares cannot run on one multiprocessor at once."""
-    call("cuFuncSetAttribute", ctypes.c_void_p(function), _SHARED_CARVEOUT, carveout)
+def set_carveout(function: ctypes.c_void_p, percent: int) -> None:
+    """Ask for so much of a multiprocessor's memory as shared memory while a kernel (CUfunction) runs there; -1: as the driver
+    likes."""
+    call("cuFuncSetAttribute", function, _SHARED_CARVEOUT, percent)
 
 
 def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple[int, int]) -> TensorMap:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import cuda
-
 ALIGNED = 16
 """Bytes that Triton takes a pointer to be a multiple of, or not; and numbers likewise."""
 MOST_KERNELS = 1024
@@ -61,6 +59,4 @@ class Launcher:
         if kernel is not None and (device < 0 or device == torch.cuda.current_device()):
             if len(self._kernels) == MOST_KERNELS:
                 self._kernels.clear()
-            if device >= 0:
-                cuda.share_multiprocessors(kernel.function)
             self._kernels[key] = kernel

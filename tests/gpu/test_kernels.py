@@ -2,7 +2,6 @@
 """Kernels on a Hopper GPU against the reference. `tests/kernels` has the quantizers' edge cases, on the GPU where there is
 one."""
 
-import ctypes
 import dataclasses
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import cases, cuda, decode_cuts, decode_gemm, reference
+from vllm_fp8ext.kernels import cases, decode_cuts, decode_gemm, reference
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 
@@ -226,17 +225,3 @@ def test_triton_gemm_stays_within_the_bound(shape: tuple[int, int, int], splits:
     config = decode_gemm_triton.Config(splits=splits)
     out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)
     assert cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1
-
-
-def test_tritons_kernels_share_multiprocessors_with_ours() -> None:
-    """Kernels of another carveout could not begin before the last block of the one ahead has ended."""
-    from vllm_fp8ext.kernels import quantize_activation
-
-    quantize_activation.quantize_activation(cases.activations(3, 640, "cuda"), "fp32")
-    kernels = quantize_activation._launch._kernels.values()
-    assert kernels
-    for kernel in kernels:
-        found = ctypes.c_int()
-        function = ctypes.c_void_p(kernel.function)
-        cuda.call("cuFuncGetAttribute", ctypes.byref(found), cuda._SHARED_CARVEOUT, function)
-        assert found.value == 100
