@@ -130,7 +130,7 @@ class Kernel:
         call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
         call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, MOST_SHARED_BYTES)
         # the same share for all: kernels of different shares cannot run on one multiprocessor at once
-        set_carveout(self._function, 100)
+        call("cuFuncSetAttribute", self._function, _SHARED_CARVEOUT, 100)
         if cluster > 8:
             call("cuFuncSetAttribute", self._function, _ANY_CLUSTER_SIZE, 1)
 
@@ -206,12 +206,6 @@ class Launcher:
         launch = self._described[early][0]
         launch.grid[0], launch.shared_bytes, launch.stream = blocks, shared_bytes, stream
         call("cuLaunchKernelEx", ctypes.byref(launch), self._function, self._pointers, None)
-
-
-def set_carveout(function: ctypes.c_void_p, percent: int) -> None:
-    """Ask for so much of a multiprocessor's memory as shared memory while a kernel (CUfunction) runs there; -1: as the driver
-    likes."""
-    call("cuFuncSetAttribute", function, _SHARED_CARVEOUT, percent)
 
 
 def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple[int, int]) -> TensorMap:

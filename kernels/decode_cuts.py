@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the decode GEMM is cut into blocks, and which cut is the fastest: `decode_cuts.json` has what was measured."""
+"""How the decode GEMM is cut into blocks, and which cut is the fastest: `decode_cuts.json` has what was measured of GEMMs
+alone, `layer_cuts.json` of those in a model's layer."""
 
 import dataclasses
 import functools
@@ -21,6 +22,7 @@ _FEWEST_STAGES = 3
 _HALF = 113 * 1024
 """Shared memory with which two blocks fit on a multiprocessor."""
 _TABLE = Path(__file__).with_suffix(".json")
+_LAYERS = Path(__file__).with_name("layer_cuts.json")
 _ALIKE = 4
 _BARRIER_BYTES = 8
 _UNKNOWN = 1.5
@@ -106,9 +108,23 @@ def cuts(n: int, k: int, tokens: int, *, quantized: bool) -> list[Config]:
 
 @functools.cache
 def choose(n: int, k: int, tokens: int, *, quantized: bool, most_splits: int = SPLITS[-1]) -> Config:
+    """The cut with which a model's layer was the fastest, where one with weights of this shape was measured. Else the one
+    that is the fastest alone. `quantized`: as x comes.
+
+    Raises:
+        ValueError: nothing fits with so few splits.
+    """
+    wanted = _in_layers().get((n, k, tokens)) if quantized else None
+    for cut in cuts(n, k, tokens, quantized=quantized):
+        if cut.splits <= most_splits and kind(cut, tokens, k) == wanted:
+            return cut
+    return fastest_alone(n, k, tokens, quantized=quantized, most_splits=most_splits)
+
+
+def fastest_alone(n: int, k: int, tokens: int, *, quantized: bool, most_splits: int = SPLITS[-1]) -> Config:
     """The cut that was the fastest where this shape was measured. Else the one that was the fastest on average of those for
     the four measured shapes that are the most alike: for shapes left out of the table it takes 1.05 times as long as the
-    best. Shapes whose fastest cuts all have more than `most_splits` say nothing. `quantized`: as x comes.
+    best. Shapes whose fastest cuts all have more than `most_splits` say nothing.
 
     Raises:
         ValueError: nothing fits with so few splits.
@@ -141,6 +157,16 @@ def kind(cut: Config, tokens: int, k: int) -> Kind:
 def _table() -> list[dict[str, Any]]:
     cases: list[dict[str, Any]] = json.loads(_TABLE.read_text())["cases"]
     return cases
+
+
+@functools.cache
+def _in_layers() -> dict[tuple[int, int, int], Kind]:
+    """By rows and columns of the weights and number of tokens, as `benchmarks/layer_sweep.py` writes them."""
+    found = {}
+    for case in json.loads(_LAYERS.read_text())["cases"]:
+        rows, splits, stream, half = case["cut"]
+        found[case["n"], case["k"], case["tokens"]] = rows, splits, stream, half
+    return found
 
 
 @functools.cache

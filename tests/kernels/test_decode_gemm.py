@@ -2,6 +2,7 @@
 """How the decode GEMM is cut and what it refuses; its results are tested in `tests/gpu`."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,19 +50,69 @@ def test_everything_wrong_is_said_at_once() -> None:
         assert text in str(caught.value)
 
 
-def test_a_measured_shape_gets_its_fastest_cut() -> None:
-    table = json.loads(Path(decode_cuts.__file__).with_suffix(".json").read_text())
+@pytest.fixture
+def layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts cuts in place of those that this project has measured in layers: of one shape and number of tokens."""
+
+    def put(n: int, k: int, tokens: int, cut: decode_cuts.Kind) -> None:
+        file = tmp_path / "layer_cuts.json"
+        file.write_text(json.dumps({"cases": [{"n": n, "k": k, "tokens": tokens, "cut": cut}]}))
+        monkeypatch.setattr(decode_cuts, "_LAYERS", file)
+        _forget()
+
+    yield put
+    _forget()
+
+
+def _forget() -> None:
+    decode_cuts._in_layers.cache_clear()
+    decode_cuts.choose.cache_clear()
+
+
+def test_a_shape_that_was_measured_in_a_layer_gets_the_cut_that_was_the_fastest_there(
+    layers: Callable[..., None],
+) -> None:
+    n, k = 4096, 4096
+    alone = {tokens: decode_cuts.choose(n, k, tokens, quantized=False) for tokens in decode_cuts.TOKENS}
+    layers(n, k, 16, (192, 4, True, False))
+    found = decode_cuts.choose(n, k, 16, quantized=True)
+    assert decode_cuts.kind(found, 16, k) == (192, 4, True, False)
+    assert decode_cuts.choose(n, k, 16, quantized=False) == alone[16], "activations that come in BF16"
+    for shape in ((n, k, 32), (n + 128, k, 16)):
+        assert decode_cuts.choose(*shape, quantized=True) == decode_cuts.fastest_alone(*shape, quantized=True)
+    fewer = decode_cuts.choose(n, k, 16, quantized=True, most_splits=2)
+    assert fewer == decode_cuts.fastest_alone(n, k, 16, quantized=True, most_splits=2)
+
+
+def test_a_cut_in_a_layer_that_does_not_fit_is_left(layers: Callable[..., None]) -> None:
+    layers(4096, 12288, 128, (256, 1, False, False))
+    shape = (4096, 12288, 128)
+    assert decode_cuts.choose(*shape, quantized=True) == decode_cuts.fastest_alone(*shape, quantized=True)
+
+
+def test_every_cut_that_was_the_fastest_in_a_layer_is_taken() -> None:
+    table = json.loads(decode_cuts._LAYERS.read_text())
     for case in table["cases"]:
+        shape = case["n"], case["k"], case["tokens"]
+        found = decode_cuts.choose(*shape, quantized=True)
+        assert list(decode_cuts.kind(found, case["tokens"], case["k"])) == case["cut"]
+        before, after = case["layer_us"]
+        assert 0 < after <= before
+        assert table["runs"][case["run"]]["gpus"]
+
+
+def test_a_measured_shape_gets_its_fastest_cut() -> None:
+    for case in decode_cuts._table():
         n, k, tokens, quantized = (case[part] for part in ("n", "k", "tokens", "quantized"))
         times = {tuple(cut): us for *cut, us in case["cuts"]}
-        cut = decode_cuts.choose(n, k, tokens, quantized=quantized)
+        cut = decode_cuts.fastest_alone(n, k, tokens, quantized=quantized)
         assert times[decode_cuts.kind(cut, tokens, k)] == min(times.values())
 
 
 def test_a_shape_like_measured_ones_gets_what_was_fast_for_them() -> None:
-    assert decode_cuts.choose(24500, 4096, 64, quantized=True).rows >= 128
-    assert decode_cuts.choose(4000, 4096, 16, quantized=True).splits > 1
-    assert not decode_cuts.choose(24500, 4096, 64, quantized=False).stream
+    assert decode_cuts.fastest_alone(24500, 4096, 64, quantized=True).rows >= 128
+    assert decode_cuts.fastest_alone(4000, 4096, 16, quantized=True).splits > 1
+    assert not decode_cuts.fastest_alone(24500, 4096, 64, quantized=False).stream
 
 
 def test_activations_of_the_ring_come_quantized() -> None:
@@ -110,7 +161,7 @@ def test_a_measured_shape_takes_the_fastest_cut_that_was_measured_with_so_few_sp
         n, k, tokens = case["n"], case["k"], case["tokens"]
         measured = {tuple(kind): us for *kind, us in case["cuts"] if kind[1] <= most}
         if measured:
-            found = decode_cuts.choose(n, k, tokens, quantized=case["quantized"], most_splits=most)
+            found = decode_cuts.fastest_alone(n, k, tokens, quantized=case["quantized"], most_splits=most)
             assert measured.get(decode_cuts.kind(found, tokens, k)) == min(measured.values()), (n, k, tokens)
 
 

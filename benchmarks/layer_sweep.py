@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best cuts of the decode GEMM in a layer on this GPU, among those that are the fastest alone (`kernel_sweep.py`): a cut
+also decides how early the launches behind it begin.
+
+    python benchmarks/layer_sweep.py --models Qwen3-8B --table kernels/layer_cuts.json
+
+The launches of a layer but attention, in a CUDA graph, over the weights of several layers: norm, QKV, quantization, output
+projection, norm, gate and up, activation function, down. One GEMM's cut is changed at a time. --table keeps what the file has
+of other shapes, and is written after each number of tokens.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.bench.measured import Measured
+from vllm_fp8ext.bench.projections import MODELS
+from vllm_fp8ext.kernels import bench, cases, decode_cuts, reference, selection
+from vllm_fp8ext.kernels.decode_cuts import Config
+from vllm_fp8ext.kernels.decode_gemm import decode_gemm
+from vllm_fp8ext.kernels.gated_quantize import gated_quantize
+from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.quantized import Quantized
+from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
+
+TOKENS = (8, 16, 32, 64)
+ROUNDS = 2
+GAIN = 0.003
+"""Of a layer's time, for which other cuts are taken than those that are the fastest alone."""
+Shape = tuple[int, int]
+Cuts = dict[Shape, Config]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-8B"])
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes")
+    parser.add_argument("--tokens", type=int, nargs="+", choices=decode_cuts.TOKENS, default=TOKENS)
+    parser.add_argument("--seconds", type=float, default=300, help="begin no layer after so long")
+    parser.add_argument("--table", type=Path, required=True, help="put what is found into this file")
+    options = parser.parse_args()
+    start, table = time.monotonic(), Measured(options.table, ("n", "k", "tokens"))
+    for model in options.models:
+        for parts in options.tp:
+            layers = Layers(model, parts)
+            for tokens in options.tokens:
+                if time.monotonic() - start > options.seconds:
+                    print(f"no time left for {model} of {parts} with {tokens} tokens")
+                    continue
+                print(f"{model} of {parts}, {tokens} tokens: ", end="", flush=True)
+                _put(table, model, parts, tokens, layers)
+    return 0
+
+
+class Layers:
+    """Weights of some layers of one of `parts` ranks, more than the L2 cache holds."""
+
+    def __init__(self, model: str, parts: int) -> None:
+        hidden, intermediate, q, kv = MODELS[model]
+        self.q = q // parts
+        self.shapes = (
+            ((q + 2 * kv) // parts, hidden),
+            (hidden, q // parts),
+            (2 * intermediate // parts, hidden),
+            (hidden, intermediate // parts),
+        )
+        made = [reference.quantize_weight(cases.weight(*shape, "cuda")) for shape in self.shapes]
+        self.count = bench.copies(sum(codes.numel() for codes, _ in made))
+        self.weights = [[(codes.clone(), scales) for codes, scales in made] for _ in range(self.count)]
+        self.norm = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+
+    def run(self, x_MK: Tensor, residual_MK: Tensor, cuts: Cuts, index: int) -> None:
+        """The launches of one layer."""
+        qkv, out, gate_up, down = self.weights[index]
+        x, residual = rmsnorm_quantize(x_MK, residual_MK, self.norm, 1e-6, "fp32")
+        attended = quantize_activation(_multiply(x, qkv, cuts)[:, : self.q], "fp32")
+        x, residual = rmsnorm_quantize(_multiply(attended, out, cuts), residual, self.norm, 1e-6, "fp32")
+        gated = gated_quantize(_multiply(x, gate_up, cuts), "silu", "fp32")
+        _multiply(gated, down, cuts)
+
+
+def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], cuts: Cuts) -> Tensor:
+    codes, scales = weight
+    return decode_gemm(x, codes, scales, None, "fp32", cuts[codes.shape[0], codes.shape[1]])
+
+
+def _put(table: Measured, model: str, parts: int, tokens: int, layers: Layers) -> None:
+    x, residual = (cases.activations(tokens, layers.shapes[0][1], "cuda", seed) for seed in (0, 1))
+    alone = {
+        (n, k): decode_cuts.fastest_alone(n, k, tokens, quantized=True)
+        for n, k in dict.fromkeys(layers.shapes)
+    }
+    calls = partial(layers.run, x, residual)
+    found = _descend(alone, tokens, layers.count, calls)
+    timings = bench.measure(
+        {"alone": partial(calls, alone), "found": partial(calls, found)},
+        dict.fromkeys(("alone", "found"), layers.count),
+    )
+    before, after = (timings[name].us for name in ("alone", "found"))
+    print(f"{before:.2f} us, {after:.2f} with cuts for the layer", flush=True)
+    if after > before * (1 - GAIN):
+        found, after = alone, before
+    for (n, k), cut in found.items():
+        if tokens <= selection.crossover(n, k, "deep_gemm"):
+            case = {"n": n, "k": k, "tokens": tokens, "cut": decode_cuts.kind(cut, tokens, k)}
+            told = {"model": model, "tp": parts, "layer_us": [round(before, 2), round(after, 2)]}
+            table.put(case | told)
+
+
+def _descend(alone: Cuts, tokens: int, count: int, calls: Callable[[Cuts, int], None]) -> Cuts:
+    """Take for one GEMM after the other the cut with which the layer is the fastest."""
+    found = dict(alone)
+    for _ in range(ROUNDS):
+        for shape in found:
+            times = {}
+            for cut in _known(shape, tokens):
+                timing = bench.measure({"it": partial(calls, found | {shape: cut})}, {"it": count}, 3)["it"]
+                if not timing.error:
+                    times[cut] = timing.us
+            found[shape] = min(times, key=lambda cut: times[cut], default=found[shape])
+    return found
+
+
+def _known(shape: Shape, tokens: int) -> list[Config]:
+    """The fastest alone."""
+    n, k = shape
+    known = decode_cuts._measured(tokens, True, decode_cuts.SPLITS[-1]).get(shape, {})
+    every = decode_cuts.cuts(n, k, tokens, quantized=True)
+    return [cut for cut in every if decode_cuts.kind(cut, tokens, k) in known]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
