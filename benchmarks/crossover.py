@@ -3,8 +3,9 @@
 
     python benchmarks/crossover.py --models Qwen3-8B --table kernels/crossover.json
 
-Activations come quantized, results are checked, and the weights are more than the L2 cache holds. The table keeps what it has
-of other shapes, and is written after each. DeepGEMM's kernels are compiled first, in several processes.
+Activations are quantized by a launch before, as in a layer, results are checked, and the weights are more than the L2 cache
+holds. The table keeps what it has of other shapes, and is written after each. DeepGEMM's kernels are compiled first, in
+several processes.
 """
 
 import argparse
@@ -23,7 +24,6 @@ from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import BLOCK
 
 TOKENS = (8, 16, 32, 64, 128)
@@ -77,13 +77,12 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
         if not decode_cuts.usable(m, n, k):
             break
         x = cases.activations(m, k, "cuda")
-        quantized = quantize_activation(x, "fp32")
         calls: dict[str, Any] = {
-            "decode_gemm": partial(_ours, operands, quantized),
-            "deep_gemm": partial(_other, deep_gemm, operands, quantized),
+            "decode_gemm": partial(_ours, operands, x),
+            "deep_gemm": partial(_other, deep_gemm, operands, x),
         }
         if n % BLOCK == 0:
-            calls["cutlass"] = partial(_other, cutlass, operands, quantized)
+            calls["cutlass"] = partial(_other, cutlass, operands, x)
         for name, call in calls.items():
             error = operands.error(x, call(0))
             if not error < 1:
@@ -96,12 +95,13 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def _ours(operands: Operands, x: Quantized, index: int) -> Tensor:
-    return decode_gemm.decode_gemm(x, operands.codes[index], operands.scales, None, "fp32")
+def _ours(operands: Operands, x: Tensor, index: int) -> Tensor:
+    quantized = quantize_activation(x, "fp32")
+    return decode_gemm.decode_gemm(quantized, operands.codes[index], operands.scales, None, "fp32")
 
 
-def _other(gemm: Any, operands: Operands, x: Quantized, index: int) -> Tensor:
-    out: Tensor = gemm(x, operands.codes[index], operands.scales, torch.bfloat16)
+def _other(gemm: Any, operands: Operands, x: Tensor, index: int) -> Tensor:
+    out: Tensor = gemm(quantize_activation(x, "fp32"), operands.codes[index], operands.scales, torch.bfloat16)
     return out
 
 

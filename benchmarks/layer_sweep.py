@@ -5,14 +5,13 @@ also decides how early the launches behind it begin.
     python benchmarks/layer_sweep.py --models Qwen3-8B --table kernels/layer_cuts.json
 
 The launches of a layer but attention, in a CUDA graph, over the weights of several layers: norm, QKV, quantization, output
-projection, norm, gate and up, activation function, down. One GEMM's cut is changed at a time. --table keeps what the file has
-of other shapes, and is written after each number of tokens.
+projection, norm, gate and up, activation function, down. One GEMM's cut is changed at a time; where two models have weights
+of one shape, it stays as the first one wants it. --table keeps what the file has of other shapes.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.projections import MODELS
-from vllm_fp8ext.kernels import bench, cases, decode_cuts, reference, selection
+from vllm_fp8ext.kernels import bench, cases, decode_cuts, reference
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.decode_gemm import decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import gated_quantize
@@ -48,6 +47,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path, required=True, help="put what is found into this file")
     options = parser.parse_args()
     start, table = time.monotonic(), Measured(options.table, ("n", "k", "tokens"))
+    settled: dict[int, Cuts] = {tokens: {} for tokens in options.tokens}
     for model in options.models:
         for parts in options.tp:
             layers = Layers(model, parts)
@@ -56,7 +56,13 @@ def main() -> int:
                     print(f"no time left for {model} of {parts} with {tokens} tokens")
                     continue
                 print(f"{model} of {parts}, {tokens} tokens: ", end="", flush=True)
-                _put(table, model, parts, tokens, layers)
+                found, times = _tried(layers, tokens, settled[tokens])
+                told = {"model": model, "tp": parts, "layer_us": times}
+                for (n, k), cut in found.items():
+                    settled[tokens][n, k] = cut
+                    table.put(
+                        {"n": n, "k": k, "tokens": tokens, "cut": decode_cuts.kind(cut, tokens, k)} | told
+                    )
     return 0
 
 
@@ -92,41 +98,35 @@ def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], cuts: Cuts) -> Tensor
     return decode_gemm(x, codes, scales, None, "fp32", cuts[codes.shape[0], codes.shape[1]])
 
 
-def _put(table: Measured, model: str, parts: int, tokens: int, layers: Layers) -> None:
+def _tried(layers: Layers, tokens: int, settled: Cuts) -> tuple[Cuts, list[float]]:
+    """Cuts for the shapes that are not settled, and the layer's microseconds with those that are the fastest alone in their
+    place, and with these."""
     x, residual = (cases.activations(tokens, layers.shapes[0][1], "cuda", seed) for seed in (0, 1))
-    alone = {
-        (n, k): decode_cuts.fastest_alone(n, k, tokens, quantized=True)
+    calls = partial(layers.run, x, residual)
+    usual = {
+        (n, k): settled.get((n, k)) or decode_cuts.fastest_alone(n, k, tokens, quantized=True)
         for n, k in dict.fromkeys(layers.shapes)
     }
-    calls = partial(layers.run, x, residual)
-    found = _descend(alone, tokens, layers.count, calls)
-    timings = bench.measure(
-        {"alone": partial(calls, alone), "found": partial(calls, found)},
-        dict.fromkeys(("alone", "found"), layers.count),
-    )
-    before, after = (timings[name].us for name in ("alone", "found"))
-    print(f"{before:.2f} us, {after:.2f} with cuts for the layer", flush=True)
-    if after > before * (1 - GAIN):
-        found, after = alone, before
-    for (n, k), cut in found.items():
-        if tokens <= selection.crossover(n, k, "deep_gemm"):
-            case = {"n": n, "k": k, "tokens": tokens, "cut": decode_cuts.kind(cut, tokens, k)}
-            told = {"model": model, "tp": parts, "layer_us": [round(before, 2), round(after, 2)]}
-            table.put(case | told)
-
-
-def _descend(alone: Cuts, tokens: int, count: int, calls: Callable[[Cuts, int], None]) -> Cuts:
-    """Take for one GEMM after the other the cut with which the layer is the fastest."""
-    found = dict(alone)
+    found = dict(usual)
     for _ in range(ROUNDS):
-        for shape in found:
+        for shape in [shape for shape in found if shape not in settled]:
             times = {}
             for cut in _known(shape, tokens):
-                timing = bench.measure({"it": partial(calls, found | {shape: cut})}, {"it": count}, 3)["it"]
+                timing = bench.measure({"it": partial(calls, found | {shape: cut})}, {"it": layers.count}, 3)[
+                    "it"
+                ]
                 if not timing.error:
                     times[cut] = timing.us
             found[shape] = min(times, key=lambda cut: times[cut], default=found[shape])
-    return found
+    timings = bench.measure(
+        {"usual": partial(calls, usual), "found": partial(calls, found)},
+        dict.fromkeys(("usual", "found"), layers.count),
+    )
+    before, after = (round(timings[name].us, 2) for name in ("usual", "found"))
+    print(f"{before:.2f} us, {after:.2f} with cuts for the layer", flush=True)
+    if after > before * (1 - GAIN):
+        found, after = usual, before
+    return {shape: cut for shape, cut in found.items() if shape not in settled}, [before, after]
 
 
 def _known(shape: Shape, tokens: int) -> list[Config]:

@@ -13,7 +13,7 @@ from vllm_fp8ext.kernels import decode_cuts
 
 TABLE = Path(__file__).with_name("crossover.json")
 """By shape and number of tokens, microseconds of `decode_gemm` and of the kernels that may take the others, with activations
-that come quantized, on one H200. `benchmarks/crossover.py` writes it; it names the run of each shape."""
+that a launch before quantizes, on one H200. `benchmarks/crossover.py` writes it; it names the run of each shape."""
 MOST = 64
 """Most tokens of `decode_gemm` beside a kernel that was not measured."""
 
