@@ -61,6 +61,23 @@ def test_a_models_weights_are_quantized_together_as_the_reference_does(scale_for
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (129, 1), (2, 1), (1, 2), (129, 129), (257, 16)], ids=str)
+def test_sums_of_blocks_of_few_values(
+    shape: tuple[int, int], dtype: torch.dtype, scale_format: ScaleFormat
+) -> None:
+    from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
+
+    for value in (0.0, 0.3, -3.0):
+        weight = torch.full(shape, value, dtype=dtype, device="cuda")
+        codes, scales = empty_like(weight)
+        error, norm = quantize_weight(weight, codes, scales, scale_format)
+        lost = reference.dequantize_weight(codes, scales).double() - weight.double()
+        assert error == pytest.approx(float(lost.square().sum()), rel=1e-3, abs=1e-11)
+        assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
 def test_a_models_codes_are_copied_together(scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.copy_blocks import CopyBlocks
     from vllm_fp8ext.kernels.quantize_together import Place
