@@ -4,7 +4,8 @@
     python benchmarks/add_run.py benchmarks/results/rollout_h200.json rollout.json [more.json …] [--note TEXT]
 
 Each new file is a run, or several: where they come from goes to the end of `runs`, and a case replaces the last one that
-says the same of `IDENTITY`, or comes last. A file with cases that this does not tell apart is refused. Where a run had no
+says the same of `IDENTITY`, or comes last. Runs that no case is of any more are dropped, and `provenance` is that of the
+newest. A file with cases that this does not tell apart is refused. Where a run had no
 BF16 beside it, or that was replaced, `--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
 """
 
@@ -72,6 +73,16 @@ def add(results: dict[str, Any], found: dict[str, Any], note: str = "") -> None:
             results["cases"].append(new)
         else:
             results["cases"][place] = new
+    _drop_unused(results)
+
+
+def _drop_unused(results: dict[str, Any]) -> None:
+    runs, cases = results["runs"], results["cases"]
+    used = sorted({case["run"] for case in cases})
+    places = {run: place for place, run in enumerate(used)}
+    results["runs"] = [runs[run] for run in used]
+    results["cases"] = [{**case, "run": places[case["run"]]} for case in cases]
+    results["provenance"] = results["runs"][-1]
 
 
 def compare(cases: list[Case]) -> None:

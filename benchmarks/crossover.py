@@ -3,9 +3,9 @@
 
     python benchmarks/crossover.py --models Qwen3-8B --table kernels/crossover.json
 
-Activations are quantized by a launch before, as in a layer, results are checked, and the weights are more than the L2 cache
-holds. The table keeps what it has of other shapes, and is written after each. DeepGEMM's kernels are compiled first, in
-several processes.
+Activations are quantized by a launch before, as in a layer, `decode_gemm` has the cut that is the fastest alone
+(`kernel_sweep.py`), results are checked, and the weights are more than the L2 cache holds. The table keeps what it has of
+other shapes, and is written after each. DeepGEMM's kernels are compiled first, in several processes.
 """
 
 import argparse
@@ -97,7 +97,9 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
 
 def _ours(operands: Operands, x: Tensor, index: int) -> Tensor:
     quantized = quantize_activation(x, "fp32")
-    return decode_gemm.decode_gemm(quantized, operands.codes[index], operands.scales, None, "fp32")
+    tokens = decode_cuts.width(x.shape[0])
+    cut = decode_cuts.fastest_alone(operands.n, operands.k, tokens, quantized=True)
+    return decode_gemm.decode_gemm(quantized, operands.codes[index], operands.scales, None, "fp32", cut)
 
 
 def _other(gemm: Any, operands: Operands, x: Tensor, index: int) -> Tensor:

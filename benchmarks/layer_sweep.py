@@ -5,22 +5,27 @@ also decides how early the launches behind it begin.
     python benchmarks/layer_sweep.py --models Qwen3-8B --table kernels/layer_cuts.json
 
 The launches of a layer but attention, in a CUDA graph, over the weights of several layers: norm, QKV, quantization, output
-projection, norm, gate and up, activation function, down. One GEMM's cut is changed at a time; where two models have weights
-of one shape, it stays as the first one wants it. --table keeps what the file has of other shapes.
+projection, norm, gate and up, activation function, down; by DeepGEMM where it takes so many tokens (`crossover.py`). The cut
+of one GEMM is changed at a time. Where two layers have weights of one shape, it stays as the first one wants it: of the
+models here, in order, and before these of those that the table has of others. --table is written after each number of
+tokens.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.projections import MODELS
-from vllm_fp8ext.kernels import bench, cases, decode_cuts, reference
+from vllm_fp8ext.compat.gemm import deep_gemm
+from vllm_fp8ext.kernels import bench, cases, decode_cuts, reference, selection
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.decode_gemm import decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import gated_quantize
@@ -29,7 +34,7 @@ from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
 
 TOKENS = (8, 16, 32, 64)
-ROUNDS = 2
+ROUNDS, REPEATS = 2, 5
 GAIN = 0.003
 """Of a layer's time, for which other cuts are taken than those that are the fastest alone."""
 Shape = tuple[int, int]
@@ -46,24 +51,37 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300, help="begin no layer after so long")
     parser.add_argument("--table", type=Path, required=True, help="put what is found into this file")
     options = parser.parse_args()
+    chosen = [(model, parts) for parts in options.tp for model in options.models]
     start, table = time.monotonic(), Measured(options.table, ("n", "k", "tokens"))
-    settled: dict[int, Cuts] = {tokens: {} for tokens in options.tokens}
-    for model in options.models:
-        for parts in options.tp:
-            layers = Layers(model, parts)
-            for tokens in options.tokens:
-                if time.monotonic() - start > options.seconds:
-                    print(f"no time left for {model} of {parts} with {tokens} tokens")
-                    continue
-                print(f"{model} of {parts}, {tokens} tokens: ", end="", flush=True)
-                found, times = _tried(layers, tokens, settled[tokens])
-                told = {"model": model, "tp": parts, "layer_us": times}
-                for (n, k), cut in found.items():
-                    settled[tokens][n, k] = cut
-                    table.put(
-                        {"n": n, "k": k, "tokens": tokens, "cut": decode_cuts.kind(cut, tokens, k)} | told
-                    )
+    settled = _settled(table.cases, chosen)
+    for model, parts in chosen:
+        layers = Layers(model, parts)
+        for tokens in options.tokens:
+            if time.monotonic() - start > options.seconds:
+                print(f"no time left for {model} of {parts} with {tokens} tokens")
+                continue
+            print(f"{model} of {parts}, {tokens} tokens: ", end="", flush=True)
+            found, times = _tried(layers, tokens, settled.setdefault(tokens, {}))
+            told = {"model": model, "tp": parts, "layer_us": times}
+            for (n, k), cut in found.items():
+                settled[tokens][n, k] = cut
+                table.put({"n": n, "k": k, "tokens": tokens, "cut": decode_cuts.kind(cut, tokens, k)} | told)
     return 0
+
+
+def _settled(known: list[dict[str, Any]], chosen: Sequence[tuple[str, int]]) -> dict[int, Cuts]:
+    """By tokens, the cuts that a table has of layers that are not chosen."""
+    found: dict[int, Cuts] = {}
+    for case in known:
+        n, k, tokens = case["n"], case["k"], case["tokens"]
+        if (case["model"], case["tp"]) not in chosen:
+            cut = next(
+                cut
+                for cut in decode_cuts.cuts(n, k, tokens, quantized=True)
+                if list(decode_cuts.kind(cut, tokens, k)) == case["cut"]
+            )
+            found.setdefault(tokens, {})[n, k] = cut
+    return found
 
 
 class Layers:
@@ -95,7 +113,10 @@ class Layers:
 
 def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], cuts: Cuts) -> Tensor:
     codes, scales = weight
-    return decode_gemm(x, codes, scales, None, "fp32", cuts[codes.shape[0], codes.shape[1]])
+    cut = cuts.get((codes.shape[0], codes.shape[1]))
+    if cut is None:
+        return deep_gemm(x, codes, scales, torch.bfloat16)
+    return decode_gemm(x, codes, scales, None, "fp32", cut)
 
 
 def _tried(layers: Layers, tokens: int, settled: Cuts) -> tuple[Cuts, list[float]]:
@@ -106,17 +127,15 @@ def _tried(layers: Layers, tokens: int, settled: Cuts) -> tuple[Cuts, list[float
     usual = {
         (n, k): settled.get((n, k)) or decode_cuts.fastest_alone(n, k, tokens, quantized=True)
         for n, k in dict.fromkeys(layers.shapes)
+        if tokens <= selection.crossover(n, k, "deep_gemm")
     }
     found = dict(usual)
     for _ in range(ROUNDS):
         for shape in [shape for shape in found if shape not in settled]:
-            times = {}
-            for cut in _known(shape, tokens):
-                timing = bench.measure({"it": partial(calls, found | {shape: cut})}, {"it": layers.count}, 3)[
-                    "it"
-                ]
-                if not timing.error:
-                    times[cut] = timing.us
+            cuts = _known(shape, tokens)
+            tries = {str(cut): partial(calls, found | {shape: cut}) for cut in cuts}
+            timings = bench.measure(tries, dict.fromkeys(tries, layers.count), REPEATS)
+            times = {cut: timings[str(cut)].us for cut in cuts if not timings[str(cut)].error}
             found[shape] = min(times, key=lambda cut: times[cut], default=found[shape])
     timings = bench.measure(
         {"usual": partial(calls, usual), "found": partial(calls, found)},

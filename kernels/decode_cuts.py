@@ -115,9 +115,10 @@ def choose(n: int, k: int, tokens: int, *, quantized: bool, most_splits: int = S
         ValueError: nothing fits with so few splits.
     """
     wanted = _in_layers().get((n, k, tokens)) if quantized else None
-    for cut in cuts(n, k, tokens, quantized=quantized):
-        if cut.splits <= most_splits and kind(cut, tokens, k) == wanted:
-            return cut
+    if wanted:
+        for cut in cuts(n, k, tokens, quantized=quantized):
+            if cut.splits <= most_splits and kind(cut, tokens, k) == wanted:
+                return cut
     return fastest_alone(n, k, tokens, quantized=quantized, most_splits=most_splits)
 
 

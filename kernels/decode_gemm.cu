@@ -47,7 +47,8 @@ constexpr u32 FLIGHT = TOKENS >= 64 ? 8 : 4;                             // load
 constexpr u32 SCALES = GROUPS_OF_8 < 4 ? GROUPS_OF_8 : 4;                // pairs of scales of x that a thread holds
 constexpr u32 RESIDENT = TOKENS <= 32 && ROWS <= 192 ? 2 : 1;            // blocks on a multiprocessor, as registers allow
 // A product is begun before the last one is added up, where registers allow. It holds a stage of the ring longer, so that
-// pays if the whole part of a block is on its way from the start, or with few rows in rings of so many stages.
+// pays if the whole part of a block is on its way from the start, or with few rows in rings of so many stages. Kernels that
+// take codes have registers for it up to 16 tokens, the others up to 32.
 constexpr u32 OVERLAPPED_STAGES = 5;
 constexpr bool OVERLAP = ROWS == 64 || (ROWS == 128 && TOKENS <= 64) || TOKENS <= (CODES ? 16 : 32);
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
@@ -513,7 +514,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       if (++oldest == stages) oldest = 0;
     };
     float even[TOKENS / 2], odd[TOKENS / 2];
-    __syncwarp();
+    __syncwarp();  // lanes part where a bias is loaded and sums are stored; wgmma wants them together
     for (u32 block = 0; block < work.depth;) {
       const u32 last = min(block + 32, work.depth) - 1;
       const float held = later;

@@ -112,9 +112,8 @@ def launch(
             f"quantize_weight: expected codes {list(weight_NK.shape)} with contiguous columns and scales likewise, found "
             f"shape {list(codes_NK.shape)} with strides {codes_NK.stride()} and {scales_NbKb.stride()}"
         )
-    if (
-        columns == 1
-    ):  # of 16-bit values in one column, Triton 3.7 and its ptxas get the error of a block of one row wrong
+    # of 16-bit values in one column, Triton 3.7 and its ptxas get the error of a block of one row wrong
+    if columns == 1:
         weight_NK = weight_NK.float()
     even = rows % BLOCK == 0 and columns % BLOCK == 0
     _quantize_weight[(blocks(rows) * blocks(columns),)](

@@ -70,7 +70,8 @@ def route(
     n, k = shape_NK
     if decode_tokens and not (few and decode_cuts.usable(decode_tokens, n, k)):
         raise ValueError(f"decode_tokens {decode_tokens}: decode_gemm does not take weights of {n}x{k} here")
-    most = crossover(n, k, usable[0]) if usable else decode_cuts.TOKENS[-1]
+    other = gemm or next(iter(usable), "decode_gemm")
+    most = decode_cuts.TOKENS[-1] if other == "decode_gemm" else crossover(n, k, other)
     taken = [tokens for tokens in decode_cuts.TOKENS if few and decode_cuts.usable(tokens, n, k)]
     default = max((tokens for tokens in taken if tokens <= most), default=0)
     if taken:

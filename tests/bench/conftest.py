@@ -45,3 +45,8 @@ def performance_page() -> ModuleType:
 @pytest.fixture(scope="module")
 def add_run() -> ModuleType:
     return script("add_run")
+
+
+@pytest.fixture(scope="module")
+def layer_sweep() -> ModuleType:
+    return script("layer_sweep")

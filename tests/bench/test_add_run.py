@@ -58,6 +58,18 @@ def test_what_was_found_does_not_tell_cases_apart(
     assert [case["running"] for case in after["cases"] if "running" in case] == [7.5]
 
 
+def test_runs_that_no_case_is_of_are_dropped(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    results, found = files
+    for commit in ("b", "c"):
+        found.write_text(json.dumps(run(commit, {**BASE, "variant": "blockfp8", "tokens_per_s": 1.0})))
+        after = added(add_run, monkeypatch, results, found)
+    assert [one["commit"] for one in after["runs"]] == ["a", "c"]
+    assert [(case["variant"], case["run"]) for case in after["cases"]] == [("bf16", 0), ("blockfp8", 1)]
+    assert after["provenance"] == after["runs"][1], "of the newest"
+
+
 def test_fused_experts_are_another_case(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:

@@ -3,10 +3,71 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
+KERNEL = {
+    *(
+        "kernel",
+        "shape",
+        "m",
+        "variant",
+        "us",
+        "samples",
+        "gbps",
+        "tflops",
+        "ratio_bf16",
+        "ratio_copy",
+        "exact",
+    ),
+    "run",
+}
+ROLLOUT = {
+    *("model", "requests", "input", "output", "kv_cache", "staging", "variant", "tokens_per_s", "samples"),
+    *("ms_per_step", "ratio_bf16", "run"),
+}
+FEWER = {("Qwen3-30B-A3B", "bf16")}
+"""Whose samples are fewer than five."""
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", ["kernels_h200.json", "rollout_h200.json"])
+def test_every_case_is_of_a_run_and_every_run_has_cases(name: str) -> None:
+    found = results(name)
+    assert {case["run"] for case in found["cases"]} == set(range(len(found["runs"])))
+    assert found["provenance"] in found["runs"]
+    for run in found["runs"]:
+        assert all(run[field] for field in ("gpus", "versions", "commit", "date", "command")), run
+
+
+def test_what_a_case_of_a_kernel_says() -> None:
+    for case in results("kernels_h200.json")["cases"]:
+        assert set(case) >= KERNEL, (KERNEL - set(case), case)
+        if case["error"]:
+            assert case["us"] is None, case
+            assert not case["variant"].startswith("blockfp8"), case
+            continue
+        assert len(case["samples"]) >= 5, case
+        assert case["us"] == pytest.approx(statistics.median(case["samples"])), case
+        if case["variant"].startswith(("blockfp8", "decode_gemm", "deep_gemm_codes")):
+            assert case["exact"] is True, case
+
+
+def test_what_a_case_of_an_engine_says() -> None:
+    for case in results("rollout_h200.json")["cases"]:
+        assert set(case) >= ROLLOUT, (ROLLOUT - set(case), case)
+        fewest = 2 if (case["model"], case["variant"]) in FEWER else 5
+        assert len(case["samples"]) >= fewest, case
+        assert case["tokens_per_s"] == pytest.approx(statistics.median(case["samples"])), case
 
 
 def test_the_memory_that_updates_took_is_within_its_bound() -> None:

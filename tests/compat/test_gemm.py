@@ -14,6 +14,7 @@ import torch
 from vllm_fp8ext.compat import deep_gemm, expert_gemm, gemm
 from vllm_fp8ext.compat.deep_gemm import deep_gemm_runs
 from vllm_fp8ext.compat.gemm import decode_gemm_runs
+from vllm_fp8ext.compat.log import log_once
 from vllm_fp8ext.config import KernelSettings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.cuda import CudaError
@@ -55,6 +56,18 @@ def test_deep_gemm_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert many is not None
     assert many.many == "deep_gemm"
     assert len(tried) == 1
+
+
+def test_the_choice_for_a_shape_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deep_gemm, "multiply", lambda *_: None)
+    log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "vllm.fp8ext"):
+        for shape in (SHAPE, SHAPE, (4096, 4096)):
+            gemm.select(shape, torch.bfloat16, KernelSettings())
+    assert caplog.text.count("blockfp8 multiplies 6144x4096 by decode_gemm up to") == 1
+    assert caplog.text.count("blockfp8 multiplies 4096x4096 by") == 1
 
 
 def test_without_a_compiler_the_next_best_kernel_runs(

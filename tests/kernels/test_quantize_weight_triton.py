@@ -62,7 +62,9 @@ def test_codes_and_scales_are_the_references(
 def test_the_sums_are_the_error_and_the_norm(
     device: str, dtype: torch.dtype, scale_format: ScaleFormat
 ) -> None:
-    weights = [cases.awkward(*shape, "normal", dtype, 1) for shape in ((130, 70), (128, 256), (1, 5))]
+    weights = [
+        cases.awkward(*shape, "normal", dtype, 1) for shape in ((130, 70), (128, 256), (1, 5), (130, 1))
+    ]
     for weight in weights:
         here = weight.to(device)
         codes, scales = filled(here)

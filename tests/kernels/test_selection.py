@@ -56,7 +56,7 @@ def table(
         (ODD, (), True, {}, None),
         (BIG, ALL, True, {"decode_tokens": 0}, Route(0, "deep_gemm")),
         (BIG, ALL, True, {"decode_tokens": 128, "gemm": "triton"}, Route(128, "triton")),
-        (BIG, ALL, True, {"gemm": "decode_gemm"}, Route(32, "decode_gemm")),
+        (BIG, ALL, True, {"gemm": "decode_gemm"}, Route(128, "decode_gemm")),
         (ODD, ("triton",), True, {"decode_tokens": 0}, Route(0, "triton")),
     ],
 )
@@ -118,6 +118,7 @@ def test_each_kernel_for_many_tokens_has_its_own(table: Callable[..., None]) -> 
     assert route(WIDE, ALL[1:], few=True) == Route(32, "cutlass")
     assert route(BIG, ALL[1:], few=True) == Route(32, "cutlass"), "measured for the other shape alone"
     assert route(BIG, ALL[2:], few=True) == Route(64, "triton"), "not measured"
+    assert route(WIDE, ALL, few=True, gemm="cutlass") == Route(32, "cutlass"), "as the user wants it"
     assert route(BIG, (), few=True) == Route(128, "decode_gemm"), "which takes the others too"
 
 
@@ -126,7 +127,7 @@ def test_a_crossover_at_either_end(most: int, table: Callable[..., None]) -> Non
     table({(4096, 12288): {str(m): [1, 2] if most else [2, 1] for m in decode_cuts.TOKENS}})
     assert route((4096, 12288), ("deep_gemm",), few=True) == Route(most, "deep_gemm")
     forced = route((4096, 12288), ("deep_gemm",), few=True, gemm="decode_gemm")
-    assert forced == Route(most, "decode_gemm")
+    assert forced == Route(128, "decode_gemm")
 
 
 def test_columns_that_the_widest_kernels_have_no_room_for(table: Callable[..., None]) -> None:

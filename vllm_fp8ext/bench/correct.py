@@ -26,6 +26,7 @@ from vllm_fp8ext.kernels import (
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.gated_quantize import Activation
 from vllm_fp8ext.kernels.kv_amax import Tally, kv_amax_reference
+from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference
 
@@ -119,8 +120,17 @@ def activation(form: ScaleFormat, m: int, k: int) -> Verdict:
 def rmsnorm(form: ScaleFormat, m: int, k: int) -> Verdict:
     x, residual = cases.activations(m, k, "cuda"), cases.activations(m, k, "cuda", 5)
     scaling = torch.rand(k, device="cuda").bfloat16() + 0.5
-    quantized, added = rmsnorm_quantize.rmsnorm_quantize(x, residual, scaling, 1e-6, form)
-    return _nearly(
+    return normed(
+        rmsnorm_quantize.rmsnorm_quantize(x, residual, scaling, 1e-6, form), x, residual, scaling, form
+    )
+
+
+def normed(
+    found: tuple[Quantized, Tensor], x: Tensor, residual: Tensor, scaling: Tensor, form: ScaleFormat
+) -> Verdict:
+    """What `rmsnorm_quantize` found."""
+    quantized, added = found
+    return nearly(
         (*quantized, added), rmsnorm_quantize.rmsnorm_quantize_reference(x, residual, scaling, 1e-6, form)
     )
 
@@ -128,7 +138,7 @@ def rmsnorm(form: ScaleFormat, m: int, k: int) -> Verdict:
 def gated(name: Activation, form: ScaleFormat, m: int, k: int) -> Verdict:
     gate_up = cases.activations(m, 2 * k, "cuda") / 8
     found = gated_quantize.gated_quantize(gate_up, name, form)
-    return _nearly(found, gated_quantize.gated_quantize_reference(gate_up, name, form))
+    return nearly(found, gated_quantize.gated_quantize_reference(gate_up, name, form))
 
 
 def turned(m: int) -> Verdict:
@@ -136,7 +146,11 @@ def turned(m: int) -> Verdict:
     heads, kv_heads = cases.Q_HEADS, cases.KV_HEADS
     qkv = cases.activations(m, (heads + 2 * kv_heads) * cases.HEAD_DIM, "cuda")
     arguments = (qkv, *cases.rotary(m, "cuda"), heads, kv_heads)
-    found, expected = norm_rope.norm_rope(*arguments), norm_rope.norm_rope_reference(*arguments)
+    return alike(norm_rope.norm_rope(*arguments), norm_rope.norm_rope_reference(*arguments))
+
+
+def alike(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
+    """Codes and values of other roundings here and there, nothing more."""
     differing = _differing(found, expected)
     distance = [
         float((a.double() - b.double()).norm() / b.double().norm())
@@ -167,6 +181,11 @@ def kv_amax(tokens: int) -> Verdict:
     step, scales = cases.kv_step(tokens, "cuda"), tuple(torch.full((), 0.01, device="cuda") for _ in range(3))
     tally = Tally(cases.KV_HEADS, torch.device("cuda"))
     tally.add(step, torch.arange(tokens, device="cuda"), scales)
+    return tallied(tally, step, scales)
+
+
+def tallied(tally: Tally, step: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, ...]) -> Verdict:
+    """What a tally has of one step's K, V and Q."""
     seen = tally.take()
     expected = [kv_amax_reference(part, scale) for part, scale in zip(step, scales, strict=True)]
     equal = torch.equal(seen.amax, torch.stack([top for top, _ in expected]).cpu())
@@ -182,7 +201,7 @@ def _differing(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[
     ]
 
 
-def _nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
+def nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
     """Sums in another order and another exponential move a rounding to BF16 here and there, nothing more."""
     differing = _differing(found, expected)
     values, wanted = (reference.dequantize_activation(*parts[:2]) for parts in (found, expected))

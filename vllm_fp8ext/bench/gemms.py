@@ -74,6 +74,7 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
     tokens = decode_cuts.width(x.shape[0])
     config = decode_cuts.choose(operands.n, operands.k, tokens, quantized=False)
     alone = dataclasses.replace(config, early=False)
+    apart = decode_cuts.fastest_alone(operands.n, operands.k, tokens, quantized=True)
     crossover = selection.crossover(operands.n, operands.k, "deep_gemm")
     portable = decode_gemm_triton.Config(splits=max(1, min(8, 132 // -(-operands.n // 128))))
     return {
@@ -86,7 +87,7 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
         "blockfp8_inside": lambda i: decode_gemm.decode_gemm(x, codes[i], scales, None, "fp32"),
         "decode_gemm_codes": lambda i: decode_gemm.decode_gemm(quantized, codes[i], scales, None, "fp32"),
         "blockfp8_apart": lambda i: decode_gemm.decode_gemm(
-            quantize_activation(x, "fp32"), codes[i], scales, None, "fp32"
+            quantize_activation(x, "fp32"), codes[i], scales, None, "fp32", apart
         ),
         "blockfp8_alone": lambda i: decode_gemm.decode_gemm(x, codes[i], scales, None, "fp32", alone),
         "deep_gemm_codes": lambda i: deep_gemm(quantized, codes[i], scales, torch.bfloat16),

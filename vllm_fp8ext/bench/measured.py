@@ -19,6 +19,11 @@ class Measured:
         self._runs = [*known["runs"], provenance()]
         self._cases = {self._place(case): case for case in known["cases"]}
 
+    @property
+    def cases(self) -> list[dict[str, Any]]:
+        """What is known."""
+        return list(self._cases.values())
+
     def put(self, case: dict[str, Any]) -> None:
         """In the place of what was known of it, in the file at once.
 

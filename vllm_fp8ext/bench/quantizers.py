@@ -8,11 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.bench.correct import gated, rmsnorm, turned
+from vllm_fp8ext.bench.correct import alike, nearly, normed
 from vllm_fp8ext.bench.report import Calls, Report
-from vllm_fp8ext.bench.rivals import add_rms_norm, gate, turn_heads
+from vllm_fp8ext.bench.rivals import add_rms_norm, gate, stock_quantizer, turn_heads
 from vllm_fp8ext.kernels import bench, cases, reference
-from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, Activation, gated_quantize
+from vllm_fp8ext.kernels.gated_quantize import (
+    ACTIVATIONS,
+    Activation,
+    gated_quantize,
+    gated_quantize_reference,
+)
 from vllm_fp8ext.kernels.norm_rope import norm_rope, norm_rope_reference
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantize_weight_triton import launch
@@ -36,8 +41,8 @@ def weights(report: Report) -> None:
             "blockfp8": partial(_quantize, sets, form, None),
             "blockfp8_sums": partial(_quantize, sets, form, sums),
         }
-        exact = {variant: quantizes_right(call, sets[:1], form) for variant, call in calls.items()}
         calls["compiled"] = partial(_compiled, compiled, sets, form)
+        exact = {variant: quantizes_right(call, sets[:1], form) for variant, call in calls.items()}
         calls["copy"] = partial(_copy, sets, n * 3 // 4)
         moved = dict.fromkeys(calls, 3 * n * k + blocks(n) * blocks(k) * 4)
         timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
@@ -76,9 +81,8 @@ def _together(
         for part in parts:
             compiled(*part, form)
 
-    calls: Calls = {"blockfp8": alone, "blockfp8_sums": with_sums}
+    calls: Calls = {"blockfp8": alone, "blockfp8_sums": with_sums, "compiled": by_inductor}
     exact = {variant: quantizes_right(call, parts, form) for variant, call in calls.items()}
-    calls["compiled"] = by_inductor
     timings = bench.measure(calls, dict.fromkeys(calls, 1), least=2)  # each queues a launch for every weight
     total = sum(3 * codes.numel() + 4 * scales.numel() for _, codes, scales in parts)
     moved = dict.fromkeys(calls, total) | {"blockfp8_sums": total + 4 * sum(own.numel() for own in sums)}
@@ -102,10 +106,11 @@ def quantizes_right(
 
 def fused(report: Report) -> None:
     """Norms, gated activation functions and rotary embedding that quantize, against vLLM's kernels and a launch that
-    quantizes (`separate`)."""
+    quantizes (`separate`); and that launch against vLLM's."""
     for m in (*cases.DECODE_TOKENS, *cases.PREFILL_TOKENS):
         if report.late(f"fused kernels m={m}"):
             return
+        _plain(report, m, 4096)
         _norm(report, m, 4096)
         for activation in ACTIVATIONS:
             _gate(report, activation, m, 12288)
@@ -139,6 +144,21 @@ def _destination(n: int, k: int) -> tuple[Tensor, Tensor]:
     return codes, torch.empty(blocks(n), blocks(k), device="cuda")
 
 
+def _plain(report: Report, m: int, k: int) -> None:
+    """What no producer quantizes. Rival: vLLM's kernel (`separate`)."""
+    sets = [cases.activations(m, k, "cuda") for _ in range(min(64, bench.copies(m * k * 3)))]
+    theirs = stock_quantizer(aligned=True)
+    calls: Calls = {
+        "blockfp8": lambda i: quantize_activation(sets[i], "fp32"),
+        "separate": lambda i: theirs(sets[i]),
+    }
+    found, expected = quantize_activation(sets[0], "fp32"), reference.quantize_activation(sets[0], "fp32")
+    exact = {"blockfp8": all(cases.same(a, b) for a, b in zip(found, expected, strict=True))}
+    timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
+    moved = dict.fromkeys(calls, m * (k * 3 + blocks(k) * 4))
+    report.add("quantize_activation", (k,), m, timings, moved, baseline="separate", exact=exact)
+
+
 def _norm(report: Report, m: int, k: int) -> None:
     sets = [
         (cases.activations(m, k, "cuda"), cases.activations(m, k, "cuda", 3))
@@ -156,8 +176,9 @@ def _norm(report: Report, m: int, k: int) -> None:
         "separate": separate,
     }
     moved = dict.fromkeys(calls, m * (k * 7 + blocks(k) * 4))
+    quantized = rmsnorm_quantize(*sets[0], scaling, 1e-6, "fp32")
+    exact = {"blockfp8": normed(quantized, *sets[0], scaling, "fp32")[0]}
     timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
-    exact = {"blockfp8": rmsnorm("fp32", min(m, 64), k)[0]}
     report.add("rmsnorm_quantize", (k,), m, timings, moved, baseline="separate", exact=exact)
 
 
@@ -174,8 +195,9 @@ def _gate(report: Report, activation: Activation, m: int, k: int) -> None:
         "separate": separate,
     }
     moved = dict.fromkeys(calls, m * (k * 5 + blocks(k) * 4))
+    expected = gated_quantize_reference(sets[0], activation, "fp32")
+    exact = {"blockfp8": nearly(gated_quantize(sets[0], activation, "fp32"), expected)[0]}
     timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
-    exact = {"blockfp8": gated(activation, "fp32", min(m, 64), k)[0]}
     report.add(f"{activation}_mul_quantize", (k,), m, timings, moved, baseline="separate", exact=exact)
 
 
@@ -195,6 +217,7 @@ def _heads(report: Report, m: int) -> None:
         "compiled": lambda i: compiled(sets[i], positions, table, norms, scale, heads, kv_heads),
     }
     moved = dict.fromkeys(calls, m * size * ((heads + kv_heads) * 2 + heads + kv_heads * 2))
+    arguments = (sets[0], positions, table, norms, scale, heads, kv_heads)
+    exact = {"blockfp8": alike(norm_rope(*arguments), norm_rope_reference(*arguments))[0]}
     timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
-    exact = {"blockfp8": turned(min(m, 64))[0]}
     report.add("norm_rope", (heads, kv_heads, size), m, timings, moved, baseline="separate", exact=exact)

@@ -59,7 +59,7 @@ def _scaled_mm() -> Gemm:
 def _cutlass() -> Gemm:
     from vllm import _custom_ops
 
-    quantize = _stock_quantizer(aligned=False)
+    quantize = stock_quantizer(aligned=False)
 
     def gemm(codes_NK: Tensor, scales_NbKb: Tensor) -> Call:
         def call(x_MK: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _cutlass() -> Gemm:
 def _deep_gemm() -> Gemm:
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
-    quantize = _stock_quantizer(aligned=True)
+    quantize = stock_quantizer(aligned=True)
 
     def gemm(codes_NK: Tensor, scales_NbKb: Tensor) -> Call:
         def call(x_MK: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _humming() -> Gemm:
     return gemm
 
 
-def _stock_quantizer(aligned: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def stock_quantizer(aligned: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """vLLM's own, with the layout of the scales that these GEMMs want."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 

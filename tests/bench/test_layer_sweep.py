@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cut is taken for a GEMM in a layer, by times that are made up."""
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fp8ext.kernels import bench, decode_cuts
+from vllm_fp8ext.kernels.bench import Timing
+from vllm_fp8ext.kernels.decode_cuts import Config
+
+UP, DOWN, TOKENS = (24576, 4096), (4096, 12288), 16
+"""Shapes of weights that were measured alone."""
+
+
+def fast(shape: tuple[int, int]) -> Config:
+    """One that is not the fastest alone."""
+    n, k = shape
+    alone = decode_cuts.fastest_alone(n, k, TOKENS, quantized=True)
+    known = decode_cuts._measured(TOKENS, True, 16)[shape]
+    every = decode_cuts.cuts(n, k, TOKENS, quantized=True)
+    return next(cut for cut in every if cut != alone and decode_cuts.kind(cut, TOKENS, k) in known)
+
+
+@pytest.fixture
+def tried(layer_sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`_tried` of a layer of two GEMMs, with microseconds by their cuts; NaN is an error."""
+    monkeypatch.setattr(layer_sweep.cases, "activations", lambda *_: torch.zeros(1))
+
+    def run(us: Callable[[dict[Any, Config]], float], settled: dict[Any, Config] | None = None) -> Any:
+        def measure(calls: dict[str, partial[None]], *_: Any) -> dict[str, Timing]:
+            times = {name: us(call.args[2]) for name, call in calls.items()}
+            return {
+                name: Timing(samples=(time,)) if time == time else Timing(error="refused")
+                for name, time in times.items()
+            }
+
+        monkeypatch.setattr(bench, "measure", measure)
+        layers = SimpleNamespace(shapes=(UP, DOWN), count=2, run=lambda *_: None)
+        return layer_sweep._tried(layers, TOKENS, settled or {})
+
+    return run
+
+
+def test_each_gemm_gets_the_cut_with_which_the_layer_is_the_fastest(tried: Callable[..., Any]) -> None:
+    best = {UP: fast(UP), DOWN: fast(DOWN)}
+    found, times = tried(lambda cuts: 10.0 - sum(cuts[shape] == best[shape] for shape in best))
+    assert found == best
+    assert times == [10.0, 8.0]
+
+
+def test_a_shape_that_is_settled_stays(tried: Callable[..., Any]) -> None:
+    up = decode_cuts.fastest_alone(*UP, TOKENS, quantized=True)
+    found, times = tried(lambda cuts: 10.0 - (cuts[UP] != up) - (cuts[DOWN] == fast(DOWN)), {UP: up})
+    assert found == {DOWN: fast(DOWN)}
+    assert times == [10.0, 9.0]
+
+
+def test_what_brings_next_to_nothing_is_left(tried: Callable[..., Any]) -> None:
+    found, times = tried(lambda cuts: 10.0 - 0.01 * (cuts[UP] == fast(UP)))
+    assert found == {shape: decode_cuts.fastest_alone(*shape, TOKENS, quantized=True) for shape in (UP, DOWN)}
+    assert times == [10.0, 10.0]
+
+
+def test_a_cut_that_fails_is_not_taken(tried: Callable[..., Any]) -> None:
+    found, _ = tried(lambda cuts: float("nan") if cuts[UP] == fast(UP) else 10.0 - (cuts[DOWN] == fast(DOWN)))
+    assert found[UP] != fast(UP)
+    assert found[DOWN] == fast(DOWN)
+
+
+def test_shapes_of_other_layers_in_the_table_are_settled(layer_sweep: ModuleType) -> None:
+    cut = fast(UP)
+    case = {"n": UP[0], "k": UP[1], "tokens": TOKENS, "model": "Qwen3-8B", "tp": 1}
+    case["cut"] = list(decode_cuts.kind(cut, TOKENS, UP[1]))
+    assert layer_sweep._settled([case], [("Llama-3.1-8B", 1), ("Qwen3-8B", 2)]) == {TOKENS: {UP: cut}}
+    assert layer_sweep._settled([case], [("Qwen3-8B", 1)]) == {}
