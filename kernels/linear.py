@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers as opaque operators: compilers neither split them nor change their rounding.
 
-Each looks at the number of tokens when it runs and takes the kernel that its caller chose for so many. Two take what
-comes before the layer along, so that activations are quantized where they are made; one takes them quantized.
+Each looks at the number of tokens when it runs and takes the kernel that its caller chose for so many. Three take
+what comes before the layer along, so that activations are quantized where they are made; one takes them quantized.
 """
 
 from collections.abc import Callable
@@ -138,6 +138,24 @@ def gated_linear(
         _in_rows(gate_up_M2K), cast("Activation", activation), cast("ScaleFormat", scale_format)
     )
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, gate_up_M2K.dtype)
+
+
+@operator(_like_gated_linear)
+def gelu_linear(
+    x_MK: Tensor,
+    activation: str,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    bias_N: Tensor | None,
+    scale_format: str,
+    decode_tokens: int,
+    gemm: str,
+) -> Tensor:
+    """`linear` of GELU of `x_MK`; `activation` as in `gelu_quantize`."""
+    from vllm_fp8ext.kernels.gated_quantize import Gelu, gelu_quantize
+
+    quantized = gelu_quantize(_in_rows(x_MK), cast("Gelu", activation), cast("ScaleFormat", scale_format))
+    return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
 
 
 @operator(_like_quantized_room)

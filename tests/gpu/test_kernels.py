@@ -165,6 +165,20 @@ def test_gated_activations(shape: tuple[int, int], activation: Any, scale_format
     )
 
 
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(64, 4096), (3, 200), (7, 5120)], ids=str)
+def test_activations_without_a_gate(
+    shape: tuple[int, int], activation: Any, scale_format: ScaleFormat
+) -> None:
+    from vllm_fp8ext.kernels.gated_quantize import gelu_quantize, gelu_quantize_reference
+
+    x = cases.activations(*shape, "cuda") / 8
+    _assert_nearly(
+        gelu_quantize(x, activation, scale_format), gelu_quantize_reference(x, activation, scale_format)
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "shape"),
     [

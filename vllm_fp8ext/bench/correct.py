@@ -24,7 +24,7 @@ from vllm_fp8ext.kernels import (
     rmsnorm_quantize,
 )
 from vllm_fp8ext.kernels.decode_cuts import Config
-from vllm_fp8ext.kernels.gated_quantize import Activation
+from vllm_fp8ext.kernels.gated_quantize import Activation, Gelu
 from vllm_fp8ext.kernels.kv_amax import Tally, kv_amax_reference
 from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
@@ -74,6 +74,8 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
         found.append((f"rmsnorm {form} {m}x{k}", partial(rmsnorm, form, m, k)))
         for activated in gated_quantize.ACTIVATIONS:
             found.append((f"{activated}_mul {form} {m}x{k}", partial(gated, activated, form, m, k)))
+        for ungated in gated_quantize.GELUS:
+            found.append((f"{ungated} {form} {m}x{k}", partial(gelu, ungated, form, m, k)))
     found += [(f"norm_rope {m}", partial(turned, m)) for m in (1, 7, 300)]
     for case in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
         found.append((f"triton {case}", partial(triton, *case)))
@@ -139,6 +141,12 @@ def gated(name: Activation, form: ScaleFormat, m: int, k: int) -> Verdict:
     gate_up = cases.activations(m, 2 * k, "cuda") / 8
     found = gated_quantize.gated_quantize(gate_up, name, form)
     return nearly(found, gated_quantize.gated_quantize_reference(gate_up, name, form))
+
+
+def gelu(name: Gelu, form: ScaleFormat, m: int, k: int) -> Verdict:
+    x = cases.activations(m, k, "cuda") / 8
+    found = gated_quantize.gelu_quantize(x, name, form)
+    return nearly(found, gated_quantize.gelu_quantize_reference(x, name, form))
 
 
 def turned(m: int) -> Verdict:

@@ -17,6 +17,8 @@ from vllm_fp8ext.kernels.gated_quantize import (
     Activation,
     gated_quantize,
     gated_quantize_reference,
+    gelu_quantize,
+    gelu_quantize_reference,
 )
 from vllm_fp8ext.kernels.norm_rope import norm_rope, norm_rope_reference
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
@@ -114,6 +116,7 @@ def fused(report: Report) -> None:
         _norm(report, m, 4096)
         for activation in ACTIVATIONS:
             _gate(report, activation, m, 12288)
+        _gelu(report, m, 12288)
         _heads(report, m)
 
 
@@ -199,6 +202,20 @@ def _gate(report: Report, activation: Activation, m: int, k: int) -> None:
     exact = {"blockfp8": nearly(gated_quantize(sets[0], activation, "fp32"), expected)[0]}
     timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
     report.add(f"{activation}_mul_quantize", (k,), m, timings, moved, baseline="separate", exact=exact)
+
+
+def _gelu(report: Report, m: int, k: int) -> None:
+    """Without a gate; `separate` is torch's kernel, and a launch that quantizes."""
+    sets = [cases.activations(m, k, "cuda") / 8 for _ in range(min(64, bench.copies(m * k * 3)))]
+    calls: Calls = {
+        "blockfp8": lambda i: gelu_quantize(sets[i], "gelu", "fp32"),
+        "separate": lambda i: quantize_activation(torch.nn.functional.gelu(sets[i]), "fp32"),
+    }
+    expected = gelu_quantize_reference(sets[0], "gelu", "fp32")
+    exact = {"blockfp8": nearly(gelu_quantize(sets[0], "gelu", "fp32"), expected)[0]}
+    timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
+    moved = dict.fromkeys(calls, m * (k * 3 + blocks(k) * 4))
+    report.add("gelu_quantize", (k,), m, timings, moved, baseline="separate", exact=exact)
 
 
 def _heads(report: Report, m: int) -> None:

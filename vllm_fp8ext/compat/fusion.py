@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from vllm_fp8ext.compat import fusion_rope, graph_nodes
+from vllm_fp8ext.compat import fusion_gelu, fusion_rope, graph_nodes
 from vllm_fp8ext.compat.graph_nodes import alike
 from vllm_fp8ext.kernels import linear, rotary
 
@@ -68,7 +68,8 @@ def name_kernels(config: Any, model: nn.Module) -> None:
 
 class JoinLinear(InductorPass):
     """`fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of a gated activation function
-    `fp8ext::gated_linear`; norms of heads and their rotary embedding become `fp8ext::norm_rope`, if that is wanted."""
+    `fp8ext::gated_linear`, of GELU alone `fp8ext::gelu_linear`; norms of heads and their rotary embedding become
+    `fp8ext::norm_rope`, if that is wanted."""
 
     def __init__(self, *, norm_rope: bool = True) -> None:
         self.norm_rope = norm_rope
@@ -78,7 +79,7 @@ class JoinLinear(InductorPass):
         turned = fusion_rope.join_rope(graph) if self.norm_rope else 0
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is torch.ops.fp8ext.linear.default:
-                found += _join_norm(graph, node) or _join_gate(graph, node)
+                found += _join_norm(graph, node) or _join_gate(graph, node) or _join_gelu(graph, node)
         graph.eliminate_dead_code()
         logger.debug(
             "fp8ext: joined %d linear layers with what comes before them, %d attention layers' inputs",
@@ -88,7 +89,8 @@ class JoinLinear(InductorPass):
 
     def uuid(self) -> str:
         return self.hash_source(
-            *(inspect.getsource(module) for module in (sys.modules[__name__], fusion_rope, graph_nodes)),
+            *(inspect.getsource(module) for module in (sys.modules[__name__], fusion_gelu)),
+            *(inspect.getsource(module) for module in (fusion_rope, graph_nodes)),
             *(inspect.getsource(module) for module in (linear, rotary)),
             str(self.norm_rope),
         )
@@ -142,6 +144,21 @@ def _join_gate(graph: fx.Graph, node: fx.Node) -> bool:
         joined = graph.call_function(
             torch.ops.fp8ext.gated_linear.default, (made.kwargs["input"], activation, *node.args[1:])
         )
+    joined.meta.update(node.meta)
+    joined.meta.pop("eager_input_vals", None)  # the other operator's
+    node.replace_all_uses_with(joined)
+    return True
+
+
+def _join_gelu(graph: fx.Graph, node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or len(source.users) > 1:
+        return False
+    found = fusion_gelu.gelu_of(source)
+    if found is None:
+        return False
+    with graph.inserting_before(node):
+        joined = graph.call_function(torch.ops.fp8ext.gelu_linear.default, (*found, *node.args[1:]))
     joined.meta.update(node.meta)
     joined.meta.pop("eager_input_vals", None)  # the other operator's
     node.replace_all_uses_with(joined)

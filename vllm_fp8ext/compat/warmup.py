@@ -23,7 +23,7 @@ from vllm_fp8ext.compat.gemm import triton_sizes
 from vllm_fp8ext.compat.mask_warmup import warm_up_masks
 from vllm_fp8ext.compat.quantizer_warmup import warm_up_quantizers, warm_up_together
 from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
-from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, gated_quantize
+from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, GELUS, gated_quantize, gelu_quantize
 from vllm_fp8ext.kernels.launch import compiled_as
 from vllm_fp8ext.kernels.linear import GEMMS
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
@@ -141,6 +141,8 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     rmsnorm_quantize(x[:1], x[:1], norm, 1e-6, form)
     for activation in ACTIVATIONS:
         gated_quantize(torch.zeros(1, 2 * k, dtype=dtype, device=weight.device), activation, form)
+    for gelu in GELUS:
+        gelu_quantize(x[:1], gelu, form)
     quantize_activation(x, form)
     for tokens, before in _decode_kernels(method):
         part = quantize_activation(x[:tokens], form) if before else x[:tokens]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds `torch.nn.GELU` in graphs as Inductor has them after its decompositions: a dozen operators in fp32.
+
+Replaces nothing; Inductor has no pattern for it. What it looks for is made by the same decompositions, so that it need not be
+written down here.
+"""
+
+import functools
+
+import torch
+from torch import fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+"""By what `gelu_linear` calls them, as torch does."""
+
+
+def gelu_of(node: fx.Node) -> tuple[fx.Node, str] | None:
+    """What a node is the GELU of, and which; None if it is of nothing."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 2:
+        return None
+    if value.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    for name in APPROXIMATE:
+        x, wanted = _decomposed(name, value.dtype)
+        inputs: dict[fx.Node, fx.Node] = {}
+        if _alike(node, wanted, inputs) and inputs[x].meta["val"].dtype == value.dtype:
+            return inputs[x], name
+    return None
+
+
+@functools.cache
+def _decomposed(name: str, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
+    """Input and result."""
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x, approximate=APPROXIMATE[name])
+
+    table = select_decomp_table()
+    graph = make_fx(gelu, decomposition_table=table, tracing_mode="fake")(
+        torch.empty(2, 2, dtype=dtype)
+    ).graph
+    first, *_, last = graph.nodes
+    result = last.args[0]
+    assert isinstance(result, fx.Node)
+    return first, result
+
+
+def _alike(found: object, wanted: object, inputs: dict[fx.Node, fx.Node]) -> bool:
+    """Whether two expressions are the same but for what they begin with, which is noted."""
+    if not isinstance(wanted, fx.Node):
+        return type(found) is type(wanted) and found == wanted
+    if not isinstance(found, fx.Node):
+        return False
+    if wanted.op == "placeholder":
+        return inputs.setdefault(wanted, found) is found
+    if (found.op, found.target, found.kwargs) != (wanted.op, wanted.target, wanted.kwargs):
+        return False
+    return len(found.args) == len(wanted.args) and all(
+        _alike(one, other, inputs) for one, other in zip(found.args, wanted.args, strict=True)
+    )
