@@ -26,7 +26,7 @@ def gelu_of(node: fx.Node) -> tuple[fx.Node, str] | None:
     for name in APPROXIMATE:
         x, wanted = _decomposed(name, value.dtype)
         inputs: dict[fx.Node, fx.Node] = {}
-        if _alike(node, wanted, inputs) and inputs[x].meta["val"].dtype == value.dtype:
+        if _alike(node, wanted, inputs) and getattr(inputs[x].meta.get("val"), "dtype", None) == value.dtype:
             return inputs[x], name
     return None
 
