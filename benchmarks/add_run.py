@@ -5,8 +5,8 @@
 
 Each new file is a run, or several: where they come from goes to the end of `runs`, and a case replaces the last one that
 says the same of `IDENTITY`, or comes last. Runs that no case is of any more are dropped, and `provenance` is that of the
-newest. A file with cases that this does not tell apart is refused. Where a run had no
-BF16 beside it, or that was replaced, `--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
+newest. A file with cases that this does not tell apart is refused. Where a run had no BF16 beside it, or that was replaced,
+`--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
 """
 
 import argparse

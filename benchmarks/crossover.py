@@ -23,6 +23,7 @@ from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
+from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.reference import BLOCK
 
@@ -77,8 +78,9 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
         if not decode_cuts.usable(m, n, k):
             break
         x = cases.activations(m, k, "cuda")
+        cut = decode_cuts.fastest_alone(n, k, decode_cuts.width(m), quantized=True)
         calls: dict[str, Any] = {
-            "decode_gemm": partial(_ours, operands, x),
+            "decode_gemm": partial(_ours, operands, x, cut),
             "deep_gemm": partial(_other, deep_gemm, operands, x),
         }
         if n % BLOCK == 0:
@@ -95,10 +97,8 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def _ours(operands: Operands, x: Tensor, index: int) -> Tensor:
+def _ours(operands: Operands, x: Tensor, cut: Config, index: int) -> Tensor:
     quantized = quantize_activation(x, "fp32")
-    tokens = decode_cuts.width(x.shape[0])
-    cut = decode_cuts.fastest_alone(operands.n, operands.k, tokens, quantized=True)
     return decode_gemm.decode_gemm(quantized, operands.codes[index], operands.scales, None, "fp32", cut)
 
 

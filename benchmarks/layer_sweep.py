@@ -74,12 +74,8 @@ def _settled(known: list[dict[str, Any]], chosen: Sequence[tuple[str, int]]) -> 
     found: dict[int, Cuts] = {}
     for case in known:
         n, k, tokens = case["n"], case["k"], case["tokens"]
-        if (case["model"], case["tp"]) not in chosen:
-            cut = next(
-                cut
-                for cut in decode_cuts.cuts(n, k, tokens, quantized=True)
-                if list(decode_cuts.kind(cut, tokens, k)) == case["cut"]
-            )
+        cut = decode_cuts.of_kind(n, k, tokens, tuple(case["cut"]), quantized=True)
+        if cut and (case["model"], case["tp"]) not in chosen:
             found.setdefault(tokens, {})[n, k] = cut
     return found
 

@@ -115,10 +115,9 @@ def choose(n: int, k: int, tokens: int, *, quantized: bool, most_splits: int = S
         ValueError: nothing fits with so few splits.
     """
     wanted = _in_layers().get((n, k, tokens)) if quantized else None
-    if wanted:
-        for cut in cuts(n, k, tokens, quantized=quantized):
-            if cut.splits <= most_splits and kind(cut, tokens, k) == wanted:
-                return cut
+    found = of_kind(n, k, tokens, wanted, quantized=quantized) if wanted else None
+    if found and found.splits <= most_splits:
+        return found
     return fastest_alone(n, k, tokens, quantized=quantized, most_splits=most_splits)
 
 
@@ -152,6 +151,12 @@ Kind: TypeAlias = tuple[int, int, bool, bool]
 def kind(cut: Config, tokens: int, k: int) -> Kind:
     """What tells cuts of other shapes apart."""
     return cut.rows, cut.splits, cut.stream, cut.shared_bytes(tokens, k) <= _HALF
+
+
+def of_kind(n: int, k: int, tokens: int, wanted: Kind, *, quantized: bool) -> Config | None:
+    """The cut of a shape that is of this kind; None if none that fits is."""
+    fitting = cuts(n, k, tokens, quantized=quantized)
+    return next((cut for cut in fitting if kind(cut, tokens, k) == wanted), None)
 
 
 @functools.cache

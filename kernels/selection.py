@@ -70,10 +70,7 @@ def route(
     n, k = shape_NK
     if decode_tokens and not (few and decode_cuts.usable(decode_tokens, n, k)):
         raise ValueError(f"decode_tokens {decode_tokens}: decode_gemm does not take weights of {n}x{k} here")
-    other = gemm or next(iter(usable), "decode_gemm")
-    most = decode_cuts.TOKENS[-1] if other == "decode_gemm" else crossover(n, k, other)
     taken = [tokens for tokens in decode_cuts.TOKENS if few and decode_cuts.usable(tokens, n, k)]
-    default = max((tokens for tokens in taken if tokens <= most), default=0)
     if taken:
         usable = [*usable, "decode_gemm"]
     if gemm is not None and gemm not in usable:
@@ -81,4 +78,8 @@ def route(
         raise ValueError(f"gemm {gemm}: does not take weights of {n}x{k} here; those that do: {able}")
     if not usable:
         return None
-    return Route(default if decode_tokens is None else decode_tokens, gemm or usable[0])
+    chosen = gemm or usable[0]
+    if decode_tokens is None:
+        most = decode_cuts.TOKENS[-1] if chosen == "decode_gemm" else crossover(n, k, chosen)
+        decode_tokens = max((tokens for tokens in taken if tokens <= most), default=0)
+    return Route(decode_tokens, chosen)

@@ -23,6 +23,7 @@ from vllm_fp8ext.kernels.gated_quantize import (
 from vllm_fp8ext.kernels.norm_rope import norm_rope, norm_rope_reference
 from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantize_weight_triton import launch
+from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.reference import ScaleFormat, blocks
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
 
@@ -147,75 +148,94 @@ def _destination(n: int, k: int) -> tuple[Tensor, Tensor]:
     return codes, torch.empty(blocks(n), blocks(k), device="cuda")
 
 
+def _compare(
+    report: Report,
+    kernel: str,
+    shape: tuple[int, ...],
+    m: int,
+    calls: Calls,
+    *,
+    right: bool,
+    copies: int,
+    moved: int,
+) -> None:
+    """`right`: what is timed as `blockfp8` was within its bound. `moved`: fewest bytes of one call."""
+    timings = bench.measure(calls, dict.fromkeys(calls, copies))
+    everywhere = dict.fromkeys(calls, moved)
+    report.add(kernel, shape, m, timings, everywhere, baseline="separate", exact={"blockfp8": right})
+
+
+def _copies(operand_bytes: int) -> int:
+    return min(64, bench.copies(operand_bytes))
+
+
 def _plain(report: Report, m: int, k: int) -> None:
     """What no producer quantizes. Rival: vLLM's kernel (`separate`)."""
-    sets = [cases.activations(m, k, "cuda") for _ in range(min(64, bench.copies(m * k * 3)))]
+    sets = [cases.activations(m, k, "cuda") for _ in range(_copies(m * k * 3))]
     theirs = stock_quantizer(aligned=True)
-    calls: Calls = {
-        "blockfp8": lambda i: quantize_activation(sets[i], "fp32"),
-        "separate": lambda i: theirs(sets[i]),
-    }
-    found, expected = quantize_activation(sets[0], "fp32"), reference.quantize_activation(sets[0], "fp32")
-    exact = {"blockfp8": all(cases.same(a, b) for a, b in zip(found, expected, strict=True))}
-    timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
-    moved = dict.fromkeys(calls, m * (k * 3 + blocks(k) * 4))
-    report.add("quantize_activation", (k,), m, timings, moved, baseline="separate", exact=exact)
+
+    def ours(i: int) -> Quantized:
+        return quantize_activation(sets[i], "fp32")
+
+    calls: Calls = {"blockfp8": ours, "separate": lambda i: theirs(sets[i])}
+    expected = reference.quantize_activation(sets[0], "fp32")
+    right = all(cases.same(a, b) for a, b in zip(ours(0), expected, strict=True))
+    moved = m * (k * 3 + blocks(k) * 4)
+    _compare(report, "quantize_activation", (k,), m, calls, right=right, copies=len(sets), moved=moved)
 
 
 def _norm(report: Report, m: int, k: int) -> None:
     sets = [
         (cases.activations(m, k, "cuda"), cases.activations(m, k, "cuda", 3))
-        for _ in range(min(64, bench.copies(m * k * 7)))
+        for _ in range(_copies(m * k * 7))
     ]
     others = [(x.clone(), residual.clone()) for x, residual in sets]  # vLLM's kernel writes into both
     scaling = torch.ones(k, device="cuda").bfloat16()
+
+    def ours(i: int) -> tuple[Quantized, Tensor]:
+        return rmsnorm_quantize(*sets[i], scaling, 1e-6, "fp32")
 
     def separate(i: int) -> object:
         add_rms_norm(*others[i], scaling, 1e-6)
         return quantize_activation(others[i][0], "fp32")
 
-    calls: Calls = {
-        "blockfp8": lambda i: rmsnorm_quantize(*sets[i], scaling, 1e-6, "fp32"),
-        "separate": separate,
-    }
-    moved = dict.fromkeys(calls, m * (k * 7 + blocks(k) * 4))
-    quantized = rmsnorm_quantize(*sets[0], scaling, 1e-6, "fp32")
-    exact = {"blockfp8": normed(quantized, *sets[0], scaling, "fp32")[0]}
-    timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
-    report.add("rmsnorm_quantize", (k,), m, timings, moved, baseline="separate", exact=exact)
+    calls: Calls = {"blockfp8": ours, "separate": separate}
+    right = normed(ours(0), *sets[0], scaling, "fp32")[0]
+    moved = m * (k * 7 + blocks(k) * 4)
+    _compare(report, "rmsnorm_quantize", (k,), m, calls, right=right, copies=len(sets), moved=moved)
 
 
 def _gate(report: Report, activation: Activation, m: int, k: int) -> None:
-    sets = [cases.activations(m, 2 * k, "cuda") / 8 for _ in range(min(64, bench.copies(m * k * 5)))]
+    sets = [cases.activations(m, 2 * k, "cuda") / 8 for _ in range(_copies(m * k * 5))]
+
+    def ours(i: int) -> Quantized:
+        return gated_quantize(sets[i], activation, "fp32")
 
     def separate(i: int) -> object:
         out = torch.empty(m, k, dtype=torch.bfloat16, device="cuda")
         gate(activation, out, sets[i])
         return quantize_activation(out, "fp32")
 
-    calls: Calls = {
-        "blockfp8": lambda i: gated_quantize(sets[i], activation, "fp32"),
-        "separate": separate,
-    }
-    moved = dict.fromkeys(calls, m * (k * 5 + blocks(k) * 4))
-    expected = gated_quantize_reference(sets[0], activation, "fp32")
-    exact = {"blockfp8": nearly(gated_quantize(sets[0], activation, "fp32"), expected)[0]}
-    timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
-    report.add(f"{activation}_mul_quantize", (k,), m, timings, moved, baseline="separate", exact=exact)
+    calls: Calls = {"blockfp8": ours, "separate": separate}
+    right = nearly(ours(0), gated_quantize_reference(sets[0], activation, "fp32"))[0]
+    kernel, moved = f"{activation}_mul_quantize", m * (k * 5 + blocks(k) * 4)
+    _compare(report, kernel, (k,), m, calls, right=right, copies=len(sets), moved=moved)
 
 
 def _gelu(report: Report, m: int, k: int) -> None:
     """Without a gate; `separate` is torch's kernel, and a launch that quantizes."""
-    sets = [cases.activations(m, k, "cuda") / 8 for _ in range(min(64, bench.copies(m * k * 3)))]
-    calls: Calls = {
-        "blockfp8": lambda i: gelu_quantize(sets[i], "gelu", "fp32"),
-        "separate": lambda i: quantize_activation(torch.nn.functional.gelu(sets[i]), "fp32"),
-    }
-    expected = gelu_quantize_reference(sets[0], "gelu", "fp32")
-    exact = {"blockfp8": nearly(gelu_quantize(sets[0], "gelu", "fp32"), expected)[0]}
-    timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
-    moved = dict.fromkeys(calls, m * (k * 3 + blocks(k) * 4))
-    report.add("gelu_quantize", (k,), m, timings, moved, baseline="separate", exact=exact)
+    sets = [cases.activations(m, k, "cuda") / 8 for _ in range(_copies(m * k * 3))]
+
+    def ours(i: int) -> Quantized:
+        return gelu_quantize(sets[i], "gelu", "fp32")
+
+    def separate(i: int) -> object:
+        return quantize_activation(torch.nn.functional.gelu(sets[i]), "fp32")
+
+    calls: Calls = {"blockfp8": ours, "separate": separate}
+    right = nearly(ours(0), gelu_quantize_reference(sets[0], "gelu", "fp32"))[0]
+    moved = m * (k * 3 + blocks(k) * 4)
+    _compare(report, "gelu_quantize", (k,), m, calls, right=right, copies=len(sets), moved=moved)
 
 
 def _heads(report: Report, m: int) -> None:
@@ -223,18 +243,22 @@ def _heads(report: Report, m: int) -> None:
     heads, kv_heads, size = cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM
     columns = (heads + 2 * kv_heads) * size
     positions, table, norms, scale = cases.rotary(m, "cuda")
-    sets = [cases.activations(m, columns, "cuda") for _ in range(min(64, bench.copies(m * columns * 2)))]
+    sets = [cases.activations(m, columns, "cuda") for _ in range(_copies(m * columns * 2))]
     others = [qkv.clone() for qkv in sets]  # vLLM's kernel writes into them
+    rest = (positions, table, norms, scale, heads, kv_heads)
     compiled = torch.compile(norm_rope_reference, dynamic=True)
+
+    def ours(i: int) -> tuple[Tensor, ...]:
+        return norm_rope(sets[i], *rest)
+
     calls: Calls = {
-        "blockfp8": lambda i: norm_rope(sets[i], positions, table, norms, scale, heads, kv_heads),
+        "blockfp8": ours,
         "separate": lambda i: turn_heads(
             others[i], positions, table, norms.query_D, norms.key_D, scale, heads, kv_heads
         ),
-        "compiled": lambda i: compiled(sets[i], positions, table, norms, scale, heads, kv_heads),
+        "compiled": lambda i: compiled(sets[i], *rest),
     }
-    moved = dict.fromkeys(calls, m * size * ((heads + kv_heads) * 2 + heads + kv_heads * 2))
-    arguments = (sets[0], positions, table, norms, scale, heads, kv_heads)
-    exact = {"blockfp8": alike(norm_rope(*arguments), norm_rope_reference(*arguments))[0]}
-    timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
-    report.add("norm_rope", (heads, kv_heads, size), m, timings, moved, baseline="separate", exact=exact)
+    right = alike(ours(0), norm_rope_reference(sets[0], *rest))[0]
+    moved = m * size * ((heads + kv_heads) * 2 + heads + kv_heads * 2)
+    shape = (heads, kv_heads, size)
+    _compare(report, "norm_rope", shape, m, calls, right=right, copies=len(sets), moved=moved)

@@ -29,6 +29,8 @@ GATES = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "g
 """vLLM's operators, and what `gated_linear` calls them."""
 CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul")
 """vLLM's layers that call them."""
+_SOURCES = (fusion_gelu, fusion_rope, graph_nodes, linear, rotary)
+"""What else decides about graphs."""
 
 
 def configure(config: Any, *, norm_rope: bool) -> None:
@@ -89,10 +91,7 @@ class JoinLinear(InductorPass):
 
     def uuid(self) -> str:
         return self.hash_source(
-            *(inspect.getsource(module) for module in (sys.modules[__name__], fusion_gelu)),
-            *(inspect.getsource(module) for module in (fusion_rope, graph_nodes)),
-            *(inspect.getsource(module) for module in (linear, rotary)),
-            str(self.norm_rope),
+            *(inspect.getsource(module) for module in (sys.modules[__name__], *_SOURCES)), str(self.norm_rope)
         )
 
 
@@ -140,13 +139,7 @@ def _join_gate(graph: fx.Graph, node: fx.Node) -> bool:
     activation = _gates().get(made.args[0]) if made.args else None
     if activation is None:
         return False
-    with graph.inserting_before(node):
-        joined = graph.call_function(
-            torch.ops.fp8ext.gated_linear.default, (made.kwargs["input"], activation, *node.args[1:])
-        )
-    joined.meta.update(node.meta)
-    joined.meta.pop("eager_input_vals", None)  # the other operator's
-    node.replace_all_uses_with(joined)
+    _replace(graph, node, torch.ops.fp8ext.gated_linear.default, made.kwargs["input"], activation)
     return True
 
 
@@ -157,12 +150,17 @@ def _join_gelu(graph: fx.Graph, node: fx.Node) -> bool:
     found = fusion_gelu.gelu_of(source)
     if found is None:
         return False
+    _replace(graph, node, torch.ops.fp8ext.gelu_linear.default, *found)
+    return True
+
+
+def _replace(graph: fx.Graph, node: fx.Node, joined_operator: Any, x: Any, activation: str) -> None:
+    """The layer by one that takes its activation function along."""
     with graph.inserting_before(node):
-        joined = graph.call_function(torch.ops.fp8ext.gelu_linear.default, (*found, *node.args[1:]))
+        joined = graph.call_function(joined_operator, (x, activation, *node.args[1:]))
     joined.meta.update(node.meta)
     joined.meta.pop("eager_input_vals", None)  # the other operator's
     node.replace_all_uses_with(joined)
-    return True
 
 
 def _gates() -> dict[Any, str]:
