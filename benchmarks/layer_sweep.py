@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best cuts of the decode GEMM in a layer on this GPU, among those that are the fastest alone (`kernel_sweep.py`): a cut
-also decides how early the launches behind it begin.
+"""With which kernels and cuts a layer is the fastest on this GPU: DeepGEMM, or the decode GEMM with one of the cuts that are
+the fastest alone (`kernel_sweep.py`), which also decide how early the launches behind it begin.
 
     python benchmarks/layer_sweep.py --models Qwen3-8B --table kernels/layer_cuts.json
 
 The launches of a layer but attention, in a CUDA graph, over the weights of several layers: norm, QKV, quantization, output
-projection, norm, gate and up, activation function, down; by DeepGEMM where it takes so many tokens (`crossover.py`). The cut
-of one GEMM is changed at a time. Where two layers have weights of one shape, it stays as the first one wants it: of the
-models here, in order, and before these of those that the table has of others. --table is written after each number of
-tokens.
+projection, norm, gate and up, activation function, down. One GEMM is changed at a time, from what is the fastest alone
+(`crossover.py`, which also compiles DeepGEMM's kernels, in several processes). Where two layers have weights of one shape, it
+stays as the first one wants it: of the models here, in order, and before these of those that the table has of others. --table
+is written after each number of tokens.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from vllm_fp8ext.kernels.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantized import Quantized
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
 
-TOKENS = (8, 16, 32, 64)
 ROUNDS, REPEATS = 2, 5
 GAIN = 0.003
 """Of a layer's time, for which other cuts are taken than those that are the fastest alone."""
 Shape = tuple[int, int]
-Cuts = dict[Shape, Config]
+Cuts = dict[Shape, Config | None]
+"""None: DeepGEMM."""
 
 
 def main() -> int:
@@ -47,7 +47,9 @@ def main() -> int:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-8B"])
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes")
-    parser.add_argument("--tokens", type=int, nargs="+", choices=decode_cuts.TOKENS, default=TOKENS)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", choices=decode_cuts.TOKENS, default=decode_cuts.TOKENS
+    )
     parser.add_argument("--seconds", type=float, default=300, help="begin no layer after so long")
     parser.add_argument("--table", type=Path, required=True, help="put what is found into this file")
     options = parser.parse_args()
@@ -65,7 +67,8 @@ def main() -> int:
             told = {"model": model, "tp": parts, "layer_us": times}
             for (n, k), cut in found.items():
                 settled[tokens][n, k] = cut
-                table.put({"n": n, "k": k, "tokens": tokens, "cut": decode_cuts.kind(cut, tokens, k)} | told)
+                kind = cut and decode_cuts.kind(cut, tokens, k)
+                table.put({"n": n, "k": k, "tokens": tokens, "cut": kind} | told)
     return 0
 
 
@@ -73,9 +76,9 @@ def _settled(known: list[dict[str, Any]], chosen: Sequence[tuple[str, int]]) -> 
     """By tokens, the cuts that a table has of layers that are not chosen."""
     found: dict[int, Cuts] = {}
     for case in known:
-        n, k, tokens = case["n"], case["k"], case["tokens"]
-        cut = decode_cuts.of_kind(n, k, tokens, tuple(case["cut"]), quantized=True)
-        if cut and (case["model"], case["tp"]) not in chosen:
+        n, k, tokens, kind = case["n"], case["k"], case["tokens"], case["cut"]
+        cut = kind and decode_cuts.of_kind(n, k, tokens, tuple(kind), quantized=True)
+        if bool(cut) == bool(kind) and (case["model"], case["tp"]) not in chosen:
             found.setdefault(tokens, {})[n, k] = cut
     return found
 
@@ -116,19 +119,15 @@ def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], cuts: Cuts) -> Tensor
 
 
 def _tried(layers: Layers, tokens: int, settled: Cuts) -> tuple[Cuts, list[float]]:
-    """Cuts for the shapes that are not settled, and the layer's microseconds with those that are the fastest alone in their
-    place, and with these."""
+    """Cuts for the shapes that are not settled, and the layer's microseconds with what is the fastest alone in their place,
+    and with these."""
     x, residual = (cases.activations(tokens, layers.shapes[0][1], "cuda", seed) for seed in (0, 1))
     calls = partial(layers.run, x, residual)
-    usual = {
-        (n, k): settled.get((n, k)) or decode_cuts.fastest_alone(n, k, tokens, quantized=True)
-        for n, k in dict.fromkeys(layers.shapes)
-        if tokens <= selection.crossover(n, k, "deep_gemm")
-    }
+    usual = {shape: settled[shape] if shape in settled else _alone(*shape, tokens) for shape in layers.shapes}
     found = dict(usual)
     for _ in range(ROUNDS):
         for shape in [shape for shape in found if shape not in settled]:
-            cuts = _known(shape, tokens)
+            cuts = [*_known(shape, tokens), None]
             tries = {str(cut): partial(calls, found | {shape: cut}) for cut in cuts}
             timings = bench.measure(tries, dict.fromkeys(tries, layers.count), REPEATS)
             times = {cut: timings[str(cut)].us for cut in cuts if not timings[str(cut)].error}
@@ -138,14 +137,21 @@ def _tried(layers: Layers, tokens: int, settled: Cuts) -> tuple[Cuts, list[float
         dict.fromkeys(("usual", "found"), layers.count),
     )
     before, after = (round(timings[name].us, 2) for name in ("usual", "found"))
-    print(f"{before:.2f} us, {after:.2f} with cuts for the layer", flush=True)
+    print(f"{before:.2f} us, {after:.2f} as the layer wants it", flush=True)
     if after > before * (1 - GAIN):
         found, after = usual, before
     return {shape: cut for shape, cut in found.items() if shape not in settled}, [before, after]
 
 
-def _known(shape: Shape, tokens: int) -> list[Config]:
+def _alone(n: int, k: int, tokens: int) -> Config | None:
     """The fastest alone."""
+    if not decode_cuts.usable(tokens, n, k) or tokens > selection.crossover_alone(n, k, "deep_gemm"):
+        return None
+    return decode_cuts.fastest_alone(n, k, tokens, quantized=True)
+
+
+def _known(shape: Shape, tokens: int) -> list[Config]:
+    """The decode GEMM's fastest alone."""
     n, k = shape
     known = decode_cuts._measured(tokens, True, decode_cuts.SPLITS[-1]).get(shape, {})
     every = decode_cuts.cuts(n, k, tokens, quantized=True)

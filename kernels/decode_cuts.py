@@ -114,7 +114,7 @@ def choose(n: int, k: int, tokens: int, *, quantized: bool, most_splits: int = S
     Raises:
         ValueError: nothing fits with so few splits.
     """
-    wanted = _in_layers().get((n, k, tokens)) if quantized else None
+    wanted = _in_layers().get((n, k), {}).get(tokens) if quantized else None
     found = of_kind(n, k, tokens, wanted, quantized=quantized) if wanted else None
     if found and found.splits <= most_splits:
         return found
@@ -165,13 +165,29 @@ def _table() -> list[dict[str, Any]]:
     return cases
 
 
-@functools.cache
-def _in_layers() -> dict[tuple[int, int, int], Kind]:
-    """By rows and columns of the weights and number of tokens, as `benchmarks/layer_sweep.py` writes them."""
+def most_in_layers() -> dict[tuple[int, int], int]:
+    """By rows and columns of the weights, up to how many of the measured numbers of tokens a layer was the fastest with this
+    kernel, and not with DeepGEMM."""
     found = {}
+    for shape, cuts in _in_layers().items():
+        behind = min((tokens for tokens, cut in cuts.items() if cut is None), default=math.inf)
+        found[shape] = max((tokens for tokens in cuts if tokens < behind), default=0)
+    return found
+
+
+@functools.cache
+def _in_layers() -> dict[tuple[int, int], dict[int, Kind | None]]:
+    """By rows and columns of the weights, and by number of tokens, as `benchmarks/layer_sweep.py` writes them; None where a
+    layer was faster with DeepGEMM."""
+    found: dict[tuple[int, int], dict[int, Kind | None]] = {}
     for case in json.loads(_LAYERS.read_text())["cases"]:
-        rows, splits, stream, half = case["cut"]
-        found[case["n"], case["k"], case["tokens"]] = rows, splits, stream, half
+        cut = case["cut"]
+        found.setdefault((case["n"], case["k"]), {})[case["tokens"]] = cut and (
+            cut[0],
+            cut[1],
+            cut[2],
+            cut[3],
+        )
     return found
 
 

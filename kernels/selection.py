@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,15 +13,28 @@ from vllm_fp8ext.kernels import decode_cuts
 
 TABLE = Path(__file__).with_name("crossover.json")
 """By shape and number of tokens, microseconds of `decode_gemm` and of the kernels that may take the others, with activations
-that a launch before quantizes, on one H200. `benchmarks/crossover.py` writes it; it names the run of each shape."""
+that a launch before quantizes, on one H200. `benchmarks/crossover.py` writes it; it names the run of each shape.
+`decode_cuts` has what was measured in layers, beside DeepGEMM."""
 MOST = 64
 """Most tokens of `decode_gemm` beside a kernel that was not measured."""
 
 
 def crossover(n: int, k: int, gemm: str) -> int:
     """Most tokens that go to `decode_gemm` where `gemm` takes the others, as measured for this shape, or else for the one
-    that is nearest in size."""
-    known = _measured(gemm)
+    that is nearest in size: in a model's layer, or alone where that was not measured."""
+    known = _alone(gemm)
+    if gemm == "deep_gemm":
+        known = known | decode_cuts.most_in_layers()
+    return _nearest(known, n, k)
+
+
+def crossover_alone(n: int, k: int, gemm: str) -> int:
+    """`crossover` by the times of GEMMs alone, where another launch of the same GEMM follows: in a layer the launch behind
+    `decode_gemm` begins beside it."""
+    return _nearest(_alone(gemm), n, k)
+
+
+def _nearest(known: Mapping[tuple[int, int], int], n: int, k: int) -> int:
     if not known:
         return MOST
     if (n, k) in known:
@@ -32,7 +45,7 @@ def crossover(n: int, k: int, gemm: str) -> int:
 
 
 @functools.cache
-def _measured(gemm: str) -> dict[tuple[int, int], int]:
+def _alone(gemm: str) -> dict[tuple[int, int], int]:
     found = {}
     for case in json.loads(TABLE.read_text())["cases"]:
         times = sorted((int(tokens), us) for tokens, us in case["us"].items() if gemm in us)

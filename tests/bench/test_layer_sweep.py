@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cut is taken for a GEMM in a layer, by times that are made up."""
+"""Which kernel and cut is taken for a GEMM in a layer, by times that are made up."""
 
 from collections.abc import Callable
 from functools import partial
@@ -66,6 +66,24 @@ def test_what_brings_next_to_nothing_is_left(tried: Callable[..., Any]) -> None:
     assert times == [10.0, 10.0]
 
 
+def test_deep_gemm_is_taken_where_the_layer_is_the_fastest_with_it(tried: Callable[..., Any]) -> None:
+    found, times = tried(lambda cuts: 10.0 - (cuts[DOWN] is None) + (cuts[UP] is None))
+    assert found[DOWN] is None
+    assert found[UP] is not None
+    assert times == [10.0, 9.0]
+
+
+@pytest.mark.parametrize("most", [TOKENS - 1, TOKENS])
+def test_what_is_the_fastest_alone_is_what_others_are_compared_with(
+    most: int, tried: Callable[..., Any], layer_sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_sweep.selection, "crossover_alone", lambda *_: most)
+    alone = decode_cuts.fastest_alone(*UP, TOKENS, quantized=True) if most == TOKENS else None
+    found, times = tried(lambda cuts: 10.0 - (cuts[UP] != alone))
+    assert found[UP] != alone
+    assert times == [10.0, 9.0]
+
+
 def test_a_cut_that_fails_is_not_taken(tried: Callable[..., Any]) -> None:
     found, _ = tried(lambda cuts: float("nan") if cuts[UP] == fast(UP) else 10.0 - (cuts[DOWN] == fast(DOWN)))
     assert found[UP] != fast(UP)
@@ -78,3 +96,6 @@ def test_shapes_of_other_layers_in_the_table_are_settled(layer_sweep: ModuleType
     case["cut"] = list(decode_cuts.kind(cut, TOKENS, UP[1]))
     assert layer_sweep._settled([case], [("Llama-3.1-8B", 1), ("Qwen3-8B", 2)]) == {TOKENS: {UP: cut}}
     assert layer_sweep._settled([case], [("Qwen3-8B", 1)]) == {}
+    assert layer_sweep._settled([case | {"cut": None}], []) == {TOKENS: {UP: None}}, "DeepGEMM"
+    other = case | {"cut": (64, 16, False, 5)}
+    assert layer_sweep._settled([other], []) == {}, "a cut that there is no more"

@@ -2,13 +2,14 @@
 """Which kernel takes which shape of weight."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_fp8ext.kernels import decode_cuts, selection
-from vllm_fp8ext.kernels.selection import Route, crossover, route
+from vllm_fp8ext.kernels.selection import Route, crossover, crossover_alone, route
 
 ALL = ("deep_gemm", "cutlass", "triton")
 BIG, WIDE = (4096, 12288), (24576, 4096)
@@ -27,9 +28,9 @@ Times = dict[str, list[float]]
 def table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[dict[tuple[int, int], Times]], None]]:
-    """Puts measured times in place of those that this project has."""
+    """Puts measured times in place of those that this project has, and what layers were the fastest with."""
 
-    def put(found: dict[tuple[int, int], Times]) -> None:
+    def put(found: dict[tuple[int, int], Times], layers: Sequence[dict[str, Any]] = ()) -> None:
         file = tmp_path / "crossover.json"
         cases = [
             {"n": n, "k": k, "us": {m: dict(zip(KERNELS, us, strict=False)) for m, us in times.items()}}
@@ -37,10 +38,18 @@ def table(
         ]
         file.write_text(json.dumps({"cases": cases}))
         monkeypatch.setattr(selection, "TABLE", file)
-        selection._measured.cache_clear()
+        in_layers = tmp_path / "layer_cuts.json"
+        in_layers.write_text(json.dumps({"cases": layers}))
+        monkeypatch.setattr(decode_cuts, "_LAYERS", in_layers)
+        _forget()
 
     yield put
-    selection._measured.cache_clear()
+    _forget()
+
+
+def _forget() -> None:
+    selection._alone.cache_clear()
+    decode_cuts._in_layers.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -97,6 +106,37 @@ def test_the_crossover_is_where_the_decode_gemm_falls_behind(
 ) -> None:
     table({(256, 512): times})
     assert crossover(256, 512, "deep_gemm") == most
+
+
+def in_layers(n: int, k: int, most: int) -> list[dict[str, Any]]:
+    """What a layer of these weights was the fastest with: `decode_gemm` up to so many tokens."""
+    cut = (64, 1, False, False)
+    return [
+        {"n": n, "k": k, "tokens": tokens, "cut": cut if tokens <= most else None}
+        for tokens in decode_cuts.TOKENS
+    ]
+
+
+def test_what_a_layer_is_the_fastest_with_goes_first(table: Callable[..., None]) -> None:
+    alone = {"16": [1, 2, 2], "32": [2, 1, 1]}
+    table({BIG: alone, WIDE: alone}, in_layers(*BIG, 64))
+    assert route(BIG, ALL, few=True) == Route(64, "deep_gemm")
+    assert route(WIDE, ALL, few=True) == Route(16, "deep_gemm"), "measured alone"
+    assert route(BIG, ALL[1:], few=True) == Route(16, "cutlass"), "layers are measured beside DeepGEMM"
+    assert crossover_alone(*BIG, "deep_gemm") == 16
+    assert crossover(4096, 12416, "deep_gemm") == 64, "like the shape nearest in size"
+
+
+@pytest.mark.parametrize("most", [0, 8, 64, 128])
+def test_layers_end_where_the_first_is_faster_with_deep_gemm(most: int, table: Callable[..., None]) -> None:
+    table({}, in_layers(*BIG, most))
+    assert crossover(*BIG, "deep_gemm") == most
+    later = [
+        case | {"cut": (64, 1, False, False)} if case["tokens"] == 128 else case
+        for case in in_layers(*BIG, most)
+    ]
+    table({}, later)
+    assert crossover(*BIG, "deep_gemm") == (128 if most >= 64 else most)
 
 
 def test_a_shape_that_was_not_measured_is_like_the_one_nearest_in_size(table: Callable[..., None]) -> None:
