@@ -4,17 +4,19 @@ the fastest alone (`kernel_sweep.py`), which also decide how early the launches 
 
     python benchmarks/layer_sweep.py --models Qwen3-8B --table kernels/layer_cuts.json
 
-The launches of a layer but attention, in a CUDA graph, over the weights of several layers: norm, QKV, quantization, output
-projection, norm, gate and up, activation function, down. One GEMM is changed at a time, from what is the fastest alone
-(`crossover.py`, which also compiles DeepGEMM's kernels, in several processes). Where two layers have weights of one shape, it
-stays as the first one wants it: of the models here, in order, and before these of those that the table has of others. --table
-is written after each number of tokens.
+The launches of a layer in a decode step, in a CUDA graph, over the weights and caches of several layers: norm, QKV, norm of
+heads and rotary embedding, attention over an FP8 KV cache, output projection, norm, gate and up, activation function, down.
+One GEMM is changed at a time, from what the table has of the layer, or else from what is the fastest alone (`crossover.py`,
+which also compiles DeepGEMM's kernels, in several processes). Where two layers have weights of one shape, it stays as the
+first one wants it: of the models here, in order, and before these of those that the table has of others. --table is written
+after each number of tokens.
 """
 
 import argparse
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,19 @@ from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.projections import MODELS
 from vllm_fp8ext.compat.gemm import deep_gemm
 from vllm_fp8ext.kernels import bench, cases, decode_cuts, reference, selection
+from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step
 from vllm_fp8ext.kernels.decode_cuts import Config
 from vllm_fp8ext.kernels.decode_gemm import decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import gated_quantize
-from vllm_fp8ext.kernels.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.quantized import Quantized
+from vllm_fp8ext.kernels.norm_rope import norm_rope
+from vllm_fp8ext.kernels.quantized import Quantized, empty
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
 
-ROUNDS, REPEATS = 2, 5
+CONTEXT = 1536
+"""Tokens of each request."""
+MOST_REQUESTS = 256
+"""That attention has room for."""
+ROUNDS, REPEATS = 3, 7
 GAIN = 0.003
 """Of a layer's time, for which other cuts are taken than those that are the fastest alone."""
 Shape = tuple[int, int]
@@ -55,7 +62,8 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [(model, parts) for parts in options.tp for model in options.models]
     start, table = time.monotonic(), Measured(options.table, ("n", "k", "tokens"))
-    settled = _settled(table.cases, chosen)
+    known = table.cases
+    settled = _cuts(case for case in known if (case["model"], case["tp"]) not in chosen)
     for model, parts in chosen:
         layers = Layers(model, parts)
         for tokens in options.tokens:
@@ -63,7 +71,8 @@ def main() -> int:
                 print(f"no time left for {model} of {parts} with {tokens} tokens")
                 continue
             print(f"{model} of {parts}, {tokens} tokens: ", end="", flush=True)
-            found, times = _tried(layers, tokens, settled.setdefault(tokens, {}))
+            own = _cuts(case for case in known if (case["model"], case["tp"]) == (model, parts))
+            found, times = _tried(layers, tokens, settled.setdefault(tokens, {}), own.get(tokens, {}))
             told = {"model": model, "tp": parts, "layer_us": times}
             for (n, k), cut in found.items():
                 settled[tokens][n, k] = cut
@@ -72,42 +81,77 @@ def main() -> int:
     return 0
 
 
-def _settled(known: list[dict[str, Any]], chosen: Sequence[tuple[str, int]]) -> dict[int, Cuts]:
-    """By tokens, the cuts that a table has of layers that are not chosen."""
+def _cuts(cases: Iterable[dict[str, Any]]) -> dict[int, Cuts]:
+    """By tokens, what a table has; without cuts that there are no more."""
     found: dict[int, Cuts] = {}
-    for case in known:
+    for case in cases:
         n, k, tokens, kind = case["n"], case["k"], case["tokens"], case["cut"]
         cut = kind and decode_cuts.of_kind(n, k, tokens, tuple(kind), quantized=True)
-        if bool(cut) == bool(kind) and (case["model"], case["tp"]) not in chosen:
+        if bool(cut) == bool(kind):
             found.setdefault(tokens, {})[n, k] = cut
     return found
+
+
+class Batch:
+    """A token of each of some requests, and where its K and V lie in the caches of some layers."""
+
+    def __init__(self, requests: int, hidden: int, kv_heads: int, layers: int) -> None:
+        self.x_MK, self.residual_MK = (cases.activations(requests, hidden, "cuda", seed) for seed in (0, 1))
+        self.positions_M, self.cos_sin_PD, self.norms, _ = cases.rotary(requests, "cuda")
+        each = CONTEXT // cases.KV_BLOCK
+        shape = (requests * each, kv_heads, cases.KV_BLOCK, 2 * cases.HEAD_DIM)
+        codes = torch.randint(0, 0x60, shape, dtype=torch.uint8, device="cuda")
+        self.caches = [codes.clone() for _ in range(layers)]
+        self.table_RB = torch.randperm(requests * each, device="cuda").view(requests, each).int()
+        self.lengths_R = torch.full((requests,), CONTEXT, dtype=torch.int32, device="cuda")
+        self.slots_R = (self.table_RB[:, -1].long() + 1) * cases.KV_BLOCK - 1
 
 
 class Layers:
     """Weights of some layers of one of `parts` ranks, more than the L2 cache holds."""
 
     def __init__(self, model: str, parts: int) -> None:
-        hidden, intermediate, q, kv = MODELS[model]
-        self.q = q // parts
+        self.hidden, intermediate, q, kv = MODELS[model]
+        q, kv = q // parts, kv // parts
+        self.heads, self.kv_heads = q // cases.HEAD_DIM, kv // cases.HEAD_DIM
         self.shapes = (
-            ((q + 2 * kv) // parts, hidden),
-            (hidden, q // parts),
-            (2 * intermediate // parts, hidden),
-            (hidden, intermediate // parts),
+            (q + 2 * kv, self.hidden),
+            (self.hidden, q),
+            (2 * intermediate // parts, self.hidden),
+            (self.hidden, intermediate // parts),
         )
         made = [reference.quantize_weight(cases.weight(*shape, "cuda")) for shape in self.shapes]
         self.count = bench.copies(sum(codes.numel() for codes, _ in made))
         self.weights = [[(codes.clone(), scales) for codes, scales in made] for _ in range(self.count)]
-        self.norm = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+        self.norm = torch.ones(self.hidden, dtype=torch.bfloat16, device="cuda")
+        self.normed_heads = model.startswith("Qwen3")
+        self.scale = torch.full((1,), 0.05, device="cuda")
+        self.attention = DecodeAttention(self.heads, self.kv_heads, MOST_REQUESTS, self.norm.device)
 
-    def run(self, x_MK: Tensor, residual_MK: Tensor, cuts: Cuts, index: int) -> None:
+    def batch(self, requests: int) -> Batch:
+        """For `run`."""
+        return Batch(requests, self.hidden, self.kv_heads, self.count)
+
+    def run(self, batch: Batch, cuts: Cuts, index: int) -> None:
         """The launches of one layer."""
         qkv, out, gate_up, down = self.weights[index]
-        x, residual = rmsnorm_quantize(x_MK, residual_MK, self.norm, 1e-6, "fp32")
-        attended = quantize_activation(_multiply(x, qkv, cuts)[:, : self.q], "fp32")
+        x, residual = rmsnorm_quantize(batch.x_MK, batch.residual_MK, self.norm, 1e-6, "fp32")
+        attended = self._attend(batch, _multiply(x, qkv, cuts), index)
         x, residual = rmsnorm_quantize(_multiply(attended, out, cuts), residual, self.norm, 1e-6, "fp32")
         gated = gated_quantize(_multiply(x, gate_up, cuts), "silu", "fp32")
         _multiply(gated, down, cuts)
+
+    def _attend(self, batch: Batch, qkv_MN: Tensor, index: int) -> Quantized:
+        norms = batch.norms if self.normed_heads else None
+        query, key = norm_rope(
+            *(qkv_MN, batch.positions_M, batch.cos_sin_PD, norms, self.scale, self.heads, self.kv_heads)
+        )
+        value = qkv_MN[:, -self.kv_heads * cases.HEAD_DIM :].view(key.shape)
+        placed = batch.caches[index], batch.table_RB, batch.lengths_R, batch.slots_R
+        step = Step(query, key, value, *placed, (self.scale,) * 3, cases.HEAD_DIM**-0.5)
+        attended = empty(qkv_MN.shape[0], self.heads * cases.HEAD_DIM, qkv_MN.device)
+        self.attention(step, attended)
+        return attended
 
 
 def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], cuts: Cuts) -> Tensor:
@@ -118,29 +162,35 @@ def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], cuts: Cuts) -> Tensor
     return decode_gemm(x, codes, scales, None, "fp32", cut)
 
 
-def _tried(layers: Layers, tokens: int, settled: Cuts) -> tuple[Cuts, list[float]]:
+def _tried(layers: Layers, tokens: int, settled: Cuts, known: Cuts) -> tuple[Cuts, list[float]]:
     """Cuts for the shapes that are not settled, and the layer's microseconds with what is the fastest alone in their place,
-    and with these."""
-    x, residual = (cases.activations(tokens, layers.shapes[0][1], "cuda", seed) for seed in (0, 1))
-    calls = partial(layers.run, x, residual)
+    and with these. `known`: what to begin with."""
+    calls = partial(layers.run, layers.batch(tokens))
     usual = {shape: settled[shape] if shape in settled else _alone(*shape, tokens) for shape in layers.shapes}
-    found = dict(usual)
+    before = usual | {shape: cut for shape, cut in known.items() if shape in usual and shape not in settled}
+    found = dict(before)
     for _ in range(ROUNDS):
         for shape in [shape for shape in found if shape not in settled]:
-            cuts = [*_known(shape, tokens), None]
-            tries = {str(cut): partial(calls, found | {shape: cut}) for cut in cuts}
-            timings = bench.measure(tries, dict.fromkeys(tries, layers.count), REPEATS)
-            times = {cut: timings[str(cut)].us for cut in cuts if not timings[str(cut)].error}
-            found[shape] = min(times, key=lambda cut: times[cut], default=found[shape])
-    timings = bench.measure(
-        {"usual": partial(calls, usual), "found": partial(calls, found)},
-        dict.fromkeys(("usual", "found"), layers.count),
-    )
-    before, after = (round(timings[name].us, 2) for name in ("usual", "found"))
-    print(f"{before:.2f} us, {after:.2f} as the layer wants it", flush=True)
-    if after > before * (1 - GAIN):
-        found, after = usual, before
-    return {shape: cut for shape, cut in found.items() if shape not in settled}, [before, after]
+            cuts = list(dict.fromkeys([found[shape], *_fast(shape, tokens), None]))
+            us = _us(layers, {str(cut): partial(calls, found | {shape: cut}) for cut in cuts}, REPEATS)
+            found[shape] = min(cuts, key=lambda cut: us[str(cut)])
+    us = _us(layers, {str(cuts): partial(calls, cuts) for cuts in (usual, before, found)})
+    best = min((before, found), key=lambda cuts: us[str(cuts)])
+    print(f"{us[str(usual)]:.2f} us, {us[str(best)]:.2f} as the layer wants it", flush=True)
+    if us[str(best)] > us[str(usual)] * (1 - GAIN):
+        best = usual
+    return {shape: cut for shape, cut in best.items() if shape not in settled}, [
+        round(us[str(cuts)], 2) for cuts in (usual, best)
+    ]
+
+
+def _us(layers: Layers, tries: dict[str, partial[None]], repeats: int = bench.REPEATS) -> dict[str, float]:
+    """Microseconds of each; infinite, where it fails."""
+    timings = bench.measure(tries, dict.fromkeys(tries, layers.count), repeats)
+    errors = [timing.error for timing in timings.values() if timing.error]
+    if len(errors) == len(tries):
+        raise SystemExit(f"nothing runs: {errors[0]}")
+    return {name: math.inf if timing.error else timing.us for name, timing in timings.items()}
 
 
 def _alone(n: int, k: int, tokens: int) -> Config | None:
@@ -150,7 +200,7 @@ def _alone(n: int, k: int, tokens: int) -> Config | None:
     return decode_cuts.fastest_alone(n, k, tokens, quantized=True)
 
 
-def _known(shape: Shape, tokens: int) -> list[Config]:
+def _fast(shape: Shape, tokens: int) -> list[Config]:
     """The decode GEMM's fastest alone."""
     n, k = shape
     known = decode_cuts._measured(tokens, True, decode_cuts.SPLITS[-1]).get(shape, {})

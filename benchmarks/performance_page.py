@@ -174,6 +174,8 @@ def _fused(cases: Cases) -> str:
         "silu_mul_quantize",
         "gelu_mul_quantize",
         "gelu_tanh_mul_quantize",
+        "gelu_quantize",
+        "quantize_activation",
         "norm_rope",
     )
     counts = (1, 16, 64, 8192)

@@ -90,9 +90,10 @@ def _gated_quantize(
     dtype = gate_up_M2K.dtype.element_ty
     at = gate_up_M2K + token * row + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if GATED:  # on its way while the gate is worked on
+        up = tl.load(at + K, mask=inside, other=0.0).to(tl.float32)
     values = rounded(active(gate, ACTIVATION), dtype, HARDWARE)
     if GATED:
-        up = tl.load(at + K, mask=inside, other=0.0).to(tl.float32)
         values = rounded(values * up, dtype, HARDWARE)
     scale = scale_of(tl.max(magnitude_bits(values), axis=1), POW2)
     tl.store(codes_MK + token * K + columns, codes_of(values, scale[:, None], True, HARDWARE), mask=inside)

@@ -7,7 +7,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from vllm_fp8ext.kernels import bench, decode_cuts
 from vllm_fp8ext.kernels.bench import Timing
@@ -29,19 +28,18 @@ def fast(shape: tuple[int, int]) -> Config:
 @pytest.fixture
 def tried(layer_sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`_tried` of a layer of two GEMMs, with microseconds by their cuts; NaN is an error."""
-    monkeypatch.setattr(layer_sweep.cases, "activations", lambda *_: torch.zeros(1))
 
-    def run(us: Callable[[dict[Any, Config]], float], settled: dict[Any, Config] | None = None) -> Any:
+    def run(us: Callable[[Any], float], settled: Any = None, known: Any = None) -> Any:
         def measure(calls: dict[str, partial[None]], *_: Any) -> dict[str, Timing]:
-            times = {name: us(call.args[2]) for name, call in calls.items()}
+            times = {name: us(call.args[1]) for name, call in calls.items()}
             return {
                 name: Timing(samples=(time,)) if time == time else Timing(error="refused")
                 for name, time in times.items()
             }
 
         monkeypatch.setattr(bench, "measure", measure)
-        layers = SimpleNamespace(shapes=(UP, DOWN), count=2, run=lambda *_: None)
-        return layer_sweep._tried(layers, TOKENS, settled or {})
+        layers = SimpleNamespace(shapes=(UP, DOWN), count=2, run=lambda *_: None, batch=lambda _: None)
+        return layer_sweep._tried(layers, TOKENS, settled or {}, known or {})
 
     return run
 
@@ -90,12 +88,32 @@ def test_a_cut_that_fails_is_not_taken(tried: Callable[..., Any]) -> None:
     assert found[DOWN] == fast(DOWN)
 
 
-def test_shapes_of_other_layers_in_the_table_are_settled(layer_sweep: ModuleType) -> None:
+def test_a_layer_that_never_runs_ends_the_sweep(tried: Callable[..., Any]) -> None:
+    with pytest.raises(SystemExit, match="nothing runs: refused"):
+        tried(lambda _: float("nan"))
+
+
+def test_what_the_table_has_of_the_layer_is_begun_with(tried: Callable[..., Any]) -> None:
+    known = {UP: fast(UP), DOWN: fast(DOWN)}  # of use together alone
+    found, times = tried(lambda cuts: 10.0 - 2 * (cuts == known), known=known)
+    assert found == known
+    assert times == [10.0, 8.0]
+    _, times = tried(lambda cuts: 10.0 - 2 * (cuts == known))
+    assert times == [10.0, 10.0]
+
+
+def test_what_the_table_has_of_a_settled_shape_is_of_no_account(tried: Callable[..., Any]) -> None:
+    up = decode_cuts.fastest_alone(*UP, TOKENS, quantized=True)
+    found, times = tried(lambda cuts: 10.0 - (cuts[UP] != up), {UP: up}, {UP: fast(UP)})
+    assert times == [10.0, 10.0]
+    assert found.keys() == {DOWN}
+
+
+def test_cuts_that_a_table_has(layer_sweep: ModuleType) -> None:
     cut = fast(UP)
     case = {"n": UP[0], "k": UP[1], "tokens": TOKENS, "model": "Qwen3-8B", "tp": 1}
     case["cut"] = list(decode_cuts.kind(cut, TOKENS, UP[1]))
-    assert layer_sweep._settled([case], [("Llama-3.1-8B", 1), ("Qwen3-8B", 2)]) == {TOKENS: {UP: cut}}
-    assert layer_sweep._settled([case], [("Qwen3-8B", 1)]) == {}
-    assert layer_sweep._settled([case | {"cut": None}], []) == {TOKENS: {UP: None}}, "DeepGEMM"
+    assert layer_sweep._cuts([case]) == {TOKENS: {UP: cut}}
+    assert layer_sweep._cuts([case | {"cut": None}]) == {TOKENS: {UP: None}}, "DeepGEMM"
     other = case | {"cut": (64, 16, False, 5)}
-    assert layer_sweep._settled([other], []) == {}, "a cut that there is no more"
+    assert layer_sweep._cuts([other]) == {}, "a cut that there is no more"
