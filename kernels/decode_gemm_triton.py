@@ -66,7 +66,7 @@ def _decode_gemm(
         x = tl.load(x_at + here[None, :], mask=(tokens < M)[:, None] & (here < K)[None, :], other=0.0).to(
             tl.float32
         )
-        scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
+        scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2, HARDWARE)
         codes = codes_of(x, scale[:, None], True, HARDWARE).to(tl.float8e4nv, bitcast=True)
         product = tl.dot(weight.to(tl.float8e4nv, bitcast=True), tl.trans(codes))
         sums += product * (scale * tl.load(scales_at + block))[None, :]

@@ -32,7 +32,7 @@ def _activations(x_at, scales_at, QUANTIZED: tl.constexpr, POW2: tl.constexpr, H
     if QUANTIZED:
         return tl.load(x_at).to(tl.float8e4nv, bitcast=True), tl.load(scales_at)
     x = tl.load(x_at).to(tl.float32)
-    scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
+    scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2, HARDWARE)
     return codes_of(x, scale[:, None], True, HARDWARE).to(tl.float8e4nv, bitcast=True), scale
 
 
@@ -122,12 +122,12 @@ def _gate_up(
             up_at += SIZE
             x_at += SIZE
             x_scales_at += x_scales_column
-        gate = active(rounded(gate, DTYPE, HARDWARE), ACTIVATION)
+        gate = active(rounded(gate, DTYPE, HARDWARE), ACTIVATION, HARDWARE)
         values = rounded(rounded(gate, DTYPE, HARDWARE) * rounded(up, DTYPE, HARDWARE), DTYPE, HARDWARE)
         written = (slots < S)[None, :]
         out_at = out_SP + slots.to(tl.int64)[None, :] * P + rows[:, None]
         if ROWS == SIZE:
-            scale = scale_of(tl.max(magnitude_bits(values), axis=0), POW2)
+            scale = scale_of(tl.max(magnitude_bits(values), axis=0), POW2, HARDWARE)
             codes = codes_of(values, scale[None, :], True, HARDWARE)
             if out_SP.dtype.element_ty == tl.float8e4nv:
                 tl.store(out_at, codes.to(tl.float8e4nv, bitcast=True), mask=written)

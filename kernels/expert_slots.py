@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fp8ext.kernels.quantize_activation import GROUPS, quantized_groups
+from vllm_fp8ext.kernels.quantize_activation import GROUPS
 from vllm_fp8ext.kernels.quantized import Quantized, empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.triton_numerics import quantized
 
 ROOM = 64
 """What the number of places in an expert's list is a multiple of."""
@@ -78,9 +79,10 @@ def _expert_slots(
         _list(experts_S, slots_E, counts_E, program, S, room, SCANNED)
     else:
         token = ((program - LISTED) // PARTS).to(tl.int64)
-        codes, scale, groups, columns = quantized_groups(
-            x_MK, token, (program - LISTED) % PARTS, K, x_row, POW2, True, HARDWARE, GROUPS, SIZE
-        )
+        groups = (program - LISTED) % PARTS * GROUPS + tl.arange(0, GROUPS)
+        columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        x = tl.load(x_MK + token * x_row + columns, mask=columns < K, other=0.0)
+        codes, scale = quantized(x, POW2, True, HARDWARE)
         tl.store(codes_MK + token * K + columns, codes, mask=columns < K)
         tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 

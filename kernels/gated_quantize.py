@@ -10,9 +10,10 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels import reference
 from vllm_fp8ext.kernels.launch import Launcher
+from vllm_fp8ext.kernels.quantize_activation import GROUPS, many, parts
 from vllm_fp8ext.kernels.quantized import Quantized, empty
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
+from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
+from vllm_fp8ext.kernels.triton_numerics import quantized, rounded
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -20,8 +21,8 @@ Gelu = Literal["gelu", "gelu_tanh"]
 GELUS: tuple[Gelu, ...] = get_args(Gelu)
 """Those that come without a gate too."""
 
-GROUPS = 8
-"""Groups of 128 columns that a program takes."""
+_TOGETHER = 2
+"""Tokens that a program takes where there are many."""
 
 
 def gated_quantize_reference(
@@ -46,17 +47,33 @@ def _gelu(x: Tensor, activation: Gelu) -> Tensor:
 
 
 @triton.jit
-def active(x, ACTIVATION: tl.constexpr):
+def active(x, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
     """The activation function of fp32 `x`."""
     if ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     if ACTIVATION == "gelu_tanh":
         # (1 + tanh y) / 2 = 1 / (1 + exp(-2y))
-        return tl.div_rn(x, 1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    return tl.div_rn(x, 1.0 + tl.exp(-x))
+        return _by_sigmoid(x, 1.5957691216057308 * (x + 0.044715 * x * x * x), HARDWARE)
+    return _by_sigmoid(x, x, HARDWARE)
 
 
-@triton.jit(do_not_specialize=["scales_token", "scales_column"])
+_BY_SIGMOID = tl.constexpr(
+    "{ .reg .f32 r; mul.f32 r, $2, 0fBFB8AA3B; ex2.approx.ftz.f32 r, r; add.f32 r, r, 0f3F800000;"
+    "rcp.approx.ftz.f32 r, r; mul.f32 $0, $1, r; }"
+)
+"""0fBFB8AA3B is -log2(e)."""
+
+
+@triton.jit
+def _by_sigmoid(x, y, HARDWARE: tl.constexpr):
+    """`x / (1 + exp(-y))` in fp32. The quotient is as exact as the exponential: made with a reciprocal, which is one unit in
+    the last place away, and zero where the exponential is 2^126 or more. An exact one took longer than all else."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(_BY_SIGMOID, "=r,r,r", [x, y], tl.float32, True, 1)
+    return x / (1.0 + tl.exp(-y))
+
+
+@triton.jit(do_not_specialize=["M", "scales_token", "scales_column"])
 def _gated_quantize(
     gate_up_M2K,
     codes_MK,
@@ -64,6 +81,7 @@ def _gated_quantize(
     rows_S,
     K,
     row,
+    M,
     scales_token,
     scales_column,
     ACTIVATION: tl.constexpr,
@@ -72,37 +90,39 @@ def _gated_quantize(
     EARLY: tl.constexpr,
     CHOSEN: tl.constexpr,
     GATED: tl.constexpr,
+    TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program, `GROUPS` groups of one token: those that `rows_S` names, or all. Not `GATED`: without a product."""
+    """One program, `GROUPS` groups of `TOKENS` tokens: of one that `rows_S` names, or of all. Not `GATED`: no product."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * TOKENS
     if CHOSEN:
-        token = tl.load(rows_S + token).to(tl.int64)
-        if token < 0:
+        first = tl.load(rows_S + first).to(tl.int64)
+        if first < 0:
             return
-    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    rows = tl.arange(0, TOKENS * GROUPS)
+    token = first + rows // GROUPS
+    groups = tl.program_id(1) * GROUPS + rows % GROUPS
     columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    inside = columns < K
+    inside = (token < M)[:, None] & (columns < K)
     dtype = gate_up_M2K.dtype.element_ty
-    at = gate_up_M2K + token * row + columns
+    at = gate_up_M2K + (token * row)[:, None] + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if GATED:  # on its way while the gate is worked on
         up = tl.load(at + K, mask=inside, other=0.0).to(tl.float32)
-    values = rounded(active(gate, ACTIVATION), dtype, HARDWARE)
+    values = rounded(active(gate, ACTIVATION, HARDWARE), dtype, HARDWARE)
     if GATED:
         values = rounded(values * up, dtype, HARDWARE)
-    scale = scale_of(tl.max(magnitude_bits(values), axis=1), POW2)
-    tl.store(codes_MK + token * K + columns, codes_of(values, scale[:, None], True, HARDWARE), mask=inside)
-    tl.store(
-        scales_MKb + token * scales_token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE)
-    )
+    codes, scale = quantized(values.to(dtype), POW2, True, HARDWARE)
+    tl.store(codes_MK + (token * K)[:, None] + columns, codes, mask=inside)
+    scaled = (token < M) & (groups < tl.cdiv(K, SIZE))
+    tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=scaled)
 
 
-_launch = Launcher(_gated_quantize)
+_launch = Launcher(_gated_quantize, registers=128)
 
 
 def gated_quantize(
@@ -140,12 +160,16 @@ def _quantized(
     (m, k), early = codes.shape, x.is_cuda
     count = m if rows_S is None else rows_S.numel()
     if count:
+        tokens = _TOGETHER if rows_S is None and count >= many(k) else 1
         _launch(
-            (count, -(-blocks(k) // GROUPS), 1),
+            (-(-count // tokens), parts(k), 1),
             (x, codes.view(torch.uint8), scales, scales if rows_S is None else rows_S),
             (k, x.stride(0)),
-            scales.stride(),
-            (activation, scale_format == "pow2", early, early, rows_S is not None, gated, GROUPS, BLOCK),
+            (m, *scales.stride()),
+            (
+                *(activation, scale_format == "pow2", early, early, rows_S is not None, gated),
+                *(tokens, GROUPS, BLOCK),
+            ),
             4,
         )
     return room

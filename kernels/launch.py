@@ -29,8 +29,10 @@ class Launcher:
     `do_not_specialize`), constants.
     """
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
+    def __init__(self, function: Any, registers: int | None = None) -> None:
+        """`registers`: that a thread may have. Where that is not said, ptxas may take so few, for more threads to a
+        multiprocessor, that a thread loads one part after the other."""
+        self._function, self._registers = function, registers
         self._kernels: dict[Any, Any] = {}
 
     def __call__(
@@ -53,8 +55,11 @@ class Launcher:
             # of a tensor Triton asks the driver whether a GPU may read it
             kernel[grid](*addresses, *numbers, *others, *constants)
             return
-        early = {"launch_pdl": True} if tensors[0].is_cuda else {}
-        kernel = self._function[grid](*tensors, *numbers, *others, *constants, num_warps=warps, **early)
+        options: dict[str, Any] = {"num_warps": warps}
+        if tensors[0].is_cuda:
+            options |= {"launch_pdl": True}
+            options |= {} if self._registers is None else {"maxnreg": self._registers}
+        kernel = self._function[grid](*tensors, *numbers, *others, *constants, **options)
         # it was loaded on the current device; in Triton's interpreter there is none
         if kernel is not None and (device < 0 or device == torch.cuda.current_device()):
             if len(self._kernels) == MOST_KERNELS:

@@ -88,10 +88,16 @@ def _norm_rope(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF)
     of_query = heads < H
-    # nothing that a step's kernels write: positions come with the step
+    # nothing that a step's kernels write: positions come with the step, the others with the model
     place = tl.load(positions_M + token).to(tl.int64)
     cos = tl.load(cos_sin_PD + place * cos_sin_row + half).to(tl.float32)[None, :]
     sin = tl.load(cos_sin_PD + place * cos_sin_row + HALF + half).to(tl.float32)[None, :]
+    if NORM:
+        q_low, q_high = tl.load(q_norm_D + half), tl.load(q_norm_D + HALF + half)
+        k_low, k_high = tl.load(k_norm_D + half), tl.load(k_norm_D + HALF + half)
+    if SCALES:
+        head = tl.where(of_query, heads // (H // G), 0) if SCALES > 1 else heads * 0
+        by = tl.div_rn(1.0, tl.load(q_scale + head))[:, None]
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -104,8 +110,6 @@ def _norm_rope(
         mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF)
         inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))[:, None]
         weight_dtype = q_norm_D.dtype.element_ty
-        q_low, q_high = tl.load(q_norm_D + half), tl.load(q_norm_D + HALF + half)
-        k_low, k_high = tl.load(k_norm_D + half), tl.load(k_norm_D + HALF + half)
         by_low = tl.where(of_query[:, None], q_low[None, :], k_low[None, :]).to(tl.float32)
         by_high = tl.where(of_query[:, None], q_high[None, :], k_high[None, :]).to(tl.float32)
         low = rounded(rounded(low * inverse, weight_dtype, HARDWARE) * by_low, dtype, HARDWARE)
@@ -116,8 +120,6 @@ def _norm_rope(
     to_query, to_key = of_query[:, None], inside & (heads >= H)[:, None]
     query = query_MHD + token * (H * 2 * HALF) + columns
     if SCALES:
-        head = tl.where(of_query, heads // (H // G), 0) if SCALES > 1 else heads * 0
-        by = tl.div_rn(1.0, tl.load(q_scale + head))[:, None]
         tl.store(query, encoded(first * by, HARDWARE), mask=to_query)
         tl.store(query + HALF, encoded(second * by, HARDWARE), mask=to_query)
     else:
@@ -146,7 +148,7 @@ def norm_rope(
     D a power of two; a position that is not in it is not looked for. All else is contiguous.
 
     In a step all kernels from the first layer's on may begin before those ahead have ended. So what is read here before the
-    wait, positions and table, must have been there before the step, not only before the kernel ahead.
+    wait, all but `qkv_MN`, must have been there before the step, not only before the kernel ahead.
     """
     (m, _), size, device = qkv_MN.shape, cos_sin_PD.shape[1], qkv_MN.device
     query = torch.empty(m, heads, size, dtype=qkv_MN.dtype if q_scale is None else FP8_DTYPE, device=device)

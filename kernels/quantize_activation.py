@@ -9,34 +9,28 @@ from torch import Tensor
 from vllm_fp8ext.kernels.launch import Launcher
 from vllm_fp8ext.kernels.quantized import Quantized, empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, scale_of
+from vllm_fp8ext.kernels.triton_numerics import quantized
 
 GROUPS = 8
 """Groups of 128 columns that a program takes."""
+_TOGETHER = 4
+"""Tokens that a program takes where there are many."""
+_MANY = 8192
+"""Programs, each for one token, that are more than a GPU runs at once."""
 
 
-@triton.jit
-def quantized_groups(
-    x_MK,
-    token,
-    part,
-    K,
-    x_row,
-    POW2: tl.constexpr,
-    SHORT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Part `part` of a token, `GROUPS` groups: codes, scales, and the columns that these belong to."""
-    groups = part * GROUPS + tl.arange(0, GROUPS)
-    columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = tl.load(x_MK + token * x_row + columns, mask=columns < K, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
-    return codes_of(x, scale[:, None], SHORT, HARDWARE), scale, groups, columns
+def many(k: int) -> int:
+    """Of so many columns, the number of tokens from which on a program takes several. Then less is spent on addresses and
+    scales, and more is loaded at once; with one, a few tokens keep more multiprocessors busy."""
+    return -(-_MANY // parts(k))
 
 
-@triton.jit(do_not_specialize=["scales_token", "scales_column"])
+def parts(k: int) -> int:
+    """Programs that a token's columns take."""
+    return -(-blocks(k) // GROUPS)
+
+
+@triton.jit(do_not_specialize=["M", "scales_token", "scales_column"])
 def _quantize_activation(
     x_MK,
     codes_MK,
@@ -44,6 +38,7 @@ def _quantize_activation(
     places_MT,
     K,
     x_row,
+    M,
     scales_token,
     scales_column,
     POW2: tl.constexpr,
@@ -51,32 +46,34 @@ def _quantize_activation(
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
     PLACES: tl.constexpr,
+    TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program, `GROUPS` groups of one token; written once, or at `PLACES` places."""
+    """One program, `GROUPS` groups of `TOKENS` tokens; written once, or at `PLACES` places."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    codes, scale, groups, columns = quantized_groups(
-        x_MK, token, tl.program_id(1), K, x_row, POW2, SHORT, HARDWARE, GROUPS, SIZE
-    )
-    inside = columns < K
-    scaled = groups < tl.cdiv(K, SIZE)
+    rows = tl.arange(0, TOKENS * GROUPS)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + rows // GROUPS
+    groups = tl.program_id(1) * GROUPS + rows % GROUPS
+    columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (token < M)[:, None] & (columns < K)
+    x = tl.load(x_MK + (token * x_row)[:, None] + columns, mask=inside, other=0.0)
+    codes, scale = quantized(x, POW2, SHORT, HARDWARE)
+    scaled = (token < M) & (groups < tl.cdiv(K, SIZE))
     if PLACES:
         for choice in tl.static_range(PLACES):
-            row = tl.load(places_MT + token * PLACES + choice).to(tl.int64)
-            tl.store(codes_MK + row * K + columns, codes, mask=inside & (row >= 0))
-            tl.store(
-                scales_MKb + row * scales_token + groups * scales_column, scale, mask=scaled & (row >= 0)
-            )
+            row = tl.load(places_MT + token * PLACES + choice, mask=token < M, other=-1).to(tl.int64)
+            there = row >= 0
+            tl.store(codes_MK + (row * K)[:, None] + columns, codes, mask=inside & there[:, None])
+            tl.store(scales_MKb + row * scales_token + groups * scales_column, scale, mask=scaled & there)
     else:
-        tl.store(codes_MK + token * K + columns, codes, mask=inside)
+        tl.store(codes_MK + (token * K)[:, None] + columns, codes, mask=inside)
         tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=scaled)
 
 
-_launch = Launcher(_quantize_activation)
+_launch = Launcher(_quantize_activation, registers=128)
 
 
 def quantize_activation(
@@ -107,12 +104,13 @@ def _quantized(
     early = x_MK.is_cuda
     if m:
         short, places = x_MK.dtype.itemsize == 2, 0 if places_MT is None else places_MT.shape[1]
+        tokens = _TOGETHER if m >= many(k) else 1
         _launch(
-            (m, -(-blocks(k) // GROUPS), 1),
+            (-(-m // tokens), parts(k), 1),
             (x_MK, codes.view(torch.uint8), scales, scales if places_MT is None else places_MT),
             (k, x_MK.stride(0)),
-            scales.stride(),
-            (scale_format == "pow2", short, early, early, places, GROUPS, BLOCK),
+            (m, *scales.stride()),
+            (scale_format == "pow2", short, early, early, places, tokens, GROUPS, BLOCK),
             4,
         )
     return room

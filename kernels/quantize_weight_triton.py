@@ -29,7 +29,7 @@ def write_block(x, codes_at, scale_at, sums_at, inside, POW2, SHORT, HARDWARE, S
     """Quantize a block `x` of any of `DTYPES` and store it; at `inside` where that is not None.
 
     BF16 stays two values to a register until its quotients are taken: so twice as many programs fit on an SM."""
-    scale = scale_of(amax_bits(x), POW2)
+    scale = scale_of(amax_bits(x), POW2, HARDWARE)
     codes = codes_of(x, scale, SHORT, HARDWARE)
     tl.store(codes_at, codes, mask=inside)
     tl.store(scale_at, scale)

@@ -10,7 +10,7 @@ from vllm_fp8ext.kernels import reference
 from vllm_fp8ext.kernels.launch import Launcher
 from vllm_fp8ext.kernels.quantized import Quantized, empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
+from vllm_fp8ext.kernels.triton_numerics import quantized, rounded
 
 
 def rmsnorm_quantize_reference(
@@ -65,12 +65,12 @@ def _rmsnorm_quantize(
     mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / K
     normed = rounded(x * tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon)), weight.dtype, HARDWARE)
     values = rounded(normed * weight.to(tl.float32), x_MK.dtype.element_ty, HARDWARE)
-    scale = scale_of(tl.max(magnitude_bits(values), axis=1), POW2)
-    tl.store(codes_MK + token * K + columns, codes_of(values, scale[:, None], True, HARDWARE), mask=inside)
+    codes, scale = quantized(values.to(x_MK.dtype.element_ty), POW2, True, HARDWARE)
+    tl.store(codes_MK + token * K + columns, codes, mask=inside)
     tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 
 
-_launch = Launcher(_rmsnorm_quantize)
+_launch = Launcher(_rmsnorm_quantize, registers=128)
 
 
 def rmsnorm_quantize(

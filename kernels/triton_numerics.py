@@ -40,6 +40,18 @@ _BFLOAT16_DIVISION = tl.constexpr(
     )
 )
 """Of BF16 values, two in $1 and two in $2. $0 is written early."""
+_SCALE = tl.constexpr(
+    "{ .reg .f32 q, r; .reg .pred number; mul.rn.f32 q, $1, 0f3B124925; fma.rn.f32 r, q, 0fC3E00000, $1;"
+    "fma.rn.f32 r, r, 0f3B124925, q; setp.num.f32 number, r, r; selp.f32 $0, r, q, number; }"
+)
+"""$1 / 448, for which a reciprocal (0f3B124925) and a correction do (tried for every mantissa, see the test); infinite where
+$1 is. Without the branches that a division has for what no scale is: subnormal."""
+_RECIPROCAL = tl.constexpr(
+    "{ .reg .f32 e, m; neg.f32 m, $1; rcp.approx.ftz.f32 $0, $1;"
+    + 2 * "fma.rn.f32 e, m, $0, 0f3F800000; fma.rn.f32 $0, $0, e, $0;"
+    + "}"
+)
+"""1 / $1 by the steps of a division, likewise without its branches. $0 is written early."""
 
 
 @triton.jit
@@ -49,22 +61,31 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def amax_bits(x):
-    """Bits of the largest magnitude of a tile, as of an fp32 value; NaN where there is one."""
+def amax_bits(x, axis: tl.constexpr = None):
+    """Bits of the largest magnitude of a tile, or along an axis, as of an fp32 value; NaN where there is one."""
     if x.dtype == tl.bfloat16:
-        return tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
-    return tl.max(magnitude_bits(x.to(tl.float32)))
+        return tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=axis).to(tl.int32) << 16
+    return tl.max(magnitude_bits(x.to(tl.float32)), axis=axis)
 
 
 @triton.jit
-def scale_of(amax_bits, POW2: tl.constexpr):
-    """`reference.scale_of` of magnitudes given by their bits."""
+def scale_of(amax_bits, POW2: tl.constexpr, HARDWARE: tl.constexpr):
+    """`reference.scale_of` of magnitudes given by their bits. `HARDWARE`: as for `codes_of`."""
     bits = tl.maximum(amax_bits, AMAX_FLOOR_BITS)
     if POW2:
         # smallest 2^k with 448 * 2^k >= 1.f * 2^e
         power = ((bits >> 23) - 8 + ((bits & MANTISSA_BITS) > MANTISSA_448).to(tl.int32)) << 23
         return tl.where(bits >= INFINITY_BITS, bits, power).to(tl.float32, bitcast=True)
-    return tl.div_rn(bits.to(tl.float32, bitcast=True), 448.0)
+    amax = bits.to(tl.float32, bitcast=True)
+    if HARDWARE:
+        return tl.inline_asm_elementwise(_SCALE, "=r,r", [amax], tl.float32, is_pure=True, pack=1)
+    return tl.div_rn(amax, 448.0)
+
+
+@triton.jit
+def _reciprocal(scale):
+    """Correctly rounded, of a scale that is finite."""
+    return tl.inline_asm_elementwise(_RECIPROCAL, "=&r,r", [scale], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -81,7 +102,7 @@ def codes_of(x, scale, SHORT: tl.constexpr, HARDWARE: tl.constexpr):
         return tl.inline_asm_elementwise(
             _BFLOAT16_DIVISION,
             "=&r" + ",r" * 10,
-            [x, tl.div_rn(1.0, scale), scale],
+            [x, _reciprocal(scale), scale],
             tl.uint8,
             is_pure=True,
             pack=4,
@@ -91,12 +112,19 @@ def codes_of(x, scale, SHORT: tl.constexpr, HARDWARE: tl.constexpr):
         return tl.inline_asm_elementwise(
             _SHORT_DIVISION,
             "=r" + ",r" * 12,
-            [x, tl.div_rn(1.0, scale), scale],
+            [x, _reciprocal(scale), scale],
             tl.uint8,
             is_pure=True,
             pack=4,
         )
     return encoded(tl.div_rn(x, scale), HARDWARE)
+
+
+@triton.jit
+def quantized(x, POW2: tl.constexpr, SHORT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Codes and scales of groups of values, each a row of `x`, as `codes_of` takes it."""
+    scale = scale_of(amax_bits(x, 1), POW2, HARDWARE)
+    return codes_of(x, scale[:, None], SHORT, HARDWARE), scale
 
 
 @triton.jit

@@ -58,6 +58,33 @@ def test_deep_gemm_is_run_for_every_number_of_its_blocks(
     assert {blocks(count) for count in range(few + 1, most + 1)} <= run
 
 
+@pytest.mark.parametrize("most", [1, 3, 4, 9])
+def test_quantizers_are_run_for_one_token_to_a_program_and_for_several(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_fp8ext.compat import warmup
+    from vllm_fp8ext.kernels import gated_quantize, quantize_activation
+
+    launched: set[tuple[Any, ...]] = set()
+
+    def launch(_grid: Any, _tensors: Any, _numbers: Any, _others: Any, constants: Any, _warps: int) -> None:
+        launched.add(constants)
+
+    for module in (gated_quantize, quantize_activation):
+        monkeypatch.setattr(module, "_launch", launch)
+    for name in ("warm_up_quantizers", "rmsnorm_quantize"):
+        monkeypatch.setattr(warmup, name, lambda *_: None)
+    monkeypatch.setattr(quantize_activation, "_MANY", 4)
+    layer = SimpleNamespace(weight=torch.empty(8, 256), weight_scale_inv=None)
+    method = SimpleNamespace(route=Route(0, "cutlass"), scale_format="fp32", out_dtype=torch.bfloat16)
+    warmup._run(layer, method, most)  # type: ignore[arg-type]  # all that it looks at
+    run = set(launched)
+    for count in range(1, most + 1):
+        warmup._quantize(torch.zeros(count, 512, dtype=torch.bfloat16), "fp32")
+    assert run == launched
+    assert len(run) == (6 if most < 4 else 12)
+
+
 @pytest.mark.parametrize("few", [0, 1, 16, 40, 700])
 @pytest.mark.parametrize("most", [1, 64, 700, 2048])
 @pytest.mark.parametrize(

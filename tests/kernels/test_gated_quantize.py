@@ -96,6 +96,24 @@ def test_without_a_gate(
     assert cases.same(scales, expected[1])
 
 
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("m", "k"), [(1, 200), (4, 1024), (5, 1200)])
+def test_several_tokens_to_a_program(
+    device: str,
+    m: int,
+    k: int,
+    activation: Activation,
+    scale_format: ScaleFormat,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm_fp8ext.kernels.quantize_activation._MANY", 1)
+    gate_up = decided(cases.awkward(m, 2 * k, "normal", torch.bfloat16, k), activation)
+    found = gated_quantize(gate_up.to(device), activation, scale_format)
+    expected = gated_quantize_reference(gate_up, activation, scale_format)
+    assert all(cases.same(*parts) for parts in zip(found, expected, strict=True))
+
+
 def test_rows_may_lie_apart(device: str) -> None:
     wide = decided(cases.awkward(3, 900, "normal", torch.bfloat16))
     codes, scales = gated_quantize(wide.to(device)[:, 100:700], "silu", "fp32")

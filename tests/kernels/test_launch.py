@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Launcher` launches what Triton would launch: its own choice of a kernel, on a GPU that is not there, is the measure."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,3 +135,20 @@ def test_kernels_are_remembered() -> None:
     assert len(asked) == 3
     launch((1, 1, 1), (askew, even), (16, 4), (0, 1.0), (True, 64), 4)
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize("registers", [None, 128])
+def test_on_a_gpu_kernels_begin_early_and_have_the_registers_that_were_said(registers: int | None) -> None:
+    given: list[dict[str, Any]] = []
+
+    class Noting:
+        def __getitem__(self, _grid: Any) -> Any:
+            return lambda *_, **options: given.append(options)
+
+    there = SimpleNamespace(
+        data_ptr=lambda: 0, get_device=lambda: 0, dtype=torch.bfloat16, is_cuda=True
+    )  # on a GPU that is not there
+    Launcher(Noting(), registers)((1, 1, 1), [there], (), (), (), 4)  # type: ignore[list-item]
+    assert given == [
+        {"num_warps": 4, "launch_pdl": True} | ({} if registers is None else {"maxnreg": registers})
+    ]

@@ -10,7 +10,15 @@ from vllm_fp8ext.kernels import cases, reference
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.quantize_activation import GROUPS, quantize_activation, quantize_to_rows
+from vllm_fp8ext.kernels.quantize_activation import (
+    _MANY,
+    GROUPS,
+    many,
+    quantize_activation,
+    quantize_into,
+    quantize_to_rows,
+)
+from vllm_fp8ext.kernels.quantized import empty
 
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
 DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
@@ -35,6 +43,36 @@ def test_codes_and_scales_are_the_references(
     expected = reference.quantize_activation(x, scale_format)
     assert cases.same(codes, expected[0])
     assert cases.same(scales, expected[1])
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("m", "k"), [(1, 200), (3, 1024), (4, 1200), (9, 384)])
+def test_several_tokens_to_a_program(
+    device: str,
+    m: int,
+    k: int,
+    dtype: torch.dtype,
+    scale_format: ScaleFormat,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm_fp8ext.kernels.quantize_activation._MANY", 1)
+    x = cases.awkward(m, k, "heavy", dtype, m)
+    expected = reference.quantize_activation(x, scale_format)
+    for by_token in (False, True):
+        room = empty(m + 2, k, torch.device(device), by_token=by_token)
+        room.codes.view(torch.uint8).fill_(7)
+        room.scales.fill_(7)
+        quantize_into(room, x.to(device), scale_format)
+        assert cases.same(room.codes[:m], expected[0])
+        assert cases.same(room.scales[:m], expected[1])
+        assert room.codes[m:].view(torch.uint8).eq(7).all(), "what is behind them stays"
+        assert room.scales[m:].eq(7).all()
+
+
+@pytest.mark.parametrize(("k", "tokens"), [(1, _MANY), (1025, _MANY / 2), (12288, -(-_MANY // 12))])
+def test_programs_take_several_tokens_where_there_are_many(k: int, tokens: int) -> None:
+    assert many(k) == tokens
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
@@ -93,7 +131,11 @@ def test_only_the_groups_scale_shows_what_is_not_finite(
     assert cases.same(codes, expected[0])
 
 
-def test_tokens_are_written_to_the_rows_that_are_named(device: str) -> None:
+@pytest.mark.parametrize("least", [_MANY, 1])
+def test_tokens_are_written_to_the_rows_that_are_named(
+    device: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_fp8ext.kernels.quantize_activation._MANY", least)
     x = cases.awkward(3, 300, "heavy", torch.bfloat16)
     places = torch.tensor([[5, 0], [-1, 3], [-1, -1]], dtype=torch.int32, device=device)
     codes, scales = quantize_to_rows(x.to(device), "fp32", 8, places)

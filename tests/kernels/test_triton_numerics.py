@@ -50,6 +50,30 @@ def test_short_division_rounds_every_pair_of_mantissas_once(dtype: torch.dtype) 
     assert not torch.equal(x * (torch.ones_like(scales) / scales), x / scales), "a product would do"
 
 
+def short_scale(amax: Tensor) -> Tensor:
+    """As `triton_numerics._SCALE` does it."""
+    reciprocal, largest = torch.tensor(1.0) / 448.0, torch.tensor(-448.0)
+    quotient = amax * reciprocal
+    found = fma(fma(quotient, largest, amax), reciprocal, quotient)
+    return torch.where(found == found, found, quotient)
+
+
+def test_scales_of_every_mantissa_are_rounded_once() -> None:
+    mantissas = torch.arange(1 << 23, 1 << 24, dtype=torch.int32).float() / 2.0**23
+    assert torch.equal(short_scale(mantissas), mantissas / 448.0)
+    assert not torch.equal(mantissas * (torch.tensor(1.0) / 448.0), mantissas / 448.0), "a product would do"
+
+
+@pytest.mark.parametrize("value", [1e-10, 3.4e38, float("inf")])
+def test_scales_at_the_ends(value: float) -> None:
+    amax = torch.tensor(value)
+    assert torch.equal(short_scale(amax), amax / 448.0)
+
+
+def test_the_scale_of_nan_is_nan() -> None:
+    assert short_scale(torch.tensor(float("nan"))).isnan()
+
+
 def test_short_division_keeps_the_sign_of_zero() -> None:
     zeros = torch.tensor([0.0, -0.0])
     assert torch.equal(torch.signbit(short_division(zeros, torch.full((2,), 3.7))), torch.signbit(zeros))

@@ -26,7 +26,8 @@ from vllm_fp8ext.kernels import compiled, decode_cuts, decode_gemm
 from vllm_fp8ext.kernels.gated_quantize import ACTIVATIONS, GELUS, gated_quantize, gelu_quantize
 from vllm_fp8ext.kernels.launch import compiled_as
 from vllm_fp8ext.kernels.linear import GEMMS
-from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.quantize_activation import many, quantize_activation
+from vllm_fp8ext.kernels.reference import ScaleFormat
 from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
 from vllm_fp8ext.linear import SCALES, BlockFp8LinearMethod
 
@@ -139,14 +140,21 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     norm = torch.ones(k, dtype=dtype, device=weight.device)
     rmsnorm_quantize(x[:1], None, norm, 1e-6, form)
     rmsnorm_quantize(x[:1], x[:1], norm, 1e-6, form)
-    for activation in ACTIVATIONS:
-        gated_quantize(torch.zeros(1, 2 * k, dtype=dtype, device=weight.device), activation, form)
-    for gelu in GELUS:
-        gelu_quantize(x[:1], gelu, form)
-    quantize_activation(x, form)
+    for count in {1, min(many(k), max_tokens)}:
+        _quantize(torch.zeros(count, 2 * k, dtype=dtype, device=weight.device), form)
     for tokens, before in _decode_kernels(method):
         part = quantize_activation(x[:tokens], form) if before else x[:tokens]
         decode_gemm.decode_gemm(part, weight, scales, None, form)
+
+
+def _quantize(gate_up_M2K: torch.Tensor, form: ScaleFormat) -> None:
+    """By every kernel that quantizes activations, but a norm."""
+    x_MK = gate_up_M2K[:, : gate_up_M2K.shape[1] // 2].contiguous()
+    for activation in ACTIVATIONS:
+        gated_quantize(gate_up_M2K, activation, form)
+    for gelu in GELUS:
+        gelu_quantize(x_MK, gelu, form)
+    quantize_activation(x_MK, form)
 
 
 def _multiply(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
