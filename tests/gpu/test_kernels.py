@@ -16,6 +16,8 @@ from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 pytestmark = pytest.mark.gpu
 
 FORMATS = ("fp32", "pow2")
+SHAPES = ((64, 4096), (3, 200), (7, 5120), (2051, 5000))
+"""Of activations: of the last, programs take several tokens."""
 
 
 def cut(config: Config) -> str:
@@ -138,7 +140,7 @@ def _assert_nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
-@pytest.mark.parametrize("shape", [(64, 4096), (3, 200), (7, 5120)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fused_norm_of_activations(shape: tuple[int, int], scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize, rmsnorm_quantize_reference
 
@@ -154,7 +156,7 @@ def test_fused_norm_of_activations(shape: tuple[int, int], scale_format: ScaleFo
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("shape", [(64, 4096), (3, 200), (7, 5120)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gated_activations(shape: tuple[int, int], activation: Any, scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.gated_quantize import gated_quantize, gated_quantize_reference
 
@@ -167,7 +169,7 @@ def test_gated_activations(shape: tuple[int, int], activation: Any, scale_format
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("shape", [(64, 4096), (3, 200), (7, 5120)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_activations_without_a_gate(
     shape: tuple[int, int], activation: Any, scale_format: ScaleFormat
 ) -> None:
@@ -207,6 +209,19 @@ def test_decode_gemm_stays_within_the_bound_and_repeats(
     for stream in (False, True):
         cut = dataclasses.replace(config, stream=stream)
         assert cases.same(outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, cut))
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_of_activations(shape: tuple[int, int], scale_format: ScaleFormat) -> None:
+    from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+
+    x = cases.activations(*shape, "cuda")
+    found, expected = (
+        quantize_activation(x, scale_format),
+        reference.quantize_activation(x.cpu(), scale_format),
+    )
+    assert all(cases.same(*parts) for parts in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", cases.GEMM_KINDS)

@@ -69,7 +69,7 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
     for form, dtype in itertools.product(FORMATS, DTYPES):
         for shape in ((4096, 4096), (200, 328), (1, 1), (129, 257)):
             found.append((f"weight {form} {dtype} {shape}", partial(weight, form, dtype, shape)))
-    for form, (m, k) in itertools.product(FORMATS, ((64, 4096), (3, 200), (7, 5120))):
+    for form, (m, k) in itertools.product(FORMATS, ((64, 4096), (3, 200), (7, 5120), (2051, 5000))):
         found.append((f"activation {form} {m}x{k}", partial(activation, form, m, k)))
         found.append((f"rmsnorm {form} {m}x{k}", partial(rmsnorm, form, m, k)))
         for activated in gated_quantize.ACTIVATIONS:
