@@ -135,11 +135,14 @@ class Layers:
     def run(self, batch: Batch, cuts: Cuts, index: int) -> None:
         """The launches of one layer."""
         qkv, out, gate_up, down = self.weights[index]
-        x, residual = rmsnorm_quantize(batch.x_MK, batch.residual_MK, self.norm, 1e-6, "fp32")
+        x, residual = self._norm(batch.x_MK, batch.residual_MK, cuts[self.shapes[0]])
         attended = self._attend(batch, _multiply(x, qkv, cuts), index)
-        x, residual = rmsnorm_quantize(_multiply(attended, out, cuts), residual, self.norm, 1e-6, "fp32")
+        x, residual = self._norm(_multiply(attended, out, cuts), residual, cuts[self.shapes[2]])
         gated = gated_quantize(_multiply(x, gate_up, cuts), "silu", "fp32")
         _multiply(gated, down, cuts)
+
+    def _norm(self, x_MK: Tensor, residual_MK: Tensor, cut: Config | None) -> tuple[Quantized, Tensor]:
+        return rmsnorm_quantize(x_MK, residual_MK, self.norm, 1e-6, "fp32", few=cut is not None)
 
     def _attend(self, batch: Batch, qkv_MN: Tensor, index: int) -> Quantized:
         norms = batch.norms if self.normed_heads else None
@@ -156,7 +159,7 @@ class Layers:
 
 def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], cuts: Cuts) -> Tensor:
     codes, scales = weight
-    cut = cuts.get((codes.shape[0], codes.shape[1]))
+    cut = cuts[codes.shape[0], codes.shape[1]]
     if cut is None:
         return deep_gemm(x, codes, scales, torch.bfloat16)
     return decode_gemm(x, codes, scales, None, "fp32", cut)

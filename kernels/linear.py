@@ -113,9 +113,8 @@ def rmsnorm_linear(
     from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
 
     residual_MK = None if residual_MK is None else _in_rows(residual_MK)
-    quantized, added = rmsnorm_quantize(
-        _in_rows(x_MK), residual_MK, norm_K, epsilon, cast("ScaleFormat", scale_format)
-    )
+    form, few = cast("ScaleFormat", scale_format), x_MK.shape[0] <= decode_tokens
+    quantized, added = rmsnorm_quantize(_in_rows(x_MK), residual_MK, norm_K, epsilon, form, few=few)
     out = _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
     return out, x_MK.new_empty(0) if residual_MK is None else added
 

@@ -74,11 +74,18 @@ _launch = Launcher(_rmsnorm_quantize, registers=128)
 
 
 def rmsnorm_quantize(
-    x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, epsilon: float, scale_format: ScaleFormat
+    x_MK: Tensor,
+    residual_MK: Tensor | None,
+    weight_K: Tensor,
+    epsilon: float,
+    scale_format: ScaleFormat,
+    *,
+    few: bool = False,
 ) -> tuple[Quantized, Tensor]:
     """Codes and scales of the norm, and the new residual `[M, K]` (`x_MK` itself without a residual).
 
-    `x_MK`, `residual_MK`: BF16 or FP16, columns contiguous.
+    `x_MK`, `residual_MK`: BF16 or FP16, columns contiguous. `few`: by up to twice as many warps, which are done with a token
+    sooner, but keep memory less busy with many tokens; squares are added in another order.
     """
     m, k = x_MK.shape
     codes, scales = empty(m, k, x_MK.device)
@@ -94,6 +101,6 @@ def rmsnorm_quantize(
             (k, x_MK.stride(0), summand.stride(0)),
             (scales.stride(1), epsilon),
             (scale_format == "pow2", early, early, add, groups, BLOCK),
-            min(16, max(1, groups * BLOCK // 512)),
+            min(16, max(1, groups * BLOCK // (256 if few else 512))),
         )
     return Quantized(codes, scales), added

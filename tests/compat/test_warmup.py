@@ -58,6 +58,33 @@ def test_deep_gemm_is_run_for_every_number_of_its_blocks(
     assert {blocks(count) for count in range(few + 1, most + 1)} <= run
 
 
+def layer_of(route: Route) -> tuple[Any, Any]:
+    """One, and its method: all that is looked at."""
+    layer = SimpleNamespace(weight=torch.empty(8, 256), weight_scale_inv=None)
+    return layer, SimpleNamespace(route=route, scale_format="fp32", out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("route", "wanted"), [(Route(0, "cutlass"), {False}), (Route(8, "cutlass"), {False, True})], ids=str
+)
+def test_norms_are_run_for_few_tokens_where_the_decode_gemm_takes_them(
+    route: Route, wanted: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_fp8ext.compat import warmup
+
+    seen: set[tuple[bool, bool]] = set()
+
+    def norm(_x: Any, residual: Any, *_: Any, few: bool) -> None:
+        seen.add((few, residual is None))
+
+    for name in ("warm_up_quantizers", "_quantize"):
+        monkeypatch.setattr(warmup, name, lambda *_: None)
+    monkeypatch.setattr(warmup, "rmsnorm_quantize", norm)
+    monkeypatch.setattr(warmup.decode_gemm, "decode_gemm", lambda *_: None)
+    warmup._run(*layer_of(route), 8)
+    assert seen == {(few, alone) for few in wanted for alone in (False, True)}
+
+
 @pytest.mark.parametrize("most", [1, 3, 4, 9])
 def test_quantizers_are_run_for_one_token_to_a_program_and_for_several(
     most: int, monkeypatch: pytest.MonkeyPatch
@@ -73,11 +100,9 @@ def test_quantizers_are_run_for_one_token_to_a_program_and_for_several(
     for module in (gated_quantize, quantize_activation):
         monkeypatch.setattr(module, "_launch", launch)
     for name in ("warm_up_quantizers", "rmsnorm_quantize"):
-        monkeypatch.setattr(warmup, name, lambda *_: None)
+        monkeypatch.setattr(warmup, name, lambda *_, **__: None)
     monkeypatch.setattr(quantize_activation, "_MANY", 4)
-    layer = SimpleNamespace(weight=torch.empty(8, 256), weight_scale_inv=None)
-    method = SimpleNamespace(route=Route(0, "cutlass"), scale_format="fp32", out_dtype=torch.bfloat16)
-    warmup._run(layer, method, most)  # type: ignore[arg-type]  # all that it looks at
+    warmup._run(*layer_of(Route(0, "cutlass")), most)
     run = set(launched)
     for count in range(1, most + 1):
         warmup._quantize(torch.zeros(count, 512, dtype=torch.bfloat16), "fp32")

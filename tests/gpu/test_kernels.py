@@ -140,14 +140,15 @@ def _assert_nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fused_norm_of_activations(shape: tuple[int, int], scale_format: ScaleFormat) -> None:
+def test_fused_norm_of_activations(shape: tuple[int, int], few: bool, scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize, rmsnorm_quantize_reference
 
     noise = torch.Generator("cuda").manual_seed(3)
     x, residual = cases.activations(*shape, "cuda"), cases.activations(*shape, "cuda", 5)
     scaling = torch.rand(shape[1], generator=noise, device="cuda").bfloat16() + 0.5
-    quantized, added = rmsnorm_quantize(x, residual, scaling, 1e-6, scale_format)
+    quantized, added = rmsnorm_quantize(x, residual, scaling, 1e-6, scale_format, few=few)
     _assert_nearly(
         (*quantized, added),
         rmsnorm_quantize_reference(x, residual, scaling, 1e-6, scale_format),

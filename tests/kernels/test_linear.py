@@ -161,3 +161,29 @@ def test_one_token_that_begins_anywhere_is_copied_to_where_the_kernel_takes_it(
         linear.linear(x, codes, scales, None, "fp32", 16, "noted")
         assert linear.decode_gemm.aligned(seen[-1])
         assert torch.equal(seen[-1], x)
+
+
+@pytest.mark.parametrize(("tokens", "most", "few"), [(4, 4, True), (5, 4, False), (1, 0, False)])
+def test_norms_are_made_for_few_tokens_where_the_decode_gemm_takes_them(
+    tokens: int, most: int, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it takes none, as with `batch_invariant`, sums do not change with the number of tokens."""
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+    from vllm_fp8ext.kernels import rmsnorm_quantize
+
+    norm, seen = rmsnorm_quantize.rmsnorm_quantize, []
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        seen.append(named)
+        return norm(*arguments, **named)
+
+    def multiply(x: Quantized, codes_NK: Tensor, *_: Any) -> Tensor:
+        return torch.zeros(len(x.codes), len(codes_NK)).bfloat16()
+
+    monkeypatch.setattr(rmsnorm_quantize, "rmsnorm_quantize", noted)
+    monkeypatch.setattr(linear.decode_gemm, "decode_gemm", multiply)
+    monkeypatch.setitem(linear.GEMMS, "noted", multiply)
+    x, codes, scales = operands(tokens, 7, 256, 3, torch.bfloat16, "fp32")
+    norm_K = torch.ones(256).bfloat16()
+    linear.rmsnorm_linear(x, None, norm_K, 1e-6, codes, scales, None, "fp32", most, "noted")
+    assert seen == [{"few": few}]

@@ -23,9 +23,9 @@ from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize_reference
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
 
 
-def rmsnorm_quantize(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def rmsnorm_quantize(*arguments: Any, few: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and the new residual, as the reference returns them."""
-    (codes, scales), added = kernel.rmsnorm_quantize(*arguments)
+    (codes, scales), added = kernel.rmsnorm_quantize(*arguments, few=few)
     return codes, scales, added
 
 
@@ -35,12 +35,13 @@ def rmsnorm_quantize(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     st.integers(-8, 8),
     st.sampled_from(("normal", "heavy", "zeros", "floor")),
     st.booleans(),
+    st.booleans(),
     st.sampled_from((torch.bfloat16, torch.float16)),
     st.sampled_from(("fp32", "pow2")),
     st.integers(0, 2**32 - 2),
 )
-@example(1, 1, 0, "normal", False, torch.bfloat16, "fp32", 0)
-@example(1, 300, 0, "heavy", True, torch.bfloat16, "pow2", 0)
+@example(1, 1, 0, "normal", False, False, torch.bfloat16, "fp32", 0)
+@example(1, 300, 0, "heavy", True, True, torch.bfloat16, "pow2", 0)
 @settings(max_examples=40)
 def test_everything_is_the_references(
     device: str,
@@ -49,6 +50,7 @@ def test_everything_is_the_references(
     exponent: int,
     kind: str,
     add: bool,
+    few: bool,
     dtype: torch.dtype,
     scale_format: ScaleFormat,
     seed: int,
@@ -58,7 +60,7 @@ def test_everything_is_the_references(
     # products with up to sqrt(k) stay finite
     weight = cases.awkward(1, k, kind, dtype, seed)[0].clamp(-500, 500)
     here = x.to(device), None if residual is None else residual.to(device), weight.to(device)
-    found = rmsnorm_quantize(*here, 1e-6, scale_format)
+    found = rmsnorm_quantize(*here, 1e-6, scale_format, few=few)
     expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, scale_format)
     assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
 

@@ -123,7 +123,8 @@ def rmsnorm(form: ScaleFormat, m: int, k: int) -> Verdict:
     x, residual = cases.activations(m, k, "cuda"), cases.activations(m, k, "cuda", 5)
     scaling = torch.rand(k, device="cuda").bfloat16() + 0.5
     return normed(
-        rmsnorm_quantize.rmsnorm_quantize(x, residual, scaling, 1e-6, form), x, residual, scaling, form
+        rmsnorm_quantize.rmsnorm_quantize(x, residual, scaling, 1e-6, form, few=m < 64),
+        *(x, residual, scaling, form),
     )
 
 

@@ -5,6 +5,7 @@ Replaces nothing; calls `_generate_optimal_warmup_m_values`, vLLM's list of toke
 kernel. vLLM warms DeepGEMM up for its own linear methods only.
 """
 
+import itertools
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -138,8 +139,8 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     dtype = method.out_dtype
     x = torch.zeros(max_tokens, k, dtype=dtype, device=weight.device)
     norm = torch.ones(k, dtype=dtype, device=weight.device)
-    rmsnorm_quantize(x[:1], None, norm, 1e-6, form)
-    rmsnorm_quantize(x[:1], x[:1], norm, 1e-6, form)
+    for few, residual in itertools.product({False, method.route.decode_tokens > 0}, (None, x[:1])):
+        rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, few=few)
     for count in {1, min(many(k), max_tokens)}:
         _quantize(torch.zeros(count, 2 * k, dtype=dtype, device=weight.device), form)
     for tokens, before in _decode_kernels(method):
