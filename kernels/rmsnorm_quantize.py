@@ -85,7 +85,7 @@ def rmsnorm_quantize(
     """Codes and scales of the norm, and the new residual `[M, K]` (`x_MK` itself without a residual).
 
     `x_MK`, `residual_MK`: BF16 or FP16, columns contiguous. `few`: by up to twice as many warps, which are done with a token
-    sooner, but keep memory less busy with many tokens; squares are added in another order.
+    sooner, but load less at once of many; squares are added in another order.
     """
     m, k = x_MK.shape
     codes, scales = empty(m, k, x_MK.device)
@@ -101,6 +101,6 @@ def rmsnorm_quantize(
             (k, x_MK.stride(0), summand.stride(0)),
             (scales.stride(1), epsilon),
             (scale_format == "pow2", early, early, add, groups, BLOCK),
-            min(16, max(1, groups * BLOCK // (256 if few else 512))),
+            max(1, min(32, groups * BLOCK // 256) if few else min(16, groups * BLOCK // 512)),
         )
     return Quantized(codes, scales), added
