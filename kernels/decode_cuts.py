@@ -166,12 +166,20 @@ def _table() -> list[dict[str, Any]]:
 
 
 def most_in_layers() -> dict[tuple[int, int], int]:
-    """By rows and columns of the weights, up to how many of the measured numbers of tokens a layer was the fastest with this
-    kernel, and not with DeepGEMM."""
+    """By rows and columns of the weights, up to how many tokens a layer was the fastest with this kernel, and not with
+    DeepGEMM; of shapes that were measured until it was not, or with all numbers of tokens that it takes."""
     found = {}
-    for shape, cuts in _in_layers().items():
-        behind = min((tokens for tokens, cut in cuts.items() if cut is None), default=math.inf)
-        found[shape] = max((tokens for tokens in cuts if tokens < behind), default=0)
+    for (n, k), cuts in _in_layers().items():
+        ahead = 0
+        for tokens in [tokens for tokens in TOKENS if usable(tokens, n, k)]:
+            if tokens not in cuts:
+                break
+            if cuts[tokens] is None:
+                found[n, k] = ahead
+                break
+            ahead = tokens
+        else:
+            found[n, k] = ahead
     return found
 
 

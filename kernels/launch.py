@@ -15,6 +15,8 @@ ALIGNED = 16
 """Bytes that Triton takes a pointer to be a multiple of, or not; and numbers likewise."""
 MOST_KERNELS = 1024
 """That are remembered; a program has some dozens."""
+_REGISTERS = 65536
+"""Of a multiprocessor. ptxas takes what it is told, if it is more than a block's threads can have or not."""
 
 
 def compiled_as(number: int) -> str:
@@ -58,7 +60,8 @@ class Launcher:
         options: dict[str, Any] = {"num_warps": warps}
         if tensors[0].is_cuda:
             options |= {"launch_pdl": True}
-            options |= {} if self._registers is None else {"maxnreg": self._registers}
+            if self._registers is not None:
+                options["maxnreg"] = min(self._registers, _REGISTERS // (32 * warps))
         kernel = self._function[grid](*tensors, *numbers, *others, *constants, **options)
         # it was loaded on the current device; in Triton's interpreter there is none
         if kernel is not None and (device < 0 or device == torch.cuda.current_device()):

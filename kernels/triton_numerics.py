@@ -84,7 +84,7 @@ def scale_of(amax_bits, POW2: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _reciprocal(scale):
-    """Correctly rounded, of a scale that is finite."""
+    """Correctly rounded, of a scale of BF16 or FP16 values that is finite."""
     return tl.inline_asm_elementwise(_RECIPROCAL, "=&r,r", [scale], tl.float32, is_pure=True, pack=1)
 
 

@@ -16,7 +16,7 @@ from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
 pytestmark = pytest.mark.gpu
 
 FORMATS = ("fp32", "pow2")
-SHAPES = ((64, 4096), (3, 200), (7, 5120), (2051, 5000))
+SHAPES = ((64, 4096), (3, 200), (7, 5120), (3, 18944), (2051, 5000))
 """Of activations: of the last, programs take several tokens."""
 
 

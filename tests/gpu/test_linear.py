@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_fp8ext.checkpoints import EARLY
-from vllm_fp8ext.kernels import cases, reference
+from vllm_fp8ext.kernels import cases, linear, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -124,7 +124,12 @@ def test_nothing_compiles_after_the_warm_up(config, gemm):
     layer.quant_method = method
     warm_up(layer, 2048)
     before = counts()
-    x = torch.ones(2048, 4096, dtype=torch.bfloat16, device="cuda")
+    gate_up = torch.ones(2048, 2 * 4096, dtype=torch.bfloat16, device="cuda")
+    x, norm = gate_up[:, :4096].contiguous(), gate_up[0, :4096]
+    rest = layer.weight, layer.weight_scale_inv, None, "fp32", *method.route
     for tokens in (*range(1, 150), 160, 200, 256, 300, 512, 777, 1000, 1024, 1536, 2000, 2048):
         method.apply(layer, x[:tokens])
+        linear.rmsnorm_linear(x[:tokens], None, norm, 1e-6, *rest)
+        linear.rmsnorm_linear(x[:tokens], x[:tokens], norm, 1e-6, *rest)
+        linear.gated_linear(gate_up[:tokens], "silu", *rest)
     assert counts() == before

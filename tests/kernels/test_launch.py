@@ -137,8 +137,13 @@ def test_kernels_are_remembered() -> None:
     assert len(asked) == 4
 
 
-@pytest.mark.parametrize("registers", [None, 128])
-def test_on_a_gpu_kernels_begin_early_and_have_the_registers_that_were_said(registers: int | None) -> None:
+@pytest.mark.parametrize(
+    ("registers", "warps", "most"), [(None, 4, None), (128, 4, 128), (128, 16, 128), (128, 32, 64)]
+)
+def test_on_a_gpu_kernels_begin_early_and_have_the_registers_that_were_said(
+    registers: int | None, warps: int, most: int | None
+) -> None:
+    """But no more than there are for so many threads."""
     given: list[dict[str, Any]] = []
 
     class Noting:
@@ -148,7 +153,6 @@ def test_on_a_gpu_kernels_begin_early_and_have_the_registers_that_were_said(regi
     there = SimpleNamespace(
         data_ptr=lambda: 0, get_device=lambda: 0, dtype=torch.bfloat16, is_cuda=True
     )  # on a GPU that is not there
-    Launcher(Noting(), registers)((1, 1, 1), [there], (), (), (), 4)  # type: ignore[list-item]
-    assert given == [
-        {"num_warps": 4, "launch_pdl": True} | ({} if registers is None else {"maxnreg": registers})
-    ]
+    Launcher(Noting(), registers)((1, 1, 1), [there], (), (), (), warps)  # type: ignore[list-item]
+    said = {} if most is None else {"maxnreg": most}
+    assert given == [{"num_warps": warps, "launch_pdl": True} | said]

@@ -139,6 +139,22 @@ def test_layers_end_where_the_first_is_faster_with_deep_gemm(most: int, table: C
     assert crossover(*BIG, "deep_gemm") == (128 if most >= 64 else most)
 
 
+@pytest.mark.parametrize("measured", [{8}, {8, 16}, {16, 32, 64, 128}, {8, 16, 64, 128}])
+def test_layers_that_were_not_measured_as_far_say_nothing(
+    measured: set[int], table: Callable[..., None]
+) -> None:
+    """Where the sweep ended early, or was asked for some numbers of tokens."""
+    known = [case for case in in_layers(*BIG, 64) if case["tokens"] in measured]
+    table({BIG: {"16": [1, 2], "32": [2, 1]}}, known)
+    assert crossover(*BIG, "deep_gemm") == 16
+
+
+def test_layers_that_were_measured_until_deep_gemm_was_faster_say_enough(table: Callable[..., None]) -> None:
+    known = [case for case in in_layers(*BIG, 32) if case["tokens"] <= 64]
+    table({BIG: {"16": [1, 2], "32": [2, 1]}}, known)
+    assert crossover(*BIG, "deep_gemm") == 32
+
+
 def test_a_shape_that_was_not_measured_is_like_the_one_nearest_in_size(table: Callable[..., None]) -> None:
     ahead = {most: {str(m): [1, 2] if m <= most else [2, 1] for m in (16, 32, 64)} for most in (16, 32, 64)}
     table({(1024, 1024): ahead[16], (4096, 4096): ahead[32], (512, 32768): ahead[64]})
