@@ -14,6 +14,7 @@ from vllm_fp8ext.compat import expert_warmup
 from vllm_fp8ext.compat.expert_warmup import expert_sizes, token_counts
 from vllm_fp8ext.kernels.expert_cuts import ExpertRoute, expert_route
 from vllm_fp8ext.kernels.expert_rows import CHUNK, SMALL, expert_rows_reference
+from vllm_fp8ext.kernels.quantize_activation import many
 
 TUNED = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]
 
@@ -30,6 +31,21 @@ def test_every_kernel_that_tokens_can_need_is_run(experts: int, chosen: int, tok
 
     route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"))
     assert variant(tokens) in [variant(count) for count in token_counts(route, TUNED, 8192)]
+
+
+@given(st.integers(1, 512), st.integers(1, 16), st.sampled_from((128, 2048, 7168)), st.integers(1, 8192))
+def test_quantizers_are_run_for_one_token_to_a_program_and_for_several(
+    experts: int, chosen: int, columns: int, tokens: int
+) -> None:
+    """Of each token, and of each slot, by each kernel between."""
+    route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"))
+
+    def variant(count: int, rows: int) -> object:
+        return route.choose(count).kernel, rows >= many(columns)
+
+    counts = token_counts(route, TUNED, 8192)
+    for each in (1, chosen):
+        assert variant(tokens, tokens * each) in [variant(count, count * each) for count in counts]
 
 
 def layer(route: ExpertRoute, local: int) -> Any:
