@@ -66,12 +66,12 @@ def main() -> int:
     settled = _cuts(case for case in known if (case["model"], case["tp"]) not in chosen)
     for model, parts in chosen:
         layers = Layers(model, parts)
+        own = _cuts(case for case in known if (case["model"], case["tp"]) == (model, parts))
         for tokens in options.tokens:
             if time.monotonic() - start > options.seconds:
                 print(f"no time left for {model} of {parts} with {tokens} tokens")
                 continue
             print(f"{model} of {parts}, {tokens} tokens: ", end="", flush=True)
-            own = _cuts(case for case in known if (case["model"], case["tp"]) == (model, parts))
             found, times = _tried(layers, tokens, settled.setdefault(tokens, {}), own.get(tokens, {}))
             told = {"model": model, "tp": parts, "layer_us": times}
             for (n, k), cut in found.items():
@@ -182,9 +182,8 @@ def _tried(layers: Layers, tokens: int, settled: Cuts, known: Cuts) -> tuple[Cut
     print(f"{us[str(usual)]:.2f} us, {us[str(best)]:.2f} as the layer wants it", flush=True)
     if us[str(best)] > us[str(usual)] * (1 - GAIN):
         best = usual
-    return {shape: cut for shape, cut in best.items() if shape not in settled}, [
-        round(us[str(cuts)], 2) for cuts in (usual, best)
-    ]
+    times = [round(us[str(cuts)], 2) for cuts in (usual, best)]
+    return {shape: cut for shape, cut in best.items() if shape not in settled}, times
 
 
 def _us(layers: Layers, tries: dict[str, partial[None]], repeats: int = bench.REPEATS) -> dict[str, float]:

@@ -165,21 +165,16 @@ def _table() -> list[dict[str, Any]]:
     return cases
 
 
+@functools.cache
 def most_in_layers() -> dict[tuple[int, int], int]:
     """By rows and columns of the weights, up to how many tokens a layer was the fastest with this kernel, and not with
     DeepGEMM; of shapes that were measured until it was not, or with all numbers of tokens that it takes."""
     found = {}
     for (n, k), cuts in _in_layers().items():
-        ahead = 0
-        for tokens in [tokens for tokens in TOKENS if usable(tokens, n, k)]:
-            if tokens not in cuts:
-                break
-            if cuts[tokens] is None:
-                found[n, k] = ahead
-                break
-            ahead = tokens
-        else:
-            found[n, k] = ahead
+        taken = [tokens for tokens in TOKENS if usable(tokens, n, k)]
+        ahead = list(itertools.takewhile(cuts.get, taken))
+        if len(ahead) == len(taken) or taken[len(ahead)] in cuts:
+            found[n, k] = max(ahead, default=0)
     return found
 
 
@@ -189,13 +184,11 @@ def _in_layers() -> dict[tuple[int, int], dict[int, Kind | None]]:
     layer was faster with DeepGEMM."""
     found: dict[tuple[int, int], dict[int, Kind | None]] = {}
     for case in json.loads(_LAYERS.read_text())["cases"]:
-        cut = case["cut"]
-        found.setdefault((case["n"], case["k"]), {})[case["tokens"]] = cut and (
-            cut[0],
-            cut[1],
-            cut[2],
-            cut[3],
-        )
+        cut: Kind | None = None
+        if case["cut"]:
+            rows, splits, stream, half = case["cut"]
+            cut = rows, splits, stream, half
+        found.setdefault((case["n"], case["k"]), {})[case["tokens"]] = cut
     return found
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
+from vllm_fp8ext.kernels.triton_numerics import quantized, rounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ def _decode_gemm(
         x = tl.load(x_at + here[None, :], mask=(tokens < M)[:, None] & (here < K)[None, :], other=0.0).to(
             tl.float32
         )
-        scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2, HARDWARE)
-        codes = codes_of(x, scale[:, None], True, HARDWARE).to(tl.float8e4nv, bitcast=True)
-        product = tl.dot(weight.to(tl.float8e4nv, bitcast=True), tl.trans(codes))
+        codes, scale = quantized(x, POW2, True, HARDWARE)
+        codes = tl.trans(codes.to(tl.float8e4nv, bitcast=True))
+        product = tl.dot(weight.to(tl.float8e4nv, bitcast=True), codes)
         sums += product * (scale * tl.load(scales_at + block))[None, :]
     out = out_SMN + split.to(tl.int64) * M * N + tokens[None, :] * N + rows[:, None]
     inside = (rows < N)[:, None] & (tokens < M)[None, :]

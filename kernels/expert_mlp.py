@@ -23,7 +23,7 @@ from vllm_fp8ext.kernels.gated_quantize import active
 from vllm_fp8ext.kernels.prefetch import prefetch_rows
 from vllm_fp8ext.kernels.quantized import empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
-from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, rounded, scale_of
+from vllm_fp8ext.kernels.triton_numerics import codes_of, magnitude_bits, quantized, rounded, scale_of
 
 
 @triton.jit
@@ -31,9 +31,8 @@ def _activations(x_at, scales_at, QUANTIZED: tl.constexpr, POW2: tl.constexpr, H
     """Codes and scales of a block of activations: as they lie there, or quantized here."""
     if QUANTIZED:
         return tl.load(x_at).to(tl.float8e4nv, bitcast=True), tl.load(scales_at)
-    x = tl.load(x_at).to(tl.float32)
-    scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2, HARDWARE)
-    return codes_of(x, scale[:, None], True, HARDWARE).to(tl.float8e4nv, bitcast=True), scale
+    codes, scale = quantized(tl.load(x_at).to(tl.float32), POW2, True, HARDWARE)
+    return codes.to(tl.float8e4nv, bitcast=True), scale
 
 
 @triton.jit(do_not_specialize=["S", "room", "x_scales_column", "out_scales_column"])

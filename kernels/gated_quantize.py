@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels import reference
 from vllm_fp8ext.kernels.launch import Launcher
-from vllm_fp8ext.kernels.quantize_activation import GROUPS, many, parts
+from vllm_fp8ext.kernels.quantize_activation import GROUPS, many, parts, places
 from vllm_fp8ext.kernels.quantized import Quantized, empty
 from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.triton_numerics import quantized, rounded
@@ -69,7 +69,7 @@ def _by_sigmoid(x, y, HARDWARE: tl.constexpr):
     """`x / (1 + exp(-y))` in fp32. The quotient is as exact as the exponential: made with a reciprocal, which is one unit in
     the last place away, and zero where the exponential is 2^126 or more. An exact one took longer than all else."""
     if HARDWARE:
-        return tl.inline_asm_elementwise(_BY_SIGMOID, "=r,r,r", [x, y], tl.float32, True, 1)
+        return tl.inline_asm_elementwise(_BY_SIGMOID, "=r,r,r", [x, y], tl.float32, is_pure=True, pack=1)
     return x / (1.0 + tl.exp(-y))
 
 
@@ -103,10 +103,7 @@ def _gated_quantize(
         first = tl.load(rows_S + first).to(tl.int64)
         if first < 0:
             return
-    rows = tl.arange(0, TOKENS * GROUPS)
-    token = first + rows // GROUPS
-    groups = tl.program_id(1) * GROUPS + rows % GROUPS
-    columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    token, groups, columns = places(first, TOKENS, GROUPS, SIZE)
     inside = (token < M)[:, None] & (columns < K)
     dtype = gate_up_M2K.dtype.element_ty
     at = gate_up_M2K + (token * row)[:, None] + columns

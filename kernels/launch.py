@@ -16,7 +16,7 @@ ALIGNED = 16
 MOST_KERNELS = 1024
 """That are remembered; a program has some dozens."""
 _REGISTERS = 65536
-"""Of a multiprocessor. ptxas takes what it is told, if it is more than a block's threads can have or not."""
+"""Of a multiprocessor. ptxas takes the number that it is told, also where a block's threads cannot have so many."""
 
 
 def compiled_as(number: int) -> str:

@@ -30,6 +30,14 @@ def parts(k: int) -> int:
     return -(-blocks(k) // GROUPS)
 
 
+@triton.jit
+def places(first, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """What a program works on, of tokens from `first` on, a row for each group: its token, which group of it, its columns."""
+    rows = tl.arange(0, TOKENS * GROUPS)
+    groups = tl.program_id(1) * GROUPS + rows % GROUPS
+    return first + rows // GROUPS, groups, groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+
+
 @triton.jit(do_not_specialize=["M", "scales_token", "scales_column"])
 def _quantize_activation(
     x_MK,
@@ -54,10 +62,7 @@ def _quantize_activation(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    rows = tl.arange(0, TOKENS * GROUPS)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + rows // GROUPS
-    groups = tl.program_id(1) * GROUPS + rows % GROUPS
-    columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    token, groups, columns = places(tl.program_id(0).to(tl.int64) * TOKENS, TOKENS, GROUPS, SIZE)
     inside = (token < M)[:, None] & (columns < K)
     x = tl.load(x_MK + (token * x_row)[:, None] + columns, mask=inside, other=0.0)
     codes, scale = quantized(x, POW2, SHORT, HARDWARE)

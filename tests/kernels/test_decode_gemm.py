@@ -66,6 +66,7 @@ def layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 def _forget() -> None:
     decode_cuts._in_layers.cache_clear()
+    decode_cuts.most_in_layers.cache_clear()
     decode_cuts.choose.cache_clear()
 
 

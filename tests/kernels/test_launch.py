@@ -153,6 +153,6 @@ def test_on_a_gpu_kernels_begin_early_and_have_the_registers_that_were_said(
     there = SimpleNamespace(
         data_ptr=lambda: 0, get_device=lambda: 0, dtype=torch.bfloat16, is_cuda=True
     )  # on a GPU that is not there
-    Launcher(Noting(), registers)((1, 1, 1), [there], (), (), (), warps)  # type: ignore[list-item]
+    Launcher(Noting(), registers)((1, 1, 1), [there], (), (), (), warps)  # type: ignore[list-item]  # as much of one
     said = {} if most is None else {"maxnreg": most}
     assert given == [{"num_warps": warps, "launch_pdl": True} | said]

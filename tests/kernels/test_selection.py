@@ -50,6 +50,7 @@ def table(
 def _forget() -> None:
     selection._alone.cache_clear()
     decode_cuts._in_layers.cache_clear()
+    decode_cuts.most_in_layers.cache_clear()
 
 
 @pytest.mark.parametrize(

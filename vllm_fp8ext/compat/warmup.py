@@ -137,7 +137,7 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     k = weight.shape[1]
     warm_up_quantizers(weight, scales, form)
     dtype = method.out_dtype
-    x = torch.zeros(max_tokens, k, dtype=dtype, device=weight.device)
+    x = torch.zeros(decode_cuts.TOKENS[-1], k, dtype=dtype, device=weight.device)
     norm = torch.ones(k, dtype=dtype, device=weight.device)
     for few, residual in itertools.product({False, method.route.decode_tokens > 0}, (None, x[:1])):
         rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, few=few)
