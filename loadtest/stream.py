@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One streamed answer of an OpenAI-compatible server, with the arrival of every token.
 
-Tokens are counted by their ids, which vLLM sends with each part when asked (`return_token_ids`); of a server that sends none,
-by `usage`. Kinds of failure: `connect`, `timeout`, `http-CODE`, `truncated` (the stream ended without a finish reason),
-`server-error` (an error inside the stream), `aborted` (finish reason `abort`), `broken` (anything that is not a stream).
-"""
+`parts.py` counts the tokens. Kinds of failure: `connect`, `timeout`, `http-CODE`, `truncated` (the stream ended without a
+finish reason), XX"""
 
 import contextlib
 import json
@@ -18,6 +16,7 @@ import gevent
 from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError
 
+from vllm_fp8ext.loadtest.parts import count
 from vllm_fp8ext.loadtest.prompts import Prompt
 from vllm_fp8ext.loadtest.records import TIMEOUT, UNFINISHED, Request, Span, short
 
@@ -170,26 +169,8 @@ def _take(data: bytes, request: Request) -> None:
         raise Failure("broken", f"expected JSON in an event, found {data!r}") from None
     if not isinstance(part, dict) or "error" in part:
         raise Failure("server-error", _message(part))
+    count(part, at, request)
     for choice in part.get("choices") or ():
-        ids = choice.get("token_ids")
-        if ids:
-            request.events.append((at, len(ids)))
-        elif ids is None and (choice.get("text") or (choice.get("delta") or {}).get("content")):
-            request.events.append((at, 1))
-            request.counted = "usage"
         for span in choice.get("weight_versions") or ():
             request.spans.append(Span(span["version"], span["epoch"], span["start"], span["end"]))
         request.finish = choice.get("finish_reason") or request.finish
-    usage = part.get("usage")
-    if usage and request.counted == "usage":
-        _recount(request, int(usage.get("completion_tokens") or 0))
-    if usage:
-        request.prompt_tokens = int(usage.get("prompt_tokens") or request.prompt_tokens)
-
-
-def _recount(request: Request, total: int) -> None:
-    """Count what `usage` tells beyond the parts that came as brought by the last of them."""
-    missing = total - request.tokens
-    if missing > 0 and request.events:
-        at, count = request.events[-1]
-        request.events[-1] = (at, count + missing)

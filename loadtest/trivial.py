@@ -63,17 +63,16 @@ class Connection(asyncio.Protocol):
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         loop = asyncio.get_running_loop()
-        self._token(loop, loop.time() + self.interval, int(asked["max_tokens"]))
+        says = '"delta":{"content":"x"}' if "messages" in asked else '"text":"x"'
+        self._token(loop, loop.time() + self.interval, int(asked["max_tokens"]), says)
 
-    def _token(self, loop: asyncio.AbstractEventLoop, due: float, left: int) -> None:
+    def _token(self, loop: asyncio.AbstractEventLoop, due: float, left: int, says: str) -> None:
         def send() -> None:
             finish = "null" if left > 1 else '"length"'
-            event = (
-                f'data: {{"choices":[{{"index":0,"text":"x","token_ids":[7],"finish_reason":{finish}}}]}}\n\n'
-            )
-            self._chunk(event)
+            choice = f'{{"index":0,{says},"token_ids":[7],"finish_reason":{finish}}}'
+            self._chunk(f'data: {{"choices":[{choice}]}}\n\n')
             if left > 1:
-                self._token(loop, due + self.interval, left - 1)
+                self._token(loop, due + self.interval, left - 1, says)
             else:
                 self._chunk("data: [DONE]\n\n")
                 self._transport.write(b"0\r\n\r\n")

@@ -17,6 +17,20 @@ def chunk(text: str) -> bytes:
     return f"{len(text):x}\r\n{text}\r\n".encode()
 
 
+def chat(finish: str | None = None, **delta: object) -> bytes:
+    """A part of a chat's stream without token ids."""
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    return chunk(f"data: {json.dumps({'choices': [choice]})}\n\n")
+
+
+def used(tokens: int, *choices: object) -> bytes:
+    usage = {"prompt_tokens": 9, "completion_tokens": tokens}
+    return chunk(f"data: {json.dumps({'choices': choices, 'usage': usage})}\n\n")
+
+
+END = chunk("data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(
@@ -50,23 +64,33 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     elif mood == "truncated":
         writer.write(HEAD + event() + b"0\r\n\r\n")
     elif mood == "no finish":
-        writer.write(HEAD + event() + chunk("data: [DONE]\n\n") + b"0\r\n\r\n")
+        writer.write(HEAD + event() + END)
     elif mood == "error event":
         writer.write(HEAD + event() + chunk('data: {"error": {"message": "no"}}\n\n'))
     elif mood == "abort":
-        writer.write(HEAD + event("abort") + chunk("data: [DONE]\n\n") + b"0\r\n\r\n")
+        writer.write(HEAD + event("abort") + END)
     elif mood == "usage":
         plain = chunk('data: {"choices": [{"index": 0, "text": "x", "finish_reason": null}]}\n\n')
         last = chunk('data: {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}\n\n')
-        usage = chunk('data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 7}}\n\n')
-        writer.write(HEAD + plain * 3 + last + usage + chunk("data: [DONE]\n\n") + b"0\r\n\r\n")
+        writer.write(HEAD + plain * 3 + last + used(7) + END)
+    elif mood.startswith("delta "):  # three parts of this delta, then two of content
+        first, empty = chat(role="assistant", content=""), chat("stop", content=None)
+        thought = chat(**json.loads(mood[6:]))
+        writer.write(HEAD + first + thought * 3 + chat(content="x") * 2 + empty + used(7) + END)
+    elif mood == "silent":
+        writer.write(HEAD + chat(role="assistant", content="") + chat("length") + used(7) + END)
+    elif mood == "continuous usage":  # the second part's token has no text yet
+        parts = [{"index": 0, "text": text, "finish_reason": None} for text in ("x", "", "xyz")]
+        told = b"".join(used(tokens, part) for tokens, part in zip((1, 2, 5), parts, strict=True))
+        finish = used(5, {"index": 0, "text": "", "finish_reason": "length"})
+        writer.write(HEAD + told + finish + used(5) + END)
     else:
         spans = [
             {"version": "a", "epoch": 3, "start": 0, "end": 3},
             {"version": "b", "epoch": 4, "start": 3, "end": 4},
         ]
         writer.write(HEAD + event() + event("length", weight_versions=spans))
-        writer.write(chunk("data: [DONE]\n\n") + b"0\r\n\r\n")
+        writer.write(END)
     await writer.drain()
     writer.close()
 

@@ -112,7 +112,7 @@ def test_a_closed_loop(trivial: Trivial, tmp_path: Path) -> None:
 def test_an_open_loop_of_several_processes_keeps_its_timetable(trivial: Trivial, tmp_path: Path) -> None:
     code, report, said = load(
         *(trivial.url, tmp_path, "--profile", "constant", "--rate", "20", "--users", "2", "--processes", "2"),
-        *("--time", "6s", "--input-tokens", "5", "--output-tokens", "5"),
+        *("--time", "6s", "--input-tokens", "5", "--output-tokens", "5", "--endpoint", "chat"),
     )
     assert code in (0, 2), said
     measured = report["measured"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One streamed answer: what is counted, and by which name each failure goes. Against a real server, which misbehaves."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_fp8ext.loadtest.latency import ttft
 from vllm_fp8ext.loadtest.prompts import Prompt
 from vllm_fp8ext.loadtest.records import Request, Span
 from vllm_fp8ext.loadtest.stream import Asker, Target
@@ -47,6 +49,63 @@ def test_tokens_are_counted_by_their_ids(url: str) -> None:
 def test_without_ids_they_are_counted_by_usage(url: str) -> None:
     request = ask(url, "usage")
     assert (request.error, request.tokens, request.counted, request.prompt_tokens) == (None, 7, "usage", 9)
+
+
+CALL = {"index": 0, "id": "call-1", "type": "function"}
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"content": "x"},
+        {"reasoning": "x"},
+        {"reasoning_content": "x", "content": None},
+        {"reasoning": None, "reasoning_content": "x"},
+        {"content": "", "tool_calls": [{**CALL, "function": {"name": "add", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+        {"tool_calls": [{**CALL, "custom": {"input": "x"}}]},
+        {"function_call": {"arguments": "{"}},
+        {"refusal": "x"},
+        {"audio": {"id": "a", "transcript": "x"}},
+        {"audio": {"id": "a", "data": "UklG"}},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "x"}]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "x"}]}]},
+    ],
+    ids=str,
+)
+def test_whatever_a_part_says_is_a_token_that_came(url: str, delta: dict[str, object]) -> None:
+    request = ask(url, f"delta {json.dumps(delta)}", endpoint="chat")
+    assert (request.error, request.finish, request.counted) == (None, "stop", "usage")
+    assert [count for _, count in request.events] == [1, 1, 1, 1, 3]
+    assert ttft(request) == request.events[0][0] - request.scheduled
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"role": "assistant"},
+        {"role": "assistant", "content": "", "reasoning": None, "tool_calls": []},
+        {"tool_calls": [{**CALL, "function": {"name": None, "arguments": ""}}]},
+        {"audio": {"id": "a", "expires_at": 1}},
+    ],
+    ids=str,
+)
+def test_what_says_nothing_is_no_token(url: str, delta: dict[str, object]) -> None:
+    request = ask(url, f"delta {json.dumps(delta)}", endpoint="chat")
+    assert (request.error, request.counted) == (None, "usage")
+    assert [count for _, count in request.events] == [1, 6]
+
+
+def test_tokens_that_no_part_shows_came_with_the_end(url: str) -> None:
+    request = ask(url, "silent", endpoint="chat")
+    assert (request.error, request.counted) == (None, "usage")
+    assert [count for _, count in request.events] == [7]
+
+
+def test_usage_that_each_part_tells_counts_its_tokens(url: str) -> None:
+    request = ask(url, "continuous usage")
+    assert (request.error, request.counted) == (None, "usage")
+    assert [count for _, count in request.events] == [1, 1, 3]
 
 
 @pytest.mark.parametrize(
