@@ -1,11 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fp8ext:…` on the server's `/metrics`: what the engine last said of itself, and what was refused at the door."""
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+
+_SHARED = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable of prometheus_client: the folder through which processes share their metrics."""
+
+
+def show_where_shared(app: FastAPI, metrics: "Metrics") -> None:
+    """Answer `/metrics` with these metrics too, where the server reads it from files that processes share.
+
+    The server makes a registry for each answer then, to which nobody else can add a collector.
+    """
+    if _SHARED not in os.environ:
+        return
+
+    @app.get("/metrics", include_in_schema=False)
+    def scrape() -> Response:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        registry.register(metrics)
+        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 class Metrics:

@@ -14,6 +14,7 @@ from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
+from vllm_fp8ext.serve.metrics import show_where_shared
 from vllm_fp8ext.serve.poison_guard import PoisonGuard
 from vllm_fp8ext.serve.routes import router
 
@@ -32,6 +33,7 @@ class Fp8ExtEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Mount the routes under `/fp8ext/v1`, if there is a key to guard them with."""
         show_weight_versions()
+        show_where_shared(app, self._backend.metrics)
         key = key_of(os.environ.get(ADMIN_KEY))
         if not key:
             logger.warning(

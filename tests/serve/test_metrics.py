@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics as a scraper reads them."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_fp8ext.serve.metrics import Metrics
@@ -164,3 +169,33 @@ def test_counters_never_fall_or_vanish(events: list[tuple[str, Any]]) -> None:
         assert before.keys() <= now.keys()
         assert all(now[sample] >= count for sample, count in before.items())
         before = now
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_server_whose_processes_share_metrics_shows_ours_too(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On vLLM's own `/metrics`, by the way in which vLLM mounts our routes over its own."""
+    from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+    from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
+
+    monkeypatch.setenv("VLLM_PLUGINS", "fp8ext")
+    monkeypatch.setenv("FP8EXT_ADMIN_KEY", "secret")
+    if shared:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+        file = MmapedDict(str(tmp_path / f"counter_{os.getpid()}.db"))
+        file.write_value(mmap_key("vllm:tokens", "vllm:tokens_total", [], [], "Tokens."), 7.0, 0.0)
+        file.close()
+    app = FastAPI()
+    attach_router(app)
+    attach_endpoint_plugins(app, ("generate",))
+    [plugin] = app.state.endpoint_plugins
+    plugin._backend.metrics.observe(status())
+    try:
+        answer = TestClient(app).get("/metrics")
+    finally:
+        REGISTRY.unregister(plugin._backend.metrics)
+    assert answer.headers["content-type"] == CONTENT_TYPE_LATEST
+    assert "\nfp8ext:epoch 3.0\n" in answer.text
+    assert answer.text.count("\nfp8ext:epoch ") == 1
+    assert ("\nvllm:tokens_total 7.0\n" in answer.text) == shared
