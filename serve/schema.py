@@ -9,6 +9,7 @@ PREFIX = "/fp8ext/v1"
 PROBLEM = "urn:fp8ext:problem:"
 """Prefix of every problem type (RFC 9457)."""
 
+ExpertLayout = Literal["out_in", "in_out"]
 Running = Literal["keep", "recompute", "wait", "abort"]
 WaitSeconds = Annotated[float, Field(gt=0, le=3600)]
 Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
@@ -100,6 +101,11 @@ class OpenUpdate(Body):
     tensors: dict[str, TensorClaim] | None = Field(
         None, description="What will be sent: shapes and dtypes are checked now, contents while staging."
     )
+    expert_layout: ExpertLayout | None = Field(
+        None,
+        description="How fused experts lie: `out_in`, `[experts, out, in]`, which is taken, or `in_out`. Needed where their "
+        "shape is the same both ways.",
+    )
     canary: Canary | None = Field(None, description="Overrides the server's canary.")
     kv_scales: KvScales | None = Field(
         None, description="Overrides the server's policy for the FP8 KV cache."
@@ -178,6 +184,7 @@ class Load(Body):
     path: Path
     version: Version | None = None
     base_epoch: Epoch | None = None
+    expert_layout: ExpertLayout | None = Field(None, description="As for `POST /updates`.")
     running: Running = "keep"
     wait_seconds: WaitSeconds | None = None
     canary: Canary | None = None

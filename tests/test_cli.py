@@ -78,7 +78,7 @@ def push(tmp_path: Path, *arguments: str) -> Any:
 
 def test_options_are_handed_on(recorded: Recorded, tmp_path: Path) -> None:
     arguments = ["--running", "wait", "--wait-seconds", "5", "--no-checksum", "--resume", "u1"]
-    arguments += ["--partial", "--fp8"]
+    arguments += ["--partial", "--fp8", "--expert-layout", "out_in"]
     push(tmp_path, "--key", "k", "--version", "v", "--base-epoch", "2", *arguments)
     assert recorded.made == [(DEFAULT_URL, "k")]
     assert recorded.found == "u1"
@@ -93,6 +93,7 @@ def test_options_are_handed_on(recorded: Recorded, tmp_path: Path) -> None:
             "id": "u1",
             "partial": True,
             "fp8": True,
+            "expert_layout": "out_in",
         }
     ]
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 import httpx
@@ -84,6 +85,11 @@ def serve(context: click.Context, model: str, options: tuple[str, ...]) -> None:
 @click.option("--url", envvar=URL, help="Take the manifest from this server.")
 @key_option
 @key_file_option
+@click.option(
+    "--expert-layout",
+    type=click.Choice(["out_in", "in_out"]),
+    help="How fused experts lie, [experts, out, in] or [experts, in, out]; needed where their shape does not tell.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as the server does.")
 def digest(
     checkpoint: Path,
@@ -91,6 +97,7 @@ def digest(
     url: str | None,
     key: str | None,
     key_file: Path | None,
+    expert_layout: Literal["out_in", "in_out"] | None,
     as_json: bool,
 ) -> None:
     """Digests that a server has once it serves CHECKPOINT. Needs torch, not vLLM.
@@ -110,7 +117,10 @@ def digest(
     with Progress(console=errors, transient=True) as bar:
         task = bar.add_task("hashing", total=None)
         found = checkpoint_digests(
-            checkpoint, layout, progress=lambda done, total: bar.update(task, completed=done, total=total)
+            checkpoint,
+            layout,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            expert_layout=expert_layout,
         )
     if as_json:
         click.echo(json.dumps(found, indent=1))

@@ -70,6 +70,7 @@ def open(
     tensors: Mapping[str, schema.TensorClaim] | None = None,
     canary: schema.Canary | None = None,
     kv_scales: schema.KvScales | None = None,
+    expert_layout: schema.ExpertLayout | None = None,
     id: str | None = None,
 ) -> Flow[schema.Update]:
     """Open an update, or find the one of this `id` again; without one, an id is made up.
@@ -88,6 +89,7 @@ def open(
         tensors=None if tensors is None else dict(tensors),
         canary=canary,
         kv_scales=kv_scales,
+        expert_layout=expert_layout,
     )
     return call(endpoint, endpoint.request("POST", "/updates", json=_plain(body)), _UPDATE)
 
@@ -229,6 +231,7 @@ def load(
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
     kv_scales: schema.KvScales | None = None,
+    expert_layout: schema.ExpertLayout | None = None,
 ) -> Flow[schema.Update]:
     """Update from the server's own disk in one call."""
     body = _body(
@@ -240,6 +243,7 @@ def load(
         wait_seconds=wait_seconds,
         canary=canary,
         kv_scales=kv_scales,
+        expert_layout=expert_layout,
     )
     request = endpoint.request(
         "POST",

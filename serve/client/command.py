@@ -80,6 +80,11 @@ def key_of(key: str | None, key_file: Path | None) -> str:
     help="What becomes of running requests.",
 )
 @click.option("--wait-seconds", type=float, help="With --running wait: how long to wait for them.")
+@click.option(
+    "--expert-layout",
+    type=click.Choice(["out_in", "in_out"]),
+    help="How fused experts lie, [experts, out, in] or [experts, in, out]; needed where their shape does not tell.",
+)
 @click.option("--no-checksum", is_flag=True, help="Send no SHA-256 of the chunks.")
 @click.option(
     "--fp8", is_flag=True, help="Quantize here, on the GPU if there is one, and send half the bytes."

@@ -48,6 +48,7 @@ def push(
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
     kv_scales: schema.KvScales | None = None,
+    expert_layout: schema.ExpertLayout | None = None,
     transport: Transport = "http",
     group: Group | None = None,
     chunk_bytes: int | None = None,
@@ -62,7 +63,9 @@ def push(
 
     `version`: the label; a number becomes its digits. `partial`: what is not sent keeps its served weights; needs
     `base_epoch`, and of each parameter all of its tensors. `wait_seconds`: with `running="wait"`, how long the commit may
-    wait for running requests. `chunk_bytes`: of tensors in one chunk (`CHUNK_BYTES`, `IPC_CHUNK_BYTES` or `BUCKET_BYTES`).
+    wait for running requests. `expert_layout`: how fused experts lie, which must be said where their shape is the same both
+    ways; servers take `out_in`, `[experts, out, in]`, as transformers holds nearly all. `chunk_bytes`: of tensors in one
+    chunk (`CHUNK_BYTES`, `IPC_CHUNK_BYTES` or `BUCKET_BYTES`).
     `chunks_in_flight`: how many are under way at the same time over HTTP; tensors are copied to host memory for it.
     `checksum`: the server checks a SHA-256 of each chunk that comes over HTTP. `group`: what `nccl` broadcasts through, kept
     between pushes by the caller; without it one is made for each. `fp8`: quantize here what the server takes quantized (needs
@@ -115,6 +118,7 @@ def push(
             wait_seconds=wait_seconds,
             canary=canary,
             kv_scales=kv_scales,
+            expert_layout=expert_layout,
             id=id,
         )
     except (UpdateError, httpx.TransportError) as error:

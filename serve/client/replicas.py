@@ -33,6 +33,7 @@ def push_everywhere(
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
     kv_scales: schema.KvScales | None = None,
+    expert_layout: schema.ExpertLayout | None = None,
     transport: Literal["http", "nccl"] = "http",
     group: Group | None = None,
     chunk_bytes: int | None = None,
@@ -84,6 +85,7 @@ def push_everywhere(
             wait_seconds=wait_seconds,
             canary=canary,
             kv_scales=kv_scales,
+            expert_layout=expert_layout,
             id=update_id,
         )
 

@@ -93,6 +93,19 @@ async def refused(weights: AsyncClient, tensors: dict[str, Tensor], damage: str)
     return {}
 
 
+async def not_told(weights: AsyncClient, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """What each fused tensor is answered whose shape is the same both ways, in an update that does not say how it lies."""
+    found: dict[str, str] = {}
+    for name, whole in Manifest.from_dict(await weights.manifest()).fused.items():
+        if whole.shape[1] != whole.shape[2]:
+            continue
+        try:
+            await weights.push({name: tensors[name].transpose(1, 2).contiguous()})
+        except UpdateError as error:
+            found[name] = error.kind
+    return found
+
+
 async def updated(
     weights: AsyncClient,
     engine: AsyncLLM,
@@ -111,6 +124,8 @@ async def updated(
         await weights.put_chunk(opened.id, number, body)
     await weights.commit(opened.id)
     facts["late"] = await seen(engine, "late")
+    together = fused(early, Manifest.from_dict(await weights.manifest()))
+    facts["not told"] = await not_told(weights, together)
     facts["late digests"] = (await weights.digests()).model_dump()
     facts["refused"] = [await refused(weights, early, damage) for damage in ("missing", "non-finite")]
     facts["after refusals"] = (await weights.weights()).state
@@ -118,7 +133,9 @@ async def updated(
         facts["digests after refusals"] = (await weights.digests()).model_dump()
     except UpdateError as error:
         facts["digests after refusals"] = error.kind
-    await weights.push(fused(early, Manifest.from_dict(await weights.manifest())), version="early")
+    await weights.push(
+        fused(early, Manifest.from_dict(await weights.manifest())), version="early", expert_layout="out_in"
+    )
     facts["early again"] = await seen(engine, "early again")
     facts["early digests"] = (await weights.digests()).model_dump()
     alone = "experts.1.up_proj.weight", "experts.1.w3.weight"

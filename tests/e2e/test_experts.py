@@ -173,6 +173,13 @@ def test_some_matrices_of_some_experts_are_updated(
     assert facts["verified"] == "some experts"
 
 
+def test_fused_experts_of_one_shape_both_ways_are_refused_without_their_layout(facts: dict[str, Any]) -> None:
+    """The update that says `out_in` is the one that `experts_story.updated` serves."""
+    shapes = Manifest.from_dict(facts["manifest"]).fused
+    square = [name for name, whole in shapes.items() if whole.shape[1] == whole.shape[2]]
+    assert facts["not told"] == dict.fromkeys(square, "wrong-layout")
+
+
 def test_one_bad_matrix_of_one_expert_refuses_an_update(setting: str, facts: dict[str, Any]) -> None:
     """What is served stays, but in place."""
     missing, infinite = facts["refused"]

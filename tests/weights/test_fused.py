@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.claims import Claim, opening_problems
-from vllm_fp8ext.weights.fused import fused_experts, taken_apart
+from vllm_fp8ext.weights.fused import TRANSPOSED, ExpertLayout, fused_experts, taken_apart
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, TensorSpec
 from vllm_fp8ext.weights.session import Running, Session
 
@@ -36,9 +36,9 @@ def specs() -> dict[str, TensorSpec]:
 MANIFEST = Manifest(specs(), frozenset(), {}, "fp32", 1)
 
 
-def session(**options: object) -> Session:
+def session(manifest: Manifest = MANIFEST, **options: object) -> Session:
     canary = Canary([[1]], built_in=True)
-    return Session("u", "v", Running.KEEP, MANIFEST, 0.0, 60.0, canary, **options)  # type: ignore[arg-type]
+    return Session("u", "v", Running.KEEP, manifest, 0.0, 60.0, canary, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layer", NAMES)
@@ -87,7 +87,7 @@ def test_what_can_not_be_fused(shapes: dict[str, tuple[int, ...]]) -> None:
     ("shape", "dtype", "problem"),
     [
         ((EXPERTS, 2 * WIDTH, HIDDEN), "float32", None),
-        ((EXPERTS, HIDDEN, 2 * WIDTH), "bfloat16", "transposed: the rows of a matrix must lie together"),
+        ((EXPERTS, HIDDEN, 2 * WIDTH), "bfloat16", TRANSPOSED),
         ((EXPERTS + 1, 2 * WIDTH, HIDDEN), "bfloat16", "wrong-shape"),
         ((EXPERTS, 2 * WIDTH, HIDDEN), CODES_DTYPE, "wrong-dtype"),
     ],
@@ -97,6 +97,42 @@ def test_what_is_wrong_with_a_fused_tensor(shape: tuple[int, ...], dtype: str, p
     found = MANIFEST.problems([TensorSpec(name, shape, dtype)])
     assert found == opening_problems({name: Claim(shape, dtype)}, MANIFEST)
     assert [one.get("detail", one["kind"]) for one in found] == ([problem] if problem else [])
+
+
+@pytest.mark.parametrize(("layout", "taken"), [(None, False), ("in_out", False), ("out_in", True)])
+@pytest.mark.parametrize(("matrices", "width"), [(("gate_proj", "up_proj"), 3), (("down_proj",), 6)])
+def test_a_shape_that_is_the_same_both_ways_needs_a_layout(
+    matrices: tuple[str, ...], width: int, layout: ExpertLayout | None, taken: bool
+) -> None:
+    """Twice the width of an expert is the hidden size, or its width: a transposed tensor has the same shape."""
+    names = [f"mlp.experts.{expert}.{matrix}.weight" for expert in range(EXPERTS) for matrix in matrices]
+    square = Manifest(
+        {name: TensorSpec(name, (width, HIDDEN), "bfloat16") for name in names}, frozenset(), {}, "fp32", 1
+    )
+    [(name, whole)] = square.fused.items()
+    spec = TensorSpec(name, (EXPERTS, HIDDEN, HIDDEN), "bfloat16")
+    assert whole.shape == spec.shape
+    problems = square.problems([spec], layout)
+    assert opening_problems({name: Claim()}, square, layout) == problems
+    assert [(problem["kind"], problem["found"]) for problem in problems] == (
+        [] if taken else [("wrong-layout", layout or "not told")]
+    )
+    update = session(square, partial=True, base_epoch=0, expert_layout=layout)
+    if taken:
+        update.receive("0", [spec], 10)
+        return
+    with pytest.raises(UpdateError) as caught:
+        update.receive("0", [spec], 10)
+    assert (caught.value.kind, caught.value.status) == ("wrong-layout", 422)
+    assert "expected out_in" in str(caught.value)
+    update.receive("0", [square.tensors[name] for name in names], 10)  # one by one they lie as they always do
+
+
+@pytest.mark.parametrize("layout", [None, "out_in"])
+def test_a_shape_that_tells_needs_no_layout(layout: ExpertLayout | None) -> None:
+    sent = [TensorSpec(name, whole.shape, "bfloat16") for name, whole in MANIFEST.fused.items()]
+    assert MANIFEST.problems(sent, layout) == []
+    assert {problem["kind"] for problem in MANIFEST.problems(sent, "in_out")} == {"wrong-layout"}
 
 
 def test_a_fused_tensor_brings_its_matrices_once() -> None:

@@ -214,6 +214,7 @@ def _pusher(
                     group=group,
                     checksum=not transport.endswith("-plain"),
                     fp8=transport.endswith("-fp8"),
+                    expert_layout="out_in" if options.fused else None,
                 )
             return {"bytes": float(done.bytes), **done.seconds}
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, DTYPES, SCALES, Manifest, TensorSpec
 
 
@@ -22,7 +23,9 @@ class Claim:
         return cls(None if shape is None else tuple(shape), data.get("dtype"), data.get("sha256"))
 
 
-def opening_problems(claims: Mapping[str, Claim], manifest: Manifest) -> list[dict[str, Any]]:
+def opening_problems(
+    claims: Mapping[str, Claim], manifest: Manifest, expert_layout: ExpertLayout | None = None
+) -> list[dict[str, Any]]:
     """Everything wrong with claims before a byte is sent: what they name must fit the manifest. Of what is not told anything
     may be true that fits."""
     scaled = {name.removesuffix(SCALES) for name in claims if name.endswith(SCALES)}
@@ -33,7 +36,7 @@ def opening_problems(claims: Mapping[str, Claim], manifest: Manifest) -> list[di
         specs[name] = _filled(claims, TensorSpec(name, manifest.shape_of(name) or (), dtype))
     for name, scale in manifest.scales_among(specs.values()).items():
         specs[name] = _filled(claims, scale)
-    return manifest.problems(specs.values())
+    return manifest.problems(specs.values(), expert_layout)
 
 
 def claim_problems(

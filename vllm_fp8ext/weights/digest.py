@@ -24,7 +24,7 @@ from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, NonFiniteError, ScaleFormat
 from vllm_fp8ext.kv.names import is_kv_scale
 from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
-from vllm_fp8ext.weights.fused import is_fused
+from vllm_fp8ext.weights.fused import ExpertLayout, is_fused
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, Piece, TensorSpec, scale_name
 from vllm_fp8ext.weights.refusals import incomplete, refusal
 from vllm_fp8ext.weights.safetensors_header import file_tensors
@@ -52,10 +52,13 @@ def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
 
 
 def checkpoint_digests(
-    directory: Path, manifest: Manifest | None = None, progress: Callable[[int, int], None] | None = None
+    directory: Path,
+    manifest: Manifest | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    expert_layout: ExpertLayout | None = None,
 ) -> Digests:
     """Digests that a server with this manifest has after it took this checkpoint: values, or codes with their block scales,
-    which stay as they are. Experts may be fused.
+    which stay as they are. Experts may be fused; `expert_layout` says how they lie, where their shape does not.
 
     Without a manifest, that of a server with one rank, fp32 scales and no ignored layers is derived from the
     checkpoint's names, in which experts must not be fused. `progress` is called with tensors done and tensors in all.
@@ -67,7 +70,7 @@ def checkpoint_digests(
     if manifest is None:
         manifest = default_manifest(spec for spec, _ in found.values())
     index = _taken_apart(found, manifest)
-    problems = manifest.problems(spec for spec, _ in found.values())
+    problems = manifest.problems((spec for spec, _ in found.values()), expert_layout)
     missing = sorted(manifest.tensors.keys() - index.keys())
     if missing:
         raise incomplete(missing, len(manifest.tensors), problems, what=str(directory))

@@ -8,7 +8,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+ExpertLayout = Literal["out_in", "in_out"]
+"""How fused experts lie. `out_in`: `[experts, out, in]`, as transformers holds nearly all of them. `in_out`:
+`[experts, in, out]`, as it holds those of gpt-oss and Llama 4."""
+TAKEN_LAYOUT: ExpertLayout = "out_in"
+"""The layout in which each matrix lies in one run of bytes."""
+
+TRANSPOSED = "transposed, send tensor.transpose(1, 2).contiguous(): the rows of a matrix must lie together"
 
 _MATRIX = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<matrix>\w+)\.weight")
 _ORDER = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
@@ -29,6 +37,24 @@ class Fused:
 
     shape: tuple[int, ...]
     parts: tuple[str, ...]
+
+    def layout_problem(self, told: ExpertLayout | None) -> dict[str, str] | None:
+        """Describe what is wrong with a tensor of this shape that lies as it was `told`, or return None.
+
+        A shape that is the same both ways tells nothing: what was told must.
+        """
+        _, rows, columns = self.shape
+        if told == TAKEN_LAYOUT or (told is None and rows != columns):
+            return None
+        detail = (
+            TRANSPOSED if told else f"its shape is the same both ways: say expert_layout, or if {TRANSPOSED}"
+        )
+        return {
+            "kind": "wrong-layout",
+            "expected": TAKEN_LAYOUT,
+            "found": told or "not told",
+            "detail": detail,
+        }
 
 
 def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused]:

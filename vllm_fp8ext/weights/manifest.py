@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.layout import BLOCK, blocks
 from vllm_fp8ext.kv.names import is_kv_scale
-from vllm_fp8ext.weights.fused import Fused, fused_experts
+from vllm_fp8ext.weights.fused import TAKEN_LAYOUT, TRANSPOSED, ExpertLayout, Fused, fused_experts
 
 if TYPE_CHECKING:
     import torch
@@ -158,9 +158,11 @@ class Manifest:
                 found[scale_name(spec.name)] = TensorSpec(scale_name(spec.name), shape, "float32")
         return found
 
-    def problems(self, specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:
+    def problems(
+        self, specs: Iterable[TensorSpec], expert_layout: ExpertLayout | None = None
+    ) -> list[dict[str, Any]]:
         """Everything wrong with tensors that an update brings together: unknown names, shapes and dtypes that differ, codes
-        without their scales."""
+        without their scales, fused experts that do not lie as they must. `expert_layout`: how the client says they lie."""
         specs = list(specs)
         scales = self.scales_among(specs)
         found: list[dict[str, Any]] = [
@@ -182,7 +184,9 @@ class Manifest:
                 shapes = {"expected": list(known), "found": list(spec.shape)}
                 found.append({"kind": "wrong-shape", "tensor": spec.name, **shapes})
                 if spec.name in self.fused and spec.shape == (known[0], known[2], known[1]):
-                    found[-1]["detail"] = "transposed: the rows of a matrix must lie together"
+                    found[-1]["detail"] = TRANSPOSED
+            elif spec.name in self.fused and (wrong := self.fused[spec.name].layout_problem(expert_layout)):
+                found.append({"tensor": spec.name, **wrong})
             if scale is None and spec.dtype in DTYPES:  # nearly all: thousands, while an engine waits
                 continue
             expected = [scale.dtype] if scale else self.dtypes_of(spec.name)
@@ -223,6 +227,7 @@ class Manifest:
             "world_size": self.world_size,
             "dtypes": [*DTYPES, CODES_DTYPE],
             "ignored": sorted(self.ignored),
+            "expert_layout": TAKEN_LAYOUT,
             "fused": {name: list(whole.shape) for name, whole in sorted(self.fused.items())},
             "tensors": {
                 name: {

@@ -21,6 +21,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.chunk import Chunk, quantization_error
 from vllm_fp8ext.weights.claims import Claim, claim_problems
+from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.refusals import incomplete, refusal
 
@@ -86,6 +87,8 @@ class Session:
     inplace: bool = False
     """What is staged overwrites what is served: a tensor that came can't be left out again."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
+    expert_layout: ExpertLayout | None = None
+    """How the client says that fused experts lie."""
     state: State = State.OPEN
     chunks: dict[str, Chunk] = field(default_factory=dict)
     revision: int = 0
@@ -139,7 +142,7 @@ class Session:
             raise UpdateError(
                 "chunk-busy", f"chunk {key} is still being staged: send it again when it is done"
             )
-        problems = self.manifest.problems(specs)
+        problems = self.manifest.problems(specs, self.expert_layout)
         told = {(problem["kind"], problem["tensor"]) for problem in problems}
         claimed = claim_problems(self.claims, specs, self.manifest)
         problems += [p for p in claimed if (p["kind"], p["tensor"]) not in told]

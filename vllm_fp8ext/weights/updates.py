@@ -10,6 +10,7 @@ from vllm_fp8ext.kv.engine import KvEngine
 from vllm_fp8ext.weights.canary import canary_of
 from vllm_fp8ext.weights.claims import Claim, opening_problems
 from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
+from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.labels import default_version
 from vllm_fp8ext.weights.manifest import Manifest
 from vllm_fp8ext.weights.refusals import refusal
@@ -40,6 +41,7 @@ class Updates:
         tensors: Mapping[str, Any] | None = None,
         canary: Mapping[str, Any] | None = None,
         kv_scales: Mapping[str, Any] | None = None,
+        expert_layout: ExpertLayout | None = None,
         id: str | None = None,
     ) -> Session:
         """Open one. With an `id` that was opened before, that one is returned as it was opened.
@@ -50,6 +52,7 @@ class Updates:
         """
         if id is not None and id in self.sessions:
             asked = {"version": version, "base_epoch": base_epoch, "partial": partial or None}
+            asked |= {"expert_layout": expert_layout}
             _require_same(self.sessions[id], asked)
             return self.sessions[id]
         if partial and base_epoch is None:
@@ -71,7 +74,7 @@ class Updates:
             )
             raise UpdateError("update-open", message, open=busy.id)
         claims = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
-        problems = opening_problems(claims, manifest)
+        problems = opening_problems(claims, manifest, expert_layout)
         if problems:
             raise refusal(problems)
         session = Session(
@@ -89,6 +92,7 @@ class Updates:
             named=version is not None,
             inplace=inplace,
             claims=claims,
+            expert_layout=expert_layout,
         )
         session.check_base(self._step.live.epoch)
         self.sessions[session.id] = session
