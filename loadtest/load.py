@@ -14,10 +14,10 @@ from gevent.pool import Group
 from locust.env import Environment
 from locust.runners import DistributedRunner, WorkerRunner
 
-from vllm_fp8ext.environment import API_KEY
+from vllm_fp8ext.environment import API_KEY, key_of
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.loadtest import direct, report
 from vllm_fp8ext.loadtest import options as options_of
-from vllm_fp8ext.loadtest import report
 from vllm_fp8ext.loadtest.latency import ttft
 from vllm_fp8ext.loadtest.prompts import Lengths, Prompt, Shared, prompts
 from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Update, plain, request_of, short
@@ -235,7 +235,7 @@ class Load:
         return max(0, runner.worker_index) % processes if isinstance(runner, WorkerRunner) else 0, processes
 
     def _target(self) -> Target:
-        key = os.environ.get(API_KEY)
+        key = key_of(os.environ.get(API_KEY), API_KEY)
         return Target(
             url=self.url,
             model=_model(self.url, key, self.options.model),
@@ -251,7 +251,8 @@ def _model(url: str, key: str | None, named: str | None) -> str:
     one that is not there is told before the load."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
+        with direct.client(timeout=30) as client:
+            answer = client.get(f"{url}/v1/models", headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"expected a server at {url}, found none: {error or type(error).__name__}"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_fp8ext.environment import ADMIN_KEY
+from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.loadtest.prompts import FIRST_TOKEN, Lengths, Shared
 from vllm_fp8ext.loadtest.slo import Slo
 from vllm_fp8ext.loadtest.stream import ENDPOINTS
@@ -92,7 +92,7 @@ class Options:
         return {
             "through": self.update_through,
             "url": url,
-            "key": os.environ.get(ADMIN_KEY, ""),
+            "key": key_of(os.environ.get(ADMIN_KEY)) or "",
             "checkpoints": [str(Path(path).absolute()) if ours else path for path in self.checkpoints],
             "running": self.running,
             "files": self.files,

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_fp8ext.environment import cores
+from vllm_fp8ext.loadtest import direct
 from vllm_fp8ext.loadtest.analysis import analyse
 from vllm_fp8ext.loadtest.latency import PERCENTILES, percentile_name
 from vllm_fp8ext.loadtest.page import page
@@ -63,7 +64,8 @@ def provenance(url: str) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     try:
-        server = httpx.get(f"{url}/version", timeout=5).json()
+        with direct.client(timeout=5) as client:
+            server = client.get(f"{url}/version").json()
     except (httpx.HTTPError, ValueError):
         server = None
     return {

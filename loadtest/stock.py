@@ -5,14 +5,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+from vllm_fp8ext.loadtest import direct
 
 
 class Routes:
     """Of the server at `url`."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=600)
+        self._http = direct.client(base_url=url, timeout=600)
 
     def call(self, path: str, **arguments: Any) -> None:
         """POST.

@@ -48,7 +48,7 @@ class Fp8ext:
             raise ValueError(
                 f"expected checkpoints on this machine, found no *.safetensors in {', '.join(missing)}"
             )
-        self._client = Client(url, key)
+        self._client = Client(url, key, transport=httpx.HTTPTransport())  # past any proxy, as streams go
         self._client.weights()  # a wrong key or host is told at the start of a run, not at its first update
         self._turn: Iterator[Path] = itertools.cycle(checkpoints)
         self._running, self._files = running, files

@@ -261,6 +261,38 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, line: list[str], message: str
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("content", ["schlüssel".encode(), b"\xff\xfe", b"one\ntwo\n"])
+@pytest.mark.parametrize("line", [["status"], ["push", "CHECKPOINT"], ["bench", "load"]], ids=" ".join)
+def test_a_file_whose_key_nobody_could_send_is_one_line(
+    tmp_path: Path, line: list[str], content: bytes
+) -> None:
+    file = tmp_path / "admin.key"
+    file.write_bytes(content)
+    words = [str(EARLY) if word == "CHECKPOINT" else word for word in line]
+    result = CliRunner().invoke(cli, [*words, "--key-file", str(file)])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(f"{file}: expected a key of printable ASCII characters")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ALL_PROXY": "socks5://proxy:1080"}, "needs the package socksio: pip install 'httpx[socks]'"),
+        ({"HTTP_PROXY": "http://127.0.0.1:9"}, "through the proxy http://127.0.0.1:9 (of HTTP_PROXY)"),
+    ],
+)
+def test_a_proxy_that_does_not_work_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    block = "sys.modules['socksio'] = None"
+    done = run(block, "status", "--url", "http://rollout:8000", "--key", "k")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_demo_asks_something() -> None:
     result = CliRunner().invoke(cli, ["demo", "--problems", "0"])
     assert result.exit_code == 2

@@ -2,6 +2,10 @@
 """Every environment variable of this package, and what stands in for one that is not set; and the processors it may use."""
 
 import os
+import re
+from pathlib import Path
+
+from vllm_fp8ext.errors import ConfigError
 
 ADMIN_KEY = "FP8EXT_ADMIN_KEY"
 """Secret that guards the routes under `/fp8ext/v1`. Without it they are not mounted."""
@@ -22,9 +26,26 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 """The server where none is named: port 8000 of this machine."""
 
 
-def key_of(text: str | None) -> str | None:
-    """A key without the line's end that it may have from a file; None where nothing else is there."""
-    return (text or "").strip() or None
+def key_of(text: str | None, source: str = ADMIN_KEY) -> str | None:
+    """Return a key without the line's end that it may have from a file; None where nothing else is there.
+
+    `source`: where it comes from, for the error.
+
+    Raises:
+        ConfigError: nobody could send it: an HTTP header holds printable ASCII.
+    """
+    key = (text or "").strip()
+    if wrong := re.search(r"[^ -~]", key):
+        raise ConfigError(
+            f"{source}: expected a key of printable ASCII characters, which an HTTP header can hold, "
+            f"found another one at place {wrong.start() + 1}"
+        )
+    return key or None
+
+
+def key_in(file: Path) -> str | None:
+    """Return the key in a file, as `key_of` does."""
+    return key_of(file.read_text("utf-8", errors="replace"), str(file))
 
 
 def cores() -> int:

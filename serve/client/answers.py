@@ -7,6 +7,7 @@ import httpx
 from pydantic import TypeAdapter
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.client.network import PROXY
 from vllm_fp8ext.serve.schema import PREFIX, PROBLEM
 
 T = TypeVar("T")
@@ -49,4 +50,6 @@ def _refusal(response: httpx.Response) -> UpdateError:
 
 
 def _told(response: httpx.Response) -> str:
-    return f"HTTP {response.status_code} from {response.request.url}: {response.text[:200]}"
+    proxy = response.extensions.get(PROXY)
+    way = f" through the proxy {proxy}" if proxy else ""
+    return f"HTTP {response.status_code} from {response.request.url}{way}: {response.text[:200]}"

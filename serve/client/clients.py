@@ -93,10 +93,11 @@ class Client(_Blocking[Endpoint]):
     `timeout`: seconds without a byte after which a call fails, and from its start, after which it is not begun again.
     `retries`: how often a call that failed is sent again where that is safe.
 
-    Methods raise `UpdateError` when the server refuses, `httpx.HTTPError` when it can't be reached.
+    Methods raise `UpdateError` when the server refuses, `httpx.HTTPError` when it can't be reached, `ConfigError` when
+    a proxy that the environment names can't be used.
 
     Raises:
-        ConfigError: a URL that does not begin with `http://` or `https://`.
+        ConfigError: a URL that does not begin with `http://` or `https://`, or a key that is not printable ASCII.
     """
 
     def __init__(

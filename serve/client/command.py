@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from vllm_fp8ext import environment
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve import client, schema
@@ -40,12 +41,12 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON,
 
 
 def key_of(key: str | None, key_file: Path | None) -> str:
-    """The admin key.
+    """Return the admin key.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or none that can be sent.
     """
-    found = key_file.read_text().strip() if key_file else key
+    found = environment.key_in(key_file) if key_file else environment.key_of(key, f"--key or {ADMIN_KEY}")
     if not found:
         where = f"{key_file} is empty" if key_file else "none of them was given"
         raise ConfigError(

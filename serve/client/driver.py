@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import httpx
 
 from vllm_fp8ext.serve.client.flow import Flow, Pipelined, Request, Step, Together, Wait, Work
+from vllm_fp8ext.serve.client.network import AsyncNetwork, Network
 from vllm_fp8ext.serve.work import in_thread
 
 T = TypeVar("T")
@@ -20,7 +21,6 @@ FLOW_THREADS = "fp8ext-flow"
 """How names of threads begin that the blocking driver starts."""
 _LEAVE_SECONDS = 2.0
 """How long calls under way are waited for when the caller was interrupted: a commit may wait for running requests."""
-_LIMITS = httpx.Limits(max_connections=None)
 
 
 class _Stopped(Exception):
@@ -50,10 +50,10 @@ class _Stop(threading.Event):
 
 class BlockingDriver:
     """Runs a flow on the caller's thread; flows that run at the same time get a thread each. `transport`: how requests reach
-    their server, when that is no network."""
+    their server, when not as the environment says."""
 
     def __init__(self, transport: httpx.BaseTransport | None = None) -> None:
-        self._http = httpx.Client(limits=_LIMITS, transport=transport)
+        self._http = httpx.Client(transport=transport or Network())
 
     def close(self) -> None:
         """Close the connections."""
@@ -134,7 +134,7 @@ class AsyncDriver:
     """Runs a flow as a coroutine. Work, and the reading of bodies, is done in a thread. `transport`: as of the other."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._http = httpx.AsyncClient(limits=_LIMITS, transport=transport)
+        self._http = httpx.AsyncClient(transport=transport or AsyncNetwork())
 
     async def close(self) -> None:
         """Close the connections."""

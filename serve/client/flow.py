@@ -38,7 +38,7 @@ class Endpoint:
         """What is not given comes from the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`). A blank key is none.
 
         Raises:
-            ConfigError: the URL has no scheme, or another one than HTTP's, or names a user.
+            ConfigError: the URL has no scheme, or another one than HTTP's, or names a user; the key is not ASCII.
         """
         root = (url or os.environ.get(URL) or DEFAULT_URL).rstrip("/")
         if not root.lower().startswith(("http://", "https://")):
@@ -47,7 +47,7 @@ class Endpoint:
             raise ConfigError(
                 "url: expected no user and password, found some: the key is what a server asks for"
             )
-        given = key_of(os.environ.get(ADMIN_KEY) if key is None else key)
+        given = key_of(os.environ.get(ADMIN_KEY)) if key is None else key_of(key, "key")
         return cls(url=root, key=given, timeout=timeout, retries=retries)
 
     def request(

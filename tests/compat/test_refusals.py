@@ -12,6 +12,7 @@ import pytest
 from transformers import DeepseekV2Config
 
 from vllm_fp8ext.checkpoints import EARLY
+from vllm_fp8ext.environment import ADMIN_KEY
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size > 1: an exchange spans"),
@@ -57,6 +58,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"VLLM_SERVER_DEV_MODE": "1", "additional_config": {"fp8ext": {"staging": "none"}}},
         "it opens weight routes that need no key",
     ),
+    "a key that nobody could send": (
+        {ADMIN_KEY: "schlüssel"},
+        f"{ADMIN_KEY}: expected a key of printable ASCII characters",
+    ),
     "scales of a 16-bit KV cache": (
         {"additional_config": {"fp8ext": {"kv_scales": "calibrate"}}},
         "expected --kv-cache-dtype fp8, found auto",
@@ -91,7 +96,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 answers = {}
 for name, options in json.load(sys.stdin).items():
     later = {key: options.pop(key) for key in ("_api_process_count", "enable_eplb") if key in options}
-    os.environ.update({key: options.pop(key) for key in list(options) if key.startswith("VLLM_")})
+    os.environ.update({key: options.pop(key) for key in list(options) if key.isupper()})
     try:
         args = AsyncEngineArgs(quantization="blockfp8", max_model_len=256, **options)
         if "_api_process_count" in later:
@@ -105,7 +110,8 @@ for name, options in json.load(sys.stdin).items():
         answers[name] = ""
     except Exception as error:
         answers[name] = f"{type(error).__name__}: {error}"
-    os.environ.pop("VLLM_SERVER_DEV_MODE", None)
+    for key in ("VLLM_SERVER_DEV_MODE", "FP8EXT_ADMIN_KEY"):
+        os.environ.pop(key, None)
 json.dump(answers, open(sys.argv[1], "w"))
 """
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from vllm_fp8ext.checkpoints import EARLY
-from vllm_fp8ext.environment import ADMIN_KEY
+from vllm_fp8ext.environment import ADMIN_KEY, API_KEY
 from vllm_fp8ext.loadtest.command import LOCUSTFILE
 from vllm_fp8ext.loadtest.weights import Pusher
 
@@ -92,7 +92,11 @@ def load(url: str, folder: Path, *more: str, seconds: float = 300) -> tuple[int,
     )
 
 
-def test_a_closed_loop(trivial: Trivial, tmp_path: Path) -> None:
+def test_a_closed_loop_past_a_proxy(
+    trivial: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("ALL_PROXY", "socks5://nowhere:1")
     lengths = ("--input-tokens", "uniform:3,9", "--output-tokens", "10")
     code, report, said = load(
         trivial.url, tmp_path, "--users", "4", "--time", "3s", *lengths, "--slo", "failed_requests<=0"
@@ -245,6 +249,7 @@ def test_nobody_there(unused_port: int, tmp_path: Path, more: tuple[str, ...]) -
         (None, (), "FP8EXT_ADMIN_KEY is not set"),
         ("wrong", (), "the admin key is wrong"),
         ("right", ("--checkpoints", "nosuch"), "found no *.safetensors in /"),
+        ("schlüssel", (), "FP8EXT_ADMIN_KEY: expected a key of printable ASCII characters"),
     ],
 )
 def test_updates_that_can_not_be_made_are_refused_before_any_load(
@@ -260,8 +265,15 @@ def test_updates_that_can_not_be_made_are_refused_before_any_load(
     else:
         monkeypatch.setenv(ADMIN_KEY, key)
     line = refused(strict.url, tmp_path, "--update-every", "1", "--checkpoints", str(EARLY), *more)
-    assert line.startswith("fp8ext: --update-every: ")
+    assert line.startswith(("fp8ext: --update-every: ", f"fp8ext: {ADMIN_KEY}: "))
     assert message in line
+
+
+def test_a_key_of_the_model_routes_that_nobody_could_send_is_refused(
+    trivial: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY, "schlüssel")
+    assert f"{API_KEY}: expected a key of printable ASCII characters" in refused(trivial.url, tmp_path)
 
 
 SMALL = ("--users", "1", "--input-tokens", "5", "--output-tokens", "5")

@@ -6,10 +6,10 @@ import pytest
 from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
-from vllm_fp8ext.serve.client import Client
+from vllm_fp8ext.serve.client import Client, Replicas
 from vllm_fp8ext.serve.client.flow import Endpoint
 
-KEY = "k3y-with-Ümlaut"
+KEY = "k3y-with spaces~!"
 
 
 @pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY} "])
@@ -22,6 +22,23 @@ def test_a_line_end_is_no_part_of_the_key() -> None:
     AdminKey(f"{KEY}\n").check(f"Bearer {KEY}")
     assert Endpoint.of(None, f"{KEY}\n", timeout=1.0, retries=0).key == KEY
     assert Endpoint.of(None, " ", timeout=1.0, retries=0).key is None
+
+
+@pytest.mark.parametrize(
+    "key", ["schlüssel", "kl\u00fcssel", "a\nb", "a\x00b", "a\tb", "\ufeffkey", "\udcff", "密钥"]
+)
+def test_a_key_that_nobody_could_send_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^key: expected a key of printable ASCII .* found another one at place \d$"
+    ) as caught:
+        Client(None, key)
+    assert key not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^key: expected"):
+        Replicas(["http://a"], key)
+    if "\x00" not in key:
+        monkeypatch.setenv(ADMIN_KEY, key)
+        with pytest.raises(ConfigError, match=f"^{ADMIN_KEY}: expected"):
+            Client()
 
 
 def test_a_key_that_is_given_is_used_even_if_it_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:

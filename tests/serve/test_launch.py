@@ -87,6 +87,11 @@ def test_a_missing_key_is_made_and_kept_where_only_the_user_reads_it(
     assert environment(base)[0][ADMIN_KEY] != env[ADMIN_KEY]
 
 
+def test_a_key_that_nobody_could_send_is_refused() -> None:
+    with pytest.raises(ConfigError, match=f"{ADMIN_KEY}: expected a key of printable ASCII characters"):
+        environment({ADMIN_KEY: "schlüssel"})
+
+
 def test_a_key_is_kept_elsewhere_where_the_session_has_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,7 @@ class _Load:
         return few + (many - few) * (when - first) / (last - first)
 
     def _count(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=600) as client:
+        with httpx.Client(base_url=self._url, timeout=600, trust_env=False) as client:
             while not self._stop.wait(0.1):
                 tokens = generated_tokens(client)
                 self._counts.append((time.monotonic(), tokens))
@@ -157,7 +157,7 @@ class _Load:
     def _ask(self, slot: int, answered: Callable[[httpx.Client, dict[str, Any]], None]) -> None:
         """One request after the other; of the first a part is over already, for each slot another one."""
         over = ANSWER_TOKENS * slot // self._running
-        with httpx.Client(timeout=600) as client:
+        with httpx.Client(timeout=600, trust_env=False) as client:
             for turn in itertools.count():
                 if self._stop.is_set():
                     return

@@ -205,7 +205,11 @@ def grown(weights: Weights, factor: float) -> Weights:
 def log_probabilities(server: Server, rows: Tensor) -> Tensor:
     """Of every token of the vocabulary at every place of `rows` but the first: `[rows, tokens - 1, vocabulary]`."""
     body = {"model": MODEL, "prompt": rows.tolist(), "max_tokens": 1, "temperature": 0, "prompt_logprobs": -1}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=600).raise_for_status().json()
+    reply = (
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=600, trust_env=False)
+        .raise_for_status()
+        .json()
+    )
     places = [choice["prompt_logprobs"][1:] for choice in sorted(reply["choices"], key=lambda c: c["index"])]
     size = len(places[0][0])
     return torch.tensor(

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm_fp8ext.compat import fusion, graph_sizes
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
+from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.errors import ConfigError
 
 
@@ -70,6 +71,10 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         )
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
         never.append("VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key")
+    try:
+        key_of(os.environ.get(ADMIN_KEY))
+    except ConfigError as error:
+        never.append(str(error))
     if getattr(parallel, "enable_ep_weight_filter", False):
         reasons.append("--enable-ep-weight-filter: no rank would know the names of the others' experts")
     if parallel.enable_eplb:
