@@ -14,6 +14,7 @@ from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
+from vllm_fp8ext.serve.key_guard import KeyGuard
 from vllm_fp8ext.serve.metrics import show_where_shared
 from vllm_fp8ext.serve.poison_guard import PoisonGuard
 from vllm_fp8ext.serve.routes import router
@@ -41,7 +42,9 @@ class Fp8ExtEndpoints:
                 ADMIN_KEY,
             )
             return
-        app.include_router(router(AdminKey(key), self._backend))
+        admin_key, refused = AdminKey(key), self._backend.metrics.refused
+        app.include_router(router(admin_key, self._backend))
+        app.add_middleware(KeyGuard, key=admin_key, refused=refused)
         app.add_middleware(PoisonGuard, reason=lambda: self._backend.poisoned)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
