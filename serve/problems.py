@@ -30,7 +30,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         (409, "Not in this state"),
         (410, "The update expired"),
         (411, "No Content-Length"),
-        (413, "The chunk is too large"),
+        (413, "The body is too large"),
+        (415, "A compressed body"),
         (422, "The tensors, or the request, are not what the engine takes"),
         (500, "The engine failed"),
         (503, "The engine is poisoned"),
@@ -72,6 +73,7 @@ def guarded_route(key: AdminKey, refused: Callable[[str], None]) -> type[APIRout
             async def guarded(request: Request) -> Response:
                 try:
                     key.check(request.headers.get("authorization"))
+                    _require_plain(request)
                     if request.method == "POST":
                         _require_bounded(request)
                     return await handle(request)
@@ -90,6 +92,13 @@ def guarded_route(key: AdminKey, refused: Callable[[str], None]) -> type[APIRout
             return guarded
 
     return GuardedRoute
+
+
+def _require_plain(request: Request) -> None:
+    encoding = ", ".join(request.headers.getlist("content-encoding"))
+    if encoding.strip().lower() not in ("", "identity"):
+        message = f"Content-Encoding: expected none (a body as it is), found {encoding!r:.200}"
+        raise UpdateError("unsupported-encoding", message, status=415)
 
 
 def _require_bounded(request: Request) -> None:

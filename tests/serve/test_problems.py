@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals on their way out of a guarded route, and back into errors by the client."""
 
+import gzip
 import json
 import pickle
 from collections.abc import Iterator
@@ -113,6 +114,24 @@ def test_a_length_that_is_none_is_refused(http: TestClient, length: str) -> None
     response = http.post("/echo", content=b"", headers={**HEADERS, "Content-Length": length})
     assert response.status_code == 413
     assert response.json()["type"] == PROBLEM + "body-too-large"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "identity, gzip", "deflate", "br", "zstd", "x" * 5000])
+@pytest.mark.parametrize("call", ["PUT /upload", "POST /echo"])
+def test_a_compressed_body_is_refused(http: TestClient, call: str, encoding: str) -> None:
+    method, path = call.split()
+    headers = {**HEADERS, "Content-Encoding": encoding}
+    response = http.request(method, path, content=gzip.compress(b'{"count": 3}'), headers=headers)
+    assert (response.status_code, response.json()["type"]) == (415, PROBLEM + "unsupported-encoding")
+    assert "expected none" in response.json()["detail"]
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize("encoding", ["identity", "Identity", ""])
+def test_a_body_may_say_that_it_is_not_compressed(http: TestClient, encoding: str) -> None:
+    headers = {**HEADERS, "Content-Encoding": encoding}
+    assert http.post("/echo", json={"count": 3}, headers=headers).json() == 3
+    assert http.put("/upload", content=b"12345", headers=headers).json() == 5
 
 
 def test_an_upload_is_bounded_by_others(http: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
