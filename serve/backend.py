@@ -56,7 +56,7 @@ class Backend:
             ConfigError: another one is about it, or uploads find no place.
         """
         settings = Settings.parse(engine_client.vllm_config.additional_config)
-        self.engine = EngineCalls(engine_client, settings.deadline_seconds)
+        self.engine = EngineCalls(engine_client, settings.deadline_seconds, self._heard)
         self._held.callback(self.engine.end.close)
         if not routes:
             return
@@ -64,6 +64,9 @@ class Backend:
         self._held.callback(self.spool.close)
         self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
         self.allowed_dirs = tuple(Path(os.path.realpath(folder)) for folder in settings.allowed_dirs)
+
+    def _heard(self, poisoned: str | None) -> None:
+        self.poisoned = poisoned
 
     def close(self) -> None:
         """Leave the engine as it was found, and give back the room."""
@@ -125,7 +128,7 @@ class Backend:
     async def look(self) -> dict[str, Any]:
         """What the engine says of itself; metrics and the poison guard tell it from now on."""
         status: dict[str, Any] = await self.engine("status")
-        self.poisoned = status["poisoned"]
+        self._heard(status["poisoned"])
         self.metrics.observe(status)
         return status
 

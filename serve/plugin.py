@@ -45,7 +45,7 @@ class Fp8ExtEndpoints:
         admin_key, refused = AdminKey(key), self._backend.metrics.refused
         app.include_router(router(admin_key, self._backend))
         app.add_middleware(KeyGuard, key=admin_key, refused=refused)
-        app.add_middleware(PoisonGuard, reason=lambda: self._backend.poisoned)
+        app.add_middleware(PoisonGuard, reason=lambda: self._backend.poisoned, look=self._backend.look)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Connect the routes with the engine."""

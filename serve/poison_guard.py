@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers 503 for a server whose engine is poisoned: nobody may take for an answer what no known weights have made."""
+"""Answers 503 for a server whose engine is poisoned: nobody may take for an answer what no known weights have made.
 
-from collections.abc import Callable
+An engine that has just been poisoned fails the requests that it has: their answers, 500, may come before this server
+knows why.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.problems import problem
@@ -13,21 +19,54 @@ _OPEN = ("/fp8ext/", "/metrics", "/version", "/openapi.json", "/docs", "/redoc")
 """What a poisoned server still answers: all that heals it or looks at it."""
 
 
-class PoisonGuard:
-    """ASGI middleware; `reason` tells why the engine is poisoned, or None."""
+_LOOK_SECONDS = 5.0
+"""Longest time that a failed request waits to be told why."""
 
-    def __init__(self, app: ASGIApp, reason: Callable[[], str | None]) -> None:
+
+class PoisonGuard:
+    """ASGI middleware; `reason` tells why the engine is poisoned, or None, as `look` has found last."""
+
+    def __init__(
+        self, app: ASGIApp, reason: Callable[[], str | None], look: Callable[[], Awaitable[Any]]
+    ) -> None:
         self._app = app
         self._reason = reason
+        self._look = look
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reason = self._reason() if scope["type"] in ("http", "websocket") else None
-        if reason is None or scope["path"].removeprefix(scope.get("root_path", "")).startswith(_OPEN):
+        if scope["type"] not in ("http", "websocket") or _is_open(scope):
             await self._app(scope, receive, send)
+        elif reason is None:
+            await self._app(scope, receive, self._explained(scope, receive, send))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1013, "reason": "poisoned"})
         else:
             await problem(_refusal(reason))(scope, receive, send)
+
+    def _explained(self, scope: Scope, receive: Receive, send: Send) -> Send:
+        """`send`, but 503 for a 500 of an engine that was poisoned meanwhile."""
+        refused = False
+
+        async def told(message: Message) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and message["status"] == 500:
+                with contextlib.suppress(TimeoutError, UpdateError):  # it may have ended
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await self._look()
+                reason = self._reason()
+                if reason is not None:
+                    refused = True
+                    await problem(_refusal(reason))(scope, receive, send)
+            if not refused:
+                await send(message)
+
+        return told
+
+
+def _is_open(scope: Scope) -> bool:
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path.startswith(_OPEN)
 
 
 def _refusal(reason: str) -> UpdateError:

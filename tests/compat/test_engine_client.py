@@ -2,13 +2,18 @@
 """With which code a server ends, by how its engine did."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.work import outcome
 
 SCRIPT = """
 import json, multiprocessing.connection, os, signal, sys, time, zmq
@@ -125,3 +130,39 @@ def test_a_job_is_not_asked_about_before_it_can_have_ended() -> None:
     assert asyncio.run(calls.job("stage")) == {"done": True, "staged": 1}
     assert len(calls.asked) == 1
     assert calls.asked[0] - start >= 0.25
+
+
+@pytest.mark.parametrize("operation", ["update", "status", "refused"])
+def test_each_answer_tells_whether_the_engine_is_poisoned(operation: str) -> None:
+    """An update may end half-way while the engine is asked for something else."""
+    from vllm_fp8ext.compat import engine_core
+    from vllm_fp8ext.compat.engine_client import EngineCalls
+
+    step = SimpleNamespace(poisoned=None)
+    refused = {"error": UpdateError("unknown-update", "no update u", status=404).as_dict()}
+    answers = {"update": {"id": "u"}, "status": {"epoch": 3, "poisoned": None}, "refused": refused}
+
+    def handle(asked: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        step.poisoned = "update u ended half-way, in place"
+        return answers[asked] | ({"poisoned": step.poisoned} if asked == "status" else {})
+
+    core = SimpleNamespace(
+        fp8ext_engine=SimpleNamespace(handle=handle, step=step),
+        fp8ext_watchdog=SimpleNamespace(watching=lambda operation: contextlib.nullcontext()),
+    )
+
+    async def utility(method: str, asked: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return engine_core.call(core, asked, arguments)
+
+    resources = SimpleNamespace(engine_dead=False)
+    client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=utility, resources=resources))
+    heard: list[str | None] = []
+    calls = object.__new__(EngineCalls)
+    vars(calls).update(_client=client, _core=client.engine_core, _deadline=60.0, _heard=heard.append)
+    found = asyncio.run(outcome(calls(operation)))
+    assert heard == ["update u ended half-way, in place"]
+    if operation == "refused":
+        assert isinstance(found, UpdateError)
+        assert found.kind == "unknown-update"
+    else:
+        assert found == answers[operation] | ({"poisoned": heard[0]} if operation == "status" else {})

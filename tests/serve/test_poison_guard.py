@@ -4,14 +4,16 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import openai
 import pytest
-from fastapi import FastAPI, WebSocket
+from fastapi import FastAPI, Response, WebSocket
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.poison_guard import PoisonGuard
 from vllm_fp8ext.serve.problems import MEDIA_TYPE
 from vllm_fp8ext.serve.schema import PROBLEM, Problem
@@ -21,7 +23,15 @@ CLOSED = ("/v1/completions", "/v1/models", "/health", "/", "/fp8ext", "/x/fp8ext
 
 
 class Engine:
+    """`found`: what the next look finds."""
+
     poisoned: str | None = None
+    found: str | Exception | None = None
+
+    async def look(self) -> None:
+        if isinstance(self.found, Exception):
+            raise self.found
+        self.poisoned = self.found
 
 
 @pytest.fixture
@@ -46,11 +56,15 @@ def app(engine: Engine) -> FastAPI:
         await socket.send_text("hello")
         await socket.close()
 
+    @app.post("/v1/failing")
+    async def failing() -> Response:
+        return Response("the engine failed it", status_code=500)
+
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def anything(path: str) -> str:
         return path
 
-    app.add_middleware(PoisonGuard, reason=lambda: engine.poisoned)
+    app.add_middleware(PoisonGuard, reason=lambda: engine.poisoned, look=engine.look)
     return app
 
 
@@ -128,3 +142,20 @@ def test_a_poisoned_server_starts_and_ends(app: FastAPI, engine: Engine) -> None
     engine.poisoned = "rank 1: copy failed"
     with TestClient(app):
         assert app.state.begun
+
+
+def test_what_a_poisoned_engine_has_failed_is_refused(app: FastAPI, engine: Engine) -> None:
+    """Before this server knew of it: an update may have ended half-way, in place, while the engine was asked for another."""
+    engine.found = "update u ended half-way, in place"
+    response = asked(app, "POST", "/v1/failing")
+    assert (response.status_code, response.headers["content-type"]) == (503, MEDIA_TYPE)
+    assert "update u ended half-way" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "found", [None, UpdateError("engine-dead", "it has ended", status=500), TimeoutError()]
+)
+def test_other_failures_are_told_as_they_are(app: FastAPI, engine: Engine, found: Any) -> None:
+    engine.found = found
+    response = asked(app, "POST", "/v1/failing")
+    assert (response.status_code, response.text) == (500, "the engine failed it")

@@ -557,6 +557,10 @@ def test_half_an_update_in_place_is_not_served(core: ScriptedCore, step: Exchang
     step.give_up("update u1", writing=False)
     assert (core.state, core.refusing) == ("paused", True)
     assert step.poisoned == "update u1 ended half-way, in place"
+    step.hold(Running.KEEP)
+    step.give_up("update u2", writing=False)  # what was to heal it wrote nothing
+    assert (core.state, core.refusing) == ("paused", True)
+    assert step.poisoned == "update u1 ended half-way, in place"
     step.hold(Running.KEEP)  # a full update heals it
     run(step)
     assert (core.state, core.refusing, step.poisoned) == ("on", False, None)

@@ -8,7 +8,7 @@ plugin's utility method.
 import asyncio
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_fp8ext.compat.engine_end import EngineEnd
@@ -24,13 +24,20 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 class EngineCalls:
     """Operations of the update engine, awaited; each answers within its deadline or raises. `end`: how its processes end.
+    `heard`: called at each answer with the reason why the engine is poisoned, or None.
 
     Raises:
         ConfigError: an engine that somebody else calls.
     """
 
-    def __init__(self, engine_client: Any, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        engine_client: Any,
+        deadline_seconds: float,
+        heard: Callable[[str | None], None] = lambda reason: None,
+    ) -> None:
         self._client = engine_client
+        self._heard = heard
         self._core = engine_client.engine_core
         self._deadline = deadline_seconds
         self.end = EngineEnd(self._core.resources)
@@ -49,6 +56,7 @@ class EngineCalls:
             raise
         except Exception as error:
             raise UpdateError("engine-dead", f"the engine failed: {error}", status=500) from error
+        self._heard(result["poisoned"] if operation == "status" else result.pop("poisoned"))
         return _unwrapped(result)
 
     async def _answer(self, call: Awaitable[Any], what: str, seconds: float = math.inf) -> Any:

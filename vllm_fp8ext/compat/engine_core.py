@@ -51,7 +51,8 @@ def _quick(make: Any) -> Any:
 
 
 def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """One operation of the update engine (`weights.engine`); made on first use. Never raises.
+    """One operation of the update engine (`weights.engine`); made on first use. Never raises. Every answer also says why the
+    engine is `poisoned`, or None: whatever was called may have ended an update that leaves it so.
 
     When it has not returned by the deadline a worker hangs: the process ends, and with it the server.
     """
@@ -59,7 +60,7 @@ def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]
     with self.fp8ext_watchdog.watching(operation):
         result = engine.handle(operation, arguments)
     assert isinstance(result, dict)
-    return result
+    return {**result, "poisoned": engine.step.poisoned}
 
 
 def _engine_of(core: Any) -> Any:

@@ -105,12 +105,14 @@ class ExchangeStep:
 
     def give_up(self, what: str, *, writing: bool) -> None:
         """The update that the engine stands still for will not be committed: nobody can be served by half of it. Where
-        nothing was overwritten, nor is `writing` under way, the engine goes on."""
+        nothing was overwritten, nor is `writing` under way, the engine goes on as before."""
         if self._held is None:
             return
         self._held = None
         if self._wrote or writing:
             self.condemn(f"{what} ended half-way, in place")
+        elif self.poisoned is not None:
+            self.condemn(self.poisoned)
         else:
             self._core.resume()
 
