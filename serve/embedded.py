@@ -29,6 +29,7 @@ from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from vllm_fp8ext.compat.weight_versions import track
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
@@ -82,6 +83,7 @@ async def _routes(engine: Any) -> AsyncIterator[tuple[str, httpx.AsyncBaseTransp
     """The routes on this engine: the key to them, and the way."""
     backend, key, app = Backend(CollectorRegistry()), secrets.token_urlsafe(16), FastAPI()
     app.include_router(router(AdminKey(key), backend))
+    track()
     with contextlib.ExitStack() as stack:
         stack.callback(backend.close)
         backend.connect(engine)

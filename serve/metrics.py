@@ -81,6 +81,15 @@ class Metrics:
         )
         stalls.add_metric([], count_value=totals["stalls"][0], sum_value=totals["stalls"][1])
         yield stalls
+        prompts, tokens = totals["restarts"]
+        yield CounterMetricFamily(
+            "fp8ext:restarted_prompts", "Prompts that met a commit and began again.", value=prompts
+        )
+        yield CounterMetricFamily(
+            "fp8ext:restarted_prompt_tokens",
+            "Tokens of those prompts that had been computed, and are computed again.",
+            value=tokens,
+        )
         yield CounterMetricFamily("fp8ext:update_bytes", "Bytes of committed updates.", value=totals["bytes"])
         yield GaugeMetricFamily("fp8ext:epoch", "Epoch that is served.", value=self._status["epoch"])
         poisoned = float(self._status["poisoned"] is not None)

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from vllm_fp8ext.compat import engine_core, held_slots
 from vllm_fp8ext.compat.engine_core import CoreAccess
 from vllm_fp8ext.config import METHOD, SECTION
+from vllm_fp8ext.weights.labels import Label
 
 ALL, NEW, ON = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
 
@@ -72,7 +73,7 @@ def access(scheduler: Scheduler) -> CoreAccess:
     core = Core(
         vllm_config=config, scheduler=scheduler, model_executor=executor, add_request=None, batch_queue=None
     )
-    core._send_abort_outputs = lambda requests: None
+    core._send_abort_outputs = core.set_weight_version = lambda told: None
     return CoreAccess(core)
 
 
@@ -110,7 +111,7 @@ def test_what_encoders_made_is_not_found_by_new_weights(
     told = scheduler.told
     access._core.model_executor.reset_encoder_cache = lambda: told.append("workers")
     access._core.vllm_config.model_config.is_multimodal_model = multimodal
-    access.enter_epoch(1, recompute=False)
+    access.enter_epoch(Label(1, "late"), recompute=False)
     assert told == (["scheduler", "workers"] if multimodal else [])
 
 

@@ -80,6 +80,8 @@ def test_everything_is_there_from_the_start(registry: CollectorRegistry, metrics
         **{key("updates_total", outcome=outcome): 0 for outcome in outcomes},
         key("stall_seconds_count"): 0,
         key("stall_seconds_sum"): 0,
+        key("restarted_prompts_total"): 0,
+        key("restarted_prompt_tokens_total"): 0,
         key("update_bytes_total"): 0,
         key("epoch"): 3,
         key("poisoned"): 0,
@@ -93,6 +95,7 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
     totals.took({"pause": 0.25, "prepare": 2.0})
     totals.took({"pause": 0.5})
     totals.stalled(0.125)
+    totals.restarted(2, 96)
     totals.bytes = 1 << 40
     error = {"relative": 0.02, "mean": 0.03, "max": 0.5, "worst": "lm_head.weight"}
     fit = {"saturated_fraction": 0.25, "relative_error": 0.026, "headroom": -1.5}
@@ -118,6 +121,8 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
     assert {
         key("updates_total", outcome="committed"): 1,
         key("updates_total", outcome="rolled-back"): 1,
+        key("restarted_prompts_total"): 2,
+        key("restarted_prompt_tokens_total"): 96,
         key("phase_seconds_count", phase="pause"): 2,
         key("phase_seconds_sum", phase="pause"): 0.75,
         key("phase_seconds_count", phase="prepare"): 1,

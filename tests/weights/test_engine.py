@@ -155,8 +155,8 @@ def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
         drain=lambda: None,
         begin_step=lambda: None,
         resume=lambda: None,
-        enter_epoch=lambda epoch, recompute: None,
-        label=lambda label: None,
+        restart_prompts=lambda: (0, 0),
+        enter_epoch=lambda label, recompute: None,
     )
     return session
 

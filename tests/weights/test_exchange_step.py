@@ -41,6 +41,8 @@ class ScriptedCore:
         self.unsettled: set[int] = set()
         self.swap_seconds = SWAP_SECONDS
         self.requests = 0
+        self.prompts = 0
+        """Of these requests, those without a token."""
         self.kept = 0
         self.state = "on"
         self.refusing = False
@@ -130,15 +132,17 @@ class ScriptedCore:
         self.refusing = False
         self.told.append("accept")
 
-    def label(self, label: Label) -> None:
-        self.told.append(f"label {label.epoch} {label.version}")
+    def restart_prompts(self) -> tuple[int, int]:
+        self.told.append("restart")
+        self.requests -= self.prompts  # they wait, and hold nothing
+        return self.prompts, 100 * self.prompts
 
-    def enter_epoch(self, epoch: int, *, recompute: bool) -> None:
+    def enter_epoch(self, label: Label, *, recompute: bool) -> None:
         if self.caches_fail:
             raise RuntimeError("no block pool")
         if recompute:
             self.requests = 0  # they wait, and hold nothing
-        self.told.append(f"epoch {epoch}{' recompute' if recompute else ''}")
+        self.told.append(f"epoch {label.epoch} {label.version}{' recompute' if recompute else ''}")
 
     def recent_tokens(self) -> list[list[int]]:
         return []
@@ -182,17 +186,14 @@ def refused(step: ExchangeStep, *args: Any, **kwargs: Any) -> UpdateError:
 
 
 SWAP = ["stop", "exchange [0, 1]", "drain"]
-COMMIT = ["epoch 1", "label 1 step-1", "resume"]
+COMMIT = ["restart", "epoch 1 step-1", "resume"]
 
 
 @pytest.mark.parametrize(
     ("running", "told"),
     [
         (Running.KEEP, [*SWAP, *COMMIT, "begin step", "settle"]),
-        (
-            Running.RECOMPUTE,
-            [*SWAP, "epoch 1 recompute", "label 1 step-1", "resume", "begin step", "settle"],
-        ),
+        (Running.RECOMPUTE, [*SWAP, "epoch 1 step-1 recompute", "resume", "begin step", "settle"]),
         (Running.ABORT, [*SWAP, "abort", *COMMIT, "begin step", "settle"]),
     ],
 )
@@ -210,13 +211,32 @@ def test_what_a_commit_does_and_in_which_order(
     assert phases.keys() == {"drain", "exchange", "caches", "pause"}
 
 
+@pytest.mark.parametrize("prompts", [0, 1, 2])
+def test_prompts_begin_again_before_k_and_v_that_are_kept_are_rewritten(
+    core: ScriptedCore, step: ExchangeStep, monkeypatch: pytest.MonkeyPatch, prompts: int
+) -> None:
+    kept: list[bool] = []
+
+    def exchanged(*_: object, keep: bool, **__: object) -> bool:
+        assert core.told[-1] == "restart"
+        kept.append(keep)
+        return False
+
+    monkeypatch.setattr(step._kv, "exchanged", exchanged)
+    core.requests, core.prompts = 2, prompts
+    run(step)
+    assert kept == [prompts < 2]
+    assert step._totals.restarts == [prompts, 100 * prompts]
+    assert len(core.reports) == 1, "they are stalled, too"
+
+
 @pytest.mark.parametrize(
     ("takes", "pause"),
     [
         ({"drain": 1.0, "begin step": 0.25, "settle": 9.75}, 11.0),
         ({"drain": 1.0, "begin step": 30.0}, 11.0),
         ({"exchange [0, 1]": 10.0, "drain": 1.0}, 11.0),
-        ({"drain": 1.0, "epoch 1": 20.0}, 21.0),
+        ({"drain": 1.0, "epoch 1 step-1": 20.0}, 21.0),
     ],
     ids=["waited for", "over before the next step is queued", "on the host", "slow caches"],
 )
@@ -236,7 +256,7 @@ def test_a_pause_ends_with_the_exchange_or_when_the_engine_goes_on(
     assert phases["pause"] == pause
     assert phases["exchange"] == 10.0
     assert phases["drain"] == sum(takes.get(told, 0.0) for told in SWAP)
-    assert phases["caches"] == takes.get("epoch 1", 0.0)
+    assert phases["caches"] == takes.get("epoch 1 step-1", 0.0)
 
 
 def test_what_is_served_and_what_was_change_places(core: ScriptedCore, step: ExchangeStep) -> None:
@@ -452,8 +472,7 @@ def test_the_next_commit_heals(
     assert run(step, running, label=healed) is not None
     assert [told for told in core.told if told != "abort"] == [
         *SWAP,
-        "epoch 5 recompute",
-        "label 5 step-5",
+        "epoch 5 step-5 recompute",
         "accept",
         "resume",
         "begin step",

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_fp8ext.weights.labels import Label, default_version
+from vllm_fp8ext.weights.labels import Label, Step, default_version
 
 
 @given(st.integers(0, 2**63), st.text())
@@ -28,3 +28,16 @@ def test_a_string_that_is_no_label_is_epoch_zero(text: str) -> None:
 
 def test_default_version() -> None:
     assert default_version(12) == "epoch-12"
+
+
+@given(st.dictionaries(st.text(), st.lists(st.builds(Label, st.integers(0, 99), st.text()), max_size=3)))
+def test_steps_survive_whatever_requests_are_called(held: dict[str, list[Label]]) -> None:
+    step = Step(
+        Label(7, "step 7").encode(), {name: [one.encode() for one in some] for name, some in held.items()}
+    )
+    assert Step.decode(step.encode()) == step
+
+
+def test_a_step_of_which_nothing_else_is_told_is_its_label() -> None:
+    assert Step("7").encode() == "7"
+    assert Step.decode("default") == Step("default", {})

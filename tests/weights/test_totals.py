@@ -12,7 +12,7 @@ from vllm_fp8ext.weights.totals import Totals
 def test_every_outcome_is_there_from_the_start() -> None:
     told = Totals().as_dict()
     assert told["outcomes"] == {"committed": 0, "abandoned": 0, "expired": 0, "rolled-back": 0}
-    assert (told["phases"], told["stalls"], told["bytes"]) == ({}, [0, 0.0], 0)
+    assert (told["phases"], told["stalls"], told["restarts"], told["bytes"]) == ({}, [0, 0.0], [0, 0], 0)
 
 
 def test_everything_adds_up() -> None:
@@ -23,11 +23,14 @@ def test_everything_adds_up() -> None:
     totals.took({"pause": 0.5})
     totals.stalled(0.125)
     totals.stalled(0.25)
+    totals.restarted(2, 48)
+    totals.restarted(1, 16)
     totals.bytes += 7
     assert json.loads(json.dumps(totals.as_dict())) == {
         "outcomes": {"committed": 2, "abandoned": 0, "expired": 1, "rolled-back": 1},
         "phases": {"prepare": [1, 1.0], "pause": [2, 0.75]},
         "stalls": [2, 0.375],
+        "restarts": [3, 64],
         "bytes": 7,
     }
 

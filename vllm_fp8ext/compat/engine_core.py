@@ -20,13 +20,14 @@ from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
 from vllm_fp8ext.compat.kv_cache import held_blocks
+from vllm_fp8ext.compat.kv_epochs import KvEpochs
 from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache
 from vllm_fp8ext.compat.recent_tokens import RecentTokens
 from vllm_fp8ext.compat.watchdog import Watchdog
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.kv.tokens import PROMPT_TOKENS
-from vllm_fp8ext.weights.labels import Label
+from vllm_fp8ext.weights.labels import Label, default_version
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -108,7 +109,10 @@ class CoreAccess:
         self.vocabulary = config.model_config.get_vocab_size()
         self.longest_prompt = config.model_config.max_model_len
         self.watchdog = Watchdog(self.settings.deadline_seconds, core.model_executor)
-        self._prefix_cache = EpochPrefixCache(core, 0) if self.quantization == METHOD else None
+        ours = self.quantization == METHOD
+        self._prefix_cache = EpochPrefixCache(core, 0) if ours else None
+        self._kv_epochs = KvEpochs(core) if ours else None
+        self._label = Label(0, default_version(0))
         self._calls = itertools.count(1)
         self.compiled: list[dict[str, int]] = []
         """By rank, what its process had compiled when it was last called."""
@@ -267,17 +271,23 @@ class CoreAccess:
         """Undo `refuse_requests`."""
         self._core.add_request = self._add_request
 
-    def label(self, label: Label) -> None:
-        """Mark every token sampled from now on."""
-        self._core.set_weight_version(label.encode())
+    def restart_prompts(self) -> tuple[int, int]:
+        """Have requests that have no token yet begin again, but those that did twice, or can't: how many, and how many tokens
+        of theirs are computed again."""
+        return self._kv_epochs.restart_prompts() if self._kv_epochs is not None else (0, 0)
 
-    def enter_epoch(self, epoch: int, *, recompute: bool) -> None:
-        """Make cached K and V of earlier epochs unreachable, and what earlier weights have made of images, say."""
+    def enter_epoch(self, label: Label, *, recompute: bool) -> None:
+        """Mark every token sampled from now on. Make cached K and V of earlier epochs unreachable, and what earlier weights
+        have made of images, say."""
         if self._core.vllm_config.model_config.is_multimodal_model:
             self._core.scheduler.reset_encoder_cache()
             self._core.model_executor.reset_encoder_cache()
         if self._prefix_cache is not None:
-            self._prefix_cache.advance(epoch, recompute=recompute)
+            self._prefix_cache.advance(label.epoch, recompute=recompute)
+        if self._kv_epochs is not None:
+            self._kv_epochs.end(self._label)
+        self._label = label
+        self._core.set_weight_version(label.encode())
 
     def time_next_step(self, report: Callable[[], None]) -> None:
         """Call `report` at the end of the next engine step, which is queued or will be; never where there is none. An earlier

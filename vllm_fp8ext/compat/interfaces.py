@@ -77,6 +77,22 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "recompute running requests after an update": (
         "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache(reset_running_requests)",
     ),
+    "have prompts that meet a commit begin again": (
+        "vllm.v1.core.sched.scheduler:Scheduler._preempt_request(request, timestamp, drop_stale_output)",
+        "vllm.v1.core.sched.scheduler:Scheduler.prev_step_scheduled_req_ids",
+        "vllm.v1.request:Request.num_computed_tokens",
+        "vllm.v1.request:Request.num_output_tokens",
+        "vllm.v1.request:Request.resumable",
+        "vllm.v1.request:Request.prefill_stats",
+        "vllm.v1.metrics.stats:PrefillStats.set("
+        "num_prompt_tokens, num_local_cached_tokens, num_external_cached_tokens)",
+    ),
+    "say which weights computed the K and V of a request": (
+        "vllm.v1.engine.core:EngineCore._attach_weight_version(outputs)",
+        "vllm.v1.engine:EngineCoreOutputs.weight_version",
+        "vllm.v1.engine.output_processor:RequestState.track_weight_version(weight_version)",
+        "vllm.v1.engine.output_processor:RequestState.weight_version_starts",
+    ),
     "hash waiting requests again": ("vllm.v1.core.sched.scheduler:Scheduler.requests",),
     "tell running requests from waiting ones": ("vllm.v1.core.sched.scheduler:Scheduler.running",),
     "end running requests at a commit": (

@@ -17,7 +17,7 @@ from vllm.outputs import WeightVersionSpan
 from vllm.v1.engine.output_processor import RequestState
 
 from vllm_fp8ext.compat.wrapping import wrap
-from vllm_fp8ext.weights.labels import Label
+from vllm_fp8ext.weights.labels import Label, Step
 
 _FINISHED = '"finish_reason":"'
 
@@ -32,8 +32,14 @@ class EpochSpan(WeightVersionSpan):
 _SPANS = list[EpochSpan] | None
 
 
+def track() -> None:
+    """Read what a step says of its tokens, in the process that has the requests' states. Idempotent."""
+    wrap(RequestState, "track_weight_version", _with_held)
+
+
 def install() -> None:
     """Idempotent."""
+    track()
     from vllm.entrypoints.openai.chat_completion import protocol as chat
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion import protocol as completion
@@ -55,6 +61,18 @@ def _declare(choice: Any, response: Any) -> None:
         field.annotation = _SPANS
         choice.model_rebuild(force=True)
         response.model_rebuild(force=True)
+
+
+def _with_held(original: Any) -> Any:
+    def track_weight_version(self: Any, weight_version: str) -> None:
+        step = Step.decode(weight_version)
+        starts = self.weight_version_starts
+        for label in step.held.get(self.request_id, ()):
+            if all(label != seen for seen, _ in starts):
+                starts.append((label, self.detokenizer.num_output_tokens()))
+        original(self, step.label)
+
+    return track_weight_version
 
 
 def _with_epochs(original: Any) -> Any:

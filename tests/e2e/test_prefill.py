@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits that fall into prompts of many steps: one version then means that version."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from .stories import told_by
+
+SECONDS = 900
+"""For the story: many, where servers of other tests have the machine."""
+pytestmark = pytest.mark.timeout(SECONDS + 60)
+RESTARTS = 2
+TOKENS = 4
+NATS = 1.0
+"""How far log-probabilities of one version may be apart in other batches: those of different versions are 10 and more."""
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `prefill_story` saw."""
+    found: dict[str, Any] = told_by("prefill_story.py", tmp_path_factory.mktemp("prefill"), seconds=SECONDS)
+    return found
+
+
+def _furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest difference between the log-probabilities of two requests' prompts, where both have some."""
+    return max(abs(a - b) for a, b in zip(found["logprobs"], expected["logprobs"], strict=False))
+
+
+def test_versions_differ(facts: dict[str, Any]) -> None:
+    for one, other in zip(facts["late"], facts["epoch-0"], strict=True):
+        assert _furthest(one, other) > 10 * NATS
+
+
+def test_a_prompt_that_meets_a_commit_is_of_the_version_that_it_names(facts: dict[str, Any]) -> None:
+    """Its tokens, and the log-probabilities of its prompt."""
+    assert sum(each["met"] for each in facts["once"]) >= 4, "else nothing was tried"
+    for number, each in enumerate(facts["once"]):
+        [found] = each["choices"]
+        [[version, start, end]] = found["spans"]
+        expected = facts[version][number]
+        assert (start, end) == (0, TOKENS)
+        assert found["epochs"] == [each["before"] + each["met"]]
+        assert found["tokens"] == expected["tokens"]
+        assert _furthest(found, expected) < NATS
+
+
+def test_a_prompt_that_meets_many_commits_begins_again_twice_and_then_tells_of_all(
+    facts: dict[str, Any],
+) -> None:
+    assert max(each["met"] for each in facts["often"]) > RESTARTS, "else nothing was tried"
+    for each in facts["often"]:
+        [found] = each["choices"]
+        first = each["before"] + min(RESTARTS, each["met"])
+        assert found["epochs"] == list(range(first, each["before"] + each["met"] + 1))
+        assert all(one[0] != other[0] for one, other in pairwise(found["spans"]))
+        assert [span[1:] for span in found["spans"]] == [[0, 0]] * max(0, each["met"] - RESTARTS) + [
+            [0, TOKENS]
+        ]
+
+
+def test_each_choice_of_a_request_begins_again(facts: dict[str, Any]) -> None:
+    each = facts["two choices"]
+    for found in each["choices"]:
+        [[version, *_]] = found["spans"]
+        assert found["tokens"] == facts[version][0]["tokens"]
+
+
+def test_what_was_found_in_the_cache_before_the_commit_is_not_used(facts: dict[str, Any]) -> None:
+    [alone] = facts["cached"]
+    assert alone["cached"] > 0
+    each = facts["cached before"]
+    [found] = each["choices"]
+    [[version, *_]] = found["spans"]
+    assert found["tokens"] == facts[version][2]["tokens"]
+    assert (found["cached"] == 0) == bool(each["met"])
+
+
+def test_a_session_that_can_t_begin_again_tells_of_both_weights(facts: dict[str, Any]) -> None:
+    each = facts["session"]
+    [found] = each["choices"]
+    spans = [[0, 0]] * each["met"] + [[0, TOKENS]]
+    assert [span[1:] for span in found["spans"]] == spans
+    assert found["epochs"] == list(range(each["before"], each["before"] + each["met"] + 1))
+
+
+def test_no_answer_beside_commits_without_a_break_names_one_version_and_is_of_two(
+    facts: dict[str, Any],
+) -> None:
+    crowd = facts["crowd"]
+    alone = [each for each in crowd if len(each["spans"]) == 1]
+    assert len(alone) >= 10, "else nothing was tried"
+    assert len({epoch for each in crowd for epoch in each["epochs"]}) > 10
+    for each in alone:
+        other = "late" if each["spans"][0][0] == "epoch-0" else "epoch-0"
+        expected = facts[each["spans"][0][0]][each["prompt"]]
+        assert _furthest(each, expected) < NATS < _furthest(each, facts[other][each["prompt"]])
