@@ -11,6 +11,7 @@ from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.engine import UpdateEngine
 from vllm_fp8ext.weights.labels import Label
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
+from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.session import Running, Session, State
 
 SPEC = TensorSpec("w", (2,), "bfloat16")
@@ -483,11 +484,11 @@ def test_a_version_that_nobody_chose_is_that_of_the_epoch(core: IdleCore, engine
 def test_an_update_does_not_expire_while_it_is_prepared(core: IdleCore, staging: Any) -> None:
     now = [0.0]
     core.settings = Settings(staging=staging)
-    engine = UpdateEngine(core, lambda: now[0])  # type: ignore[arg-type]
+    engine = UpdateEngine(core, lambda: Moment(now[0], 0.0))  # type: ignore[arg-type]
     ranks = Ranks()
     session = asked(core, engine, ranks)
     session.lifetime = 60.0
-    session.touch(0.0)
+    session.touch(Moment(0.0, 0.0))
     started = engine.handle("prepare", {"id": "u"})
     ranks.busy = True
     now[0] = 70.0

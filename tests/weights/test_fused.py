@@ -13,6 +13,7 @@ from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.claims import Claim, opening_problems
 from vllm_fp8ext.weights.fused import TRANSPOSED, ExpertLayout, fused_experts, taken_apart
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, TensorSpec
+from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.session import Running, Session
 
 EXPERTS, WIDTH, HIDDEN = 3, 4, 6
@@ -38,7 +39,8 @@ MANIFEST = Manifest(specs(), frozenset(), {}, "fp32", 1)
 
 def session(manifest: Manifest = MANIFEST, **options: object) -> Session:
     canary = Canary([[1]], built_in=True)
-    return Session("u", "v", Running.KEEP, manifest, 0.0, 60.0, canary, **options)  # type: ignore[arg-type]
+    opened = Moment(0.0, 0.0)
+    return Session("u", "v", Running.KEEP, manifest, opened, 60.0, canary, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layer", NAMES)

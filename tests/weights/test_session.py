@@ -13,11 +13,12 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.claims import Claim
 from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.refusals import refusal
 from vllm_fp8ext.weights.session import Running, Session, State
 
 NAMES = ("a", "b", "c", "d")
-OPENED = 1000.0
+OPENED = Moment(50.0, 1000.0)
 LIFETIME = 60.0
 CANARY = Canary([[1]], built_in=True)
 MANIFEST = Manifest(
@@ -80,7 +81,7 @@ def abandoned() -> Session:
 
 def expired() -> Session:
     session = opened()
-    assert session.expire(OPENED + LIFETIME)
+    assert session.expire(OPENED.later(LIFETIME))
     return session
 
 
@@ -241,7 +242,7 @@ def test_what_is_served_is_not_abandoned(make: Callable[[], Session], why: str) 
 
 def test_a_commit_that_is_being_confirmed_does_not_expire() -> None:
     session = committing()
-    assert not session.expire(OPENED + 10 * LIFETIME)
+    assert not session.expire(OPENED.later(10 * LIFETIME))
     assert session.state is State.COMMITTING
 
 
@@ -352,27 +353,37 @@ def test_weights_that_changed_after_prepare_are_noticed() -> None:
 @pytest.mark.parametrize("make", [opened, prepared], ids=lambda make: make.__name__)
 def test_an_update_expires_when_nothing_comes_for_its_lifetime(make: Callable[[], Session]) -> None:
     session = make()
-    assert not session.expire(OPENED + LIFETIME - 1)
-    session.touch(OPENED + 30)
-    assert not session.expire(OPENED + LIFETIME)
-    assert session.expire(OPENED + LIFETIME + 30)
-    assert not session.expire(OPENED + LIFETIME + 31), "it ended before"
+    assert not session.expire(OPENED.later(LIFETIME - 1))
+    session.touch(OPENED.later(30))
+    assert not session.expire(OPENED.later(LIFETIME))
+    assert session.expire(OPENED.later(LIFETIME + 30))
+    assert not session.expire(OPENED.later(LIFETIME + 31)), "it ended before"
     assert session.state is State.EXPIRED
+
+
+@pytest.mark.parametrize("set_by", [-1e6, 1e6])
+def test_a_clock_that_is_set_meanwhile_ends_no_update(set_by: float) -> None:
+    session = opened()
+    set_clock = Moment(OPENED.monotonic + LIFETIME - 1, OPENED.unix + set_by)
+    assert not session.expire(set_clock)
+    session.touch(set_clock)
+    assert session.as_dict()["expires_at"] == set_clock.unix + LIFETIME
+    assert session.expire(set_clock.later(LIFETIME))
 
 
 def test_an_update_whose_chunk_is_being_staged_does_not_expire() -> None:
     session = opened()
     session.receive("0", specs("a"), 10)
-    assert not session.expire(OPENED + 10 * LIFETIME)
+    assert not session.expire(OPENED.later(10 * LIFETIME))
     session.staged("0", [])
-    assert session.expire(OPENED + 10 * LIFETIME)
+    assert session.expire(OPENED.later(10 * LIFETIME))
 
 
 @pytest.mark.parametrize("make", [committed, abandoned], ids=lambda make: make.__name__)
 def test_an_ended_update_does_not_expire(make: Callable[[], Session]) -> None:
     session = make()
     state = session.state
-    assert not session.expire(OPENED + 10 * LIFETIME)
+    assert not session.expire(OPENED.later(10 * LIFETIME))
     assert session.state is state
 
 
@@ -502,7 +513,9 @@ def test_preparing_waits_for_chunks_that_are_being_staged() -> None:
 
 
 def test_what_is_told_about_an_update() -> None:
-    session = Session("u1", "step-9", Running.RECOMPUTE, MANIFEST, 123.0, 60.0, CANARY, base_epoch=4)
+    session = Session(
+        "u1", "step-9", Running.RECOMPUTE, MANIFEST, Moment(7.0, 123.0), 60.0, CANARY, base_epoch=4
+    )
     send(session, "0", "ab", 30)
     session.receive("1", specs("c"), 15)
     assert session.as_dict() == {
@@ -740,8 +753,8 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.0, 10.0, 59.0, 60.0)))
     def expire(self, seconds: float) -> None:
-        self.now += seconds
-        ends = self.takes and not self.staging and self.now - self.last >= LIFETIME
+        self.now = self.now.later(seconds)
+        ends = self.takes and not self.staging and self.now.monotonic - self.last.monotonic >= LIFETIME
         assert self.session.expire(self.now) == ends
         self.state = "expired" if ends else self.state
 
@@ -752,7 +765,7 @@ class AnySequence(RuleBasedStateMachine):
         assert self.session.live == self.live
         assert set(self.session.missing()) == set(NAMES) - self.have()
         assert told["bytes"] == sum(size for status, _, size in self.chunks.values() if status == "staged")
-        assert told["expires_at"] == (self.last + LIFETIME if self.live else None)
+        assert told["expires_at"] == (self.last.later(LIFETIME).unix if self.live else None)
         assert len(told["problems"]) == sum(status == "refused" for status, _, _ in self.chunks.values())
 
 

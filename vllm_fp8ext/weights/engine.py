@@ -21,6 +21,7 @@ from vllm_fp8ext.weights.fused import taken_apart
 from vllm_fp8ext.weights.jobs import Jobs, Result
 from vllm_fp8ext.weights.labels import Label, default_version
 from vllm_fp8ext.weights.manifest import TensorSpec
+from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.preparations import Preparations
 from vllm_fp8ext.weights.rank_results import distinct, summed
 from vllm_fp8ext.weights.refusals import refusal
@@ -41,7 +42,7 @@ _ASLEEP = frozenset({"status", "kv_scales", "manifest", "update", "poll", "aband
 class UpdateEngine:
     """State of live updates in one engine."""
 
-    def __init__(self, core: Core, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, core: Core, clock: Callable[[], Moment] = Moment.now) -> None:
         self.core = core
         self.totals = Totals()
         self.jobs = Jobs(
@@ -244,7 +245,7 @@ class UpdateEngine:
 
     def _committed(self, session: Session, label: Label, seconds: float) -> Result:
         session.seconds["verify"] = seconds
-        session.seconds["total"] = self._clock() - session.opened_at
+        session.seconds["total"] = self._clock().monotonic - session.opened_at.monotonic
         session.commit({**label._asdict(), "pause_seconds": session.seconds["pause"]})
         session.kv_scales = self.kv.describe(label.epoch)
         self.totals.ended(session.state)

@@ -11,6 +11,7 @@ from vllm_fp8ext.kv.engine import KvEngine, ScaleSet
 from vllm_fp8ext.weights.canary import judge
 from vllm_fp8ext.weights.exchange_step import ExchangeStep
 from vllm_fp8ext.weights.jobs import Jobs, Result
+from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.rank_results import raise_first
 from vllm_fp8ext.weights.session import Session
 
@@ -20,7 +21,7 @@ class Preparations:
     something for it."""
 
     def __init__(
-        self, jobs: Jobs, step: ExchangeStep, kv: KvEngine, clock: Callable[[], float], deadline: float
+        self, jobs: Jobs, step: ExchangeStep, kv: KvEngine, clock: Callable[[], Moment], deadline: float
     ) -> None:
         self._jobs = jobs
         self._kv = kv

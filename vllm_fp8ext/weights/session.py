@@ -7,7 +7,7 @@
                               ╲──▶ abandoned (given up) or expired (nothing came for its lifetime)
 
 A chunk that arrives after `prepare` reopens the update, and so does an exchange after which a rank does not serve what was
-prepared: everything must be sent again then. Ends are final and are kept for reading. Times are Unix seconds.
+prepared: everything must be sent again then. Ends are final and are kept for reading.
 """
 
 from collections import Counter
@@ -23,6 +23,7 @@ from vllm_fp8ext.weights.chunk import Chunk, quantization_error
 from vllm_fp8ext.weights.claims import Claim, claim_problems
 from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
+from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.refusals import incomplete, refusal
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Session:
     version: str
     running: Running
     manifest: Manifest
-    opened_at: float
+    opened_at: Moment
     lifetime: float
     """Seconds after the last activity at which an update that nobody finishes expires."""
     canary: Canary
@@ -108,7 +109,7 @@ class Session:
     """Its commit failed half-way: nothing else can be served before it is sent again, whatever it was made for."""
     staged_until: float = 0.0
     """When a chunk was staged last, by the clock of `took_staging`."""
-    expires_at: float = field(init=False)
+    expires_at: Moment = field(init=False)
 
     def __post_init__(self) -> None:
         self.touch(self.opened_at)
@@ -118,13 +119,13 @@ class Session:
         """What becomes of K and V that running requests keep, where the scales of the KV cache change."""
         return self.asked.cached if self.asked else "rescale"
 
-    def touch(self, now: float) -> None:
+    def touch(self, now: Moment) -> None:
         """Something happened to this update: its lifetime begins again."""
-        self.expires_at = now + self.lifetime
+        self.expires_at = now.later(self.lifetime)
 
-    def expire(self, now: float) -> bool:
+    def expire(self, now: Moment) -> bool:
         """End an update whose time is over; one whose chunks are being staged is not idle. True when it ended now."""
-        over = self.alterable and now >= self.expires_at and not self.busy
+        over = self.alterable and now.monotonic >= self.expires_at.monotonic and not self.busy
         if over:
             self.state = State.EXPIRED
         return over
@@ -315,8 +316,8 @@ class Session:
             "version": self.version,
             "running": str(self.running),
             "base_epoch": self.base_epoch,
-            "opened_at": self.opened_at,
-            "expires_at": self.expires_at if self.live else None,
+            "opened_at": self.opened_at.unix,
+            "expires_at": self.expires_at.unix if self.live else None,
             "partial": self.partial,
             "world_size": self.manifest.world_size,
             "tensors_required": len(self.required()),

@@ -13,6 +13,7 @@ from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
 from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.labels import default_version
 from vllm_fp8ext.weights.manifest import Manifest
+from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.refusals import refusal
 from vllm_fp8ext.weights.session import Running, Session
 
@@ -22,7 +23,7 @@ KEPT = 16
 class Updates:
     """`sessions`: by id, the oldest first."""
 
-    def __init__(self, core: Core, step: ExchangeStep, kv: KvEngine, clock: Callable[[], float]) -> None:
+    def __init__(self, core: Core, step: ExchangeStep, kv: KvEngine, clock: Callable[[], Moment]) -> None:
         self.sessions: dict[str, Session] = {}
         self._core = core
         self._step = step
