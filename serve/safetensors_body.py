@@ -88,24 +88,48 @@ class Body:
             yield from part.pieces()
 
 
+class Bodies:
+    """Parts on their way into bodies of `limit` bytes of tensors at most, in order; a larger tensor travels alone. Block
+    scales that come right after their weight go where it goes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._names: set[str] = set()
+        self._group: list[Part] = []
+        self._size = 0
+
+    def add(self, part: Part) -> Body | None:
+        """Take the next part; the body that is complete, if this part begins another one.
+
+        Raises:
+            ValueError: a name that comes twice.
+        """
+        if part.name in self._names:
+            raise ValueError(f"tensor {part.name}: expected once, found twice")
+        self._names.add(part.name)
+        full = self._size + part.size > self._limit
+        complete = (
+            self.rest() if self._group and full and not follows(part.name, self._group[-1].name) else None
+        )
+        self._group.append(part)
+        self._size += part.size
+        return complete
+
+    def rest(self) -> Body | None:
+        """The body of what is left, if anything is."""
+        group, self._group, self._size = self._group, [], 0
+        return Body(tuple(group)) if group else None
+
+
 def bodies(parts: Iterable[Part], limit: int) -> Iterator[Body]:
-    """Bodies of `limit` bytes of tensors at most, in order; a larger tensor travels alone. Block scales that come right after
-    their weight go where it goes.
+    """The `Bodies` of these parts.
 
     Raises:
         ValueError: a name that comes twice.
     """
-    group: list[Part] = []
-    names: set[str] = set()
-    size = 0
+    filling = Bodies(limit)
     for part in parts:
-        if part.name in names:
-            raise ValueError(f"tensor {part.name}: expected once, found twice")
-        names.add(part.name)
-        if group and size + part.size > limit and not follows(part.name, group[-1].name):
-            yield Body(tuple(group))
-            group, size = [], 0
-        group.append(part)
-        size += part.size
-    if group:
-        yield Body(tuple(group))
+        if complete := filling.add(part):
+            yield complete
+    if rest := filling.rest():
+        yield rest

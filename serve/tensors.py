@@ -4,7 +4,7 @@ can only be there when they are."""
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,12 +60,51 @@ class TensorPart:
 
     def fetched(self) -> "HostPart":
         """The part in host memory: a view where the tensor is there already and contiguous, else a copy. On any thread."""
-        return HostPart(
-            self.name, self.dtype, self.shape, memoryview(_host_bytes(self.tensor, self.computed))
-        )
+        tensor = self.tensor
+        if _on_gpu(tensor):
+            stream = sys.modules["torch"].cuda.Stream(tensor.device)
+            stream.wait_event(self.computed)
+            host, copied = _from_gpu(tensor, stream)
+            copied.synchronize()
+            tensor = host
+        return HostPart(self.name, self.dtype, self.shape, memoryview(_host_bytes(tensor)))
 
     def pieces(self) -> Iterator[memoryview]:
         """Its bytes, fetched anew."""
+        return self.fetched().pieces()
+
+
+class LentPart:
+    """A tensor that stays what it is until `keep` has returned, and is its owner's again then.
+
+    `stream`: of one on a GPU, the CUDA stream that its owner works on. The copy is made there, so that whatever the owner
+    does to the tensor next waits for it.
+    """
+
+    def __init__(
+        self, name: str, dtype: str, shape: tuple[int, ...], size: int, tensor: Any, stream: Any = None
+    ) -> None:
+        self.name, self.dtype, self.shape, self.size = name, dtype, shape, size
+        self._tensor, self._stream = tensor, stream
+        self._copied: Any = None
+
+    def keep(self) -> None:
+        """Copy the tensor to host memory; on a GPU the copy is only begun. Once, on any thread."""
+        tensor, self._tensor = self._tensor, None
+        if self._stream is not None:
+            self._tensor, self._copied = _from_gpu(tensor, self._stream)
+        else:
+            self._tensor = _host_copy(tensor)
+
+    def fetched(self) -> "HostPart":
+        """The part in host memory, once it was kept: the copy is given away. Once, on any thread."""
+        host, self._tensor = self._tensor, None
+        if self._copied is not None:
+            self._copied.synchronize()
+        return HostPart(self.name, self.dtype, self.shape, memoryview(_host_bytes(host)))
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Its bytes, in place of `fetched`."""
         return self.fetched().pieces()
 
 
@@ -93,14 +132,23 @@ class HostPart:
             yield self.data[start : start + safetensors_body.PIECE]
 
 
+def never(tensor: Any) -> bool:
+    """No tensor is lent."""
+    return False
+
+
 def tensor_parts(
-    tensors: Iterable[tuple[str, TensorLike]], dtypes: Sequence[str], ignored: frozenset[str] = frozenset()
-) -> Iterator[TensorPart]:
+    tensors: Iterable[tuple[str, TensorLike]],
+    dtypes: Sequence[str],
+    ignored: frozenset[str] = frozenset(),
+    lent: Callable[[Any], bool] = never,
+) -> Iterator[TensorPart | LentPart]:
     """A part for each tensor, made as it is asked for. A tensor on a GPU is taken to have its values once the current stream
     of its device has done what it was given so far.
 
     `dtypes`: names of those that are taken. `ignored`: names of tensors that nobody looks at, such as the output layer of a
-    model that shares its embedding; they are left out.
+    model that shares its embedding; they are left out. `lent`: whether a tensor is its owner's again when the next part is
+    asked for; the part is to be kept before that.
 
     Raises:
         ValueError: what is no pair of a name and a tensor, no tensor with values of its own, or of another dtype.
@@ -118,25 +166,22 @@ def tensor_parts(
             raise ValueError(f"tensor {name}: expected dtype {' or '.join(dtypes)}, found {dtype}")
         shape = tuple(int(size) for size in tensor.shape)
         size = math.prod(shape) * tensor.dtype.itemsize
-        yield TensorPart(name, DTYPES[dtype], shape, size, tensor, _computed(tensor))
+        stream = _current_stream(tensor)
+        if lent(tensor):
+            yield LentPart(name, DTYPES[dtype], shape, size, tensor, stream)
+        else:
+            computed = None if stream is None else stream.record_event()
+            yield TensorPart(name, DTYPES[dtype], shape, size, tensor, computed)
 
 
-def _computed(tensor: Any) -> Any:
-    if not _on_gpu(tensor):
-        return None
-    return sys.modules["torch"].cuda.current_stream(tensor.device).record_event()
-
-
-def _host_bytes(tensor: Any, computed: Any) -> Any:
-    """A flat buffer over the tensor's values, in C order, little-endian."""
+def _host_bytes(tensor: Any) -> Any:
+    """A flat buffer over the values of a tensor that is on no GPU, in C order, little-endian."""
     if 0 in tensor.shape:
         return b""
     if instance_of(tensor, "torch", "Tensor"):
-        torch = sys.modules["torch"]
-        whole = tensor.detach()
-        dense = _from_gpu(whole, computed) if _on_gpu(whole) else whole.cpu().contiguous()
+        dense = tensor.detach().cpu().contiguous()
         # not reshape: a dimension of size one may keep any stride and still count as contiguous
-        return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
+        return dense.as_strided((dense.numel(),), (1,)).view(sys.modules["torch"].uint8).numpy()
     if not tensor.dtype.isnative:
         tensor = tensor.astype(tensor.dtype.newbyteorder("="))
     if not tensor.flags.c_contiguous:
@@ -144,17 +189,27 @@ def _host_bytes(tensor: Any, computed: Any) -> Any:
     return tensor.reshape(-1).view("uint8")
 
 
-def _from_gpu(tensor: Any, computed: Any) -> Any:
-    """A contiguous copy in host memory, page-locked where that is not too much: such copies run at the bus's speed,
-    beside what is being computed."""
+def _host_copy(tensor: Any) -> Any:
+    """A tensor of the same values in host memory that is nobody else's, copied once."""
+    if instance_of(tensor, "torch", "Tensor"):
+        host = tensor.detach().cpu().contiguous()
+        return host.clone() if host.data_ptr() == tensor.data_ptr() else host
+    return tensor.copy(order="C")
+
+
+def _from_gpu(tensor: Any, stream: Any) -> tuple[Any, Any]:
+    """A contiguous copy in host memory, which is there once the event beside it has come: page-locked where that is not too
+    much, such copies run at the bus's speed, beside what is being computed."""
     torch = sys.modules["torch"]
-    stream = torch.cuda.Stream(tensor.device)
-    stream.wait_event(computed)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.nbytes <= MOST_PINNED_BYTES)
     with torch.cuda.stream(stream):
-        host.copy_(tensor, non_blocking=True)
-    stream.synchronize()
-    return host
+        host.copy_(tensor.detach(), non_blocking=True)
+        return host, stream.record_event()
+
+
+def _current_stream(tensor: Any) -> Any:
+    """That of its GPU; None of a tensor elsewhere."""
+    return sys.modules["torch"].cuda.current_stream(tensor.device) if _on_gpu(tensor) else None
 
 
 def _on_gpu(tensor: Any) -> bool:

@@ -89,10 +89,9 @@ def _broadcast(
     ranks = {endpoint.url: update.world_size for endpoint, update in servers.updates.items()}
     group.confirm(update.group for update in servers.updates.values())
     sent = size = 0
-    for bucket in buckets(tensors, limit):
-        places = group.meet(ranks, bucket.tensors[0].device)
-        data = yield from work(partial(group.pack, sent, bucket))
-        bucket.tensors.clear()  # else they are there until the next bucket is complete
+    for bucket in buckets(tensors, limit, partial(group.room, ranks)):
+        places = group.meet(ranks, bucket.device)
+        data = yield from work(bucket.data)
         listed, mark = bucket.listed, bucket.mark.hex()
         told = partial(schema.Receive, n=sent, bytes=bucket.bytes, mark=mark, tensors=listed)
         yield from servers.each(partial(_told, told, places))

@@ -2,11 +2,10 @@
 """Tensors side by side in buckets of bytes. Imports no torch at module level."""
 
 import secrets
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from vllm_fp8ext.serve.client.dense import dense, size_with_scales
+from vllm_fp8ext.serve.client.dense import size_with_scales, torch_tensor
 from vllm_fp8ext.serve.schema import DenseTensor
 from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
@@ -16,17 +15,41 @@ ALIGNMENT = 16
 """Of each tensor in a bucket, in bytes."""
 
 
-@dataclass
-class Bucket:
-    """Tensors of one device, what a server is told of them, and the mark behind them."""
+class Room:
+    """Bytes on a device that one bucket after the other is packed into. It grows to what the largest of them needs."""
 
-    tensors: list[Any] = field(default_factory=list)
-    listed: list[DenseTensor] = field(default_factory=list)
-    end: int = 0
-    """Where the last tensor ends."""
-    mark: bytes = field(default_factory=lambda: secrets.token_bytes(MARK_BYTES))
-    ready: Any = None
-    """On a GPU, the event after which the tensors hold their values."""
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.data: Any = None
+
+    def grown(self, needed: int, used: int, limit: int) -> Any:
+        """At least `needed` bytes, the first `used` of them as they were; doubled at a time, up to `limit`."""
+        import torch
+
+        there = 0 if self.data is None else self.data.numel()
+        if there < needed:
+            size = max(needed, min(2 * there, limit))
+            before, self.data = self.data, None
+            data = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if used:
+                data[:used].copy_(before[:used])
+            self.data = data
+        return self.data
+
+
+class Bucket:
+    """Tensors side by side in a room, what a server is told of them, and the mark behind them."""
+
+    def __init__(self, room: Room, limit: int) -> None:
+        self.device = room.device
+        self.listed: list[DenseTensor] = []
+        self.end = 0
+        """Where the last tensor ends."""
+        self.mark = secrets.token_bytes(MARK_BYTES)
+        self._room = room
+        self._limit = limit
+        self._packed: Any = None
+        """On a GPU, the event after which the tensors lie there."""
 
     @property
     def bytes(self) -> int:
@@ -37,55 +60,68 @@ class Bucket:
         return -(-self.end // ALIGNMENT) * ALIGNMENT
 
     def add(self, name: str, tensor: Any) -> None:
-        """Put a contiguous tensor behind the others."""
-        self.listed.append(
-            DenseTensor(
-                name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=list(tensor.shape),
-                offset=self.next_offset,
-            )
-        )
-        self.end = self.next_offset + tensor.nbytes
-        self.tensors.append(tensor)
+        """Copy a tensor behind the others; on a GPU on the current stream."""
+        start = self.next_offset
+        end = start + tensor.nbytes
+        data = self._room.grown(end + MARK_BYTES, self.end, self._limit)
+        data[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.listed.append(DenseTensor(name=name, dtype=dtype, shape=list(tensor.shape), offset=start))
+        self.end = end
 
-    def computed(self) -> "Bucket":
-        """This bucket, whose tensors have been computed when the current stream of this thread has come so far."""
+    def packed(self) -> "Bucket":
+        """This bucket, all of which lies there when the current stream of this thread has come so far."""
         import torch
 
-        device = self.tensors[0].device
-        if device.type == "cuda":
-            self.ready = torch.cuda.current_stream(device).record_event()
+        if self.device.type == "cuda":
+            self._packed = torch.cuda.current_stream(self.device).record_event()
         return self
 
-    def pack(self, room: Any) -> None:
-        """Copy everything to its place in a tensor of `bytes` bytes; on a GPU on the current stream."""
+    def data(self) -> Any:
+        """Its bytes, with the mark behind them, once they lie there. On any thread."""
         import torch
 
-        for tensor, listed in zip(self.tensors, self.listed, strict=True):
-            # not view: a dimension of size one may keep any stride and still count as contiguous
-            raw = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-            room[listed.offset : listed.offset + raw.numel()].copy_(raw, non_blocking=True)
-        room[-MARK_BYTES:].copy_(torch.frombuffer(bytearray(self.mark), dtype=torch.uint8))
+        data = self._room.data[: self.bytes]
+        mark = torch.frombuffer(bytearray(self.mark), dtype=torch.uint8)
+        if self._packed is None:
+            data[-MARK_BYTES:].copy_(mark)
+            return data
+        stream = torch.cuda.Stream(self.device)  # beside the one that the bucket before is broadcast on
+        stream.wait_event(self._packed)
+        with torch.cuda.stream(stream):
+            data[-MARK_BYTES:].copy_(mark)
+        stream.synchronize()
+        return data
 
 
-def buckets(tensors: Iterable[tuple[str, TensorLike]], limit: int) -> Iterator[Bucket]:
+def buckets(
+    tensors: Iterable[tuple[str, TensorLike]], limit: int, room: Callable[[int, Any], Room]
+) -> Iterator[Bucket]:
     """The tensors in buckets of `limit` bytes at most, or of one tensor, with its block scales, all on the device of the
-    first.
+    first. Each is copied to its place before the next one is asked for.
+
+    `room`: that of bucket `n` on a device; nothing else may use it.
 
     Raises:
         ValueError: what is no dense torch tensor there.
     """
-    bucket, device = Bucket(), None
+    bucket: Bucket | None = None
+    count = 0
     for name, tensor in tensors:
-        held = dense(name, tensor, "cuda", "cpu")
-        device = device or held.device
-        if held.device != device:
-            raise ValueError(f"tensor {name}: expected all tensors on {device}, found {held.device}")
-        full = bucket.next_offset + size_with_scales(held, ALIGNMENT) + MARK_BYTES > limit
-        if bucket.tensors and full and not follows(name, bucket.listed[-1].name):
-            yield bucket.computed()
-            bucket = Bucket()
+        held = torch_tensor(name, tensor, "cuda", "cpu")
+        if bucket is not None:
+            if held.device != bucket.device:
+                raise ValueError(
+                    f"tensor {name}: expected all tensors on {bucket.device}, found {held.device}"
+                )
+            full = bucket.next_offset + size_with_scales(held, ALIGNMENT) + MARK_BYTES > limit
+            if full and not follows(name, bucket.listed[-1].name):
+                yield bucket.packed()
+                count += 1
+                bucket = Bucket(room(count, held.device), limit)
+        else:
+            bucket = Bucket(room(count, held.device), limit)
         bucket.add(name, held)
-    if bucket.tensors:
-        yield bucket.computed()
+        del tensor, held  # nothing holds them while the next one is made
+    if bucket is not None:
+        yield bucket.packed()

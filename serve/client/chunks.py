@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunks of a push on their way to the servers, several at the same time."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
-from vllm_fp8ext.serve.client.flow import Endpoint, Flow, pipelined, work
+from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Work, pipelined, work
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.source import Source
 from vllm_fp8ext.serve.safetensors_body import Body
@@ -89,10 +89,26 @@ def send_chunks(
             yield from everywhere(lacking, put)
         counter.end_chunk(n, size)
 
-    numbered: Iterable[tuple[int, Body]] = enumerate(source.chunks(limit))
-    if isinstance(source.parts, list):
-        numbered = sorted(numbered, key=lambda numbered: numbered[1].size <= limit)
-    yield from pipelined((chunk(n, body) for n, body in numbered), how.in_flight)
+    yield from pipelined(_flows(source, limit, chunk), how.in_flight)
+
+
+def _flows(
+    source: Source, limit: int, chunk: Callable[[int, Body], Flow[None]]
+) -> Iterator[Flow[None] | Work]:
+    """A flow for each chunk, and the work between them."""
+    if source.whole:
+        for n, body in sorted(
+            enumerate(source.bodies(limit)), key=lambda numbered: numbered[1].size <= limit
+        ):
+            yield chunk(n, body)
+        return
+    n = 0
+    for found in source.chunks(limit):
+        if isinstance(found, Work):
+            yield found
+        else:
+            yield chunk(n, found)
+            n += 1
 
 
 def _limit(updates: Iterable[schema.Update], how: Sending) -> int:

@@ -12,20 +12,22 @@ from vllm_fp8ext.weights.manifest import CODES_DTYPE
 PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
 
 
+def has_codes(tensor: Any) -> bool:
+    """Whether it may be a weight in FP8, which block scales follow: no server takes other shapes as codes."""
+    return str(tensor.dtype).endswith(CODES_DTYPE) and len(tensor.shape) == 2
+
+
 def size_with_scales(tensor: Any, alignment: int = 1) -> int:
     """Bytes of a tensor, and of the block scales that follow it if it holds codes: a server takes them in one chunk. Each
     begins at a multiple of `alignment`."""
-    coded = (
-        str(tensor.dtype).endswith(CODES_DTYPE) and len(tensor.shape) == 2
-    )  # else no server takes it as codes
-    if not coded:
+    if not has_codes(tensor):
         return int(tensor.nbytes)
     rows, columns = tensor.shape
     return int(-(-tensor.nbytes // alignment) * alignment + blocks(rows) * blocks(columns) * 4)
 
 
-def dense(name: str, tensor: TensorLike, *devices: str) -> Any:
-    """A torch tensor on a device of these types, its elements one after the other in memory.
+def torch_tensor(name: str, tensor: TensorLike, *devices: str) -> Any:
+    """A torch tensor on a device of these types, without its history of gradients; its elements lie as they do.
 
     Raises:
         ValueError: anything else.
@@ -38,4 +40,4 @@ def dense(name: str, tensor: TensorLike, *devices: str) -> Any:
         expected = " or ".join(PLACES[device] for device in devices)
         raise ValueError(f"tensor {name}: expected a torch tensor on {expected}, found {where}")
     dtype_name(name, found)
-    return found.detach().contiguous()
+    return found.detach()

@@ -115,6 +115,9 @@ class BlockingDriver:
         with ThreadPoolExecutor(step.width, FLOW_THREADS) as threads:  # whose end waits for all of them
             try:
                 for flow in step.flows:
+                    if isinstance(flow, Work):
+                        flow.function()
+                        continue
                     under_way.add(threads.submit(self._run, flow, stop))
                     under_way = _some_done(under_way, wanted=len(under_way) == step.width)
                 while under_way:
@@ -173,6 +176,9 @@ class AsyncDriver:
         under_way: set[asyncio.Task[Any]] = set()
         try:
             for flow in step.flows:
+                if isinstance(flow, Work):
+                    await in_thread(flow.function)
+                    continue
                 under_way.add(asyncio.create_task(self.run(flow)))
                 under_way = await _some_ended(under_way, wanted=len(under_way) == step.width)
             while under_way:

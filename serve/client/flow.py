@@ -100,13 +100,13 @@ class Together:
 @dataclass(frozen=True)
 class Pipelined:
     """Step: run flows, at most `width` of them at the same time. The next one is taken, on the caller's thread, when it may
-    begin.
+    begin. Work that lies between flows is done before anything more is taken.
 
     It is over when nothing of it goes on any more, in success and in failure: when a flow or the iterable fails, none is
     begun any more, and those under way take no further step. Fails with what failed first.
     """
 
-    flows: Iterable["Flow[Any]"]
+    flows: Iterable["Flow[Any] | Work"]
     width: int
 
 
@@ -126,7 +126,7 @@ def together(flows: Iterable[Flow[T]]) -> Flow[list[T | Exception]]:
     return outcomes
 
 
-def pipelined(flows: Iterable[Flow[Any]], width: int) -> Flow[None]:
+def pipelined(flows: Iterable[Flow[Any] | Work], width: int) -> Flow[None]:
     """A `Pipelined` step with its type."""
     yield Pipelined(flows, width)
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from vllm_fp8ext.kernels import nccl
 from vllm_fp8ext.kernels.nccl import NcclError
-from vllm_fp8ext.serve.client.buckets import Bucket
+from vllm_fp8ext.serve.client.buckets import Room
 from vllm_fp8ext.serve.schema import BroadcastGroup
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class Group:
         self._joined: Joined | None = None
         self._places: dict[str, BroadcastGroup] = {}
         self._store: Any = None
-        self._rooms: list[Any] = [None, None]
+        self._rooms: list[Room] = []
 
     def close(self) -> None:
         """Leave, and free the buffers. Servers leave when they are told of another group. It may be used again."""
         joined, self._joined = self._joined, None
-        self._members, self._places, self._store, self._rooms = (), {}, None, [None, None]
+        self._members, self._places, self._store, self._rooms = (), {}, None, []
         if joined is not None:
             joined.close()
 
@@ -74,7 +74,7 @@ class Group:
             for url, count in ranks.items():
                 self._places[url] = BroadcastGroup(backend=backend, id=id, size=size, first_rank=first)
                 first += count
-            self._members = members
+            self._members, self._rooms = members, [Room(device), Room(device)]
         return self._places
 
     def joined(self) -> bool:
@@ -87,27 +87,13 @@ class Group:
                 self._joined = join(place.backend, place.id, place.size, 0, self._members[0], self.seconds)
         return self._joined.joined()
 
-    def pack(self, n: int, bucket: Bucket) -> Any:
-        """Bucket `n` as bytes. Of two buffers it takes the one that the bucket before the last was in."""
-        import torch
-
-        device, room = self._members[0], self._rooms[n % 2]
-        if room is None or room.numel() < bucket.bytes:
-            room = self._rooms[n % 2] = None
-            room = self._rooms[n % 2] = torch.empty(bucket.bytes, dtype=torch.uint8, device=device)
-        data = room[: bucket.bytes]
-        if device.type == "cpu":
-            bucket.pack(data)
-            return data
-        packing = torch.cuda.Stream(device)  # beside the one that the bucket before is broadcast on
-        packing.wait_event(bucket.ready)
-        with torch.cuda.stream(packing):
-            bucket.pack(data)
-        packing.synchronize()
-        return data
+    def room(self, ranks: Mapping[str, int], n: int, device: Any) -> Room:
+        """Where bucket `n` for these servers is packed: of two rooms the one that the bucket before the last was in."""
+        self.meet(ranks, device)
+        return self._rooms[n % 2]
 
     def begin(self, data: Any) -> None:
-        """Start to broadcast what `pack` gave."""
+        """Start to broadcast the bytes of a bucket."""
         assert self._joined is not None
         self._joined.begin(data)
 

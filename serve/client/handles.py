@@ -4,36 +4,77 @@ there when it is."""
 
 import base64
 import ctypes
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.kernels import cuda
 from vllm_fp8ext.kernels.cuda import CudaError
-from vllm_fp8ext.serve.client.dense import dense, size_with_scales
+from vllm_fp8ext.serve.client.dense import has_codes, size_with_scales, torch_tensor
 from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
-from vllm_fp8ext.serve.tensors import TensorLike
+from vllm_fp8ext.serve.tensors import TensorLike, never
 from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES
 from vllm_fp8ext.weights.manifest import follows
 
+if TYPE_CHECKING:
+    from vllm_fp8ext.weights.buffers import Buffers
 
-def batches(tensors: Iterable[tuple[str, TensorLike]], limit: float) -> Iterator[list[tuple[str, Any]]]:
+
+BUFFER_BYTES = 512 << 20
+"""Of copies, side by side: a server opens few handles."""
+
+
+def batches(
+    tensors: Iterable[tuple[str, TensorLike]], limit: float, lent: Callable[[Any], bool] = never
+) -> Iterator[list[tuple[str, Any]]]:
     """CUDA tensors of one device, contiguous, in groups of `limit` bytes at most, or of one tensor, with its block scales.
+
+    `lent`: whether a tensor is its owner's again when the next one is asked for. It is copied on the stream that is current
+    here, unless it is a group by itself. A group is to be read before more is asked for.
 
     Raises:
         ValueError: what is no dense torch tensor on a GPU.
     """
-    group: list[tuple[str, Any]] = []
-    size = 0
+    group = _Group()
     for name, tensor in tensors:
-        held = dense(name, tensor, "cuda")
-        full = size + size_with_scales(held) > limit
-        if group and (held.device != group[0][1].device or (full and not follows(name, group[-1][0]))):
-            yield group
-            group, size = [], 0
-        group.append((name, held))
-        size += held.nbytes
-    if group:
-        yield group
+        held = torch_tensor(name, tensor, "cuda")
+        size = size_with_scales(held)
+        if group.listed and not group.takes(name, held, limit - size):
+            yield group.listed
+            group = _Group()
+        if not lent(tensor):
+            group.add(name, held.contiguous())
+        elif group.listed or size < limit or has_codes(held):
+            group.add_copy(name, held)
+        else:
+            yield [(name, held.contiguous())]
+        del tensor, held  # nothing holds them while the next one is made
+    if group.listed:
+        yield group.listed
+
+
+class _Group:
+    """Tensors of one device that a server reads together, and the room of those that were copied."""
+
+    def __init__(self) -> None:
+        self.listed: list[tuple[str, Any]] = []
+        self._size = 0
+        self._copies: Buffers | None = None
+
+    def takes(self, name: str, tensor: Any, left: float) -> bool:
+        """Whether a tensor belongs to these, where `left` bytes of them would leave it room."""
+        (last, other), fits = self.listed[-1], self._size <= left
+        return tensor.device == other.device and (fits or follows(name, last))
+
+    def add(self, name: str, tensor: Any) -> None:
+        self.listed.append((name, tensor))
+        self._size += tensor.nbytes
+
+    def add_copy(self, name: str, tensor: Any) -> None:
+        if self._copies is None:
+            from vllm_fp8ext.weights.buffers import Buffers
+
+            self._copies = Buffers(BUFFER_BYTES)
+        self.add(name, self._copies.empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor))
 
 
 def handles(group: list[tuple[str, Any]], n: int) -> Handles:

@@ -4,7 +4,7 @@
 import contextlib
 import math
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial as partial_of
 from typing import Any, Literal, TypeAlias, get_args
@@ -21,12 +21,11 @@ from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.repeat import lost_by, undecided, unsent
-from vllm_fp8ext.serve.client.source import Pushable, Source, source_of, tensors_of
-from vllm_fp8ext.serve.tensors import TensorLike
+from vllm_fp8ext.serve.client.source import Pushable, Source, Tensors, source_of, tensors_of
 
 IPC_CHUNK_BYTES = 4 << 30
-"""Bytes of tensors in a chunk that the server reads where they are, when they are made one by one: so many are kept alive at
-once. Those of a mapping are all there, and go as one chunk."""
+"""Bytes of tensors in a chunk that the server reads where they are, when they are made one by one: so many of them, or
+of copies of them, are there at once. Those of a `dict` are all there, and go as one chunk."""
 
 ABANDON_SECONDS = 10.0
 """Longest time without an answer when an update is given up after an error."""
@@ -61,6 +60,9 @@ def push(
 ) -> Flow[schema.Update]:
     """Send weights and commit them: a checkpoint's path, a mapping of names to tensors, or an iterable of such pairs.
 
+    Tensors of a `dict` stay as they are until this returns. What any other iterable yields is copied before it is asked for
+    more (on a GPU on the current stream), so that it may change the tensor then.
+
     `version`: the label; a number becomes its digits. `partial`: what is not sent keeps its served weights; needs
     `base_epoch`, and of each parameter all of its tensors. `wait_seconds`: with `running="wait"`, how long the commit may
     wait for running requests. `expert_layout`: how fused experts lie, which must be said where their shape is the same both
@@ -93,13 +95,15 @@ def push(
     send: Callable[[schema.Update], Flow[None]]
     if transport == "ipc":
         tensors = yield from tensors_of(weights, manifests, fp8=fp8)
-        limit = math.inf if isinstance(weights, Mapping) and not fp8 else IPC_CHUNK_BYTES
+        limit = math.inf if tensors.complete else IPC_CHUNK_BYTES
         send = partial_of(_hand_over, endpoint, tensors, chunk_bytes or limit, progress)
     elif transport == "nccl":
         tensors = yield from tensors_of(weights, manifests, fp8=fp8)
 
         def send(update: schema.Update) -> Flow[None]:
-            return broadcast({endpoint: update}, tensors, chunk_bytes or BUCKET_BYTES, group, progress, alone)
+            return broadcast(
+                {endpoint: update}, tensors.pairs, chunk_bytes or BUCKET_BYTES, group, progress, alone
+            )
 
     elif transport == "http":
         source = yield from source_of(weights, manifests, fp8=fp8)
@@ -152,13 +156,13 @@ def _send(endpoint: Endpoint, source: Source, sending: Sending, update: schema.U
 
 def _hand_over(
     endpoint: Endpoint,
-    tensors: Iterable[tuple[str, TensorLike]],
+    tensors: Tensors,
     limit: float,
     progress: Progress | None,
     update: schema.Update,
 ) -> Flow[None]:
     counter = Counter(progress, None)
-    for n, group in enumerate(batches(tensors, limit)):
+    for n, group in enumerate(batches(tensors.pairs, limit, tensors.lent)):
         body = yield from work(partial_of(handles, group, n))
         yield from calls.handles(endpoint, update.id, body)
         counter.end_chunk(n, sum(tensor.nbytes for _, tensor in group))

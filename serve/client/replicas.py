@@ -101,7 +101,9 @@ def push_everywhere(
         told = {endpoint: updates[endpoint.url] for endpoint in waiting}
         beside = committed.values()
         if transport == "nccl":
-            yield from broadcast(told, tensors, chunk_bytes or BUCKET_BYTES, group, progress, _on_all, beside)
+            yield from broadcast(
+                told, tensors.pairs, chunk_bytes or BUCKET_BYTES, group, progress, _on_all, beside
+            )
         else:
             yield from send_chunks(told, source, sending, _on_all, beside)
         yield from _on_all(waiting, lambda endpoint: calls.prepare(endpoint, update_id))

@@ -1,38 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be pushed, as chunks."""
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from vllm_fp8ext.serve.client.flow import Flow, work
-from vllm_fp8ext.serve.safetensors_body import Body, Part, bodies
-from vllm_fp8ext.serve.safetensors_file import ranges_of
-from vllm_fp8ext.serve.tensors import TensorLike, tensor_parts
+from vllm_fp8ext.serve.client.flow import Flow, Work, work
+from vllm_fp8ext.serve.client.lent import Pairs
+from vllm_fp8ext.serve.safetensors_body import Bodies, Body, bodies
+from vllm_fp8ext.serve.safetensors_file import Range, ranges_of
+from vllm_fp8ext.serve.tensors import LentPart, TensorLike, TensorPart, tensor_parts
 
 Pushable: TypeAlias = str | PathLike[str] | Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
-"""A checkpoint (a folder of safetensors, or one file), or torch tensors or numpy arrays by name, on any device. An iterable
-is gone through once, on the caller's thread, and no further than one tensor beyond the chunks under way."""
+"""A checkpoint (a folder of safetensors, or one file), or torch tensors or numpy arrays by name, on any device. Those of a
+`dict` stay as they are until the push has ended. Any other iterable is gone through once, on the caller's thread, and what it
+yields is copied before it is asked for more."""
+
+Whole: TypeAlias = list[Range] | list[TensorPart | LentPart]
 
 
 @dataclass(frozen=True)
 class Source:
     """The parts of what is pushed: all of them, or an iterator that makes them as they are sent."""
 
-    parts: list[Part] | Iterator[Part]
+    parts: Whole | Iterator[TensorPart | LentPart]
     files: bool
     """Whether the parts are files, so that another process finds the same chunks in them."""
 
-    def chunks(self, limit: int) -> Iterator[Body]:
-        """The chunks, in order; each holds `limit` bytes of tensors at most, or one tensor."""
+    @property
+    def whole(self) -> bool:
+        """Whether all parts are known."""
+        return isinstance(self.parts, list)
+
+    def chunks(self, limit: int) -> Iterator[Body | Work]:
+        """The chunks, in order; each holds `limit` bytes of tensors at most, or one tensor. Work between them is to be done
+        before more is asked for."""
+        filling = Bodies(limit)
+        for part in self.parts:
+            if complete := filling.add(part):
+                yield complete
+            if isinstance(part, LentPart):
+                yield Work(part.keep)
+            del part  # nothing holds a tensor while the next one is made
+        if rest := filling.rest():
+            yield rest
+
+    def bodies(self, limit: int) -> Iterator[Body]:
+        """The same where the parts are whole, or nothing is lent."""
         return bodies(self.parts, limit)
 
     def total(self, limit: int) -> int | None:
         """Bytes of all chunks, if that can be known."""
-        known = isinstance(self.parts, list)
-        return sum(body.length for body in self.chunks(limit)) if known else None
+        return sum(body.length for body in self.bodies(limit)) if self.whole else None
 
 
 Manifests: TypeAlias = Callable[[], Flow[list[dict[str, Any]]]]
@@ -47,26 +68,33 @@ def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> 
         ValueError: a checkpoint that can't be read, or a tensor that can't be sent.
     """
     _require_weights(weights)
-    if fp8:
-        found = yield from manifests()
-        pairs = _quantized((yield from _pairs(weights)), found)
-        return Source(tensor_parts(pairs, *_taken(found)), files=False)
-    if isinstance(weights, str | PathLike):
+    if isinstance(weights, str | PathLike) and not fp8:
         path = Path(weights)
         return Source(list((yield from work(lambda: ranges_of(path)))), files=True)
-    dtypes, ignored = _taken((yield from manifests()))
-    if isinstance(weights, Mapping):
-        return Source(list(tensor_parts(weights.items(), dtypes, ignored)), files=False)
-    return Source(tensor_parts(weights, dtypes, ignored), files=False)
+    pairs = yield from _pairs(weights)
+    found = yield from manifests()
+    dtypes, ignored = _taken(found)
+    parts = tensor_parts(_quantized(pairs, found) if fp8 else pairs, dtypes, ignored, pairs.lent)
+    return Source(list(parts) if pairs.complete and not fp8 else parts, files=False)
 
 
-def tensors_of(
-    weights: Pushable, manifests: Manifests, *, fp8: bool = False
-) -> Flow[Iterable[tuple[str, TensorLike]]]:
-    """The tensors themselves, for a server that reads them where they are. Arguments and errors as `source_of`'s."""
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors for a server that reads them where they are, or copies of them. `lent`: whether a tensor is its owner's again
+    when the next one is asked for. `complete`: whether all of them are there."""
+
+    pairs: Iterable[tuple[str, TensorLike]]
+    lent: Callable[[Any], bool]
+    complete: bool
+
+
+def tensors_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> Flow[Tensors]:
+    """The tensors themselves. Arguments and errors as `source_of`'s."""
     _require_weights(weights)
     pairs = yield from _pairs(weights)
-    return _quantized(pairs, (yield from manifests())) if fp8 else pairs
+    if fp8:
+        return Tensors(_quantized(pairs, (yield from manifests())), pairs.lent, complete=False)
+    return Tensors(pairs, pairs.lent, pairs.complete)
 
 
 def _require_weights(weights: Any) -> None:
@@ -86,23 +114,22 @@ def _taken(manifests: list[dict[str, Any]]) -> tuple[list[str], frozenset[str]]:
     return dtypes, frozenset.intersection(*(frozenset(manifest["ignored"]) for manifest in manifests))
 
 
-def _pairs(weights: Pushable) -> Flow[Iterable[tuple[str, TensorLike]]]:
+def _pairs(weights: Pushable) -> Flow[Pairs]:
     if isinstance(weights, str | PathLike):
         from vllm_fp8ext.weights.wire import stored
 
         path = Path(weights)
         yield from work(lambda: ranges_of(path))  # for what is wrong with it
-        return stored(path)
-    return weights.items() if isinstance(weights, Mapping) else weights
+        return Pairs(stored(path), lending=False)
+    return Pairs(weights)
 
 
-def _quantized(
-    pairs: Iterable[tuple[str, TensorLike]], manifests: list[dict[str, Any]]
-) -> Iterator[tuple[str, TensorLike]]:
+def _quantized(pairs: Pairs, manifests: list[dict[str, Any]]) -> Iterator[tuple[str, TensorLike]]:
+    """Of these, what is new is nobody else's: codes and scales are not lent."""
     from vllm_fp8ext.weights.manifest import Manifest
     from vllm_fp8ext.weights.wire import quantized, require_all_quantizable
 
     takers = [Manifest.from_dict(manifest) for manifest in manifests]
-    if isinstance(pairs, ItemsView):  # all there: what is wrong is told before an update is opened
+    if pairs.complete:  # what is wrong is told before an update is opened
         require_all_quantizable(pairs, *takers)
     return quantized(pairs, *takers)

@@ -5,13 +5,14 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 
 import torch
+from torch import Tensor
 from vllm import LLM, SamplingParams
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
@@ -55,6 +56,14 @@ def refusal(call: Callable[[], Any]) -> str | None:
     return None
 
 
+def merged(wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a model that holds these values until the last one was yielded, and others then."""
+    model = {name: tensor.clone() for name, tensor in wanted.items()}
+    yield from model.items()
+    for tensor in model.values():
+        tensor.fill_(7.0)
+
+
 def main(out: Path) -> None:
     llm = LLM(**OPTIONS)
     early, late = dict(stored(EARLY)), dict(stored(LATE))
@@ -80,7 +89,7 @@ def main(out: Path) -> None:
         generating.start()
         weights.push(early)
         weights.rollback()
-        weights.push(early, chunk_bytes=1 << 16)
+        weights.push(merged(early), chunk_bytes=1 << 16)
         facts["beside requests"] = (weights.weights().epoch, generating.is_alive())
         generating.join()
         facts["went on"] = len(beside)

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from vllm_fp8ext.checkpoints import LATE
+from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import Group, calls
@@ -93,6 +94,40 @@ def test_the_same_bytes_are_served(server: Server, late: dict[str, Tensor]) -> N
         client.rollback()
         client.push(late, version="late", transport="nccl")  # through one of its own
         assert client.digests().digests == wanted
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("transport", ["http", "nccl"])
+def test_what_was_yielded_is_served(
+    single: Server, late: dict[str, Tensor], transport: Any, fp8: bool
+) -> None:
+    """By a generator that has one buffer, and by one that changes its tensors back at its end."""
+
+    def one_buffer() -> Iterator[tuple[str, Tensor]]:
+        buffer = torch.empty(max(tensor.numel() for tensor in late.values()), dtype=torch.bfloat16)
+        for name, tensor in late.items():
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            buffer.fill_(7.0)
+
+    def changed_back() -> Iterator[tuple[str, Tensor]]:
+        model = load_file(EARLY / "model.safetensors")
+        for name, tensor in model.items():
+            tensor.copy_(late[name])
+        yield from model.items()
+        for name, tensor in load_file(EARLY / "model.safetensors").items():
+            model[name].copy_(tensor)
+
+    with single.client() as client, Group() as group:
+        client.push(late, version="late")
+        wanted = client.digests().digests
+        client.rollback()
+        options = {"transport": transport, "fp8": fp8, "chunk_bytes": 1 << 20}
+        if transport == "nccl":
+            options |= {"group": group}
+        for make in (one_buffer, changed_back):
+            client.push(make(), version="late", **options)
+            assert client.digests().digests == wanted
+            client.rollback()
 
 
 def test_groups_that_take_turns(server: Server, late: dict[str, Tensor]) -> None:

@@ -67,9 +67,10 @@ def until(done: Callable[[], bool]) -> None:
 
 def announced(group: Group, n: int, tensors: dict[str, Tensor]) -> tuple[BroadcastSource, list[Any], Tensor]:
     """A bucket that is packed: what a rank is told of it, its tensors, its bytes."""
-    [bucket] = buckets(tensors.items(), 4 << 30)
-    place = group.meet({URL: 1}, bucket.tensors[0].device)[URL]
-    data = group.pack(n, bucket)
+    device = next(iter(tensors.values())).device
+    room = group.room({URL: 1}, n, device)
+    [bucket] = buckets(tensors.items(), 4 << 30, lambda *_: room)
+    place, data = group.meet({URL: 1}, device)[URL], bucket.data()
     source = BroadcastSource(**dict(place), bytes=bucket.bytes, mark=bucket.mark.hex(), seconds=SECONDS)
     return source, [broadcast_tensor(source, **dict(listed)) for listed in bucket.listed], data
 
@@ -163,13 +164,13 @@ def test_tensors_that_nobody_wants_any_more(receiver: Receiver, group: Group) ->
 
 DYING = """
 import json, os, sys, time, torch
+from functools import partial
 from vllm_fp8ext.serve.client.buckets import buckets
 from vllm_fp8ext.serve.client.group import Group
 
-device, group = torch.device("cuda:1"), Group()
-[bucket] = buckets([("a", torch.ones(1 << 30, device=device))], 8 << 30)
-place = group.meet({"http://127.0.0.1:1": 1}, device)["http://127.0.0.1:1"]
-data = group.pack(0, bucket)
+device, group, ranks = torch.device("cuda:1"), Group(), {"http://127.0.0.1:1": 1}
+[bucket] = buckets([("a", torch.ones(1 << 30, device=device))], 8 << 30, partial(group.room, ranks))
+place, data = group.meet(ranks, device)["http://127.0.0.1:1"], bucket.data()
 print(json.dumps({**place.model_dump(), "bytes": bucket.bytes, "mark": bucket.mark.hex()}), flush=True)
 while not group.joined():
     time.sleep(0.001)

@@ -100,11 +100,13 @@ def test_a_server_serves_what_a_trainer_broadcasts(
         if left is not None:
             client.abandon(left)
 
-        pushes = told(trained(server, ranks, "whole", late, "fp8", early, "parts", late))
-        assert [push["digests"] for push in pushes] == [changed, cold, changed]
-        whole, coded, parts = (push["chunks"] for push in pushes)
+        pushes = told(
+            trained(server, ranks, "whole", late, "lent", early, "parts", late, "fp8", early, "lent", late)
+        )
+        assert [push["digests"] for push in pushes] == [changed, cold, changed, cold, changed]
+        whole, _, parts, coded, _ = (push["chunks"] for push in pushes)
         assert whole < min(coded, parts)
-        assert pushes[1]["bytes"] < 0.8 * pushes[0]["bytes"]
+        assert pushes[3]["bytes"] < 0.8 * pushes[0]["bytes"]
         assert answer(server) == second
         assert client.verify().version == "late"
         print(json.dumps([push["seconds"] for push in pushes]))

@@ -46,6 +46,7 @@ def test_what_the_callers_stream_still_computes_is_waited_for() -> None:
 
 def test_a_copy_is_page_locked() -> None:
     tensor = torch.ones(1 << 20, device="cuda")
-    host = tensors._from_gpu(tensor, torch.cuda.current_stream().record_event())
+    host, copied = tensors._from_gpu(tensor, torch.cuda.current_stream())
+    copied.synchronize()
     assert host.is_pinned()
     assert not host.is_cuda

@@ -66,10 +66,10 @@ class Trainer:
         self, seconds: float = LONGEST, **tensors: Tensor
     ) -> tuple[BroadcastSource, list[Any], Tensor]:
         """A bucket that is packed: what a rank is told of it, its tensors, its bytes."""
-        [bucket] = buckets(tensors.items(), 1 << 30)
-        place = self.group.meet({URL: 1}, CPU)[URL]
-        data = self.group.pack(self.count, bucket)
-        self.count += 1
+        n, self.count = self.count, self.count + 1
+        room = self.group.room({URL: 1}, n, CPU)
+        [bucket] = buckets(tensors.items(), 1 << 30, lambda *_: room)
+        place, data = self.group.meet({URL: 1}, CPU)[URL], bucket.data()
         source = BroadcastSource(**dict(place), bytes=bucket.bytes, mark=bucket.mark.hex(), seconds=seconds)
         return source, [broadcast_tensor(source, **dict(listed)) for listed in bucket.listed], data
 
@@ -215,13 +215,13 @@ def test_another_bucket_than_was_told(receiver: Receiver, trainer: Trainer) -> N
 
 DYING = """
 import json, os, sys, time, torch
+from functools import partial
 from vllm_fp8ext.serve.client.buckets import buckets
 from vllm_fp8ext.serve.client.group import Group
 
-group = Group()
-[bucket] = buckets([("a", torch.ones(64 << 20))], 1 << 30)
-place = group.meet({"http://127.0.0.1:1": 1}, torch.device("cpu"))["http://127.0.0.1:1"]
-data = group.pack(0, bucket)
+group, ranks = Group(), {"http://127.0.0.1:1": 1}
+[bucket] = buckets([("a", torch.ones(64 << 20))], 1 << 30, partial(group.room, ranks))
+place, data = group.meet(ranks, bucket.device)["http://127.0.0.1:1"], bucket.data()
 print(json.dumps({**place.model_dump(), "bytes": bucket.bytes, "mark": bucket.mark.hex()}), flush=True)
 while not group.joined():
     time.sleep(0.01)

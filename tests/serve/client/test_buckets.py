@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors side by side in buckets."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from vllm_fp8ext.serve.client.buckets import buckets
+from vllm_fp8ext.serve.client.buckets import Bucket, Room
+from vllm_fp8ext.serve.client.buckets import buckets as packed
 from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
+
+
+def buckets(tensors: Any, limit: int) -> Iterator[Bucket]:
+    """Each in a room of its own."""
+    return packed(tensors, limit, lambda n, device: Room(device))
 
 
 def pairs(*sizes: int) -> list[tuple[str, torch.Tensor]]:
@@ -51,14 +60,41 @@ def test_bytes_lie_at_their_offsets_and_the_mark_behind_them() -> None:
         "e": torch.randn(9, requires_grad=True),
     }
     [bucket] = buckets(tensors.items(), 1 << 20)
-    data = torch.full((bucket.bytes,), 0xAA, dtype=torch.uint8)
-    bucket.pack(data)
+    data = bucket.data()
+    assert data.numel() == bucket.bytes
     for name, part in zip(tensors, bucket.listed, strict=True):
         tensor = tensors[name].detach()
         assert (part.name, part.shape, f"torch.{part.dtype}") == (name, list(tensor.shape), str(tensor.dtype))
         found = data[part.offset : part.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         assert torch.equal(found.float(), tensor.float())
     assert data[-MARK_BYTES:].numpy().tobytes() == bucket.mark
+
+
+def test_a_tensor_is_packed_before_the_next_one_is_asked_for() -> None:
+    """Two rooms are enough for any number of buckets, the next one being packed while one is on its way."""
+    rooms = [Room(torch.device("cpu")), Room(torch.device("cpu"))]
+    buffer = torch.empty(40, dtype=torch.uint8)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for n in range(9):
+            yield f"w{n}", buffer.fill_(n)
+            buffer.fill_(0xAA)
+
+    limit = 2 * 48 + MARK_BYTES
+    found = []
+    for bucket in packed(tensors(), limit, lambda n, device: rooms[n % 2]):
+        data = bucket.data()
+        found += [data[part.offset].item() for part in bucket.listed]
+        assert all(room.data is None or room.data.numel() <= limit for room in rooms)
+    assert found == list(range(9))
+
+
+def test_a_room_keeps_what_is_there_when_it_grows() -> None:
+    room = Room(torch.device("cpu"))
+    room.grown(3, 0, 100)[:3] = torch.arange(3, dtype=torch.uint8)
+    sizes = [room.grown(needed, 3, 20).numel() for needed in (4, 5, 13, 40, 2)]
+    assert sizes == [6, 6, 13, 40, 40]
+    assert room.data[:3].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
