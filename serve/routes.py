@@ -25,6 +25,7 @@ from vllm_fp8ext.serve.work import finished, kept, outcome
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor, check_group
 from vllm_fp8ext.weights.checkpoint_files import INDEX, checkpoint_files
 from vllm_fp8ext.weights.ipc_source import IpcSource, ipc_tensor
+from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, listed
 from vllm_fp8ext.weights.regular_file import settled_stamp
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
 from vllm_fp8ext.weights.source import AnySource, Source
@@ -308,8 +309,10 @@ async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
         problems = [
             problem for error in errors for problem in error.details.get("problems", [error.as_dict()])
         ]
-        message = "; ".join(str(error) for error in errors)
-        raise UpdateError("invalid-tensors", message, status=max(e.status for e in errors), problems=problems)
+        count = sum(error.details.get("problem_count", 1) for error in errors)
+        message = "; ".join(str(error) for error in errors[:PROBLEMS_LISTED])
+        status = max(error.status for error in errors)
+        raise UpdateError("invalid-tensors", message, status=status, **listed(problems, count))
     return await backend.engine("update", id=id)
 
 
