@@ -4,9 +4,7 @@
 import asyncio
 import contextlib
 import math
-import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -14,6 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from vllm_fp8ext.compat.engine_client import EngineCalls
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.allowed_dirs import AllowedDirs
 from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import kept, outcome
@@ -41,7 +40,7 @@ class Backend:
         self.largest_bytes = 0
         """Of a tensor in any dtype and form in which it may come: by itself a bucket may have as many, if that is more."""
         self.receive_seconds: float
-        self.allowed_dirs: tuple[Path, ...] = ()
+        self.allowed_dirs = AllowedDirs()
         self.poisoned: str | None = None
         self.commits: dict[str, asyncio.Future[dict[str, Any]]] = {}
         """Those that go on, by the id of the update."""
@@ -63,7 +62,7 @@ class Backend:
         self.spool = Spool(settings.spool_dir, settings.spool_bytes, settings.upload_idle_seconds)
         self._held.callback(self.spool.close)
         self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
-        self.allowed_dirs = tuple(Path(os.path.realpath(folder)) for folder in settings.allowed_dirs)
+        self.allowed_dirs = AllowedDirs(settings.allowed_dirs)
 
     def _heard(self, poisoned: str | None) -> None:
         self.poisoned = poisoned
@@ -169,16 +168,3 @@ class Backend:
         updating = (await self.engine("status"))["update"]
         if updating is not None:
             await self.engine("abandon", id=updating)
-
-    def allowed(self, path: str) -> Path:
-        """The real path, if it lies under an allowed folder.
-
-        Raises:
-            UpdateError: 403 outside the allowed folders (whatever lies there), 404 when it does not exist.
-        """
-        real = Path(os.path.realpath(path))
-        if not any(real.is_relative_to(folder) for folder in self.allowed_dirs):
-            raise UpdateError("path-not-allowed", f"{path} is not under a folder in allowed_dirs", status=403)
-        if not real.exists():
-            raise UpdateError("not-found", f"{path}: no such file or folder", status=404)
-        return real

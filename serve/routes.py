@@ -4,8 +4,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -17,17 +15,16 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
+from vllm_fp8ext.serve.checkpoint_reading import read_checkpoint
 from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
 from vllm_fp8ext.serve.spool import Extent
+from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import finished, kept, outcome
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor, check_group
-from vllm_fp8ext.weights.checkpoint_files import INDEX, checkpoint_files
 from vllm_fp8ext.weights.ipc_source import IpcSource, ipc_tensor
-from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, listed
-from vllm_fp8ext.weights.regular_file import settled_stamp
-from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
+from vllm_fp8ext.weights.safetensors_header import StoredTensor, parse
 from vllm_fp8ext.weights.source import AnySource, Source
 
 ChunkNumber = Annotated[int, Field(ge=0, le=65_535)]
@@ -106,7 +103,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         "/updates/{id}/files", response_model=schema.Update, summary="Read tensors from the server's disk"
     )
     async def post_files(id: schema.UpdateId, body: schema.Files) -> Any:
-        return await finished(_read(backend, id, backend.allowed(body.path)))
+        return await finished(_read(backend, id, body))
 
     @routes.post(
         "/updates/{id}/handles",
@@ -154,7 +151,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.post("/load", response_model=schema.Update, summary="Update from the server's disk in one call")
     async def load(body: schema.Load) -> Any:
-        return await finished(_load(backend, body, backend.allowed(body.path)))
+        return await finished(_load(backend, body))
 
     return routes
 
@@ -221,7 +218,7 @@ async def _begin_to_receive(backend: Backend, id: str, body: schema.Receive) -> 
         lambda: [broadcast_tensor(source, **vars(tensor)) for tensor in body.tensors]
     )
     size = sum(tensor.size for tensor in tensors)
-    started = await backend.engine("stage", **_chunk(id, str(body.n), source, tensors, size))
+    started = await backend.engine("stage", **stage_arguments(id, str(body.n), source, tensors, size))
     backend.group = source.id
     kept(_followed(backend, started))
     return await backend.engine("update", id=id)
@@ -238,41 +235,8 @@ async def _followed(backend: Backend, started: dict[str, Any]) -> None:
 async def _stage(
     backend: Backend, id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], size: int
 ) -> dict[str, Any]:
-    told = _chunk(id, chunk, source, tensors, size)
+    told = stage_arguments(id, chunk, source, tensors, size)
     return dict((await backend.engine.job("stage", **told))["update"])
-
-
-def _chunk(id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], size: int) -> dict[str, Any]:
-    listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in tensors]
-    return {"id": id, "chunk": chunk, "source": asdict(source), "tensors": listed, "size": size}
-
-
-async def _begin_file(backend: Backend, id: str, file: Path) -> dict[str, Any]:
-    """Have the ranks stage a file; returns what `engine.ended` waits for. Whatever lay at its path when it was allowed, it is
-    the file that is read, or nothing is."""
-    try:
-        real = backend.allowed(str(file))
-        stamp = await settled_stamp(real)
-        tensors = await asyncio.to_thread(file_tensors, real, stamp)
-    except OSError as error:
-        raise UpdateError("not-found", f"{file}: {error.strerror or error}", status=404) from error
-    source = Source(str(real), 0, stamp)
-    return await backend.engine("stage", **_chunk(id, str(file), source, tensors, stamp[2]))
-
-
-async def _stage_files(backend: Backend, id: str, files: list[Path]) -> list[Any]:
-    """Stage files, one after the other; ranks that end one have the next already. Returns what became of each."""
-
-    async def ended(begun: Any) -> Any:
-        if isinstance(begun, UpdateError):
-            return begun
-        return await outcome(backend.engine.ended("stage", begun))
-
-    begun = [await outcome(_begin_file(backend, id, files[0]))]
-    for index, file in enumerate(files[1:]):
-        begun.append(await outcome(_begin_file(backend, id, file)))
-        begun[index] = await ended(begun[index])
-    return [*begun[:-1], await ended(begun[-1])]
 
 
 def _commit_once(backend: Backend, id: str) -> asyncio.Future[dict[str, Any]]:
@@ -294,32 +258,16 @@ async def _rollback(backend: Backend, body: schema.Rollback) -> dict[str, Any]:
         return await backend.engine.patiently("rollback", **body.model_dump())
 
 
-async def _read(backend: Backend, id: str, path: Path) -> dict[str, Any]:
-    """Stage a file, or those that make the checkpoint in a folder; all problems of all files in one report."""
-    if (path / INDEX).exists():
-        backend.allowed(str(path / INDEX))
-    files = await asyncio.to_thread(checkpoint_files, path)
-    for file in files:
-        backend.allowed(str(file))
-    outcomes = await _stage_files(backend, id, files)
-    errors = [found for found in outcomes if isinstance(found, UpdateError)]
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        problems = [
-            problem for error in errors for problem in error.details.get("problems", [error.as_dict()])
-        ]
-        count = sum(error.details.get("problem_count", 1) for error in errors)
-        message = "; ".join(str(error) for error in errors[:PROBLEMS_LISTED])
-        status = max(error.status for error in errors)
-        raise UpdateError("invalid-tensors", message, status=status, **listed(problems, count))
-    return await backend.engine("update", id=id)
+async def _read(backend: Backend, id: str, body: schema.Files) -> dict[str, Any]:
+    place = await asyncio.to_thread(backend.allowed_dirs.resolve, body.path)
+    return await read_checkpoint(backend, id, place)
 
 
-async def _load(backend: Backend, body: schema.Load, path: Path) -> dict[str, Any]:
+async def _load(backend: Backend, body: schema.Load) -> dict[str, Any]:
+    place = await asyncio.to_thread(backend.allowed_dirs.resolve, body.path)
     opened = await backend.engine("open", **body.model_dump(exclude={"path"}))
     try:
-        await _read(backend, opened["id"], path)
+        await read_checkpoint(backend, opened["id"], place)
         return await _commit(backend, opened["id"])
     except BaseException:
         await outcome(backend.abandon(opened["id"]))

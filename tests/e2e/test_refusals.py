@@ -363,7 +363,20 @@ def test_no_key_beats_a_bad_body(unchanged: Server):
     assert reply.headers["content-type"] == "application/problem+json"
 
 
-@pytest.mark.parametrize("how", ["outside", "parent", "link", "missing", "linked file", "linked index"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "outside",
+        "parent",
+        "link",
+        "dangling",
+        "missing",
+        "linked file",
+        "linked index",
+        "long name",
+        "circle",
+    ],
+)
 def test_paths(unchanged: Server, how: str, folder: Path, tmp_path: Path):
     inside = folder / "paths"
     inside.mkdir(exist_ok=True)
@@ -371,7 +384,9 @@ def test_paths(unchanged: Server, how: str, folder: Path, tmp_path: Path):
     (tmp_path / "secret").touch()
     for file in (linked, index):
         file.parent.mkdir(exist_ok=True)
-    for path, target in ((link, LATE), (linked, LATE / "model.safetensors"), (index, tmp_path / "secret")):
+    dangling, circle = inside / "dangling", inside / "circle"
+    targets = {link: LATE, linked: LATE / "model.safetensors", index: tmp_path / "secret", circle: circle}
+    for path, target in (targets | {dangling: Path("/no/such/checkpoint")}).items():
         if not path.is_symlink():
             path.symlink_to(target)
     path, kind, status = {
@@ -380,7 +395,10 @@ def test_paths(unchanged: Server, how: str, folder: Path, tmp_path: Path):
         "link": (link, "path-not-allowed", 403),
         "linked file": (linked.parent, "path-not-allowed", 403),
         "linked index": (index.parent, "path-not-allowed", 403),
+        "dangling": (dangling, "path-not-allowed", 403),
         "missing": (folder / "nothing-here", "not-found", 404),
+        "long name": (folder / ("x" * 256) / "step-1", "not-found", 404),
+        "circle": (circle, "path-not-allowed", 403),
     }[how]
     with unchanged.client() as client:
         with pytest.raises(UpdateError) as refused:

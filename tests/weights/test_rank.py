@@ -74,7 +74,7 @@ def written(tensors: dict[str, Tensor], file: Path) -> None:
 
 def staged(rank: Rank, file: Path, job: int, hashes: dict[str, str], session: str = "u") -> dict[str, Any]:
     listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in file_tensors(file)]
-    told = {"path": str(file), "offset": 0, "stamp": list(stamp_of(file.stat()))}
+    told = {"path": str(file), "offset": 0, "stamp": list(stamp_of(file.stat())), "folder": "/"}
     claimed = {name: [sha, [name]] for name, sha in hashes.items()}
     assert rank.stage(job, session, told, listed, claimed) == {}
     while not (result := rank.poll(job, 0.05))["done"]:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are no files, or become others between two looks."""
 
-import asyncio
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.weights.regular_file import NotRegularError, descriptor_of, opened, settled_stamp
+from vllm_fp8ext.weights.regular_file import NotRegularError, descriptor_of, opened, path_error, stamp_of
 from vllm_fp8ext.weights.safetensors_header import file_tensors
 from vllm_fp8ext.weights.source import Source, Sources
 
@@ -39,7 +39,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_place_of_a_file_is_a_change(file: Path) -> None:
-    source = Source(str(file), 0, asyncio.run(settled_stamp(file)))
+    source = Source(str(file), 0, stamp_of(file.stat()))
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(UpdateError) as caught, Sources().open(source, []):
@@ -47,22 +47,44 @@ def test_a_pipe_in_place_of_a_file_is_a_change(file: Path) -> None:
     assert caught.value.kind == "file-changed"
 
 
-@pytest.mark.parametrize("when", ["before its stamp", "after it"])
-def test_nothing_is_read_by_a_link_in_place_of_a_file(file: Path, tmp_path: Path, when: str) -> None:
-    """It may lead to where no checkpoint may be read; its first bytes would be told in a message."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_bytes(b"TOPSECRT" * 8)
-    stamp = asyncio.run(settled_stamp(file))
-    file.unlink()
-    file.symlink_to(elsewhere)
-    if when == "before its stamp":
-        stamp = asyncio.run(settled_stamp(file))
-    with pytest.raises(UpdateError, match=r"a\.safetensors was changed before it was read$") as caught:
-        file_tensors(file, stamp)
-    assert caught.value.kind == "file-changed"
+@pytest.mark.parametrize("what", ["file", "folder", "allowed folder"])
+def test_no_link_in_place_of_what_was_allowed_is_followed(file: Path, tmp_path: Path, what: str) -> None:
+    """Not even to the same file."""
+    folder = tmp_path / "allowed" / "deep"
+    folder.mkdir(parents=True)
+    file = file.rename(folder / file.name)
+    source = Source(str(file), 0, stamp_of(file.stat()), str(tmp_path / "allowed"))
+    with Sources().open(source, []):
+        pass
+    replaced = {"file": file, "folder": folder, "allowed folder": folder.parent}[what]
+    replaced.rename(tmp_path / "away")
+    replaced.symlink_to(tmp_path / "away")
+    source = Source(source.path, 0, stamp_of(file.stat()), source.folder)
+    with pytest.raises(UpdateError) as caught, Sources().open(source, []):
+        pytest.fail("it was opened")
+    assert (caught.value.kind, caught.value.status) == ("file-changed", 409)
 
 
-def test_a_version_is_read_that_is_still_there(file: Path) -> None:
-    assert file_tensors(file, asyncio.run(settled_stamp(file))) == file_tensors(file)
+@pytest.mark.parametrize(
+    ("code", "kind", "status"),
+    [
+        (errno.ENOENT, "not-found", 404),
+        (errno.ENOTDIR, "not-found", 404),
+        (errno.ENAMETOOLONG, "not-found", 404),
+        (errno.ELOOP, "file-changed", 409),
+        (errno.EXDEV, "file-changed", 409),
+        (errno.ESTALE, "file-changed", 409),
+        (errno.EACCES, "unreadable", 422),
+        (errno.EIO, "unreadable", 422),
+    ],
+)
+def test_what_is_told_of_a_path_that_can_not_be_opened(code: int, kind: str, status: int) -> None:
+    told = path_error("/a/b", OSError(code, os.strerror(code), "/c"))
+    assert (told.kind, told.status) == (kind, status)
+    assert str(told).startswith("/a/b")
+    assert "/c" not in str(told)
+
+
+def test_a_file_is_opened(file: Path) -> None:
     with opened(file) as content:
         assert content.read() == file.read_bytes()

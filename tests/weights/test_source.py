@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.manifest import TensorSpec
-from vllm_fp8ext.weights.regular_file import TICK_SECONDS, settled_stamp, stamp_of
+from vllm_fp8ext.weights.regular_file import TICK_SECONDS, settle, stamp_of
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors, parse
 from vllm_fp8ext.weights.source import Source, Sources
 
@@ -175,12 +175,18 @@ def test_a_file_that_changes_while_it_is_read(file: Path, change: Callable[[Path
 
 
 @pytest.mark.parametrize("change", [replaced, removed], ids=lambda change: change.__name__)
-def test_a_file_that_loses_its_name_while_it_is_read_is_read_to_its_end(
+def test_a_file_that_loses_its_name_while_it_is_read_is_read_to_its_end_and_refused(
     file: Path, change: Callable[[Path], None]
 ) -> None:
-    with Sources().open(stamped(file), file_tensors(file)) as parts:
-        change(file)
-        assert all(same(rows.values, WEIGHTS[rows.stored.spec.name]) for rows in parts)
+    source, tensors = stamped(file), file_tensors(file)
+    asyncio.run(settle([source.stamp]))
+
+    def work() -> None:
+        with Sources().open(source, tensors) as parts:
+            change(file)
+            assert all(same(rows.values, WEIGHTS[rows.stored.spec.name]) for rows in parts)
+
+    changed(work, file)
 
 
 def test_files_are_closed(file: Path) -> None:
@@ -207,17 +213,29 @@ def test_a_change_right_after_a_stamp_is_seen_although_files_clocks_are_coarse(
     file: Path, round_: int
 ) -> None:
     file.write_bytes(bytes(100))
-    stamp = asyncio.run(settled_stamp(file))
+    stamp = stamp_of(file.stat())
+    asyncio.run(settle([stamp]))
     file.write_bytes(b"1" * 100)
     assert stamp_of(file.stat()) != stamp
 
 
-def test_a_stamp_of_a_file_that_rests_is_taken_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = time.time() - 2 * TICK_SECONDS
-    os.utime(file, (old, old))
+def test_a_change_is_seen_whose_time_is_set_back(file: Path) -> None:
+    """As programs do that copy a file with its time."""
+    status, stamp = file.stat(), stamp_of(file.stat())
+    asyncio.run(settle([stamp]))
+    file.write_bytes(bytes(status.st_size))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.stat().st_mtime_ns == stamp.modified_ns
+    assert stamp_of(file.stat()) != stamp
+
+
+def test_a_file_that_rests_is_not_waited_for(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamp = stamp_of(file.stat())
+    later = stamp.changed_ns + int(2 * TICK_SECONDS * 1e9)
+    monkeypatch.setattr(time, "time_ns", lambda: later)
 
     def sleep(seconds: float) -> None:
         pytest.fail("it waited")
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    assert asyncio.run(settled_stamp(file)) == stamp_of(file.stat())
+    asyncio.run(settle([stamp, stamp]))

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizationError:
@@ -47,8 +45,6 @@ class Chunk:
     bytes: int
     staged: bool = False
     problems: list[dict[str, Any]] = field(default_factory=list)
-    """The first of them."""
-    problem_count: int = 0
     error: QuantizationError = QuantizationError()
     refused: frozenset[str] = frozenset()
     """Names of a chunk that was refused."""
@@ -61,12 +57,13 @@ class Chunk:
         self, problems: list[dict[str, Any]], errors: Mapping[str, tuple[float, float]] | None = None
     ) -> None:
         """Every rank has staged it; `errors`: squared quantization error and squared norm by tensor. One with problems counts
-        as not sent: its tensors are missing again."""
+        as not sent, also when it was staged before: its tensors are missing again."""
+        self.staged = not problems
         if problems:
-            self.problems, self.problem_count = problems[:PROBLEMS_LISTED], len(problems)
+            self.problems = problems
+            self.error = QuantizationError()
             self.refused, self.names = self.names, frozenset()
         else:
-            self.staged = True
             self.error = QuantizationError.of(errors or {})
 
     def as_dict(self) -> dict[str, Any]:

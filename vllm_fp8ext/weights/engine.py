@@ -68,6 +68,7 @@ class UpdateEngine:
             "open": self.open,
             "check": self.check,
             "stage": self.stage,
+            "withdraw": self.withdraw,
             "poll": self.jobs.poll,
             "update": self.update,
             "prepare": self.prepare,
@@ -170,6 +171,12 @@ class UpdateEngine:
         if rate and "job" in started:
             started["soonest"] = used_bytes / (rate * manifest.world_size)
         return started
+
+    def withdraw(self, id: str, chunks: list[str], problem: Result) -> Result:
+        """Chunks that were staged count as not sent any more, because of a `problem` with where they came from."""
+        session = self.updates.get(id)
+        session.withdraw(chunks, problem)
+        return session.as_dict()
 
     def update(self, id: str) -> Result:
         """Where an update stands."""

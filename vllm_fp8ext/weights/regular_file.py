@@ -7,15 +7,30 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-Stamp = tuple[int, int, int, int]
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.weights.beneath import open_real
 
 TICK_SECONDS = 0.05
 """More than a tick of a file system's clock (4 to 10 ms on Linux): two changes within one tick have the same time."""
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 """A pipe would be waited for otherwise until somebody writes to it. Of a regular file nothing changes."""
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+_REPLACED = (errno.ELOOP, errno.EXDEV, errno.ESTALE)
+
+
+class Stamp(NamedTuple):
+    """One version of a file. Whoever writes to it or replaces it changes the stamp, a tick after the change before that at
+    the earliest; `changed_ns`, the inode's, can't be set back as `modified_ns` can. Times are Unix nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
 
 
 class NotRegularError(OSError):
@@ -23,17 +38,16 @@ class NotRegularError(OSError):
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """What changes when a file is written to or replaced, a tick after the change before that at the earliest."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    """The stamp of the version that `os.stat` or `os.fstat` found."""
+    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-async def settled_stamp(path: Path) -> Stamp:
-    """The stamp of a file, not of what it links to. Whatever changes the file from the return on changes the stamp too: when
-    the file was changed just now, the tick of that change is over."""
-    status = path.lstat()
-    if abs(time.time() - status.st_mtime) < TICK_SECONDS:
+async def settle(stamps: Iterable[Stamp]) -> None:
+    """Wait out the tick of a change that was made just now: whatever changes one of the files from the return on changes its
+    stamp too."""
+    now = time.time_ns()
+    if any(abs(now - stamp.changed_ns) < TICK_SECONDS * 1e9 for stamp in stamps):
         await asyncio.sleep(TICK_SECONDS)
-    return stamp_of(status)
 
 
 def descriptor_of(path: str | Path) -> int:
@@ -43,15 +57,37 @@ def descriptor_of(path: str | Path) -> int:
         OSError: there is none that can be read.
         NotRegularError: it is no regular file.
     """
-    descriptor = os.open(path, _FLAGS)
+    return _regular(os.open(path, _FLAGS), path)
+
+
+def real_descriptor(folder: str, path: str) -> int:
+    """The same of a path without links, opened from the descriptor of a folder that holds it (`open_real`).
+
+    Raises:
+        OSError: also ELOOP, when a part of the path has become a link.
+    """
+    return _regular(open_real(folder, path, _FLAGS), path)
+
+
+def opened(path: Path) -> BinaryIO:
+    """A binary file."""
+    return os.fdopen(descriptor_of(path), "rb")
+
+
+def path_error(path: str | Path, error: OSError) -> UpdateError:
+    """What to tell somebody who named a path that can't be opened: `not-found`, `unreadable` or `file-changed`."""
+    reason = f"{path}: {error.strerror}"
+    if error.errno in _MISSING:
+        return UpdateError("not-found", reason, status=404)
+    if error.errno in _REPLACED:
+        return UpdateError("file-changed", f"{path} was changed before it was read", status=409)
+    return UpdateError("unreadable", reason, status=422)
+
+
+def _regular(descriptor: int, path: str | Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise NotRegularError(
             errno.EINVAL, "expected a regular file, found a directory, a pipe or a device", str(path)
         )
     return descriptor
-
-
-def opened(path: Path) -> BinaryIO:
-    """The same as a binary file."""
-    return os.fdopen(descriptor_of(path), "rb")

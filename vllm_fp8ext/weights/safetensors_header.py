@@ -12,11 +12,11 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.manifest import TensorSpec
-from vllm_fp8ext.weights.regular_file import Stamp, opened, stamp_of
+from vllm_fp8ext.weights.regular_file import opened, path_error
 
 HEADER_LIMIT = 16 << 20
 """Longest header that is read, in bytes: room for 100,000 tensors."""
@@ -50,31 +50,36 @@ class StoredTensor(NamedTuple):
     size: int
 
 
-def file_tensors(file: Path, stamp: Stamp | None = None) -> list[StoredTensor]:
-    """Every tensor of a safetensors file, of this version of it.
+def file_tensors(file: Path) -> list[StoredTensor]:
+    """Every tensor of a safetensors file.
 
     Raises:
-        UpdateError: as `parse`; 404 when there is no such file; `file-changed`: it is another version.
+        UpdateError: as `parse`; `not-found` or `unreadable` when it can't be opened.
     """
     try:
         with opened(file) as content:
-            status = os.fstat(content.fileno())
-            if stamp is not None and stamp_of(status) != stamp:
-                raise UpdateError("file-changed", f"{file} was changed before it was read", status=409)
-
-            def read(start: int, size: int) -> bytes:
-                content.seek(start)
-                return content.read(size)
-
-            return parse(read, status.st_size, file.name)
-    except FileNotFoundError:
-        raise UpdateError("not-found", f"{file}: no such file", status=404) from None
+            return stored_tensors(content, file.name)
     except OSError as error:
-        raise UpdateError("unreadable", f"{file}: {error.strerror}", status=422) from None
+        raise path_error(file, error) from None
+
+
+def stored_tensors(content: BinaryIO, name: str) -> list[StoredTensor]:
+    """Every tensor of an open safetensors file, which `name` stands for in messages.
+
+    Raises:
+        UpdateError: as `parse`.
+    """
+
+    def read(start: int, size: int) -> bytes:
+        content.seek(start)
+        return content.read(size)
+
+    return parse(read, os.fstat(content.fileno()).st_size, name)
 
 
 def parse(read: Read, length: int, name: str) -> list[StoredTensor]:
-    """Every tensor of a file or body of `length` bytes, which `name` stands for in messages.
+    """Every tensor of a file or body of `length` bytes, which `name` stands for in messages. They tell
+    nothing of what is no header: somebody may have named a file that is none of theirs.
 
     Raises:
         UpdateError: `header-too-large`, `duplicate-tensor`, or `broken-safetensors` saying what was expected and found.
@@ -84,9 +89,9 @@ def parse(read: Read, length: int, name: str) -> list[StoredTensor]:
         raise _broken(name, f"expected a header length in its first 8 bytes, found {len(prefix)} bytes")
     (size,) = struct.unpack("<Q", prefix)
     if size > length - 8:
-        raise _broken(name, f"its header should have {size} bytes, found {length - 8} after the length")
+        raise _broken(name, f"expected a header of at most {length - 8} bytes, its first 8 bytes say more")
     if size > HEADER_LIMIT:
-        message = f"{name}: a header may have {HEADER_LIMIT} bytes, found {size}"
+        message = f"{name}: a header may have {HEADER_LIMIT} bytes, found more"
         raise UpdateError("header-too-large", message, status=413, limit=HEADER_LIMIT)
     entries = _entries(read(8, size), name)
     tensors = [_tensor(entry, 8 + size, described, name) for entry, described in entries.items()]
@@ -117,7 +122,7 @@ def _entries(header: bytes, name: str) -> dict[str, Any]:
     try:
         entries = json.loads(header, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise _broken(name, f"its header is not JSON: {error}") from None
+        raise _broken(name, f"its header is not JSON ({type(error).__name__})") from None
     if not isinstance(entries, dict):
         raise _broken(name, f"its header should be an object, found {type(entries).__name__}")
     entries.pop("__metadata__", None)
@@ -130,12 +135,10 @@ def _tensor(key: str, first: int, entry: Any, name: str) -> StoredTensor:
         if not isinstance(shape, list) or len(shape) > _DIMENSIONS:
             raise ValueError
     except (TypeError, KeyError, ValueError):
-        raise _broken(
-            name, f"{key}: expected dtype, shape and two data_offsets, found {entry!r:.200}"
-        ) from None
+        raise _broken(name, f"{key}: expected dtype, shape and two data_offsets") from None
     sizes = (*shape, start, stop)
     if not isinstance(dtype, str) or not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
-        raise _broken(name, f"{key}: expected sizes that are not negative, found {entry!r:.200}")
+        raise _broken(name, f"{key}: expected a dtype's name and sizes that are not negative")
     item = _ITEM_BYTES.get(dtype)
     if stop < start or (item is not None and stop - start != math.prod(shape) * item):
         raise _broken(name, f"{key}: its header lies: {dtype} {shape} does not have {stop - start} bytes")

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import nsmallest
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
@@ -25,7 +24,7 @@ from vllm_fp8ext.weights.claims import Claim, claim_problems
 from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.moment import Moment
-from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, incomplete, refusal
+from vllm_fp8ext.weights.refusals import incomplete, refusal
 
 if TYPE_CHECKING:
     from vllm_fp8ext.kv.asked import Asked  # needs torch
@@ -181,6 +180,16 @@ class Session:
         """Every rank has staged a chunk. One with problems counts as not sent: its tensors are missing again."""
         self.chunks[key].done(problems, errors)
 
+    def withdraw(self, keys: Iterable[str], problem: dict[str, Any]) -> None:
+        """Chunks that were staged count as not sent: their tensors are missing again."""
+        self.require_alterable("take a chunk from")
+        found = [self.chunks[key] for key in keys if key in self.chunks and self.chunks[key].staged]
+        for chunk in found:
+            chunk.done([problem])
+        if found:
+            self.state = State.OPEN
+            self.revision += 1
+
     def took_staging(self, start: float, stop: float) -> None:
         """A chunk came at `start` and was staged at `stop`. Time in which it waited for others counts once."""
         spent = stop - max(start, self.staged_until)
@@ -220,8 +229,7 @@ class Session:
             raise UpdateError("staging", "chunks are still being staged: prepare when they are done")
         missing = self.missing()
         if missing or not self.staged_names():
-            required = len(self.required())
-            raise incomplete(sorted(missing), required, self.problems, count=self.problem_count)
+            raise incomplete(sorted(missing), len(self.required()), self.problems)
 
     def prepared(self, revision: int) -> None:
         """What was staged up to `revision` has been validated as a whole.
@@ -307,14 +315,8 @@ class Session:
 
     @property
     def problems(self) -> list[dict[str, Any]]:
-        """Of the chunks that were refused, the first."""
-        each = (problem for chunk in self.chunks.values() for problem in chunk.problems)
-        return list(islice(each, PROBLEMS_LISTED))
-
-    @property
-    def problem_count(self) -> int:
-        """How many problems the chunks had that were refused."""
-        return sum(chunk.problem_count for chunk in self.chunks.values())
+        """Of the chunks that were refused."""
+        return [problem for chunk in self.chunks.values() for problem in chunk.problems]
 
     def as_dict(self) -> dict[str, Any]:
         missing = self.missing() if self.live else frozenset[str]()
@@ -334,7 +336,6 @@ class Session:
             "bytes": self.bytes,
             "chunks": {key: chunk.as_dict() for key, chunk in self.chunks.items()},
             "problems": self.problems,
-            "problem_count": self.problem_count,
             "seconds": dict(self.seconds),
             "quantization_error": self.quantization_error,
             "canary_perplexity": self.canary_perplexity,

@@ -31,7 +31,7 @@ from vllm_fp8ext.weights.read_ahead import (
     Stretch,
     Wanted,
 )
-from vllm_fp8ext.weights.regular_file import NotRegularError, Stamp, descriptor_of, stamp_of
+from vllm_fp8ext.weights.regular_file import NotRegularError, Stamp, path_error, real_descriptor, stamp_of
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:
@@ -46,11 +46,13 @@ _PORTABLE = 1
 
 @dataclass(frozen=True)
 class Source:
-    """`stamp` names one version of a file (`stamp_of`); the shared buffer, at `offset` of `path`, has none."""
+    """A version of a file, or a body at `offset` of the shared buffer `path`, which has no `stamp`. A file's `path` has no
+    links, and is opened from the descriptor of `folder`, which holds it."""
 
     path: str
     offset: int = 0
     stamp: Stamp | None = None
+    folder: str = "/"
 
 
 AnySource: TypeAlias = Source | IpcSource | BroadcastSource
@@ -63,7 +65,7 @@ def source_of(data: Mapping[str, Any]) -> AnySource:
     if "backend" in data:
         return BroadcastSource(**data)
     stamp = data["stamp"]
-    return Source(data["path"], data["offset"], tuple(stamp) if stamp else None)
+    return Source(data["path"], data["offset"], Stamp(*stamp) if stamp else None, data["folder"])
 
 
 class Sources:
@@ -116,9 +118,9 @@ class Sources:
             yield self._gather.gathered(parts, plan, wanted)
             return
         try:
-            descriptor = descriptor_of(source.path)
-        except (FileNotFoundError, NotRegularError):
-            raise _changed(source) from None
+            descriptor = real_descriptor(source.folder, source.path)
+        except OSError as error:
+            raise _told(source, error) from None
         try:
             _require_unchanged(descriptor, source)
             plan = self._plan(tensors, apart)
@@ -179,7 +181,10 @@ def _filler(descriptor: int, source: Source) -> Fill:
     def fill(buffer: memoryview, start: int) -> None:
         position = source.offset + start
         while buffer:
-            count = os.preadv(descriptor, [buffer], position)
+            try:
+                count = os.preadv(descriptor, [buffer], position)
+            except OSError as error:
+                raise _told(source, error) from None
             if not count:
                 raise _changed(source)
             buffer, position = buffer[count:], position + count
@@ -236,6 +241,14 @@ def _view(mapped: mmap.mmap, start: int, tensor: StoredTensor) -> Tensor:
 def _require_unchanged(descriptor: int, source: Source) -> None:
     if stamp_of(os.fstat(descriptor)) != source.stamp:
         raise _changed(source)
+
+
+def _told(source: Source, error: OSError) -> UpdateError:
+    """It could be opened when its stamp was taken: what is missing now, or no file, was changed since."""
+    told = path_error(source.path, error)
+    if isinstance(error, NotRegularError) or told.kind in ("not-found", "file-changed"):
+        return _changed(source)
+    return told
 
 
 def _changed(source: Source) -> UpdateError:

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine is told of a chunk that it is to stage."""
+
+from dataclasses import asdict
+from typing import Any
+
+from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.weights.source import AnySource
+
+
+def stage_arguments(
+    id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], size: int
+) -> dict[str, Any]:
+    """Arguments of `UpdateEngine.stage`, as plain data; `size` in bytes."""
+    listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in tensors]
+    return {"id": id, "chunk": chunk, "source": asdict(source), "tensors": listed, "size": size}

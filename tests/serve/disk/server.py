@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes on a real update engine whose ranks read files as a server's do, and keep what they read; no model."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from vllm_fp8ext.compat.engine_client import EngineCalls, _unwrapped
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.allowed_dirs import AllowedDirs
+from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.backend import Backend
+from vllm_fp8ext.serve.routes import router
+from vllm_fp8ext.weights.engine import UpdateEngine
+from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
+from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.weights.source import Sources, source_of
+
+Result = dict[str, Any]
+_HEADERS = {"Authorization": "Bearer key", "Content-Type": "application/json"}
+
+
+class Ranks:
+    """Two ranks. `after` is called with the path of each file that both have read; `served` has what was committed."""
+
+    def __init__(self) -> None:
+        self.after: Callable[[Path], None] = lambda path: None
+        self.staged: dict[str, list[float]] = {}
+        self.served: dict[str, list[float]] = {}
+        self._sources = (Sources(0), Sources(1))
+        self._outcomes: dict[int, list[Result]] = {}
+
+    def __call__(self, method: str, *arguments: Any) -> list[Result]:
+        if method == "poll":
+            return self._outcomes.pop(arguments[0])
+        if method == "settle":
+            return [{"seconds": 0.0}] * 2
+        if method == "exchange":
+            self.served = dict(self.staged)
+            return [{}] * 2
+        sung = {"finite": True, "tokens": 0, "logprob": 0.0}
+        outcomes = [{"done": True, "fingerprint": 1, "seconds": 0.0, **sung}] * 2
+        if method == "stage":
+            job, _, source, tensors, *_ = arguments
+            outcomes = [self._read(sources, source, tensors) for sources in self._sources]
+            self.after(Path(source["path"]))
+            self._outcomes[job] = outcomes
+        elif arguments:
+            self._outcomes[arguments[0]] = outcomes
+        return [{}] * 2
+
+    def _read(self, sources: Sources, source: Result, tensors: list[Any]) -> Result:
+        stored = [
+            StoredTensor(TensorSpec(n, tuple(shape), dtype), *place) for n, shape, dtype, *place in tensors
+        ]
+        found: dict[str, list[float]] = {}
+        try:
+            with sources.open(source_of(source), stored) as parts:
+                for rows in parts:
+                    found.setdefault(rows.stored.spec.name, []).extend(rows.values.flatten().tolist())
+        except UpdateError as error:
+            return {"done": True, "error": error.as_dict(), "untouched": True}
+        self.staged |= found
+        return {"done": True}
+
+
+class Core:
+    """What an update engine needs of an engine that runs nothing."""
+
+    settings = Settings()
+    quantization = "blockfp8"
+    kv_cache_dtype = "auto"
+    vocabulary = longest_prompt = 100
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.compiled: list[Result] = []
+        self.asleep = self.paused = lambda: False
+        self.unfinished = self.irreplaceable = lambda: 0
+        self.restart_prompts = lambda: (0, 0)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments, **named: None
+
+
+class Calls(EngineCalls):
+    """Calls of an engine in this process."""
+
+    def __init__(self, engine: UpdateEngine) -> None:
+        self._engine = engine
+        self._deadline = 600.0
+        self._left = False
+
+    async def __call__(self, operation: str, **arguments: Any) -> Result:
+        await asyncio.sleep(0)
+        return _unwrapped(self._engine.handle(operation, arguments))
+
+
+class DiskServer:
+    """Takes tensors `a` and `b`, fp32 `[2]`, from these folders."""
+
+    def __init__(self, *allowed: Path) -> None:
+        self.ranks = Ranks()
+        engine = UpdateEngine(Core(self.ranks))  # type: ignore[arg-type]
+        specs = {name: TensorSpec(name, (2,), "float32") for name in "ab"}
+        engine._model._manifest = Manifest(specs, frozenset(), dict.fromkeys(specs, ()), "fp32", 2)
+        engine._fingerprints.keep(engine.step.live, [0, 0], None)
+        self.backend = Backend(CollectorRegistry())
+        self.backend.engine = Calls(engine)
+        self.backend.allowed_dirs = AllowedDirs(map(str, allowed))
+        self.backend.metrics.observe = lambda status: None  # type: ignore[method-assign]
+        self.backend.receive_bytes = 1
+        self.backend.spool = type("Room", (), {"limit": 1})()
+        self._app = FastAPI()
+        self._app.include_router(router(AdminKey("key"), self.backend))
+
+    def post(self, route: str, /, **body: Any) -> httpx.Response:
+        """Call a route."""
+
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://here/fp8ext/v1") as client:
+                return await client.post(route, content=json.dumps(body), headers=_HEADERS)
+
+        return asyncio.run(call())
