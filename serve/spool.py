@@ -6,26 +6,26 @@ with it: nothing is read from its connection meanwhile. Room is taken from the f
 """
 
 import asyncio
-import contextlib
-import fcntl
+import errno
 import mmap
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.lock_files import created, left_behind
 from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.filling import Filling
 from vllm_fp8ext.serve.work import in_thread
-from vllm_fp8ext.weights.regular_file import opened
+from vllm_fp8ext.shared_memory import untouched_bytes
 
 _PAGE = 4096
 _NAME = "fp8ext-", ".spool"
+_CLAIMED = "that vLLM's shared memory has claimed and not yet taken"
+_MORE = "Give the container more shared memory (docker run --shm-size=8g), or choose another spool_dir"
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,14 @@ class Spool:
     def __init__(self, folder: str, limit: int, idle_seconds: float = 60.0) -> None:
         if not os.path.isdir(folder):
             raise ConfigError(f"spool_dir: expected a folder, found none at {folder}")
-        _remove_left(folder)
-        self.limit = min(limit, shutil.disk_usage(folder).free) // _PAGE * _PAGE
+        for left, _ in left_behind(folder, *_NAME):
+            left.unlink()
+        free, self._claimed = shutil.disk_usage(folder).free, untouched_bytes(folder)
+        self.limit = max(min(limit, free - self._claimed), 0) // _PAGE * _PAGE
         if not self.limit:
-            raise ConfigError(f"spool_dir: {folder} is full")
-        self._descriptor, self.path = _created(folder)
+            message = f"spool_dir: {folder} is full: {free} bytes are free"
+            raise ConfigError(f"{message}, {self._claimed} of them {_CLAIMED}. {_MORE}")
+        self._descriptor, self.path = created(folder, *_NAME)
         os.ftruncate(self._descriptor, self.limit)
         self._content = memoryview(mmap.mmap(self._descriptor, self.limit))
         self._backed = 0
@@ -68,9 +71,8 @@ class Spool:
         """Raises `ConfigError` when a body of `size` bytes, which `what` describes, could never be sent."""
         if size > self.limit:
             raise ConfigError(
-                f"uploads wait in {self.path.parent}, where {self.limit} bytes are free or allowed; {what} takes {size}. "
-                "Give the container more shared memory (docker run --shm-size=8g), or choose another spool_dir or a larger "
-                "spool_bytes"
+                f"uploads wait in {self.path.parent}, where {self.limit} bytes are free or allowed beside {self._claimed} "
+                f"{_CLAIMED}; {what} takes {size}. {_MORE} or a larger spool_bytes"
             )
 
     def close(self) -> None:
@@ -135,7 +137,7 @@ class Spool:
                     raise UpdateError("engine-timeout", message, status=504)
                 self._freed.clear()
                 await self._freed.wait()
-            await self._back(offset + length)
+            await self._back(offset, offset + length)
             self._extents.append((offset, length))
             self._extents.sort()
             return offset
@@ -149,14 +151,16 @@ class Spool:
             start = -(-(offset + size) // _PAGE) * _PAGE
         return None
 
-    async def _back(self, end: int) -> None:
-        """Have the folder's room up to there: who writes to a map where there is none is killed."""
-        if end <= self._backed:
+    async def _back(self, start: int, end: int) -> None:
+        """Have the folder's room from `start` to `end`: who writes to a map where there is none is killed. What was had once
+        stays."""
+        start = max(start, self._backed)
+        if end <= start:
             return
         try:
-            await in_thread(_allocate, os.dup(self._descriptor), self._backed, end)
+            await in_thread(_allocate, os.dup(self._descriptor), str(self.path.parent), start, end)
         except OSError as error:
-            raise UpdateError("spool-failed", f"{self.path}: {error}", status=507) from error
+            raise UpdateError("spool-failed", f"{self.path}: {error.strerror}", status=507) from error
         self._backed = end
 
     async def _fill(
@@ -203,36 +207,12 @@ def _of_another_length(filling: Filling, found: int) -> UpdateError:
     return UpdateError("truncated", message, status=400, expected=expected)
 
 
-def _allocate(descriptor: int, start: int, end: int) -> None:
+def _allocate(descriptor: int, folder: str, start: int, end: int) -> None:
     try:
+        room = shutil.disk_usage(folder).free - untouched_bytes(folder)
+        if end - start > room:
+            message = f"expected {end - start} bytes more, found {max(room, 0)} free beside those {_CLAIMED}"
+            raise OSError(errno.ENOSPC, message)
         os.posix_fallocate(descriptor, start, end - start)
     finally:
         os.close(descriptor)
-
-
-def _created(folder: str) -> tuple[int, Path]:
-    """A file that is locked for as long as its server lives."""
-    while True:
-        descriptor, name = tempfile.mkstemp(prefix=_NAME[0], suffix=_NAME[1], dir=folder)
-        if _locked(descriptor) and os.path.exists(name):
-            return descriptor, Path(name)
-        os.close(descriptor)  # another server begins at this moment, and takes it for one that was left
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether nobody else has the lock. A file system without locks has nobody."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _remove_left(folder: str) -> None:
-    """What servers left there that were killed: nobody holds its lock."""
-    for path in Path(folder).glob("*".join(_NAME)):
-        with contextlib.suppress(OSError), opened(path) as file:  # locked, or somebody else's
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()

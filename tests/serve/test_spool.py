@@ -473,6 +473,74 @@ def test_a_body_for_which_the_folder_is_too_full_is_refused(on_a_small_disk: Cal
     assert done.returncode == 0, done.stderr
 
 
+RINGS = """
+import asyncio, os, sys
+from pathlib import Path
+from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.serve.spool import Spool
+
+folder, page = Path(sys.argv[1]), 4096
+
+
+def ring(name, pages, touched):
+    with open(folder / name, "wb") as file:
+        file.truncate(pages * page)
+        file.write(b"x" * page * touched)
+        return folder / name
+
+
+async def body(count):
+    for _ in range(count):
+        yield b"x" * page
+
+
+async def take(spool, count):
+    async with spool.receive(body(count), count * page):
+        pass
+
+
+async def main():
+    first = ring("psm_0123abcd", 24, 4)
+    ring("other", 1000, 0)
+    spool = Spool(str(folder), 1 << 30)
+    assert spool.limit == 40 * page, spool.limit
+    await take(spool, 8)
+    second = ring("psm_4567cdef", 30, 0)
+    for count in (16, 40):
+        try:
+            await take(spool, count)
+        except UpdateError as error:
+            assert (error.kind, error.status) == ("spool-failed", 507) and "has claimed" in str(error), error
+        else:
+            raise AssertionError("an upload took what a ring will need")
+    await take(spool, 10)
+    for file in (first, second):
+        with open(file, "r+b") as touching:
+            touching.write(b"y" * file.stat().st_size)
+    await take(spool, 10)
+    first.unlink()
+    await take(spool, 34)
+    for alone in (20, 65):
+        second.unlink()
+        second = ring("psm_4567cdef", 10 + alone, 10)
+        try:
+            Spool(str(folder), 1 << 30)
+        except ConfigError as error:
+            assert f"{alone * page} of them that vLLM's shared memory has claimed" in str(error), error
+        else:
+            raise AssertionError("room was promised twice")
+
+
+asyncio.run(main())
+"""
+
+
+def test_uploads_leave_what_rings_of_shared_memory_will_need(on_a_small_disk: Callable[..., Any]) -> None:
+    """A ring has its size at once, its room as it is written to: its writer is killed where there is none."""
+    done = on_a_small_disk("256k", RINGS)
+    assert done.returncode == 0, done.stderr
+
+
 # --- the file
 
 

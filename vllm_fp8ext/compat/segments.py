@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has each process write down the segments of shared memory that it makes for vLLM.
+
+Wraps the constructors of the classes that make them. Can go once vLLM removes what a server that was killed has left.
+"""
+
+import logging
+from typing import Any
+
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+from vllm.distributed.device_communicators.shm_object_storage import SingleWriterShmRingBuffer
+from vllm.distributed.device_communicators.shm_tensor_arena import ShmTensorArena
+
+from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.shared_memory import record
+
+logger = logging.getLogger("vllm.fp8ext")
+
+
+def install() -> None:
+    """Idempotent."""
+    for owner in (ShmRingBuffer, SingleWriterShmRingBuffer, ShmTensorArena):
+        wrap(owner, "__init__", _recorded)
+
+
+def _recorded(make: Any) -> Any:
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if getattr(self, "is_creator", False) or getattr(self, "is_writer", False):
+            try:
+                record(self.shared_memory.name)
+            except OSError as error:
+                logger.debug("fp8ext: %s is not written down: %s", self.shared_memory.name, error)
+
+    return made

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments of shared memory that vLLM's processes make: how much room they still claim, and which of them nobody needs any
+more. Needs neither torch nor vLLM.
+
+A segment has its size at once, and memory only where it was written to: whoever writes where no room is left is killed. A
+process that is killed leaves its segments behind, so each writes down those that it makes.
+"""
+
+import contextlib
+import os
+import re
+import stat
+from multiprocessing import util
+from pathlib import Path
+
+from vllm_fp8ext.lock_files import created, left_behind
+
+FOLDER = "/dev/shm"
+"""Where the segments lie."""
+_RECORD = "fp8ext-", ".segments"
+"""Of the names of records, one for each process: lines of a segment's name and inode number."""
+_SEGMENT = re.compile(r"(psm_|VLLM_OBJECT_STORAGE_SHM_BUFFER)[\w-]*")
+_RECORD_BYTES = 1 << 16
+_records: dict[int, int] = {}
+"""Descriptors of records, by the process that made them: a forked process has those of its parent as well."""
+
+
+def untouched_bytes(folder: str) -> int:
+    """Return the bytes that segments on the file system of `folder` have by their size, but take no room for yet."""
+    there = {folder}
+    if os.path.isdir(FOLDER) and os.stat(FOLDER).st_dev == os.stat(folder).st_dev:
+        there.add(FOLDER)
+    found = {}
+    for entry in (entry for place in there for entry in os.scandir(place)):
+        if _SEGMENT.fullmatch(entry.name):
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                found[status.st_ino] = max(status.st_size - status.st_blocks * 512, 0)
+    return sum(found.values())
+
+
+def record(name: str, folder: str = FOLDER) -> None:
+    """Write down a segment that this process has made.
+
+    Raises:
+        OSError: the folder is full, or there is none.
+    """
+    if os.getpid() not in _records:
+        _records[os.getpid()], path = created(folder, *_RECORD)
+        util.Finalize(None, _close, (path,), exitpriority=0)  # also where multiprocessing ends a process
+    inode = os.stat(os.path.join(folder, name)).st_ino
+    os.write(_records[os.getpid()], f"{name} {inode}\n".encode())
+
+
+def remove_left(folder: str = FOLDER) -> None:
+    """Remove the segments that processes of this user have written down which were killed, and no others."""
+    for path, file in left_behind(folder, *_RECORD):
+        if os.fstat(file.fileno()).st_uid != os.geteuid():  # anybody may write such a file
+            continue
+        for segment in _recorded(folder, file.read(_RECORD_BYTES)):
+            segment.unlink()
+        path.unlink()
+
+
+def _close(path: Path) -> None:
+    """Remove the record of a process that ends, unless it leaves segments."""
+    if not _recorded(str(path.parent), path.read_bytes()):
+        path.unlink()
+
+
+def _recorded(folder: str, record: bytes) -> list[Path]:
+    """Return the segments of a record that are still there; another one may have got the name of one that is not."""
+    found = []
+    for line in record.decode("ascii", "replace").splitlines():
+        name, _, inode = line.partition(" ")
+        if _SEGMENT.fullmatch(name):
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(folder, name))
+                if stat.S_ISREG(status.st_mode) and str(status.st_ino) == inode:
+                    found.append(Path(folder, name))
+    return found
