@@ -11,7 +11,7 @@ from typing import Any
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_fp8ext.compat import engine_core, refusals, worker
+from vllm_fp8ext.compat import engine_core, owner, refusals, segments, worker
 from vllm_fp8ext.compat.interfaces import INTERFACES
 from vllm_fp8ext.compat.probe import find_missing
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY
@@ -29,6 +29,8 @@ def install() -> None:
     worker.install()
     engine_core.install()
     refusals.install()
+    segments.install()
+    owner.install()
     _installed = True
 
 

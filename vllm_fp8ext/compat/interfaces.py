@@ -128,6 +128,12 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "tell an engine that was stopped from one that died": (
         "vllm.v1.engine.utils:CoreEngineProcManager.shutdown",
     ),
+    "end an engine with the process that owns it": ("vllm.v1.executor.abstract:Executor(vllm_config)",),
+    "remove shared memory that a server left that was killed": (
+        "vllm.distributed.device_communicators.shm_broadcast:ShmRingBuffer",
+        "vllm.distributed.device_communicators.shm_object_storage:SingleWriterShmRingBuffer",
+        "vllm.distributed.device_communicators.shm_tensor_arena:ShmTensorArena",
+    ),
     "hash a request of an older epoch again when it looks for cached blocks": (
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(request)",
     ),

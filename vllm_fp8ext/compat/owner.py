@@ -5,17 +5,16 @@ Wraps `Executor.__init__`, which every engine core calls before it makes a worke
 the process that started it, as its workers end with the engine core.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import threading
 from collections.abc import Callable
-from multiprocessing.process import ParentProcess
-from typing import Any, cast
+from typing import Any
 
-from vllm.utils.system_utils import kill_process_tree
-from vllm.v1.executor.abstract import Executor
+import psutil
 
 from vllm_fp8ext.compat.watchdog import EXIT_CODE
 from vllm_fp8ext.compat.wrapping import wrap
@@ -37,6 +36,8 @@ _following: set[int] = set()
 
 def install() -> None:
     """Follow the owner from when an engine core makes its executor. Idempotent."""
+    from vllm.v1.executor.abstract import Executor  # of no use to processes that only follow
+
     wrap(Executor, "__init__", _owned)
 
 
@@ -61,7 +62,7 @@ def follow_as(name: str, end: Callable[[], None]) -> None:
     multiprocessing gives each process a pipe that its parent holds. A process that the parent has forked holds it as well:
     so where the kernel tells of the parent itself, that is listened to, too.
     """
-    parent = cast("ParentProcess | None", multiprocessing.parent_process())
+    parent: Any = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(name):
         return
     if os.getpid() in _following:
@@ -88,7 +89,16 @@ def _end_engine() -> None:
 
 
 def _kill() -> None:
-    kill_process_tree(os.getpid())
+    end_children(os.getpid())
+    os._exit(EXIT_CODE)
+
+
+def end_children(pid: int) -> None:
+    """Kill every process that a process has started, and those that they have."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def _end_worker() -> None:

@@ -18,6 +18,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_fp8ext.compat import cpu_tiles, fusion, graph_sizes
 from vllm_fp8ext.compat.compilations import counts
+from vllm_fp8ext.compat.owner import follow_engine
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UpdateError, described
 
@@ -38,6 +39,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         cpu_tiles.allow()
     if config.model_config.quantization != METHOD:
         return worker.load_model(*args, **kwargs)
+    follow_engine()
 
     from vllm_fp8ext.compat.model import recorded_checkpoint
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes whose owner is killed, named as vLLM names them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import multiprocessing, os, signal, subprocess, sys, time
+
+def owned(told):
+    from vllm_fp8ext.compat import owner
+    owner._WORKER_GRACE_SECONDS = 0.1
+    owner.follow_as("EngineCore", owner._end_engine)
+    owner.follow_engine()
+    worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    told.send(worker.pid)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    method, name, beside = sys.argv[1:]
+    context = multiprocessing.get_context(method)
+    heard, told = context.Pipe(duplex=False)
+    process = context.Process(target=owned, args=(told,), name=name)
+    process.start()
+    told.close()
+    pids = [process.pid, heard.recv()]
+    if beside == "forked":
+        child = os.fork()
+        if not child:
+            time.sleep(600)
+        pids.append(child)
+    print(*pids, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "owner.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+@contextlib.contextmanager
+def killed(program: Path, *arguments: str) -> Iterator[list[int]]:
+    """Processes whose owner was killed: the one that it owned, that one's worker, and what the owner had forked beside."""
+    with subprocess.Popen(
+        [sys.executable, "-P", str(program), *arguments], stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        try:
+            assert owner.wait(300) == -signal.SIGKILL
+            yield pids
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process that may be nobody's child any more runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ended(pid: int) -> bool:
+    """Whether it ends within a time that a busy machine has, too."""
+    until = time.monotonic() + 60
+    while lives(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not lives(pid)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1"])
+def test_an_engine_ends_with_its_owner_and_its_workers_with_it(program: Path, method: str, name: str) -> None:
+    with killed(program, method, name, "alone") as (engine, worker):
+        assert ended(engine)
+        assert ended(worker)
+
+
+def test_what_the_owner_has_forked_keeps_no_engine(program: Path) -> None:
+    """It holds the owner's end of the pipe."""
+    with killed(program, "fork", "EngineCore", "forked") as (engine, worker, forked):
+        assert ended(engine)
+        assert ended(worker)
+        assert lives(forked)
+
+
+def test_a_worker_ends_when_its_engine_has(program: Path) -> None:
+    with killed(program, "fork", "VllmWorker-0", "alone") as (worker, _):
+        assert ended(worker)
+
+
+def test_a_trainers_own_processes_are_left_alone(program: Path) -> None:
+    with (
+        killed(program, "fork", "Process-1", "alone") as (process, worker),
+        killed(program, "fork", "EngineCore", "alone") as (engine, _),
+    ):
+        assert ended(engine)
+        assert lives(process)
+        assert lives(worker)
