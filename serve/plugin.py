@@ -10,10 +10,12 @@ from typing import Any
 from fastapi import FastAPI
 
 from vllm_fp8ext.compat.weight_versions import install as show_weight_versions
+from vllm_fp8ext.config import METHOD
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
+from vllm_fp8ext.serve.closed_routes import close_routes
 from vllm_fp8ext.serve.key_guard import KeyGuard
 from vllm_fp8ext.serve.metrics import show_where_shared
 from vllm_fp8ext.serve.poison_guard import PoisonGuard
@@ -35,6 +37,8 @@ class Fp8ExtEndpoints:
         """Mount the routes under `/fp8ext/v1`, if there is a key to guard them with."""
         show_weight_versions()
         show_where_shared(app, self._backend.metrics)
+        if getattr(getattr(app.state, "args", None), "quantization", None) == METHOD:
+            close_routes(app)
         key = key_of(os.environ.get(ADMIN_KEY))
         if not key:
             logger.warning(
