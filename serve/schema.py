@@ -311,7 +311,7 @@ class Update(BaseModel):
     problems: list[dict[str, Any]] = Field(description="What was wrong with refused chunks.")
     seconds: dict[str, float] = Field(
         description="`staging`, `prepare` (in it `kv_scales` and `fingerprint`), `drain`, `exchange`, `caches`, `pause`, "
-        "`verify` and `total`, as far as they happened."
+        "`verify`, `waiting` (between these) and `total`, as far as they happened."
     )
     quantization_error: QuantizationError | None
     canary_perplexity: float | None = Field(

@@ -80,6 +80,10 @@ def test_chunks_come_in_any_order_and_again(server: Server):
         assert client.prepare(update.id).state == "prepared"
         committed = client.commit(update.id)
         assert client.commit(update.id) == committed
+        seconds = committed.seconds
+        phases = [seconds[phase] for phase in ("staging", "prepare", "pause", "verify", "waiting")]
+        assert seconds["waiting"] > 0
+        assert sum(phases) == pytest.approx(seconds["total"])
         assert client.digests().digests == checkpoint_digests(LATE, Manifest.from_dict(client.manifest()))
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the update engine refuses before it asks a rank."""
 
+import itertools
+import time
 from typing import Any
 
 import pytest
@@ -171,6 +173,32 @@ def test_a_commit_prepares_what_nobody_prepared_in_the_same_job(core: IdleCore, 
     assert (done["state"], done["result"]["epoch"]) == ("committed", 1)
     assert ranks.calls == ["mark", "poll", "sing", "poll", "exchange", "settle", "fingerprint", "poll"]
     assert engine.handle("commit", {"id": "u"})["result"] == done["result"]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_phases_and_the_time_between_them_are_the_whole(
+    core: IdleCore, engine: UpdateEngine, monkeypatch: pytest.MonkeyPatch, inplace: bool
+) -> None:
+    """In place, the engine stands still from the first tensor on: that is no second time."""
+    ticks = itertools.count(1000)
+    for clock in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(time, clock, lambda: float(next(ticks)))
+    session = asked(core, engine, Ranks())
+    next(ticks)  # the answer to opening is on its way
+    if inplace:
+        engine.step._held = time.perf_counter()
+    first, second, end = (time.perf_counter() for _ in range(3))
+    session.took_staging(second, end)  # as they are polled, not as they end
+    session.took_staging(first, end - 0.5)
+    for _ in range(5):
+        next(ticks)
+    seconds = ended(engine, "commit", id="u")["seconds"]
+    assert seconds["staging"] == 2
+    worked = seconds["pause"] + seconds["verify"]
+    if not inplace:
+        worked += seconds["staging"] + seconds["prepare"]
+    assert seconds["waiting"] >= (1 if inplace else 6)
+    assert seconds["waiting"] + worked == seconds["total"]
 
 
 def test_a_recorded_canary_sings_in_the_job_that_takes_the_fingerprints(

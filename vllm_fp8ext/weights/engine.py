@@ -235,6 +235,7 @@ class UpdateEngine:
             return self._wait()
         self._fingerprints.keep(label, session.fingerprints, self.step.previous)
         session.exchanged()
+        session.took("pause", *self.step.paused)
         session.seconds.update(phases)
         return self._confirmation.start(
             partial(self._committed, session, label), partial(self._lost, session)
@@ -251,8 +252,9 @@ class UpdateEngine:
             self.abandon(session.id)
 
     def _committed(self, session: Session, label: Label, seconds: float) -> Result:
-        session.seconds["verify"] = seconds
-        session.seconds["total"] = self._clock().monotonic - session.opened_at.monotonic
+        now = time.perf_counter()
+        session.took("verify", now - seconds, now)
+        session.ended_at(now)
         session.commit({**label._asdict(), "pause_seconds": session.seconds["pause"]})
         session.kv_scales = self.kv.describe(label.epoch)
         self.totals.ended(session.state)

@@ -75,6 +75,8 @@ class ExchangeStep:
         """How often live and twin were exchanged, or were tried to be."""
         self.stall_seconds: float | None = None
         """From the pause for the last exchange to the end of the first engine step after it; None without requests."""
+        self.paused = (0.0, 0.0)
+        """From when to when the engine stood still for the last exchange, by `time.perf_counter()`."""
         self._waiting: Waiting | None = None
         self._held: float | None = None
         """Since when the engine stands still for an update in place."""
@@ -176,7 +178,8 @@ class ExchangeStep:
         drain, exchange = drained - stopped, self._settle()
         # `settle` may come late, after the host has queued the next step; the exchange began before `drained`
         over = min(time.perf_counter(), drained + exchange)
-        pause = max(resumed, over) - start
+        self.paused = (start, max(resumed, over))
+        pause = self.paused[1] - start
         logger.info("fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, pause * 1e3)
         return {"drain": drain, "exchange": exchange, "caches": resumed - drained, "pause": pause}
 

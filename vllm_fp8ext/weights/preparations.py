@@ -100,5 +100,5 @@ class Preparations:
         session.canary_perplexity = judge(session.canary, results)
         session.check(self._step.live.epoch)
         session.prepared(revision)
-        session.seconds["prepare"] = time.perf_counter() - started
+        session.took("prepare", started, time.perf_counter())
         return session.as_dict()

@@ -25,6 +25,7 @@ from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.refusals import incomplete, refusal
+from vllm_fp8ext.weights.spans import Spans
 
 if TYPE_CHECKING:
     from vllm_fp8ext.kv.asked import Asked  # needs torch
@@ -107,8 +108,10 @@ class Session:
     """In place: tensors that chunks brought, whatever became of them."""
     healing: bool = False
     """Its commit failed half-way: nothing else can be served before it is sent again, whatever it was made for."""
-    staged_until: float = 0.0
-    """When a chunk was staged last, by the clock of `took_staging`."""
+    worked: Spans = field(default_factory=Spans)
+    """When something went on for it, by `time.perf_counter()`, which is a `Moment`'s monotonic clock."""
+    staged_in: Spans = field(default_factory=Spans)
+    """When chunks were being staged."""
     expires_at: Moment = field(init=False)
 
     def __post_init__(self) -> None:
@@ -192,9 +195,19 @@ class Session:
 
     def took_staging(self, start: float, stop: float) -> None:
         """A chunk came at `start` and was staged at `stop`. Time in which it waited for others counts once."""
-        spent = stop - max(start, self.staged_until)
-        self.seconds["staging"] = self.seconds.get("staging", 0.0) + spent
-        self.staged_until = stop
+        self.staged_in.add(start, stop)
+        self.took("staging", start, stop)
+        self.seconds["staging"] = self.staged_in.seconds
+
+    def took(self, phase: str, start: float, stop: float) -> None:
+        """Record a phase: what no phase takes is `waiting`."""
+        self.worked.add(start, stop)
+        self.seconds[phase] = stop - start
+
+    def ended_at(self, stop: float) -> None:
+        """Record `total`, and what no phase has taken of it, `waiting`."""
+        total = stop - self.opened_at.monotonic
+        self.seconds |= {"waiting": total - self.worked.seconds, "total": total}
 
     def staged_names(self) -> Set[str]:
         """Tensors that staged chunks have brought."""
