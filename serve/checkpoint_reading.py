@@ -11,6 +11,7 @@ from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.disk_checkpoint import DiskCheckpoint, DiskFile, look
 from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import outcome
+from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, listed
 from vllm_fp8ext.weights.regular_file import settle
 from vllm_fp8ext.weights.source import Source
 
@@ -36,8 +37,10 @@ async def read_checkpoint(backend: Backend, id: str, place: AllowedPath) -> dict
         problems = [
             problem for error in errors for problem in error.details.get("problems", [error.as_dict()])
         ]
-        message = "; ".join(str(error) for error in errors)
-        raise UpdateError("invalid-tensors", message, status=max(e.status for e in errors), problems=problems)
+        message = "; ".join(str(error) for error in errors[:PROBLEMS_LISTED])
+        count = sum(error.details.get("problem_count", 1) for error in errors)
+        status = max(error.status for error in errors)
+        raise UpdateError("invalid-tensors", message, status=status, **listed(problems, count))
     return await backend.engine("update", id=id)
 
 

@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable, Coroutine
+from traceback import format_exc
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,6 +15,8 @@ from starlette.exceptions import HTTPException
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.schema import PROBLEM, Problem
+from vllm_fp8ext.shown import shown
+from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, listed
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -54,8 +57,8 @@ def problem(error: UpdateError) -> JSONResponse:
     return JSONResponse(body, status_code=error.status, media_type=MEDIA_TYPE, headers=headers)
 
 
-TOLD_PROBLEMS = 100
-"""Most that an answer tells of what is wrong with a body: to write them all down would hold up every stream of tokens."""
+_SHOWN = 300
+"""Characters of a client's own text that an answer repeats: names of fields are its own, too."""
 BODY_LIMIT = 64 << 20
 """Longest JSON body, in bytes: room for claims about 100,000 tensors."""
 
@@ -84,7 +87,10 @@ def guarded_route(key: AdminKey, refused: Callable[[str], None]) -> type[APIRout
                 except HTTPException as error:  # FastAPI's own, for a body that is not text
                     refusal = UpdateError("invalid-request", str(error.detail), status=error.status_code)
                 except Exception as error:
-                    logger.exception("fp8ext: %s %s failed", request.method, request.url.path)
+                    trace = "\n".join(map(shown, format_exc().splitlines()))
+                    logger.error(
+                        "fp8ext: %s %s failed\n%s", request.method, shown(request.scope["path"]), trace
+                    )
                     refusal = UpdateError("internal", f"{type(error).__name__}: {error}", status=500)
                 refused(refusal.kind)
                 return problem(refusal)
@@ -113,9 +119,10 @@ def _require_bounded(request: Request) -> None:
 def _invalid(error: RequestValidationError) -> UpdateError:
     errors = error.errors()
     found = [
-        {"where": ".".join(map(str, item["loc"])), "message": item["msg"]} for item in errors[:TOLD_PROBLEMS]
+        {"where": f"{'.'.join(map(str, item['loc'])):.{_SHOWN}}", "message": f"{item['msg']:.{_SHOWN}}"}
+        for item in errors[:PROBLEMS_LISTED]
     ]
     detail = "; ".join(f"{item['where']}: {item['message']}" for item in found)
     if len(errors) > len(found):
         detail += f"; and {len(errors) - len(found)} more"
-    return UpdateError("invalid-request", detail, status=422, problems=found)
+    return UpdateError("invalid-request", detail, status=422, **listed(found, len(errors)))

@@ -14,6 +14,8 @@ Running = Literal["keep", "recompute", "wait", "abort"]
 WaitSeconds = Annotated[float, Field(gt=0, le=3600)]
 Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
 UpdateId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
+"""Of a tensor or a layer: no model has longer ones, or any with control characters."""
 Epoch = Annotated[int, Field(ge=0, le=2**53)]
 Size = Annotated[int, Field(ge=0, le=2**53)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -74,7 +76,7 @@ class KvScales(Body):
     prompts: list[Annotated[list[Token], Field(min_length=1)]] | None = Field(
         None, min_length=1, max_length=64, description="With `calibrate`: token ids to calibrate with."
     )
-    scales: dict[str, LayerScales] | None = Field(None, description="With `provided`: by attention layer.")
+    scales: dict[Name, LayerScales] | None = Field(None, description="With `provided`: by attention layer.")
     cached: Literal["rescale", "recompute"] | None = Field(
         None, description="What becomes of K and V that running requests keep when scales change."
     )
@@ -98,7 +100,7 @@ class OpenUpdate(Body):
     wait_seconds: WaitSeconds | None = Field(
         None, description="With `running` `wait`: longest time that the commit waits for running requests."
     )
-    tensors: dict[str, TensorClaim] | None = Field(
+    tensors: dict[Name, TensorClaim] | None = Field(
         None, description="What will be sent: shapes and dtypes are checked now, contents while staging."
     )
     expert_layout: ExpertLayout | None = Field(
@@ -132,7 +134,7 @@ class Allocation(Body):
 class DenseTensor(Body):
     """A dense tensor somewhere in memory."""
 
-    name: Annotated[str, Field(min_length=1, max_length=512)]
+    name: Name
     dtype: Annotated[str, Field(max_length=32)] = Field(description="torch's name, such as `bfloat16`.")
     shape: Annotated[list[Size], Field(max_length=64)]
     offset: Size = Field(description="Bytes from the begin of the memory that it lies in.")
@@ -308,7 +310,8 @@ class Update(BaseModel):
     )
     bytes: int = Field(description="Bytes of the staged chunks.")
     chunks: dict[str, ChunkState]
-    problems: list[dict[str, Any]] = Field(description="What was wrong with refused chunks.")
+    problems: list[dict[str, Any]] = Field(description="What was wrong with refused chunks: the first 100.")
+    problem_count: int = Field(0, description="How many problems refused chunks had.")
     seconds: dict[str, float] = Field(
         description="`staging`, `prepare` (in it `kv_scales` and `fingerprint`), `drain`, `exchange`, `caches`, `pause`, "
         "`verify`, `waiting` (between these) and `total`, as far as they happened."

@@ -11,19 +11,22 @@ import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import problems
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.client import Client
-from vllm_fp8ext.serve.problems import MEDIA_TYPE, RESPONSES, TOLD_PROBLEMS, guarded_route, problem
+from vllm_fp8ext.serve.problems import MEDIA_TYPE, RESPONSES, guarded_route, problem
 from vllm_fp8ext.serve.schema import PROBLEM, OpenUpdate, Problem
+from vllm_fp8ext.weights.chunk import Chunk
+from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, incomplete, refusal
 
 HEADERS = {"Authorization": "Bearer secret"}
 
 
 class Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     count: int
     more: list[int] = []
 
@@ -49,6 +52,10 @@ def http(kinds: list[str]) -> TestClient:
     @routes.get("/failing")
     async def failing() -> None:
         raise KeyError("chunk")
+
+    @routes.get("/failing/{name}")
+    async def failing_for(name: str) -> None:
+        raise KeyError(name)
 
     @routes.put("/upload")
     async def upload(request: fastapi.Request) -> int:
@@ -185,8 +192,35 @@ def test_of_very_many_problems_the_first_are_told(http: TestClient) -> None:
     """Answers, and what it takes to write them, stay small beside the bodies that cause them."""
     response = http.post("/echo", headers=HEADERS, json={"count": 1, "more": ["x"] * 5000})
     assert response.status_code == 422
-    assert len(response.json()["problems"]) == TOLD_PROBLEMS
-    assert response.json()["detail"].endswith(f"; and {5000 - TOLD_PROBLEMS} more")
+    assert len(response.json()["problems"]) == PROBLEMS_LISTED
+    assert response.json()["problem_count"] == 5000
+    assert response.json()["detail"].endswith(f"; and {5000 - PROBLEMS_LISTED} more")
+
+
+def test_of_very_many_bad_tensors_the_first_are_told() -> None:
+    found = [{"kind": "unknown-tensor", "tensor": f"model.{number}"} for number in range(300_000)]
+    errors = [
+        refusal(found),
+        incomplete(["a"], 2, found),
+        incomplete(["a"], 2, found[:PROBLEMS_LISTED], count=len(found)),
+    ]
+    for error in errors:
+        assert error.details["problems"] == found[:PROBLEMS_LISTED]
+        assert error.details["problem_count"] == 300_000
+        assert str(error).endswith("model.7; and 299992 more")
+        assert len(problem(error).body) < 10_000
+
+
+def test_a_chunk_keeps_the_first_of_very_many_problems() -> None:
+    chunk = Chunk(frozenset("a"), 1)
+    chunk.done([{"kind": "non-finite", "tensor": str(number)} for number in range(5000)])
+    assert (len(chunk.problems), chunk.problem_count, chunk.busy) == (PROBLEMS_LISTED, 5000, False)
+
+
+def test_names_of_a_clients_own_are_told_in_part(http: TestClient) -> None:
+    response = http.post("/echo", headers=HEADERS, json={"count": 1, "more": "x" * 10_000, "y" * 10_000: 1})
+    assert response.status_code == 422
+    assert len(response.content) < 5000
 
 
 @pytest.mark.parametrize(
@@ -220,6 +254,13 @@ def test_the_client_raises_what_the_server_raised(error: UpdateError) -> None:
 def test_details_cannot_hide_the_problem_itself() -> None:
     body = json.loads(problem(UpdateError("paused", "resume first", title="x", type="y", detail="z")).body)
     assert (body["type"], body["title"], body["detail"]) == (PROBLEM + "paused", "paused", "resume first")
+
+
+def test_a_failure_shows_no_clients_text_as_it_is(http: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    http.get("/failing/a%0Ab%E2%80%AEc%1b[2J", headers=HEADERS)
+    assert "GET /failing/a\\nb\\u202ec\\x1b[2J failed\n" in caplog.text
+    assert "KeyError" in caplog.text
+    assert not {"\u202e", "\x1b"} & set(caplog.text)
 
 
 @pytest.mark.parametrize("character", ["\n", "\x7f", "\x85", "\x9b", "\u2028", "\u2029"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commit against an engine core that notes what it is told, and ranks that fail by a script."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -606,3 +607,18 @@ def test_nothing_is_written_in_place_while_somebody_else_has_paused(
     with pytest.raises(UpdateError) as caught:
         step.require_running()
     assert caught.value.kind == "paused"
+
+
+@pytest.mark.parametrize("text", ["a\u202eb", "a\u2066b", "a\u200fb", "a\x1bb", "a\nb", "a\udc80b"])
+def test_a_version_moves_nothing_in_the_log(
+    step: ExchangeStep, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """Marks of writing direction would show the rest of the line in another order."""
+    caplog.set_level("INFO", "vllm.fp8ext")
+    run(step, label=NEW._replace(version=text))
+    assert text.encode("unicode_escape").decode() in caplog.text
+    assert text[1] not in caplog.messages[-1]
+    with contextlib.suppress(UpdateError):
+        step.poison(f"update of {text}")
+    assert text.encode("unicode_escape").decode() in caplog.messages[-1]
+    assert text[1] not in caplog.messages[-1]

@@ -159,7 +159,11 @@ def test_a_refused_chunk_of_a_partial_update_is_not_left_out(key: str) -> None:
     session.receive("1", specs("d"), 10)
     session.staged("1", [{"kind": "non-finite", "tensor": "d"}])
     error = refused(lambda: session.check(0))
-    assert error.details == {"missing": ["d"], "problems": [{"kind": "non-finite", "tensor": "d"}]}
+    assert error.details == {
+        "missing": ["d"],
+        "problems": [{"kind": "non-finite", "tensor": "d"}],
+        "problem_count": 1,
+    }
     send(session, key, "d")
     prepare(session)
 
@@ -482,7 +486,7 @@ def test_a_refused_chunk_counts_as_missing() -> None:
     assert sorted(session.missing()) == ["c", "d"]
     error = refused(lambda: prepare(session))
     assert (error.kind, error.status) == ("incomplete", 422)
-    assert error.details == {"missing": ["c", "d"], "problems": [problem]}
+    assert error.details == {"missing": ["c", "d"], "problems": [problem], "problem_count": 1}
     assert session.as_dict()["problems"] == [problem]
 
 
@@ -537,6 +541,7 @@ def test_what_is_told_about_an_update() -> None:
             "1": {"staged": False, "busy": True, "bytes": 15, "tensors": 1},
         },
         "problems": [],
+        "problem_count": 0,
         "seconds": {},
         "quantization_error": None,
         "canary_perplexity": None,
@@ -577,7 +582,8 @@ def test_without_quantized_tensors_there_is_no_quantization_error() -> None:
 def test_refusals_carry_all_problems() -> None:
     problems = [{"kind": "wrong-shape", "tensor": "a", "expected": [1], "found": [2]}]
     error = refusal(problems)
-    assert (error.kind, error.status, error.details) == ("wrong-shape", 422, {"problems": problems})
+    assert (error.kind, error.status) == ("wrong-shape", 422)
+    assert error.details == {"problems": problems, "problem_count": 1}
     assert str(error) == "1 problem: wrong-shape: tensor a expected [1] found [2]"
 
 

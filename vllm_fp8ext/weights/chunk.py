@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizationError:
@@ -45,6 +47,8 @@ class Chunk:
     bytes: int
     staged: bool = False
     problems: list[dict[str, Any]] = field(default_factory=list)
+    """The first of them."""
+    problem_count: int = 0
     error: QuantizationError = QuantizationError()
     refused: frozenset[str] = frozenset()
     """Names of a chunk that was refused."""
@@ -60,7 +64,7 @@ class Chunk:
         as not sent, also when it was staged before: its tensors are missing again."""
         self.staged = not problems
         if problems:
-            self.problems = problems
+            self.problems, self.problem_count = problems[:PROBLEMS_LISTED], len(problems)
             self.error = QuantizationError()
             self.refused, self.names = self.names, frozenset()
         else:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kv.engine import KvEngine, ScaleSet
+from vllm_fp8ext.shown import shown
 from vllm_fp8ext.weights.labels import Label, default_version
 from vllm_fp8ext.weights.session import WAIT_SECONDS, Running
 from vllm_fp8ext.weights.totals import Totals
@@ -180,7 +181,10 @@ class ExchangeStep:
         over = min(time.perf_counter(), drained + exchange)
         self.paused = (start, max(resumed, over))
         pause = self.paused[1] - start
-        logger.info("fp8ext: epoch %d (version %s) is served; paused for %.1f ms", *label, pause * 1e3)
+        served = shown(label.version)
+        logger.info(
+            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms", label.epoch, served, pause * 1e3
+        )
         return {"drain": drain, "exchange": exchange, "caches": resumed - drained, "pause": pause}
 
     def stop_waiting(self, key: str) -> None:
@@ -293,5 +297,5 @@ class ExchangeStep:
         self._core.drain()
         self._waiting = None
         self.poisoned, self.previous = reason, None
-        logger.critical("fp8ext: the engine is poisoned and generates nothing: %s", reason)
+        logger.critical("fp8ext: the engine is poisoned and generates nothing: %s", shown(reason))
         self._core.refuse_requests()

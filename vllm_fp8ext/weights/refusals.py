@@ -5,31 +5,51 @@ from typing import Any
 
 from vllm_fp8ext.errors import UpdateError
 
+_TOLD = 8
+"""Problems, or names, that a message spells out."""
+PROBLEMS_LISTED = 100
+"""Most problems that an answer lists: writing them all down would hold up every stream of tokens."""
+
 
 def refusal(problems: list[dict[str, Any]]) -> UpdateError:
     """For everything wrong with a chunk; its kind is the problems' when they agree."""
     kinds = {problem["kind"] for problem in problems}
     kind = kinds.pop() if len(kinds) == 1 else "invalid-tensors"
-    return UpdateError(kind, _told(problems), status=422, problems=problems)
+    return UpdateError(kind, _told(problems), status=422, **listed(problems))
+
+
+def listed(problems: list[dict[str, Any]], count: int | None = None) -> dict[str, Any]:
+    """Return the first `PROBLEMS_LISTED` problems and how many there are: `count`, if these are not all."""
+    return {
+        "problems": problems[:PROBLEMS_LISTED],
+        "problem_count": len(problems) if count is None else count,
+    }
 
 
 def incomplete(
-    missing: list[str], required: int, problems: list[dict[str, Any]], what: str = "the update"
+    missing: list[str],
+    required: int,
+    problems: list[dict[str, Any]],
+    what: str = "the update",
+    count: int | None = None,
 ) -> UpdateError:
-    """For an update, or a checkpoint, that lacks tensors, or has none. `problems`: of what was refused."""
-    reason = f"lacks {len(missing)} of {required} tensors: {_some(missing)}" if missing else "brings nothing"
-    message = "; ".join([f"{what} {reason}", *([_told(problems)] if problems else [])])
-    return UpdateError("incomplete", message, status=422, missing=missing, problems=problems)
+    """For an update, or a checkpoint, that lacks tensors, or has none. `problems`: of what was refused; `count`: of them, if
+    these are not all."""
+    some = _some(missing, len(missing), ", ")
+    reason = f"lacks {len(missing)} of {required} tensors: {some}" if missing else "brings nothing"
+    message = "; ".join([f"{what} {reason}", *([_told(problems, count)] if problems else [])])
+    return UpdateError("incomplete", message, status=422, missing=missing, **listed(problems, count))
 
 
-def _told(problems: list[dict[str, Any]]) -> str:
-    lines = [
-        " ".join(f"{key} {value}" for key, value in problem.items() if key != "kind") for problem in problems
+def _told(problems: list[dict[str, Any]], count: int | None = None) -> str:
+    described = [
+        f"{problem['kind']}: " + " ".join(f"{key} {value}" for key, value in problem.items() if key != "kind")
+        for problem in problems[:_TOLD]
     ]
-    described = [f"{problem['kind']}: {line}" for problem, line in zip(problems, lines, strict=True)]
-    return f"{len(problems)} problem{'s' * (len(problems) != 1)}: {_some(described, '; ')}"
+    count = len(problems) if count is None else count
+    return f"{count} problem{'s' * (count != 1)}: {_some(described, count, '; ')}"
 
 
-def _some(items: list[str], separator: str = ", ", limit: int = 8) -> str:
-    more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + more
+def _some(items: list[str], count: int, separator: str) -> str:
+    more = f"{separator}and {count - _TOLD} more" if count > _TOLD else ""
+    return separator.join(items[:_TOLD]) + more

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import nsmallest
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
@@ -24,7 +25,7 @@ from vllm_fp8ext.weights.claims import Claim, claim_problems
 from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.moment import Moment
-from vllm_fp8ext.weights.refusals import incomplete, refusal
+from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, incomplete, refusal
 from vllm_fp8ext.weights.spans import Spans
 
 if TYPE_CHECKING:
@@ -242,7 +243,8 @@ class Session:
             raise UpdateError("staging", "chunks are still being staged: prepare when they are done")
         missing = self.missing()
         if missing or not self.staged_names():
-            raise incomplete(sorted(missing), len(self.required()), self.problems)
+            required = len(self.required())
+            raise incomplete(sorted(missing), required, self.problems, count=self.problem_count)
 
     def prepared(self, revision: int) -> None:
         """What was staged up to `revision` has been validated as a whole.
@@ -328,8 +330,14 @@ class Session:
 
     @property
     def problems(self) -> list[dict[str, Any]]:
-        """Of the chunks that were refused."""
-        return [problem for chunk in self.chunks.values() for problem in chunk.problems]
+        """Of the chunks that were refused, the first."""
+        each = (problem for chunk in self.chunks.values() for problem in chunk.problems)
+        return list(islice(each, PROBLEMS_LISTED))
+
+    @property
+    def problem_count(self) -> int:
+        """How many problems the chunks had that were refused."""
+        return sum(chunk.problem_count for chunk in self.chunks.values())
 
     def as_dict(self) -> dict[str, Any]:
         missing = self.missing() if self.live else frozenset[str]()
@@ -349,6 +357,7 @@ class Session:
             "bytes": self.bytes,
             "chunks": {key: chunk.as_dict() for key, chunk in self.chunks.items()},
             "problems": self.problems,
+            "problem_count": self.problem_count,
             "seconds": dict(self.seconds),
             "quantization_error": self.quantization_error,
             "canary_perplexity": self.canary_perplexity,

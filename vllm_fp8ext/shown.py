@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of a client, as a line of a log may show it."""
+
+
+def shown(text: object) -> str:
+    """Return `text` with every character escaped that moves, hides or breaks what stands beside it in a log: control
+    characters, line ends, marks of writing direction, lone surrogates."""
+    return "".join(each if each.isprintable() else _escaped(each) for each in str(text))
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
