@@ -167,7 +167,7 @@ def _take(data: bytes, request: Request) -> None:
         part = json.loads(data)
     except ValueError:
         raise Failure("broken", f"expected JSON in an event, found {data!r}") from None
-    if not isinstance(part, dict) or "error" in part:
+    if not isinstance(part, dict) or part.get("error") is not None:
         raise Failure("server-error", _message(part))
     count(part, at, request)
     for choice in part.get("choices") or ():

@@ -20,7 +20,7 @@ def chunk(text: str) -> bytes:
 def chat(finish: str | None = None, **delta: object) -> bytes:
     """A part of a chat's stream without token ids."""
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-    return chunk(f"data: {json.dumps({'choices': [choice]})}\n\n")
+    return chunk(f"data: {json.dumps({'choices': [choice], 'error': None})}\n\n")
 
 
 def used(tokens: int, *choices: object) -> bytes:
