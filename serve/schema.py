@@ -17,6 +17,7 @@ UpdateId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
 """Of a tensor or a layer: no model has longer ones, or any with control characters."""
 Epoch = Annotated[int, Field(ge=0, le=2**53)]
+Instance = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[0-9a-f]+$")]
 Size = Annotated[int, Field(ge=0, le=2**53)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
@@ -92,6 +93,9 @@ class OpenUpdate(Body):
         None, description="The trainer's label; `epoch-N` when absent. May repeat."
     )
     base_epoch: Epoch | None = Field(None, description="Refuse unless this epoch is served.")
+    instance: Instance | None = Field(
+        None, description="Refuse unless the server is in this life, which `GET /weights` names."
+    )
     partial: bool = Field(
         False,
         description="Parameters of which nothing is sent keep their served weights. Needs `base_epoch`.",
@@ -186,6 +190,7 @@ class Load(Body):
     path: Path
     version: Version | None = None
     base_epoch: Epoch | None = None
+    instance: Instance | None = None
     expert_layout: ExpertLayout | None = Field(None, description="As for `POST /updates`.")
     running: Running = "keep"
     wait_seconds: WaitSeconds | None = None
@@ -327,7 +332,7 @@ class Update(BaseModel):
         None, description="Id of the group of broadcasts that its ranks were told of last; told on opening."
     )
     result: dict[str, Any] | None = Field(
-        description="After the commit: `epoch`, `version`, `pause_seconds`."
+        description="After the commit: `epoch`, `version`, `instance`, `pause_seconds`."
     )
 
 
@@ -345,6 +350,9 @@ class Weights(BaseModel):
 
     epoch: int = Field(description="Raised by one at every commit and every rollback.")
     version: str
+    instance: str | None = Field(
+        None, description="Random for each life of the engine: epochs begin at 0 in each."
+    )
     state: Literal["serving", "updating", "poisoned", "asleep"]
     poisoned: str | None
     update: str | None = Field(description="The open update.")
@@ -396,6 +404,7 @@ class Committed(BaseModel):
 
     epoch: int
     version: str
+    instance: str | None = None
     seconds: dict[str, float]
 
 
@@ -404,6 +413,7 @@ class Digests(BaseModel):
 
     epoch: int
     version: str
+    instance: str | None = None
     digests: dict[str, dict[str, str]] = Field(description="SHA-256 by checkpoint tensor, then by rank.")
     addresses: list[str] = Field(
         description="By rank, a SHA-256 over the storage addresses of the served weights."
@@ -419,6 +429,7 @@ class Verified(BaseModel):
 
     epoch: int
     version: str
+    instance: str | None = None
     ranks: int
     seconds: float
 

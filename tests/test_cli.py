@@ -78,7 +78,7 @@ def push(tmp_path: Path, *arguments: str) -> Any:
 
 def test_options_are_handed_on(recorded: Recorded, tmp_path: Path) -> None:
     arguments = ["--running", "wait", "--wait-seconds", "5", "--no-checksum", "--resume", "u1"]
-    arguments += ["--partial", "--fp8", "--expert-layout", "out_in"]
+    arguments += ["--partial", "--fp8", "--instance", "0a1b", "--expert-layout", "out_in"]
     push(tmp_path, "--key", "k", "--version", "v", "--base-epoch", "2", *arguments)
     assert recorded.made == [(DEFAULT_URL, "k")]
     assert recorded.found == "u1"
@@ -87,6 +87,7 @@ def test_options_are_handed_on(recorded: Recorded, tmp_path: Path) -> None:
             "checkpoint": tmp_path,
             "version": "v",
             "base_epoch": 2,
+            "instance": "0a1b",
             "running": "wait",
             "wait_seconds": 5.0,
             "checksum": False,
@@ -146,6 +147,13 @@ def test_seconds_to_wait_go_with_waiting(recorded: Recorded, tmp_path: Path) -> 
     result = CliRunner().invoke(cli, ["push", str(tmp_path), "--wait-seconds", "5"])
     assert (result.exit_code, recorded.pushed) == (2, [])
     assert "--wait-seconds goes with --running wait, found keep" in result.output
+
+
+def test_a_life_is_of_one_server(recorded: Recorded, tmp_path: Path) -> None:
+    urls = ["--url", "http://a", "--url", "http://b"]
+    result = CliRunner().invoke(cli, ["push", str(tmp_path), "--instance", "0a1b", *urls])
+    assert (result.exit_code, recorded.pushed) == (2, [])
+    assert "--instance is of one server, found 2 URLs" in result.output
 
 
 def test_a_partial_update_says_what_it_is_of(recorded: Recorded, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def open(
     *,
     version: str | int | None = None,
     base_epoch: int | None = None,
+    instance: str | None = None,
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
     partial: bool = False,
@@ -73,7 +74,8 @@ def open(
     expert_layout: schema.ExpertLayout | None = None,
     id: str | None = None,
 ) -> Flow[schema.Update]:
-    """Open an update, or find the one of this `id` again; without one, an id is made up.
+    """Open an update, or find the one of this `id` again; without one, an id is made up. Refused unless the server serves
+    `base_epoch`, and is in the life that `instance` names, where they are given.
 
     Raises:
         ValueError: an argument that is not what it should be.
@@ -83,6 +85,7 @@ def open(
         id=id or uuid.uuid4().hex,
         version=None if version is None else str(version),
         base_epoch=base_epoch,
+        instance=instance,
         running=running,
         wait_seconds=wait_seconds,
         partial=partial,
@@ -227,6 +230,7 @@ def load(
     *,
     version: str | int | None = None,
     base_epoch: int | None = None,
+    instance: str | None = None,
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
     canary: schema.Canary | None = None,
@@ -239,6 +243,7 @@ def load(
         path=str(path),
         version=None if version is None else str(version),
         base_epoch=base_epoch,
+        instance=instance,
         running=running,
         wait_seconds=wait_seconds,
         canary=canary,

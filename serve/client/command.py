@@ -70,6 +70,7 @@ def key_of(key: str | None, key_file: Path | None) -> str:
 @key_file_option
 @click.option("--version", help="Label of these weights (the training step, say).")
 @click.option("--base-epoch", type=int, help="Refuse unless this epoch is served.")
+@click.option("--instance", help="Refuse unless this life of the server, which fp8ext status names, goes on.")
 @click.option(
     "--partial", is_flag=True, help="What CHECKPOINT lacks keeps its served weights. Needs --base-epoch."
 )
@@ -100,6 +101,7 @@ def push(
     as_json: bool,
     no_checksum: bool,
     resume: str | None,
+    instance: str | None,
     **options: Any,
 ) -> None:
     """Send CHECKPOINT (a folder of safetensors, or one file) to a server, or to several, and serve it."""
@@ -109,6 +111,8 @@ def push(
         raise click.UsageError(
             "--partial goes with --base-epoch, found none: fp8ext status tells what is served"
         )
+    if instance is not None and len(urls) > 1:
+        raise click.UsageError(f"--instance is of one server, found {len(urls)} URLs")
     end_on_sigterm()  # the update is given up
     columns = (
         TextColumn("sending"),
@@ -126,7 +130,7 @@ def push(
                 with client.Client(urls[0], key_of(key, key_file)) as server:
                     if resume:
                         server.update(resume)
-                    updates = {urls[0]: server.push(checkpoint, **options)}
+                    updates = {urls[0]: server.push(checkpoint, instance=instance, **options)}
             else:
                 with client.Replicas(urls, key_of(key, key_file)) as replicas:
                     updates = replicas.push(checkpoint, **options)
@@ -169,6 +173,7 @@ def status(url: str, key: str | None, key_file: Path | None, as_json: bool) -> N
         return
     rows = {
         "epoch, version": f"{served.epoch}, {served.version}",
+        "instance": served.instance or "unknown",
         "state": f"poisoned: {served.poisoned}" if served.poisoned else served.state,
         "a rollback serves": _named(served.previous_epoch, served.previous_version),
         "open update": _opened(update),

@@ -42,6 +42,7 @@ def push(
     *,
     version: str | int | None = None,
     base_epoch: int | None = None,
+    instance: str | None = None,
     partial: bool = False,
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
@@ -63,7 +64,8 @@ def push(
     Tensors of a `dict` stay as they are until this returns. What any other iterable yields is copied before it is asked for
     more (on a GPU on the current stream), so that it may change the tensor then.
 
-    `version`: the label; a number becomes its digits. `partial`: what is not sent keeps its served weights; needs
+    `version`: the label; a number becomes its digits. `instance`: the life of the server that this is for, as `weights`
+    tells it; one that was started anew refuses. `partial`: what is not sent keeps its served weights; needs
     `base_epoch`, and of each parameter all of its tensors. `wait_seconds`: with `running="wait"`, how long the commit may
     wait for running requests. `expert_layout`: how fused experts lie, which must be said where their shape is the same both
     ways; servers take `out_in`, `[experts, out, in]`, as transformers holds nearly all. `chunk_bytes`: of tensors in one
@@ -117,6 +119,7 @@ def push(
             endpoint,
             version=version,
             base_epoch=base_epoch,
+            instance=instance,
             partial=partial,
             running=running,
             wait_seconds=wait_seconds,

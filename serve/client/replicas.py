@@ -28,6 +28,7 @@ def push_everywhere(
     *,
     version: str | int | None = None,
     base_epoch: int | None = None,
+    instances: Mapping[str, str] | None = None,
     partial: bool = False,
     running: schema.Running = "keep",
     wait_seconds: float | None = None,
@@ -45,9 +46,10 @@ def push_everywhere(
 ) -> Flow[dict[str, schema.Update]]:
     """Open on all servers, send each chunk to all, prepare on all, and only then commit on all.
 
-    Arguments are those of `push`. The update has one id on all servers. With the `id` of an update that is served by some of
-    them only, the others follow. `progress` counts the bytes of all servers together, in whatever thread sends them; a bucket
-    of a broadcast, which goes to all at once, counts once.
+    Arguments are those of `push`, but `instances`: the life of each server that this is for, by its URL. The update has one
+    id on all servers. With the `id` of an update that is served by some of them only, the others follow. `progress` counts
+    the bytes of all servers together, in whatever thread sends them; a bucket of a broadcast, which goes to all at once,
+    counts once.
 
     Returns: the committed updates by URL.
 
@@ -80,6 +82,7 @@ def push_everywhere(
             endpoint,
             version=version,
             base_epoch=base_epoch,
+            instance=(instances or {}).get(endpoint.url),
             partial=partial,
             running=running,
             wait_seconds=wait_seconds,

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from vllm_fp8ext.compat import engine_core, held_slots
 from vllm_fp8ext.compat.engine_core import CoreAccess
 from vllm_fp8ext.config import METHOD, SECTION
-from vllm_fp8ext.weights.labels import Label
+from vllm_fp8ext.weights.labels import Label, first_label
 
 ALL, NEW, ON = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
 
@@ -243,17 +243,34 @@ def test_a_step_that_fails_ends_the_engine(access: CoreAccess, monkeypatch: pyte
     ("quantization", "kernels", "answers"),
     [(METHOD, {}, True), (METHOD, {"held_slots": False}, False), ("fp8", {}, False), (None, {}, False)],
 )
-def test_a_core_of_blockfp8_answers_its_scheduler(
-    monkeypatch: pytest.MonkeyPatch, quantization: str | None, kernels: dict[str, Any], answers: bool
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: str | None,
+    kernels: dict[str, Any],
+    answers: bool,
+    ranks: int,
 ) -> None:
     def make(core: Any) -> None:
         core.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(quantization=quantization),
+            parallel_config=SimpleNamespace(data_parallel_size=ranks),
             additional_config={SECTION: {"kernels": kernels}},
         )
         core.scheduler = SimpleNamespace(kv_cache_manager="cache")
 
     attached: list[Any] = []
     monkeypatch.setattr(held_slots, "attach", attached.append)
-    engine_core._quick(make)(SimpleNamespace())
-    assert attached == (["cache"] if answers else [])
+    labels: list[str] = []
+    cores = [SimpleNamespace(set_weight_version=labels.append) for _ in range(2)]
+    for core in cores:
+        engine_core._quick(make)(core)
+    assert attached == (["cache", "cache"] if answers else [])
+    lives = [Label.decode(label) for label in labels]
+    if quantization != METHOD:
+        assert not any(hasattr(core, "fp8ext_instance") for core in cores)
+    elif ranks == 1:
+        assert lives == [first_label(core.fp8ext_instance) for core in cores]
+        assert lives[0].instance != lives[1].instance
+    if quantization != METHOD or ranks > 1:
+        assert lives == [], "vLLM wants one label of all ranks"

@@ -161,8 +161,10 @@ def test_a_kept_request_leaves_nothing_behind_in_the_cache(single: Server):
 def test_weight_versions_with_the_openai_client(server: Server, asked: bool):
     with server.client() as client:
         client.push(EARLY, version="step 7")
-        epoch = client.weights().epoch
-    expected = [{"version": "step 7", "epoch": epoch, "start": 0, "end": 5}]
+        served = client.weights()
+    assert served.instance
+    labelled = {"version": "step 7", "epoch": served.epoch, "instance": served.instance}
+    expected = [{**labelled, "start": 0, "end": 5}]
     openai = OpenAI(base_url=f"{server.url}/v1", api_key="none")
     options: dict[str, Any] = {
         "model": MODEL,

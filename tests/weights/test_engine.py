@@ -27,6 +27,7 @@ class IdleCore:
     quantization = "blockfp8"
     kv_cache_dtype = "auto"
     vocabulary = longest_prompt = 100
+    instance = "abc"
 
     def __init__(self) -> None:
         self.sleeps = False
@@ -91,6 +92,27 @@ def test_nothing_that_needs_the_weights_is_done_while_they_are_asleep(
 ) -> None:
     core.sleeps = True
     assert engine.handle(operation, {})["error"]["kind"] == "asleep"
+
+
+@pytest.mark.parametrize(("instance", "kind"), [("abc", None), (None, None), ("dead", "other-instance")])
+def test_an_update_for_another_life_of_the_engine_is_refused(
+    core: IdleCore, engine: UpdateEngine, instance: str | None, kind: str | None
+) -> None:
+    engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
+    told = engine.handle("open", {"id": "u", "instance": instance, "base_epoch": 0})
+    assert told.get("error", {}).get("kind") == kind
+    if kind:
+        details = told["error"]["details"]
+        assert (details["expected"], details["found"]) == ("dead", "abc")
+        assert not engine.updates.sessions
+
+
+def test_what_is_served_names_the_life_of_the_engine(core: IdleCore, engine: UpdateEngine) -> None:
+    asked(core, engine, Ranks())
+    assert engine.handle("status", {})["instance"] == "abc"
+    started = engine.handle("commit", {"id": "u"})
+    done = engine.handle("poll", {"job": started["job"]})
+    assert done["result"]["instance"] == "abc"
 
 
 def test_memory_is_not_given_back_while_a_part_was_overwritten(engine: UpdateEngine) -> None:

@@ -20,8 +20,8 @@ from vllm_fp8ext.weights.labels import Label
 from vllm_fp8ext.weights.session import Running
 from vllm_fp8ext.weights.totals import Totals
 
-NEW = Label(1, "step-1")
-BEFORE = Label(0, "epoch-0")
+BEFORE = Label(0, "epoch-0", "abc")
+NEW = BEFORE.next("step-1")
 SWAP_SECONDS = 2.0**-30
 
 
@@ -35,6 +35,7 @@ class ScriptedCore:
     vocabulary = 100
     longest_prompt = 100
     compiled: ClassVar[list[dict[str, int]]] = []
+    instance = "abc"
 
     def __init__(self, ranks: int = 2) -> None:
         self.swapped: list[bool | None] = [False] * ranks

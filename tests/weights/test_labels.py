@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_fp8ext.weights.labels import Label, Step, default_version
+from vllm_fp8ext.weights.labels import Label, Step, default_version, first_label
 
 
-@given(st.integers(0, 2**63), st.text())
-def test_labels_survive_whatever_the_version_is(epoch: int, version: str) -> None:
-    label = Label(epoch, version)
+@given(st.integers(0, 2**63), st.text(), st.sampled_from(["", "0a1b"]), st.integers(0, 9))
+def test_labels_survive_whatever_the_version_is(
+    epoch: int, version: str, instance: str, aborted: int
+) -> None:
+    label = Label(epoch, version, instance, aborted)
     assert Label.decode(label.encode()) == label
 
 
@@ -41,3 +43,11 @@ def test_steps_survive_whatever_requests_are_called(held: dict[str, list[Label]]
 def test_a_step_of_which_nothing_else_is_told_is_its_label() -> None:
     assert Step("7").encode() == "7"
     assert Step.decode("default") == Step("default", {})
+
+
+def test_an_epoch_follows_in_the_same_life_and_knows_when_requests_were_ended() -> None:
+    first = first_label("0a1b")
+    assert first.served() == {"epoch": 0, "version": "epoch-0", "instance": "0a1b"}
+    kept = first.next("a").next("b", aborts=True).next("c")
+    assert kept == Label(3, "c", "0a1b", 2)
+    assert first_label("").served()["instance"] is None

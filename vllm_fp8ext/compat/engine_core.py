@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reaches into the engine core: one utility method for all calls of an update, and the step boundary of a commit.
 
-Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods, and `held_slots` to a core that is made
-for blockfp8. Replaces, on an instance: `add_request` while the engine is poisoned; `post_step` for one step after an
-exchange; the scheduler's `set_pause_state` while an update is written in place or a commit waits; the executor's `sleep` and
-`wake_up`, since staging must not run into memory that is given back and what level 2 discards must not be served. Can go
-once vLLM lets a plugin add an engine utility method, refuse requests, hold the scheduler and hear of sleep.
+Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods, and to a core that is made for blockfp8
+an id of its life, which its labels have, and `held_slots`. Replaces, on an instance: `add_request` while the engine is
+poisoned; `post_step` for one step after an exchange; the scheduler's `set_pause_state` while an update is written in place or
+a commit waits; the executor's `sleep` and `wake_up`, since staging must not run into memory that is given back and what level
+2 discards must not be served. Can go once vLLM lets a plugin add an engine utility method, refuse requests, hold the
+scheduler and hear of sleep.
 """
 
 import itertools
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -27,7 +29,7 @@ from vllm_fp8ext.compat.watchdog import Watchdog
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.kv.tokens import PROMPT_TOKENS
-from vllm_fp8ext.weights.labels import Label, default_version
+from vllm_fp8ext.weights.labels import Label, first_label
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -42,8 +44,12 @@ def _quick(make: Any) -> Any:
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         config = self.vllm_config
-        ours = config.model_config.quantization == METHOD
-        if ours and Settings.parse(config.additional_config).kernels.held_slots:
+        if config.model_config.quantization != METHOD:
+            return
+        self.fp8ext_instance = secrets.token_hex(8)
+        if config.parallel_config.data_parallel_size == 1:  # else vLLM wants one label of all
+            self.set_weight_version(first_label(self.fp8ext_instance).encode())
+        if Settings.parse(config.additional_config).kernels.held_slots:
             from vllm_fp8ext.compat import held_slots  # no other server should need what it leans on
 
             held_slots.attach(self.scheduler.kv_cache_manager)
@@ -112,7 +118,9 @@ class CoreAccess:
         ours = self.quantization == METHOD
         self._prefix_cache = EpochPrefixCache(core, 0) if ours else None
         self._kv_epochs = KvEpochs(core) if ours else None
-        self._label = Label(0, default_version(0))
+        self.instance: str = getattr(core, "fp8ext_instance", "")
+        """Random: of this life of the engine."""
+        self._label = first_label(self.instance)
         self._calls = itertools.count(1)
         self.compiled: list[dict[str, int]] = []
         """By rank, what its process had compiled when it was last called."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows in `/v1/completions` and `/v1/chat/completions` which weights sampled which tokens.
 
-Each finished choice gets `weight_versions`: `[{"version", "epoch", "start", "end"}, …]` over its output tokens, in its
-final chunk when streaming. Replaces: the response builders of both endpoints, and `RequestState._weight_version_spans`,
-which knows no epochs. vLLM 0.33 has the field too, without epochs, and fills it where a request asks. Can go once vLLM's
-spans have epochs and every response can have them.
+Each finished choice gets `weight_versions`: `[{"version", "epoch", "instance", "start", "end"}, …]` over its output tokens,
+in its final chunk when streaming. Replaces: the response builders of both endpoints; `RequestState._weight_version_spans`,
+which knows no epochs; and `RequestState.track_weight_version`, which has one label for all requests of a step. vLLM 0.33 has
+the field too, without epochs, and fills it where a request asks. Can go once vLLM's spans have epochs, tell of K and V, and
+every response can have them.
 """
 
 import inspect
@@ -24,9 +25,10 @@ _FINISHED = '"finish_reason":"'
 
 @dataclass
 class EpochSpan(WeightVersionSpan):
-    """vLLM's span, with the server's epoch."""
+    """vLLM's span, with the server's epoch, and the life of the engine that counts it."""
 
     epoch: int = 0
+    instance: str | None = None
 
 
 _SPANS = list[EpochSpan] | None
@@ -81,7 +83,10 @@ def _with_epochs(original: Any) -> Any:
         if found is None:
             return None
         labels = [(Label.decode(span.version), span) for span in found]
-        return [EpochSpan(label.version, span.start, span.end, label.epoch) for label, span in labels]
+        return [
+            EpochSpan(label.version, span.start, span.end, label.epoch, label.instance or None)
+            for label, span in labels
+        ]
 
     return spans
 

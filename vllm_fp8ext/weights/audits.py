@@ -48,8 +48,7 @@ class Audits:
         found = [result["fingerprint"] for result in results]
         self._fingerprints.require(served, found)
         return {
-            "epoch": served.epoch,
-            "version": served.version,
+            **served.served(),
             "ranks": len(found),
             "seconds": time.perf_counter() - started,
         }
@@ -68,8 +67,7 @@ class Audits:
             for name, value in result["digests"].items():
                 names.setdefault(name, {})[str(result["rank"])] = value
         return {
-            "epoch": served.epoch,
-            "version": served.version,
+            **served.served(),
             "digests": dict(sorted(names.items())),
             "addresses": [result["addresses"] for result in results],
             "kv_scales": scale_digests(largest([result["kv_scales"] for result in results])),

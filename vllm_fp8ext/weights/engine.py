@@ -104,8 +104,7 @@ class UpdateEngine:
         if self.core.asleep():
             state = "asleep"
         return {
-            "epoch": step.live.epoch,
-            "version": step.live.version,
+            **step.live.served(),
             "state": state,
             "poisoned": step.poisoned,
             "update": updating.id if updating else None,
@@ -217,7 +216,7 @@ class UpdateEngine:
         self.step.require_healing(session.partial)
         session.check_base(self.step.live.epoch)
         session.touch(self._clock())
-        label = Label(self.step.live.epoch + 1, session.version)
+        label = self.step.live.next(session.version, aborts=session.running is Running.ABORT)
         try:
             asked = session.asked
             scales = (
@@ -255,7 +254,7 @@ class UpdateEngine:
         now = time.perf_counter()
         session.took("verify", now - seconds, now)
         session.ended_at(now)
-        session.commit({**label._asdict(), "pause_seconds": session.seconds["pause"]})
+        session.commit({**label.served(), "pause_seconds": session.seconds["pause"]})
         session.kv_scales = self.kv.describe(label.epoch)
         self.totals.ended(session.state)
         self.totals.took(session.seconds)
@@ -303,7 +302,7 @@ class UpdateEngine:
                 "no previous weights: no update was committed, or a newer one was begun, even if it was refused",
             )
         previous = self.step.previous
-        label = Label(self.step.live.epoch + 1, previous.version)
+        label = self.step.live.next(previous.version, aborts=running == Running.ABORT)
         cached = self.core.settings.kv_scales.cached if self.core.settings.kv_scales else "rescale"
         phases = self.step.run(ROLLBACK, label, Running(running), wait_seconds, cached=cached)
         if phases is None:
@@ -323,7 +322,7 @@ class UpdateEngine:
         phases["verify"] = seconds
         self.totals.ended("rolled-back")
         self.totals.took(phases)
-        return {"epoch": label.epoch, "version": label.version, "seconds": phases}
+        return {**label.served(), "seconds": phases}
 
     def digests(self) -> Result:
         """Start to compute the digests of the served weights; returns a job."""

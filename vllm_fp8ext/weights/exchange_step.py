@@ -10,7 +10,7 @@ from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kv.engine import KvEngine, ScaleSet
 from vllm_fp8ext.shown import shown
-from vllm_fp8ext.weights.labels import Label, default_version
+from vllm_fp8ext.weights.labels import Label, first_label
 from vllm_fp8ext.weights.session import WAIT_SECONDS, Running
 from vllm_fp8ext.weights.totals import Totals
 
@@ -28,6 +28,7 @@ class Core(Protocol):
     vocabulary: int
     longest_prompt: int
     compiled: list[dict[str, int]]
+    instance: str
 
     def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
     def stop(self) -> None: ...
@@ -68,7 +69,7 @@ class ExchangeStep:
         self._core = core
         self._kv = kv
         self._totals = totals
-        self.live = Label(0, default_version(0))
+        self.live = first_label(core.instance)
         self.previous: Label | None = None
         """What the twin holds, when it holds complete weights."""
         self.poisoned: str | None = None

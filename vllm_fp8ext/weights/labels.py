@@ -1,28 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How epoch and version travel through vLLM, which carries one opaque string per token span."""
+"""How epoch, version and instance travel through vLLM, which carries one opaque string per token span."""
 
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _SEPARATOR, _REQUESTS = "\x1f", "\x1e"
 
 
 class Label(NamedTuple):
-    """Which weights sampled a token: the server's epoch and the trainer's version, which may repeat."""
+    """Which weights sampled a token: the server's epoch and the trainer's version, which may repeat.
+
+    `instance`: the life of the engine in which epochs are counted; empty where nobody says. `aborted`: the last epoch that
+    began with the end of all requests that were running; 0 without one.
+    """
 
     epoch: int
     version: str
+    instance: str = ""
+    aborted: int = 0
+
+    def next(self, version: str, *, aborts: bool = False) -> "Label":
+        """The label of the epoch that follows."""
+        epoch = self.epoch + 1
+        return Label(epoch, version, self.instance, epoch if aborts else self.aborted)
+
+    def served(self) -> dict[str, Any]:
+        """What answers say of the weights that are served."""
+        return {"epoch": self.epoch, "version": self.version, "instance": self.instance or None}
 
     def encode(self) -> str:
-        return f"{self.epoch}{_SEPARATOR}{self.version}"
+        return _SEPARATOR.join((str(self.epoch), self.instance, str(self.aborted), self.version))
 
     @classmethod
     def decode(cls, text: str) -> "Label":
         """The label in a string that `encode` made; any other (vLLM's own `default`) is epoch 0."""
-        epoch, separator, version = text.partition(_SEPARATOR)
-        return cls(int(epoch), version) if separator else cls(0, default_version(0))
+        parts = text.split(_SEPARATOR, 3)
+        if len(parts) < 4:
+            return first_label("")
+        epoch, instance, aborted, version = parts
+        return cls(int(epoch), version, instance, int(aborted))
 
 
 class Step(NamedTuple):
@@ -46,6 +64,11 @@ def _decoded(text: str) -> Step:
     """Each request of a step asks."""
     label, _, held = text.rpartition(_REQUESTS)
     return Step(label, json.loads(held))
+
+
+def first_label(instance: str) -> Label:
+    """What an engine serves when it begins to live."""
+    return Label(0, default_version(0), instance)
 
 
 def default_version(epoch: int) -> str:

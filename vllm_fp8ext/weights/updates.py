@@ -36,6 +36,7 @@ class Updates:
         *,
         version: str | None = None,
         base_epoch: int | None = None,
+        instance: str | None = None,
         running: str = Running.KEEP,
         wait_seconds: float | None = None,
         partial: bool = False,
@@ -48,9 +49,17 @@ class Updates:
         """Open one. With an `id` that was opened before, that one is returned as it was opened.
 
         Raises:
-            UpdateError: `invalid-request`, `poisoned`, `update-open`, `stale-base`, `other-update` (what has this id was
-                opened with something else), or what is wrong with the `tensors` that are announced.
+            UpdateError: `invalid-request`, `poisoned`, `update-open`, `stale-base`, `other-instance` (than `instance`),
+                `other-update` (what has this id was opened with something else), or what is wrong with the `tensors` that
+                are announced.
         """
+        living = self._step.live.instance
+        if instance not in (None, living):
+            message = (
+                f"the update was made for instance {instance} of the server; it was started anew, as {living}, and counts "
+                "epochs from 0 again"
+            )
+            raise UpdateError("other-instance", message, expected=instance, found=living)
         if id is not None and id in self.sessions:
             asked = {"version": version, "base_epoch": base_epoch, "partial": partial or None}
             asked |= {"expert_layout": expert_layout}

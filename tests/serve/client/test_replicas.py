@@ -3,6 +3,7 @@
 
 import _thread
 import asyncio
+import json
 import signal
 import threading
 import time
@@ -61,6 +62,13 @@ def test_phases_come_one_after_the_other(
     for n in range(len(expected)):
         assert {url for url, _ in journal[3 * n : 3 * n + 3]} == set(urls(servers))
     assert {tuple(sorted(server.served)) for server in servers} == {("w0", "w1", "w2")}
+
+
+def test_each_server_is_told_its_own_life(caller: Caller, servers: list[Server], checkpoint: Path) -> None:
+    lives = {servers[0].url: "0a", servers[2].url: "0c"}
+    caller(urls(servers), "push", checkpoint, instances=lives)
+    opened = [json.loads(server.bodies[0]) for server in servers]
+    assert [body.get("instance") for body in opened] == ["0a", None, "0c"]
 
 
 def test_an_iterable_is_gone_through_once_for_all(caller: Caller, servers: list[Server]) -> None:
