@@ -67,8 +67,10 @@ def embedded_blocking(llm: Any) -> Iterator[Client]:
     Raises:
         ConfigError: also, the engine core is not a process of its own (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
     """
-    from vllm_fp8ext.compat.blocking_client import BlockingEngine  # a server has no use for it
+    from vllm_fp8ext.compat.beam_versions import install_offline  # a server has no use for these
+    from vllm_fp8ext.compat.blocking_client import BlockingEngine
 
+    install_offline()
     with contextlib.ExitStack() as stack:
         engine = BlockingEngine(llm)
         stack.callback(engine.close)

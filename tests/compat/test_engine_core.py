@@ -251,7 +251,7 @@ def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
     answers: bool,
     ranks: int,
 ) -> None:
-    def make(core: Any) -> None:
+    def initialize(core: Any) -> None:
         core.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(quantization=quantization),
             parallel_config=SimpleNamespace(data_parallel_size=ranks),
@@ -264,7 +264,7 @@ def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
     labels: list[str] = []
     cores = [SimpleNamespace(set_weight_version=labels.append) for _ in range(2)]
     for core in cores:
-        engine_core._quick(make)(core)
+        engine_core._beginning(initialize)(core)
     assert attached == (["cache", "cache"] if answers else [])
     lives = [Label.decode(label) for label in labels]
     if quantization != METHOD:

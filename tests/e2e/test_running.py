@@ -2,6 +2,7 @@
 """What a commit does to running requests, to the prefix cache, and to what responses say about it."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -190,6 +191,61 @@ def test_weight_versions_with_the_openai_client(server: Server, asked: bool):
         assert [choice.weight_versions for choice in carrying] == [expected]  # type: ignore[attr-defined]  # our field
         assert carrying[0].finish_reason == "length"
     openai.close()
+
+
+def _search(server: Server, choices: list[dict[str, Any]]) -> None:
+    """A beam search, of which nothing is streamed."""
+    asked = {"use_beam_search": True, "n": 2, "ignore_eos": True}
+    choices += complete(server, "12+34=", TOKENS, **asked)["choices"]
+
+
+def _beams(server: Server, running: str) -> list[dict[str, Any]]:
+    """Choices of a beam search that a commit of the late checkpoint met."""
+    [body] = bodies(ranges_of(LATE), 1 << 30)
+    for attempt in range(ATTEMPTS):
+        found: list[dict[str, Any]] = []
+        with server.client() as weights:
+            weights.push(EARLY, version="early")
+            update = weights.open(version="late", running=running)  # type: ignore[arg-type]  # a parameter's text
+            weights.put_chunk(update.id, 0, body)
+            weights.prepare(update.id)
+            search = threading.Thread(target=_search, args=(server, found))
+            search.start()
+            time.sleep(0.1 * (attempt + 1))
+            weights.commit(update.id)
+            search.join()
+        if len(found[0]["weight_versions"]) > 1 or found[0]["finish_reason"] == "abort":
+            return found
+    pytest.fail(f"in {ATTEMPTS} attempts no search met a commit: {found}")
+
+
+def test_beams_name_the_weights_of_each_token(server: Server):
+    beams = _beams(server, "keep")
+    assert len(beams) == 2
+    for beam in beams:
+        _check_spans(beam["weight_versions"], TOKENS, "early", "late")
+
+
+def test_a_commit_with_abort_ends_beams_too(server: Server):
+    """Between two steps of theirs no request runs that it could end."""
+    beams = _beams(server, "abort")
+    assert len({len(beam["token_ids"]) for beam in beams}) == 1
+    for beam in beams:
+        assert beam["finish_reason"] == "abort"
+        assert len(beam["token_ids"]) < TOKENS
+        _check_spans(beam["weight_versions"], len(beam["token_ids"]), "early")
+
+
+def test_each_answer_of_a_batch_of_chats_names_its_weights(single: Server):
+    with single.client() as client:
+        served = client.weights()
+    body = {"messages": [[{"role": "user", "content": text}] for text in ("1+1=", "2+2=")], "max_tokens": 5}
+    body |= {"model": MODEL, "ignore_eos": True}
+    reply = httpx.post(f"{single.url}/v1/chat/completions/batch", json=body, timeout=120)
+    span = {"version": "early", "epoch": served.epoch, "instance": served.instance, "start": 0, "end": 5}
+    assert [choice["weight_versions"] for choice in reply.raise_for_status().json()["choices"]] == [
+        [span]
+    ] * 2
 
 
 def test_a_repeated_version_is_still_two_spans(single: Server):

@@ -37,12 +37,15 @@ logger = logging.getLogger("vllm.fp8ext")
 def install() -> None:
     """Add our method to the engine core. Idempotent."""
     EngineCore.fp8ext = call
-    wrap(EngineCore, "__init__", _quick)
+    wrap(EngineCore, "_initialize_effective_attention_block_size", _beginning)
 
 
-def _quick(make: Any) -> Any:
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
+def _beginning(initialize: Any) -> Any:
+    """Around what a core calls once it has a scheduler. A core in a process that was not forked loads plugins when it is
+    being made: around `__init__` would be too late."""
+
+    def initialized(self: Any) -> None:
+        initialize(self)
         config = self.vllm_config
         if config.model_config.quantization != METHOD:
             return
@@ -54,7 +57,7 @@ def _quick(make: Any) -> Any:
 
             held_slots.attach(self.scheduler.kv_cache_manager)
 
-    return made
+    return initialized
 
 
 def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:

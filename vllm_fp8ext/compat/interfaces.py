@@ -53,6 +53,9 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "make anew what sleep has discarded": ("vllm.v1.executor.abstract:Executor.wake_up(tags)",),
     "know where DeepGEMM keeps its kernels on disk": ("vllm.utils.deep_gemm:_lazy_init",),
     "know whether the weights are asleep": ("vllm.v1.executor.abstract:Executor.sleeping_tags",),
+    "name the life of an engine, and quicken its scheduler": (
+        "vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size",
+    ),
     "label each token with the weights that sampled it": (
         "vllm.v1.engine.core:EngineCore.set_weight_version(weight_version)",
     ),
@@ -284,7 +287,19 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "vllm.ir.ops.layernorm:fused_add_rms_norm(x, x_residual, weight, epsilon, variance_size)",
         "vllm.config.compilation:CompilationConfig.inductor_compile_config",
     ),
+    "say which weights sampled the tokens of beams": (
+        "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search(prompt, request_id, params)",
+        "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search(prompts, params)",
+        "vllm.entrypoints.common.offline:OfflineInferenceMixin._render_and_run_requests(prompts, params, output_type)",
+        "vllm.entrypoints.generate.beam_search.utils:BeamSearchSequence(orig_prompt, tokens, logprobs)",
+    ),
     "show weight versions": (
+        "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch."
+        "chat_completion_full_generator_batch(request, generators)",
+        "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTokensChoice",
+        "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTextChoice",
+        "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTokensStreamChoice",
+        "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTextStreamChoice",
         "vllm.v1.engine.output_processor:RequestState._weight_version_spans",
         "vllm.outputs:WeightVersionSpan(version, start, end)",
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator("

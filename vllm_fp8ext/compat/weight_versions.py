@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows in `/v1/completions` and `/v1/chat/completions` which weights sampled which tokens.
+"""Shows in `/v1/completions`, `/v1/chat/completions`, its `/batch` and `/inference/v1/generate` which weights sampled which
+tokens.
 
 Each finished choice gets `weight_versions`: `[{"version", "epoch", "instance", "start", "end"}, …]` over its output tokens,
-in its final chunk when streaming. Replaces: the response builders of both endpoints; `RequestState._weight_version_spans`,
+in its final chunk when streaming. Replaces: the response builders of these endpoints; `RequestState._weight_version_spans`,
 which knows no epochs; and `RequestState.track_weight_version`, which has one label for all requests of a step. vLLM 0.33 has
 the field too, without epochs, and fills it where a request asks. Can go once vLLM's spans have epochs, tell of K and V, and
 every response can have them.
@@ -12,11 +13,13 @@ import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from vllm.outputs import WeightVersionSpan
 from vllm.v1.engine.output_processor import RequestState
 
+from vllm_fp8ext.compat import beam_versions
+from vllm_fp8ext.compat.beam_versions import LABEL
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.weights.labels import Label, Step
 
@@ -29,6 +32,14 @@ class EpochSpan(WeightVersionSpan):
 
     epoch: int = 0
     instance: str | None = None
+
+    @classmethod
+    def of(cls, span: WeightVersionSpan) -> Self:
+        """From vLLM's, whose version is a label. That stays with it (`label_of`), and no answer shows it."""
+        label = Label.decode(span.version)
+        made = cls(label.version, span.start, span.end, label.epoch, label.instance or None)
+        setattr(made, LABEL, label)
+        return made
 
 
 _SPANS = list[EpochSpan] | None
@@ -43,17 +54,25 @@ def install() -> None:
     """Idempotent."""
     track()
     from vllm.entrypoints.openai.chat_completion import protocol as chat
+    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion import protocol as completion
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.scale_out.token_in_token_out import protocol as generate
 
     _declare(completion.CompletionResponseChoice, completion.CompletionResponse)
     _declare(chat.ChatCompletionResponseChoice, chat.ChatCompletionResponse)
+    _declare(generate.GenerateTokensChoice, generate.GenerateTokensResponse)
+    _declare(generate.GenerateTextChoice, generate.GenerateTextResponse)
+    _declare(generate.GenerateTokensStreamChoice, generate.GenerateTokensStreamResponse)
+    _declare(generate.GenerateTextStreamChoice, generate.GenerateTextStreamResponse)
     wrap(RequestState, "_weight_version_spans", _with_epochs)
     wrap(OpenAIServingCompletion, "completion_stream_generator", _streaming)
     wrap(OpenAIServingCompletion, "request_output_to_completion_response", _completion)
     wrap(OpenAIServingChat, "chat_completion_stream_generator", _streaming)
     wrap(OpenAIServingChat, "chat_completion_full_generator", _chat)
+    wrap(OpenAIServingChatBatch, "chat_completion_full_generator_batch", _batch)
+    beam_versions.install()
 
 
 def _declare(choice: Any, response: Any) -> None:
@@ -80,13 +99,7 @@ def _with_held(original: Any) -> Any:
 def _with_epochs(original: Any) -> Any:
     def spans(self: Any) -> list[EpochSpan] | None:
         found = original(self)
-        if found is None:
-            return None
-        labels = [(Label.decode(span.version), span) for span in found]
-        return [
-            EpochSpan(label.version, span.start, span.end, label.epoch, label.instance or None)
-            for label, span in labels
-        ]
+        return None if found is None else [EpochSpan.of(span) for span in found]
 
     return spans
 
@@ -111,6 +124,25 @@ def _chat(original: Any) -> Any:
 
         response = await _call(original, self, tap, args, kwargs)
         _attach(response, outputs)
+        return response
+
+    return build
+
+
+def _batch(original: Any) -> Any:
+    async def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        generators = bound.arguments["generators"]
+        outputs: list[list[Any]] = [[] for _ in generators]
+
+        async def tap(place: int, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for result in results:
+                outputs[place] = result.outputs
+                yield result
+
+        bound.arguments["generators"] = [tap(place, results) for place, results in enumerate(generators)]
+        response = await original(*bound.args, **bound.kwargs)
+        _attach(response, (output for some in outputs for output in some))
         return response
 
     return build
