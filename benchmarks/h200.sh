@@ -60,6 +60,8 @@ part update_17b_nccl "fp8ext bench update --shape Qwen3-1.7B --checkpoints \$(tw
   --transports nccl nccl-fp8 --running 0 128 --out \$O/update_17b_nccl.json" # two GPUs
 part phases "python3 -P \$HERE/update_phases.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --serve gpu-memory-utilization=0.4 \
   --parts open stage stage_buckets prepare commit commit_buckets rollback --rounds 2 --running 128 --out \$O/phases.json"
+part prefill "python3 -P \$HERE/update_prefill.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --serve gpu-memory-utilization=0.4 \
+  --prompts 8192 32768 --running 64 --users 2 --out \$O/prefill.json"
 part load "python3 -P \$HERE/load_compare.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --variants blockfp8 fp8_per_block bf16 \
   --traffic updates --steps 4 --processes 4 --output-tokens lognormal:500,0.8,2000 --out \$O/load.json --page \$O/load.html"
 part check "fp8ext bench kernels --check"
