@@ -130,7 +130,8 @@ def staleness(run: Run) -> dict[str, Any]:
         else:
             for at, count in request.events:
                 tokens[sum(at < update.committed <= request.ended for update in commits)] += count
-    return {"estimated": not told, "tokens": {str(behind): tokens[behind] for behind in sorted(tokens)}}
+    counted = {str(behind): tokens[behind] for behind in sorted(tokens) if tokens[behind]}
+    return {"estimated": not told, "tokens": counted}
 
 
 def lies(run: Run) -> list[str]:

@@ -96,6 +96,15 @@ def test_truth_is_not_a_lie() -> None:
     assert lies(run(mixed(), updates=(UPDATE,))) == []
 
 
+def test_weights_that_computed_k_and_v_alone_sampled_no_token() -> None:
+    request = mixed()
+    request.spans = [Span("early", 3, 0, 0), Span("late", 4, 0, 100)]
+    request.sent, request.events = UPDATE.commit_sent - 1, [(UPDATE.committed + 1, 100)]
+    found = run(request, updates=(UPDATE,))
+    assert staleness(found) == {"estimated": False, "tokens": {"0": 100}}
+    assert lies(found) == []
+
+
 @pytest.mark.parametrize(
     ("spans", "why"),
     [
