@@ -23,8 +23,9 @@ PROMPT = [5, 6, 7]
 FIRST = first_label("0a1b")
 SECOND = FIRST.next("late")
 ABORTED = FIRST.next("late", aborts=True)
-Answer = Callable[[list[int]], list[Label]]
-"""Labels that a request with these tokens gets: of weights that computed K and V, the last that of its token."""
+Answer = Callable[[list[int]], list[Label] | None]
+"""Labels that a request with these tokens gets: of weights that computed K and V, the last that of its token. Without any it
+is ended; None: it fails."""
 
 
 def epochs(spans: list[Any] | None) -> list[tuple[int, int, int]]:
@@ -32,13 +33,14 @@ def epochs(spans: list[Any] | None) -> list[tuple[int, int, int]]:
     return [(span.epoch, span.start, span.end) for span in spans]
 
 
-def answered(tokens: list[int], labels: list[Label]) -> RequestOutput:
+def answered(tokens: list[int], found: list[Label] | None) -> RequestOutput:
     """One step: likeliest first, and after five tokens the end."""
     place = len(tokens) - len(PROMPT)
     likely = [10 + place, 20 + place, 30 + place, EOS if place == 4 else 40 + place]
     scores = {token: Logprob(-0.5 - index) for index, token in enumerate(likely)}
     if place == 4:
         scores[EOS] = Logprob(-0.1)
+    labels = found or []
     ended = not labels
     spans = [WeightVersionSpan(label.encode(), 0, int(label is labels[-1])) for label in labels]
     output = CompletionOutput(
@@ -47,7 +49,7 @@ def answered(tokens: list[int], labels: list[Label]) -> RequestOutput:
         token_ids=[] if ended else [likely[0]],
         cumulative_logprob=None,
         logprobs=None if ended else [scores],
-        finish_reason="abort" if ended else "length",
+        finish_reason="error" if found is None else "abort" if ended else "length",
         weight_versions=[EpochSpan.of(span) for span in spans],
     )
     return RequestOutput(
@@ -146,6 +148,20 @@ def test_beams_end_when_one_of_their_requests_was_ended() -> None:
     for beam in searched(lambda tokens: [] if len(tokens) == len(PROMPT) + 2 else [FIRST]):
         assert (beam.finish_reason, len(beam.token_ids)) == ("abort", 2)
         assert epochs(beam.weight_versions) == [(0, 0, 2)]
+
+
+def test_a_search_that_ends_before_its_first_token_has_no_span() -> None:
+    [beam] = searched(lambda tokens: [])
+    assert (beam.finish_reason, list(beam.token_ids), beam.weight_versions) == ("abort", [], [])
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_search_that_fails_says_so(place: int) -> None:
+    def answer(tokens: list[int]) -> list[Label] | None:
+        return None if len(tokens) == len(PROMPT) + place else [FIRST]
+
+    [beam] = searched(answer)
+    assert (beam.finish_reason, list(beam.token_ids)) == ("error", [])
 
 
 def test_an_abort_before_the_search_ends_nothing() -> None:

@@ -55,7 +55,7 @@ class Lineage:
         self._steps[key] = _Step([*twin.spans, *spans] if twin else spans, first)
 
     def spans(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[WeightVersionSpan] | None:
-        """Of one beam, over its `tokens`; None where a step said nothing."""
+        """Return those of one beam, over its `tokens`; None where a step said nothing."""
         told: list[tuple[WeightVersionSpan, int]] = []
         hashed = _hash(prompt)
         for place in range(len(tokens) + 1):
@@ -68,8 +68,8 @@ class Lineage:
                 told.append((own, place))
             if place < len(tokens):
                 hashed.update(_bytes([tokens[place]]))
-        ends = [*(start for _, start in told[1:]), len(tokens)]
-        return [replace(span, start=start, end=end) for (span, start), end in zip(told, ends, strict=True)]
+        starts = [*(start for _, start in told), len(tokens)]
+        return [replace(span, start=starts[n], end=starts[n + 1]) for n, (span, _) in enumerate(told)]
 
 
 def label_of(span: WeightVersionSpan) -> Label:
@@ -79,14 +79,14 @@ def label_of(span: WeightVersionSpan) -> Label:
 
 
 def install() -> None:
-    """For servers. Idempotent."""
+    """Label the beams of servers. Idempotent."""
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 
     wrap(BeamSearchOnlineMixin, "beam_search", _online)
 
 
 def install_offline() -> None:
-    """For an `LLM`. Idempotent."""
+    """Label the beams of an `LLM`. Idempotent."""
     from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 
     wrap(BeamSearchOfflineMixin, "beam_search", _offline)

@@ -283,8 +283,8 @@ class CoreAccess:
         self._core.add_request = self._add_request
 
     def restart_prompts(self) -> tuple[int, int]:
-        """Have requests that have no token yet begin again, but those that did twice, or can't: how many, and how many tokens
-        of theirs are computed again."""
+        """Have requests without a token begin again, but those that did twice, or can't. Returns how many do, and how many
+        tokens of theirs are computed again."""
         return self._kv_epochs.restart_prompts() if self._kv_epochs is not None else (0, 0)
 
     def enter_epoch(self, label: Label, *, recompute: bool) -> None:

@@ -45,9 +45,11 @@ class KvEpochs:
         core._attach_weight_version = self._attached
 
     def restart_prompts(self) -> tuple[int, int]:
-        """Preempt each running request that has no output token, `RESTARTS` times at most; no step may be in flight. Returns
-        how many, and the tokens of theirs whose K and V are given up. Requests that take their input bit by bit go on: what
-        they have can't be computed again."""
+        """Preempt each running request that has no output token, `RESTARTS` times at most. No step may be in flight.
+
+        Requests that take their input bit by bit go on: what they have can't be computed again. Returns how many begin again,
+        and the tokens of theirs whose K and V are given up.
+        """
         scheduler = self._scheduler
         chosen = [
             request
@@ -79,7 +81,7 @@ class KvEpochs:
             held.computed, held.sampled = request.num_computed_tokens, request.num_output_tokens
 
     def _begun(self, request: Any, *limit: Any) -> Any:
-        """`limit`: of the hit's length, which vLLM 0.33 passes."""
+        """Forget what a request held, which begins now. `limit`: of the hit's length, which vLLM 0.33 passes."""
         setattr(request, _STATE, _Held(sampled=request.num_output_tokens))
         self._to_tell.pop(request.request_id, None)
         return self._look_up(request, *limit)

@@ -35,7 +35,7 @@ class EpochSpan(WeightVersionSpan):
 
     @classmethod
     def of(cls, span: WeightVersionSpan) -> Self:
-        """From vLLM's, whose version is a label. That stays with it (`label_of`), and no answer shows it."""
+        """Make one of vLLM's, whose version is a label. That stays with it (`label_of`), and no answer shows it."""
         label = Label.decode(span.version)
         made = cls(label.version, span.start, span.end, label.epoch, label.instance or None)
         setattr(made, LABEL, label)

@@ -27,7 +27,7 @@ class Label(NamedTuple):
         return Label(epoch, version, self.instance, epoch if aborts else self.aborted)
 
     def served(self) -> dict[str, Any]:
-        """What answers say of the weights that are served."""
+        """Return what answers say of the weights that are served."""
         return {"epoch": self.epoch, "version": self.version, "instance": self.instance or None}
 
     def encode(self) -> str:
@@ -44,8 +44,11 @@ class Label(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step says of its tokens: `label`, encoded, of the weights that sampled all of them; and for single requests, by
-    id, the encoded labels of older weights that computed K and V of theirs."""
+    """A step's word on its tokens.
+
+    `label`: encoded, of the weights that sampled all of them. `held`: for single requests, by id, the encoded labels of older
+    weights that computed K and V of theirs.
+    """
 
     label: str
     held: Mapping[str, Sequence[str]] = {}
@@ -55,7 +58,7 @@ class Step(NamedTuple):
 
     @classmethod
     def decode(cls, text: str) -> "Step":
-        """What `encode` made a string of; any other is a label."""
+        """Read a string that `encode` made; any other is a label."""
         return _decoded(text) if _REQUESTS in text else cls(text)
 
 
@@ -67,7 +70,7 @@ def _decoded(text: str) -> Step:
 
 
 def first_label(instance: str) -> Label:
-    """What an engine serves when it begins to live."""
+    """Label what an engine serves when it begins to live."""
     return Label(0, default_version(0), instance)
 
 
