@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from vllm_fp8ext.kernels.cuda import MOST_SHARED_BYTES
-from vllm_fp8ext.kernels.reference import BLOCK, blocks
+from vllm_fp8ext.kernels.layout import BLOCK, blocks
 
 TOKENS = (8, 16, 32, 64, 128)
 """Widths that kernels are built for; a batch takes the smallest that holds it."""

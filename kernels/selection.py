@@ -10,13 +10,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_fp8ext.kernels import decode_cuts
+from vllm_fp8ext.kernels.layout import BLOCK
 
 TABLE = Path(__file__).with_name("crossover.json")
 """By shape and number of tokens, microseconds of `decode_gemm` and of the kernels that may take the others, with activations
 that a launch before quantizes, on one H200. `benchmarks/crossover.py` writes it; it names the run of each shape.
 `decode_cuts` has what was measured in layers, beside DeepGEMM."""
+MULTIPLES = {"deep_gemm": 64, "cutlass": BLOCK, "triton": BLOCK}
+"""Of what the rows of a weight must be a multiple, by kernel for many tokens, fastest first."""
+COLUMNS = BLOCK
+"""Of what its columns must be a multiple, whatever the kernel."""
 MOST = 64
 """Most tokens of `decode_gemm` beside a kernel that was not measured."""
+
+
+def rows_multiple(dtype: str) -> int:
+    """Return of what a weight's rows must be a multiple, for activations of this dtype (torch's name) to be multiplied by it
+    many at a time. DeepGEMM, which takes the most, makes BF16."""
+    return min(rows for name, rows in MULTIPLES.items() if dtype == "bfloat16" or name != "deep_gemm")
 
 
 def crossover(n: int, k: int, gemm: str) -> int:

@@ -27,6 +27,7 @@ def test_what_json_can_say_is_taken() -> None:
     section = {
         "scale_format": "pow2",
         "ignore": ["*.o_proj", "model.layers.0.*"],
+        "quantize": ["visual.*"],
         "staging": "none",
         "kv_scales": {"policy": "static", "default": 1.0},
         "kernels": {
@@ -58,6 +59,7 @@ def test_what_json_can_say_is_taken() -> None:
     assert settings.model_dump() == {
         **section,
         "ignore": tuple(section["ignore"]),
+        "quantize": tuple(section["quantize"]),
         "allowed_dirs": ("/data",),
         "canary": {"prompts": ((1, 2, 3), (4, 5)), "max_perplexity": 20.0},
         "kv_scales": KvScaleSettings(policy="static", default=1.0).model_dump(),

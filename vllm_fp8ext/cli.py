@@ -102,7 +102,7 @@ def digest(
 ) -> None:
     """Digests that a server has once it serves CHECKPOINT. Needs torch, not vLLM.
 
-    Without a manifest: one rank, fp32 scales, every projection quantized.
+    Without a manifest: of a server with one rank and default settings.
     """
     from vllm_fp8ext.serve.client import Client
     from vllm_fp8ext.weights.digest import checkpoint_digests

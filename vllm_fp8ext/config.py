@@ -155,6 +155,10 @@ class Settings(BaseModel):
     ignore: tuple[str, ...] = Field(default=(), strict=False)
     """Layers kept in the checkpoint's precision: names or shell patterns of modules (`*.o_proj`, `model.layers.0.*`)."""
 
+    quantize: tuple[str, ...] = Field(default=(), strict=False)
+    """Layers served in FP8, by names or patterns as in `ignore`, though they stay in 16 bits by default: those of encoders
+    beside the language model, and those of shapes that FP8 kernels do not take for many tokens."""
+
     kernels: KernelSettings = Field(default_factory=KernelSettings)
     """How linear layers are computed on a GPU."""
 

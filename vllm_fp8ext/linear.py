@@ -174,8 +174,13 @@ def require_scales(scales: Tensor, scale_format: ScaleFormat) -> None:
 class KeptLinearMethod(UnquantizedLinearMethod):
     """A projection kept in the checkpoint's precision, whose weight stays readable and exchangeable on the CPU too.
 
-    vLLM's own method packs the weight into an opaque handle there and drops the original.
+    vLLM's own method packs the weight into an opaque handle there and drops the original. `reason`: why, where the settings
+    did not say so.
     """
+
+    def __init__(self, reason: str | None = None) -> None:
+        super().__init__()
+        self.reason = reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         _keep(super().process_weights_after_loading, layer)

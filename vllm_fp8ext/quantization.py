@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
@@ -13,10 +13,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from vllm_fp8ext.compat.encoders import is_encoders
 from vllm_fp8ext.compat.kv_scales import KvCacheMethod
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.experts import BlockFp8ExpertsMethod
+from vllm_fp8ext.kept import ENCODER, unfit
 from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
 
@@ -27,7 +29,7 @@ MATRICES = ("", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
 
 
 class BlockFp8Config(QuantizationConfig):
-    """Blockwise FP8 for attention and MLP projections; embeddings, norms and lm_head stay as they are.
+    """Blockwise FP8 for attention and MLP projections; embeddings, norms, lm_head and what `kept` names stay as they are.
 
     vLLM makes one with no arguments for a BF16, FP16 or FP32 checkpoint, and through `from_config` for a checkpoint that
     is block FP8 already (DeepSeek's `weight` + `weight_scale_inv`).
@@ -94,14 +96,30 @@ class BlockFp8Config(QuantizationConfig):
             apart = layer.params_dtype != config.model_config.dtype  # such as a classifier's head in fp32
             if apart or _routes(layer, prefix) or self._ignored(prefix, settings):
                 return KeptLinearMethod()
+            if not self.serialized and not self._named(prefix, settings.quantize):
+                reason = _kept_because(layer, prefix, config.model_config)
+                if reason:
+                    return KeptLinearMethod(reason)
             return BlockFp8LinearMethod(settings, serialized=self.serialized, shadow=self.shadow)
         return None
 
     def _ignored(self, prefix: str, settings: Settings) -> bool:
-        mapping = self.packed_modules_mapping
-        return should_ignore_layer(
-            prefix, ignore=settings.ignore, fused_mapping=mapping, use_fnmatch=True
-        ) or should_ignore_layer(prefix, ignore=self.kept, fused_mapping=mapping)
+        return self._named(prefix, settings.ignore) or should_ignore_layer(
+            prefix, ignore=self.kept, fused_mapping=self.packed_modules_mapping
+        )
+
+    def _named(self, prefix: str, patterns: tuple[str, ...]) -> bool:
+        """Whether these name a layer: a fused one by its own name, or by those of all its parts."""
+        if should_ignore_layer(prefix, ignore=patterns, use_fnmatch=True):
+            return True
+        try:
+            mapping = self.packed_modules_mapping
+            return should_ignore_layer(prefix, ignore=patterns, fused_mapping=mapping, use_fnmatch=True)
+        except ValueError:
+            parts = ", ".join(mapping[prefix.rpartition(".")[2]])
+            raise ConfigError(
+                f"{prefix} is one matrix: expected all of {parts} in ignore or quantize, or none, found some of them"
+            ) from None
 
     def _experts_method(self, settings: Settings, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
         experts = prefix.removesuffix(".routed_experts")
@@ -146,6 +164,14 @@ class BlockFp8Config(QuantizationConfig):
 
 def _is_block_fp8(config: dict[str, Any]) -> bool:
     return config.get("quant_method") == "fp8" and config.get("weight_block_size") == [BLOCK, BLOCK]
+
+
+def _kept_because(layer: LinearBase, prefix: str, model: ModelConfig) -> str | None:
+    """Why a layer stays in 16 bits where nobody asks for it; None if it does not."""
+    if is_encoders(prefix, model):
+        return ENCODER
+    columns = getattr(layer, "input_size_per_partition", layer.input_size)
+    return unfit(sum(layer.output_partition_sizes), columns, str(model.dtype).removeprefix("torch."))
 
 
 def _routes(layer: LinearBase, prefix: str) -> bool:

@@ -28,6 +28,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from vllm_fp8ext.kept import unfit
 from vllm_fp8ext.plan.memory import weight_memory
 from vllm_fp8ext.plan.model import read_model
 from vllm_fp8ext.weights.digest import EXPERT, Digests, checkpoint_digests
@@ -243,11 +244,26 @@ def test_each_rank_has_experts_of_its_own(stories: dict[str, dict[str, Any]]) ->
     assert len(tensors["model.layers.0.mlp.gate.weight"]["pieces"]) == 2
 
 
+def test_projections_that_gemms_do_not_take_stay_in_16_bits(stories: dict[str, dict[str, Any]]) -> None:
+    """A shared expert of 192 columns is one that they do not take, and on two ranks it has 96; one of 256 they do."""
+    for setting, name, columns in (
+        ("DeepSeek-V3", "shared_experts", 192),
+        ("two ranks", "shared_experts", 96),
+        ("a shared expert with a gate, from FP8", "shared_expert", 256),
+    ):
+        tensor = stories[setting]["manifest"]["tensors"][f"model.layers.1.mlp.{name}.down_proj.weight"]
+        assert {(piece["target_shape"][1], piece["quantized"]) for piece in tensor["pieces"]} == {
+            (columns, columns == 256)
+        }
+
+
 def test_routers_stay_as_they_are(setting: str, facts: dict[str, Any]) -> None:
     kept = set()
     for name, tensor in facts["manifest"]["tensors"].items():
-        matrix = re.search(r"_proj(_with_mqa)?\.weight$", name) or EXPERT.search(name)
-        assert {piece["quantized"] for piece in tensor["pieces"]} == {matrix is not None}, name
+        linear = re.search(r"_proj(_with_mqa)?\.weight$", name)
+        for piece in tensor["pieces"]:
+            served = bool(linear) and unfit(*piece["target_shape"], "bfloat16") is None
+            assert piece["quantized"] == (served or bool(EXPERT.search(name))), name
         if "gate." in name or "bias" in name:
             kept.add(name.rpartition("mlp.")[2].rpartition("block_sparse_moe.")[2])
     assert ("gate.wg.weight" if SETTINGS[setting][0] == "hunyuan" else "gate.weight") in kept

@@ -72,7 +72,12 @@ def others(
             ragged,
             logs / "ragged.log",
             arguments=(*SMALL, "--dtype", "bfloat16", "--api-key", API_KEY),
-            settings={"scale_format": "pow2", "update_lifetime_seconds": 5, "upload_idle_seconds": 2},
+            settings={
+                "scale_format": "pow2",
+                "quantize": ["*"],
+                "update_lifetime_seconds": 5,
+                "upload_idle_seconds": 2,
+            },
         ),
     }
     with answering(*started.values()):

@@ -24,16 +24,16 @@ from vllm_fp8ext.weights.digest import (
 )
 from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec
 
-WIDTH = 140
+WIDTH = 256
 SHAPES = {
     "embed_tokens.weight": (20, WIDTH),
     "layers.0.self_attn.q_proj.weight": (96, WIDTH),
-    "layers.0.self_attn.k_proj.weight": (40, WIDTH),
-    "layers.0.self_attn.v_proj.weight": (40, WIDTH),
-    "layers.0.self_attn.o_proj.weight": (WIDTH, 96),
-    "layers.0.mlp.gate_proj.weight": (72, WIDTH),
-    "layers.0.mlp.up_proj.weight": (72, WIDTH),
-    "layers.0.mlp.down_proj.weight": (WIDTH, 72),
+    "layers.0.self_attn.k_proj.weight": (48, WIDTH),
+    "layers.0.self_attn.v_proj.weight": (48, WIDTH),
+    "layers.0.self_attn.o_proj.weight": (WIDTH, 128),
+    "layers.0.mlp.gate_proj.weight": (96, WIDTH),
+    "layers.0.mlp.up_proj.weight": (96, WIDTH),
+    "layers.0.mlp.down_proj.weight": (WIDTH, 128),
     "layers.0.input_layernorm.weight": (WIDTH,),
     "layers.0.self_attn.q_proj.bias": (96,),
 }
@@ -123,7 +123,7 @@ def test_a_scalar_has_a_digest() -> None:
 def test_digests_of_a_checkpoint_are_those_of_its_fused_matrices(
     tmp_path: Path, weights: dict[str, Tensor]
 ) -> None:
-    """q, k and v have 96, 40 and 40 rows: one matrix of 176 rows, in which two blocks of rows span several of
+    """q, k and v have 96, 48 and 48 rows: one matrix of 192 rows, in which two blocks of rows span several of
     them."""
     found = checkpoint_digests(save(tmp_path / "model", weights))
     assert list(found) == sorted(weights)
@@ -131,13 +131,13 @@ def test_digests_of_a_checkpoint_are_those_of_its_fused_matrices(
     codes, scales = reference.quantize_weight(torch.cat([weights[name] for name in QKV]))
     assert [found[name]["0"] for name in QKV] == [
         sha(codes[:96], scales[:1]),
-        sha(codes[96:136], scales),
-        sha(codes[136:], scales[1:]),
+        sha(codes[96:144], scales),
+        sha(codes[144:], scales[1:]),
     ]
     gate, up = (f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
     codes, scales = reference.quantize_weight(torch.cat([weights[gate], weights[up]]))
-    assert found[gate]["0"] == sha(codes[:72], scales[:1])
-    assert found[up]["0"] == sha(codes[72:], scales)
+    assert found[gate]["0"] == sha(codes[:96], scales[:1])
+    assert found[up]["0"] == sha(codes[96:], scales)
     for part in ("self_attn.o_proj", "mlp.down_proj"):
         name = f"layers.0.{part}.weight"
         assert found[name]["0"] == sha(*reference.quantize_weight(weights[name]))
@@ -158,7 +158,7 @@ def test_one_weight_changes_the_digests_of_its_blocks_only(
     tmp_path: Path, weights: dict[str, Tensor]
 ) -> None:
     before = checkpoint_digests(save(tmp_path / "before", weights))
-    weights[QKV[2]][39, 0] = 1000.0  # a new amax, in the block of the last rows of k and all of v
+    weights[QKV[2]][47, 0] = 1000.0  # a new amax, in the block of the last rows of k and all of v
     after = checkpoint_digests(save(tmp_path / "after", weights))
     assert {name for name in before if before[name] != after[name]} == {QKV[1], QKV[2]}
     weights["embed_tokens.weight"][0, 0] += 1
@@ -253,9 +253,9 @@ def test_the_default_manifest_fuses_and_quantizes_projections() -> None:
     placed = {
         name: (piece.target, piece.target_shape, piece.origin) for name, (piece,) in layout.pieces.items()
     }
-    assert [placed[name] for name in QKV] == [(QKV[0], (176, WIDTH), (row, 0)) for row in (0, 96, 136)]
-    assert placed["layers.0.mlp.up_proj.weight"] == ("layers.0.mlp.gate_proj.weight", (144, WIDTH), (72, 0))
-    assert placed["layers.0.mlp.down_proj.weight"] == ("layers.0.mlp.down_proj.weight", (WIDTH, 72), (0, 0))
+    assert [placed[name] for name in QKV] == [(QKV[0], (192, WIDTH), (row, 0)) for row in (0, 96, 144)]
+    assert placed["layers.0.mlp.up_proj.weight"] == ("layers.0.mlp.gate_proj.weight", (192, WIDTH), (96, 0))
+    assert placed["layers.0.mlp.down_proj.weight"] == ("layers.0.mlp.down_proj.weight", (WIDTH, 128), (0, 0))
     assert placed["layers.0.input_layernorm.weight"] == ("layers.0.input_layernorm.weight", (WIDTH,), (0,))
     assert {name for name, (piece,) in layout.pieces.items() if piece.quantized} == {
         name for name in SHAPES if name.endswith("_proj.weight")
@@ -265,8 +265,35 @@ def test_the_default_manifest_fuses_and_quantizes_projections() -> None:
 @pytest.mark.parametrize("part", ["qkv", "gate_up"])
 def test_the_default_manifest_takes_projections_that_are_fused_already(part: str) -> None:
     name = f"layers.0.{part}_proj.weight"
-    layout = default_manifest([TensorSpec(name, (176, 64), "bfloat16")])
-    assert layout.pieces[name] == (Piece(0, name, (176, 64), ((0, 176), (0, 64)), (0, 0), True, "bfloat16"),)
+    layout = default_manifest([TensorSpec(name, (192, 128), "bfloat16")])
+    assert layout.pieces[name] == (
+        Piece(0, name, (192, 128), ((0, 192), (0, 128)), (0, 0), True, "bfloat16"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "quantized"),
+    [
+        ("layers.0.mlp.down_proj.weight", (64, 128), "bfloat16", True),
+        ("layers.0.mlp.down_proj.weight", (64, 320), "bfloat16", False),
+        ("layers.0.mlp.down_proj.weight", (96, 128), "bfloat16", False),
+        ("layers.0.mlp.down_proj.weight", (64, 128), "float16", False),
+        ("layers.0.mlp.down_proj.weight", (128, 128), "float16", True),
+        ("visual.blocks.0.mlp.down_proj.weight", (64, 128), "bfloat16", False),
+        ("vision_tower.encoder.layers.0.self_attn.o_proj.weight", (64, 128), "float32", False),
+    ],
+)
+def test_the_default_manifest_keeps_what_a_server_keeps(
+    name: str, shape: tuple[int, int], dtype: str, quantized: bool
+) -> None:
+    [piece] = default_manifest([TensorSpec(name, shape, dtype)]).pieces[name]
+    assert piece.quantized == quantized
+
+
+def test_parts_of_one_matrix_are_kept_together() -> None:
+    """q, k and v of 96, 40 and 40 rows are one matrix of 176."""
+    specs = [TensorSpec(name, (rows, 128), "bfloat16") for name, rows in zip(QKV, (96, 40, 40), strict=True)]
+    assert not any(piece.quantized for [piece] in default_manifest(specs).pieces.values())
 
 
 # --- files
@@ -409,8 +436,8 @@ def values() -> dict[str, Tensor]:
     """In a layout whose blocks are those of its tensors."""
     noise = torch.Generator().manual_seed(2)
     shapes = {
-        "self_attn.o_proj.weight": (200, 256),
-        "mlp.down_proj.weight": (256, 140),
+        "self_attn.o_proj.weight": (192, 256),
+        "mlp.down_proj.weight": (256, 256),
         "norm.weight": (256,),
     }
     shapes |= {f"self_attn.{part}_proj.weight": (128, 256) for part in "qkv"}

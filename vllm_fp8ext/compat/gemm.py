@@ -82,12 +82,12 @@ def triton_sizes(n: int, k: int) -> dict[int, str]:
 
 GEMMS.update({"deep_gemm": deep_gemm, "cutlass": cutlass, "triton": triton})
 
-_KERNELS: dict[str, tuple[str, int]] = {
-    "deep_gemm": ("DeepGemmFp8BlockScaledMMKernel", 64),
-    "cutlass": ("CutlassFp8BlockScaledMMKernel", BLOCK),
-    "triton": ("TritonFp8BlockScaledMMKernel", BLOCK),
+_KERNELS = {
+    "deep_gemm": "DeepGemmFp8BlockScaledMMKernel",
+    "cutlass": "CutlassFp8BlockScaledMMKernel",
+    "triton": "TritonFp8BlockScaledMMKernel",
 }
-"""vLLM's class that knows whether a kernel runs here, and of what its rows must be a multiple; fastest first."""
+"""vLLM's class that knows whether a kernel runs here."""
 
 
 def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettings) -> Route | None:
@@ -112,7 +112,7 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
     try:
         route = selection.route(
             shape_NK,
-            [name for name in _KERNELS if _takes(name, shape_NK, dtype)],
+            [name for name in selection.MULTIPLES if _takes(name, shape_NK, dtype)],
             few=few,
             decode_tokens=chosen.decode_tokens,
             gemm=chosen.gemm,
@@ -152,8 +152,7 @@ def decode_gemm_runs() -> bool:
 
 @cache
 def _takes(name: str, shape_NK: tuple[int, int], dtype: torch.dtype) -> bool:
-    kernel_name, multiple = _KERNELS[name]
-    if shape_NK[0] % multiple or shape_NK[1] % BLOCK:
+    if shape_NK[0] % selection.MULTIPLES[name] or shape_NK[1] % selection.COLUMNS:
         return False
     config = FP8ScaledMMLinearLayerConfig(
         weight_quant_key=create_fp8_quant_key(static=True, group_shape=GroupShape(BLOCK, BLOCK)),
@@ -162,5 +161,5 @@ def _takes(name: str, shape_NK: tuple[int, int], dtype: torch.dtype) -> bool:
         out_dtype=dtype,
         weight_shape=shape_NK,
     )
-    usable, _ = kernels.is_supported_and_can_implement_kernel(getattr(kernels, kernel_name), config, None)
+    usable, _ = kernels.is_supported_and_can_implement_kernel(getattr(kernels, _KERNELS[name]), config, None)
     return bool(usable) and (name != "deep_gemm" or deep_gemm_runs())

@@ -230,6 +230,15 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "know which KV heads' scales are a rank's": ("vllm.config.model:ModelConfig.get_total_num_kv_heads",),
     "calibrate with what all ranks see": ("vllm.distributed:get_tp_group",),
+    "know which layers are an encoder's": (
+        "vllm.model_executor.models.interfaces:SupportsMultiModal._mark_tower_model("
+        "vllm_config, modalities, targets)",
+        "vllm.config.model:ModelConfig.is_multimodal_model",
+        "vllm.config.model:ModelConfig.is_encoder_decoder",
+    ),
+    "know a layer's shape on one rank": (
+        "vllm.model_executor.layers.linear:LinearBase(input_size, output_size)",
+    ),
     "match ignored layers": (
         "vllm.model_executor.layers.quantization.compressed_tensors.utils:should_ignore_layer("
         "layer_name, ignore, fused_mapping, use_fnmatch)",

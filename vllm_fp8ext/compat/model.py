@@ -9,6 +9,7 @@ their weights away. Can go once it keeps them.
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,6 +76,16 @@ def _keep_readable(model: nn.Module) -> None:
         method = kept.get(type(getattr(module, "quant_method", None)))
         if method is not None:
             module.quant_method = method()
+
+
+def kept_layers(models: nn.Module) -> dict[str, list[str]]:
+    """Names of the projections that stay in 16 bits without a setting that says so, by the reason."""
+    kept: dict[str, list[str]] = defaultdict(list)
+    for module in models.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, KeptLinearMethod) and method.reason:
+            kept[method.reason].append(module.prefix)
+    return kept
 
 
 def require_no_copies(model: nn.Module) -> None:

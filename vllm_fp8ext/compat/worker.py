@@ -21,6 +21,7 @@ from vllm_fp8ext.compat.compilations import counts
 from vllm_fp8ext.compat.owner import follow_engine
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UpdateError, described
+from vllm_fp8ext.kept import report
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -41,8 +42,10 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         return worker.load_model(*args, **kwargs)
     follow_engine()
 
-    from vllm_fp8ext.compat.model import recorded_checkpoint
+    from vllm_fp8ext.compat import encoders
+    from vllm_fp8ext.compat.model import kept_layers, recorded_checkpoint
 
+    encoders.install()
     settings, on_gpu = Settings.parse(config.additional_config), current_platform.is_cuda()
     runner = worker.model_runner
     original = runner.load_model
@@ -52,6 +55,9 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         recording: Any = recorded_checkpoint() if live else contextlib.nullcontext()
         with recording as recorded:
             result = original(*inner, **named)
+        if worker.rank == 0:
+            for line in report(kept_layers(_models(runner))):
+                logger.info(line)
         if on_gpu:
             models = _models(runner)
             fusion.name_kernels(config, models)

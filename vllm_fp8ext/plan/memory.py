@@ -2,17 +2,24 @@
 """What a model takes on each rank, and what is left for the KV cache. Bytes everywhere."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import get_args
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kept import unfit
 from vllm_fp8ext.kernels.layout import BLOCK, blocks
 from vllm_fp8ext.plan.model import Model, Parameter, Role
 
 SIXTEEN_BITS = 2
 SCALE_BYTES = 4
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ROW_PARALLEL = frozenset(
+    {"o_proj", "down_proj", "dense", "out_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h"}
+)
+"""Projections whose columns tensor-parallel ranks share out; of the others, the rows."""
 UTILIZATION = 0.92
 """Default of vLLM's --gpu-memory-utilization."""
 FIXED_OVERHEAD = 1_500_000_000
@@ -133,18 +140,41 @@ def _row(model: Model, serving: Serving, weights: str, staging: str | None, kv: 
 
 def weight_memory(model: Model, tp: int, *, fp8: bool) -> int:
     """Weights of one rank."""
-    return sum(_parameter_memory(parameter, model, tp, fp8=fp8) for parameter in model.parameters)
+    named = {parameter.name: parameter for parameter in model.parameters}
+    return sum(_parameter_memory(parameter, named, model, tp, fp8=fp8) for parameter in model.parameters)
 
 
-def _parameter_memory(parameter: Parameter, model: Model, tp: int, *, fp8: bool) -> int:
-    parts = {Role.KEPT: 1, Role.KV_PROJECTION: min(tp, model.kv_heads)}.get(parameter.role, tp)
+def _parameter_memory(
+    parameter: Parameter, named: Mapping[str, Parameter], model: Model, tp: int, *, fp8: bool
+) -> int:
+    parts = _ranks(parameter, model, tp)
     size = -(-parameter.size // parts)
     if not fp8 or parameter.role not in (Role.PROJECTION, Role.KV_PROJECTION):
         return size * SIXTEEN_BITS
     if len(parameter.shape) == 3:
         return _experts_memory(parameter, tp)
+    if unfit(*_served_shape(parameter, named, model, tp), "bfloat16"):
+        return size * SIXTEEN_BITS
     rows, columns = parameter.shape
     return size + -(-blocks(rows) * blocks(columns) // parts) * SCALE_BYTES
+
+
+def _ranks(parameter: Parameter, model: Model, tp: int) -> int:
+    """Among how many ranks a parameter is divided."""
+    return {Role.KEPT: 1, Role.KV_PROJECTION: min(tp, model.kv_heads)}.get(parameter.role, tp)
+
+
+def _served_shape(
+    parameter: Parameter, named: Mapping[str, Parameter], model: Model, tp: int
+) -> tuple[int, int]:
+    """Rows and columns of the matrix of one rank in which a projection is served: q, k and v are one, gate and up another."""
+    rows, columns = parameter.shape
+    path, _, name = parameter.name.removesuffix(".weight").rpartition(".")
+    if name in ROW_PARALLEL:
+        return rows, columns // tp
+    names = next((group for group in FUSED if name in group), (name,))
+    parts = [named.get(f"{path}.{part}.weight", parameter) for part in names]
+    return sum(part.shape[0] // _ranks(part, model, tp) for part in parts), columns
 
 
 def _experts_memory(parameter: Parameter, tp: int) -> int:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kept import in_encoder, unfit
 from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, NonFiniteError, ScaleFormat
 from vllm_fp8ext.kv.names import is_kv_scale
@@ -154,7 +155,7 @@ def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
     """The manifest of a one-rank server of a Llama- or Qwen-like checkpoint with default settings.
 
     Projections are quantized, q/k/v and gate/up in one matrix each, and those of experts, each alone; everything else is
-    served as it is.
+    served as it is, and so are projections that `kept` names.
 
     Raises:
         UpdateError: `wrong-form`: fused experts, whose matrices only a server's manifest names.
@@ -175,8 +176,17 @@ def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
         rows = [part.shape[0] for part in parts]
         position = parts.index(spec)
         shape = (sum(rows), spec.shape[1])
-        pieces[name] = (_whole(parts[0].name, spec, True, shape, sum(rows[:position])),)
+        quantized = bool(EXPERT.search(name)) or scale_name(name) in scales or not _kept(name, shape, spec)
+        pieces[name] = (_whole(parts[0].name, spec, quantized, shape, sum(rows[:position])),)
     return Manifest(tensors, frozenset(), pieces, "fp32", 1)
+
+
+def _kept(name: str, shape: tuple[int, int], spec: TensorSpec) -> bool:
+    return in_encoder(name) or unfit(*shape, _served(spec)) is not None
+
+
+def _served(spec: TensorSpec) -> str:
+    return "float16" if spec.dtype == "float16" else "bfloat16"
 
 
 def _fused(name: str) -> tuple[str, ...]:
@@ -197,7 +207,7 @@ def _whole(target: str, spec: TensorSpec, quantized: bool, shape: tuple[int, ...
         source=tuple((0, size) for size in spec.shape),
         origin=(first, *(0 for _ in spec.shape[1:])),
         quantized=quantized,
-        dtype="float16" if spec.dtype == "float16" else "bfloat16",
+        dtype=_served(spec),
     )
 
 
