@@ -8,10 +8,18 @@ Fp8ExtError
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["ConfigError", "Fp8ExtError", "UnsupportedVllmError", "UpdateError", "described"]
+__all__ = [
+    "WITHOUT_UPDATES",
+    "ConfigError",
+    "Fp8ExtError",
+    "UnsupportedVllmError",
+    "UpdateError",
+    "described",
+    "no_live_updates",
+]
 
 
 class Fp8ExtError(Exception):
@@ -51,6 +59,16 @@ class UpdateError(Fp8ExtError):
     def from_dict(cls, data: dict[str, Any]) -> "UpdateError":
         """The error that `as_dict` described."""
         return cls(data["kind"], data["message"], status=data["status"], **data["details"])
+
+
+WITHOUT_UPDATES = '--additional-config \'{"fp8ext": {"staging": "none"}}\''
+"""What serves a model of which an update could not bring everything."""
+
+
+def no_live_updates(problems: Iterable[str]) -> ConfigError:
+    """Make the error of a model whose weights can't be updated live, a line for each problem."""
+    lines = ["this model's weights can't be updated live:", *problems]
+    return ConfigError("\n  ".join(lines) + f"\n{WITHOUT_UPDATES} serves it without updates")
 
 
 def described(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -32,6 +32,17 @@ SCALES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
 DEQUANTIZED = ("w13_dequantized", "w2_dequantized")
 
 
+IN_16_BITS = (
+    '--additional-config \'{"fp8ext": {"staging": "none", "ignore": ["*.experts"]}}\', which leaves them to vLLM in 16 bits, '
+    "without updates"
+)
+"""The settings that serve experts which are not served in FP8."""
+
+
+def _not_served(which: str, name: str) -> ConfigError:
+    return ConfigError(f"blockfp8 does not serve experts {which} in FP8 yet ({name}): expected {IN_16_BITS}")
+
+
 class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
     """The routed experts of one layer. `serialized`: the checkpoint holds codes and scales; `shadow`: lay them out for a twin
     (`BlockFp8LinearMethod`).
@@ -63,7 +74,7 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
             *(["a limited SwiGLU"] if moe.swiglu_limit is not None else []),
         ]
         if odd:
-            raise ConfigError(f"blockfp8 does not serve experts with {', '.join(odd)} yet ({prefix})")
+            raise _not_served(f"with {', '.join(odd)}", prefix)
 
     @property
     def supports_eplb(self) -> bool:
@@ -90,7 +101,7 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         if layer.apply_router_weight_on_input:
-            raise ConfigError(f"blockfp8 does not serve experts whose input is weighted ({layer.layer_name})")
+            raise _not_served("whose input is weighted", layer.layer_name)
         if self.shadow:
             width = intermediate_size_per_partition
             shapes = (num_experts, 2 * width, hidden_size), (num_experts, hidden_size, width)

@@ -8,6 +8,7 @@ import torch
 from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
@@ -17,7 +18,7 @@ from vllm_fp8ext.compat.encoders import is_encoders
 from vllm_fp8ext.compat.kv_scales import KvCacheMethod
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.experts import BlockFp8ExpertsMethod
+from vllm_fp8ext.experts import IN_16_BITS, BlockFp8ExpertsMethod
 from vllm_fp8ext.kept import ENCODER, unfit
 from vllm_fp8ext.kernels.reference import BLOCK
 from vllm_fp8ext.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
@@ -87,7 +88,10 @@ class BlockFp8Config(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             return self._experts_method(settings, layer, prefix)
         if isinstance(layer, MLAAttention):
-            raise ConfigError(f"blockfp8 does not serve multi-head latent attention (MLA) yet ({prefix})")
+            raise ConfigError(
+                f"blockfp8 does not serve multi-head latent attention (MLA) yet, which vLLM takes for {prefix} whatever "
+                "VLLM_MLA_DISABLE says: no setting of blockfp8 serves this model"
+            )
         if isinstance(layer, Attention):
             return self._kv_cache_method(settings, layer.kv_cache_dtype)
         if isinstance(layer, VocabParallelEmbedding):
@@ -123,11 +127,15 @@ class BlockFp8Config(QuantizationConfig):
 
     def _experts_method(self, settings: Settings, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
         experts = prefix.removesuffix(".routed_experts")
+        if settings.staging == "none" and any(self._ignored(name, settings) for name in (prefix, experts)):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
         count = layer.moe_config.num_logical_experts if settings.ignore else 1
         matrices = [f"{experts}.{expert}{name}" for expert in range(count) for name in MATRICES]
         named = [name for name in (prefix, experts, *matrices) if self._ignored(name, settings)]
         if named:
-            raise ConfigError(f"blockfp8 serves all experts in FP8: expected ignore without {named[0]}")
+            raise ConfigError(
+                f"blockfp8 serves all experts in FP8: expected ignore without {named[0]}; or, for all of them, {IN_16_BITS}"
+            )
         return BlockFp8ExpertsMethod(
             settings, layer.moe_config, prefix, serialized=self.serialized, shadow=self.shadow
         )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a small PaliGemma, whose vision tower is vLLM's own SigLIP, with other settings each time. Takes two files, both JSON:
-settings by name, and one to which it writes which layers were made how."""
+"""Makes a small PaliGemma, whose vision tower is vLLM's own SigLIP, with other settings each time. Takes two files: settings
+by name, and one to which it writes which layers were made how."""
 
 import json
 import sys

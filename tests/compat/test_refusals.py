@@ -53,7 +53,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": "mla", "additional_config": {"fp8ext": {"staging": "none"}}},
         "blockfp8 can't be combined with:\n  multi-head latent attention (MLA)",
     ),
-    "dev mode": ({"VLLM_SERVER_DEV_MODE": "1"}, "it opens weight routes that need no key"),
+    "MLA that can be expanded": (
+        {"model": "mla"},
+        "the environment variable VLLM_MLA_DISABLE=1 expands the attention",
+    ),
+    "MLA that can't be expanded": (
+        {"model": "mla", "hf_overrides": {"index_topk": 64}},
+        "sparse attention (index_topk) needs it: no setting of blockfp8 serves this model",
+    ),
+    "dev mode": ({"VLLM_SERVER_DEV_MODE": "1"}, "it opens weight routes that need no key; expected it unset"),
     "dev mode without updates": (
         {"VLLM_SERVER_DEV_MODE": "1", "additional_config": {"fp8ext": {"staging": "none"}}},
         "it opens weight routes that need no key",
@@ -69,7 +77,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "several at once": (
         {"VLLM_SERVER_DEV_MODE": "1", "enable_lora": True, "pipeline_parallel_size": 2},
         "blockfp8 can't be combined with:\n"
-        "  VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key\n"
+        "  VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key; expected it unset\n"
         "blockfp8 with live updates can't be combined with:\n"
         "  --pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only\n"
         "  --enable-lora: adapters are not part of an update\n"
@@ -84,6 +92,7 @@ TAKEN: dict[str, dict[str, Any]] = {
         "kv_cache_dtype": "fp8",
         "additional_config": {"fp8ext": {"kv_scales": "calibrate"}},
     },
+    "MLA, expanded": {"model": "mla", "VLLM_MLA_DISABLE": "1"},
     "LoRA without updates": {
         "enable_lora": True,
         "additional_config": {"fp8ext": {"staging": "none"}},
@@ -110,7 +119,7 @@ for name, options in json.load(sys.stdin).items():
         answers[name] = ""
     except Exception as error:
         answers[name] = f"{type(error).__name__}: {error}"
-    for key in ("VLLM_SERVER_DEV_MODE", "FP8EXT_ADMIN_KEY"):
+    for key in ("VLLM_SERVER_DEV_MODE", "VLLM_MLA_DISABLE", "FP8EXT_ADMIN_KEY"):
         os.environ.pop(key, None)
 json.dump(answers, open(sys.argv[1], "w"))
 """

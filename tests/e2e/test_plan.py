@@ -29,3 +29,21 @@ def test_blocks_and_twin(servers: dict[str, Server], name: str, ranks: int):
     assert weights.twin_bytes == pytest.approx([twin] * ranks, rel=1e-4), (
         "scales of ragged shards are rounded up"
     )
+
+
+def test_what_gemms_do_not_take_on_two_ranks_stays_in_16_bits(pair: Server, single: Server):
+    """A rank of two has 320 columns of `down_proj`, where FP8 kernels for many tokens take multiples of 128."""
+    for server, quantized in ((single, True), (pair, False)):
+        with server.client() as client:
+            tensors = client.manifest()["tensors"]
+        pieces = [
+            piece
+            for name in tensors
+            for piece in tensors[name]["pieces"]
+            if name.endswith("down_proj.weight")
+        ]
+        assert {piece["quantized"] for piece in pieces} == {quantized}
+    lines = [line for line in pair.log.read_text().splitlines() if "in 16 bits" in line]
+    assert len(lines) == 1
+    assert "blockfp8 keeps 3 layers in 16 bits, of 256x320" in lines[0]
+    assert '{"fp8ext": {"quantize": ["model.layers.*.mlp.down_proj"]}}' in lines[0]

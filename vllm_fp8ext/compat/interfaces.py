@@ -202,6 +202,9 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "vllm.model_executor.layers.quantization.online.moe_base:OnlineMoEMethodBase.create_weights("
         "layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype)",
     ),
+    "leave experts to vLLM": (
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod(moe)",
+    ),
     "know which experts this rank has": ("vllm.model_executor.layers.fused_moe:RoutedExperts.expert_map",),
     "tell experts from their padding": (
         "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig("

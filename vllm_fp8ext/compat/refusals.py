@@ -17,7 +17,7 @@ from vllm_fp8ext.compat import fusion, graph_sizes
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
-from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.errors import WITHOUT_UPDATES, ConfigError
 
 
 def install() -> None:
@@ -66,11 +66,9 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
     if offload is not None and _offloads(offload):
         reasons.append("CPU offload: offloaded weights have no address to exchange")
     if config.model_config.use_mla:
-        never.append(
-            "multi-head latent attention (MLA): its weights are rebuilt after loading in a way of its own"
-        )
+        never.append(f"multi-head latent attention (MLA): {_without_mla(config.model_config.hf_text_config)}")
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
-        never.append("VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key")
+        never.append("VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key; expected it unset")
     try:
         key_of(os.environ.get(ADMIN_KEY))
     except ConfigError as error:
@@ -79,7 +77,7 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons.append("--enable-ep-weight-filter: no rank would know the names of the others' experts")
     if parallel.enable_eplb:
         never.append(
-            "--enable-eplb: experts would move between ranks, away from where updates and digests look for them"
+            "--enable-eplb: experts would move between ranks, away from where updates and digests look for them; leave it out"
         )
     if settings.kv_scales is not None and not cache_dtype.startswith("fp8"):
         never.append(
@@ -91,11 +89,20 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
     lines = ["\n  ".join([f"{what} can't be combined with:", *found]) for what, found in groups if found]
     if live:
         which = "the latter" if never else "they"
-        lines.append(
-            f'Without live updates (--additional-config \'{{"fp8ext": {{"staging": "none"}}}}\') {which} are not refused.'
-        )
+        lines.append(f"Without live updates ({WITHOUT_UPDATES}) {which} are not refused.")
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def _without_mla(model: Any) -> str:
+    """Why it is not served, and which setting serves the model."""
+    why = "its weights are rebuilt after loading in a way of its own"
+    if getattr(model, "index_topk", None):
+        return f"{why}, and sparse attention (index_topk) needs it: no setting of blockfp8 serves this model"
+    return (
+        f"{why}; the environment variable VLLM_MLA_DISABLE=1 expands the attention of models that vLLM can run so "
+        "(DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash), for much more KV cache"
+    )
 
 
 def _offloads(offload: Any) -> bool:
@@ -108,5 +115,5 @@ def not_updatable(parts: Sequence[str], why: str) -> ConfigError:
     """The error of a model with parts of which an update "would …" or "could …"."""
     return ConfigError(
         f"blockfp8 with live updates does not serve models with {', '.join(parts)} yet: an update {why} "
-        '(--additional-config \'{"fp8ext": {"staging": "none"}}\' serves them without updates)'
+        f"({WITHOUT_UPDATES} serves them)"
     )

@@ -163,7 +163,8 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
         free, _ = torch.cuda.mem_get_info(device)
         if wanted > free:
             raise ConfigError(
-                f"--kv-cache-memory-bytes {wanted}: only {free} bytes are free beside the model and its twin ({cost} bytes)"
+                f"--kv-cache-memory-bytes {wanted}: only {free} bytes are free beside the model and its twin ({cost} bytes): "
+                'expected no more, or staging inplace or none (--additional-config \'{"fp8ext": {"staging": "inplace"}}\')'
             )
     return Rank(twin, worker.rank, config.parallel_config.world_size, blocks, attend_plainly, kv)
 

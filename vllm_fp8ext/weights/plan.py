@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.errors import ConfigError, no_live_updates
 from vllm_fp8ext.weights.manifest import Piece, TensorSpec
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
@@ -71,7 +71,7 @@ def _one_by_one(
         except Exception as error:
             problems.append(f"{name}: {error}")
     if problems:
-        raise ConfigError("this model's weights can't be updated live:\n  " + "\n  ".join(problems))
+        raise no_live_updates(problems)
     return found
 
 

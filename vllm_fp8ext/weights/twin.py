@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.errors import no_live_updates
 from vllm_fp8ext.experts import DEQUANTIZED, BlockFp8ExpertsMethod
 from vllm_fp8ext.linear import BlockFp8LinearMethod
 from vllm_fp8ext.weights.exchange import Exchange
@@ -213,7 +213,7 @@ def _pairs(
     if not problems and set(groups.values()) != set(other_groups.values()):
         problems.append("live and twin share storages in different ways")
     if problems:
-        raise ConfigError("this model's weights can't be updated live:\n  " + "\n  ".join(problems))
+        raise no_live_updates(problems)
     paths = list(groups.values())
     return paths, [(tensors[min(group)], others[min(group)]) for group in paths]
 
