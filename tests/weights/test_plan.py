@@ -150,6 +150,19 @@ def test_a_name_may_have_several_pieces() -> None:
     ]
 
 
+def test_a_conversion_to_the_dtype_of_the_parameter_is_a_copy() -> None:
+    """As MiniMax-M2 loads the bias of its router."""
+
+    def convert(other: Tensor, weight: Tensor) -> None:
+        converted = weight.to(other.dtype)
+        other[:32].copy_(converted[WIDTH - 32 :])
+
+    [piece] = traced(Model(converted=convert), [TensorSpec("converted", (WIDTH, WIDTH), "float32")])[
+        "converted"
+    ]
+    assert (piece.source, piece.origin) == (((WIDTH - 32, WIDTH), (0, WIDTH)), (0, 0))
+
+
 def test_an_empty_part_is_no_piece() -> None:
     """A rank whose part of a small vocabulary is empty."""
     specs = [TensorSpec("none", (0, WIDTH), "bfloat16")]
@@ -168,6 +181,21 @@ def refuse(other: Tensor, weight: Tensor) -> None:
 
 BAD: dict[str, tuple[Callable[[Tensor, Tensor], object], tuple[int, ...], str]] = {
     "computed": (lambda other, weight: other.copy_(weight * 2), (WIDTH, WIDTH), "computes on it"),
+    "converted twice": (
+        lambda other, weight: other.copy_(weight.to(torch.float16).to(other.dtype)),
+        (WIDTH, WIDTH),
+        "computes on it",
+    ),
+    "converted to another dtype": (
+        lambda other, weight: other.copy_(weight.float()),
+        (WIDTH, WIDTH),
+        "computes on it",
+    ),
+    "converted in part": (
+        lambda other, weight: other[:1].copy_(weight[:1].float()),
+        (WIDTH, WIDTH),
+        "computes on it",
+    ),
     "buffered": (through_a_buffer, (WIDTH, WIDTH), "computes on it"),
     "transposed": (lambda other, weight: other.copy_(weight.t()), (WIDTH, WIDTH), "permuted or strided"),
     "thinned": (lambda other, weight: other.copy_(weight[::2]), (2 * WIDTH, WIDTH), "permuted or strided"),

@@ -78,7 +78,7 @@ def _one_by_one(
 def _copies(
     load_weights: LoadWeights, owners: "_Owners", sources: Mapping[str, Tensor]
 ) -> dict[str, list[Copy]]:
-    recorder = _Recorder(owners, {_storage(source): name for name, source in sources.items()})
+    recorder = _Recorder(owners, sources)
     with recorder:
         load_weights(list(sources.items()))
     return recorder.copies
@@ -103,24 +103,46 @@ class _Owners:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records `copy_` from views of known sources into known storages instead of doing it."""
+    """Records `copy_` from views of known sources into known storages instead of doing it. A whole source that is converted
+    to the dtype of its destination first is what `copy_` makes of it, too."""
 
-    def __init__(self, owners: _Owners, sources: Mapping[int, str]) -> None:
+    def __init__(self, owners: _Owners, sources: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.owners = owners
-        self.sources = sources
-        self.copies: dict[str, list[Copy]] = {name: [] for name in sources.values()}
+        self.sources = {_storage(source): name for name, source in sources.items()}
+        self.copies: dict[str, list[Copy]] = {name: [] for name in sources}
+        self._wholes = sources
+        self._converted: list[Tensor] = []
+        """Held, so that no other tensor gets the storage of one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            return self._convert(args[0], func(*args, **(kwargs or {})))
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         destination, source = args[0], args[1]
         if destination in self.owners:
             name = self.sources.get(_storage(source))
-            if name is None:
+            converted = name is not None and source.dtype != self._wholes[name].dtype
+            if name is None or (converted and source.dtype != destination.dtype):
                 raise ConfigError("the model's loader computes on it instead of copying it")
             self.copies[name].append((source, destination))
         return destination
+
+    def _convert(self, source: Tensor, result: Tensor) -> Tensor:
+        name = self.sources.get(_storage(source))
+        if (
+            name is not None
+            and source.dtype == self._wholes[name].dtype
+            and _same_place(source, self._wholes[name])
+        ):
+            self._converted.append(result)
+            self.sources[_storage(result)] = name
+        return result
+
+
+def _same_place(view: Tensor, of: Tensor) -> bool:
+    return view.shape == of.shape and view.stride() == of.stride()
 
 
 def _piece(
