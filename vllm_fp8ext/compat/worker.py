@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -55,7 +56,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         recording: Any = recorded_checkpoint() if live else contextlib.nullcontext()
         with recording as recorded:
             result = original(*inner, **named)
-        if worker.rank == 0:
+        if get_tensor_model_parallel_rank() == 0:
             for line in report(kept_layers(_models(runner))):
                 logger.info(line)
         if on_gpu:
