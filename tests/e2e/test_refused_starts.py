@@ -27,8 +27,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from vllm_fp8ext.checkpoints import EARLY
+from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import SMALL
+from vllm_fp8ext.weights.checkpoint_files import INDEX
 
 from .mixture import EARLY as MIXTURE
 
@@ -84,6 +85,16 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
         "this model's weights can't be updated live:\n"
         "  model.layers.0.mlp.experts.down_proj: shape [8, 256, 128] is reshaped to [256, 128]\n"
         "  model.layers.0.mlp.experts.gate_up_proj: shape [8, 256, 256] is reshaped to [128, 256]",
+    ),
+    "stale copy": (
+        {},
+        "stale: expected each tensor once, found 2 in more than one file. Remove the copies that the index does not name:\n"
+        "  model.layers.0.mlp.up_proj.weight (model-1.safetensors, model-2.safetensors)\n"
+        "  model.norm.weight (model-1.safetensors, model-2.safetensors)",
+    ),
+    "stale copy, no updates": (
+        {"additional_config": {"fp8ext": {"staging": "none"}}},
+        "model.norm.weight (model-1.safetensors, model-2.safetensors)",
     ),
 }
 """Engines alone, each in a process of its own that is forked from one where vLLM was imported."""
@@ -191,10 +202,27 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The late checkpoint, and in a second file, which the index names for another tensor, copies of the early one's."""
+    folder = tmp_path_factory.mktemp("folders") / "stale"
+    shutil.copytree(LATE, folder)
+    tensors, early = load_file(LATE / "model.safetensors"), load_file(EARLY / "model.safetensors")
+    moved, *copied = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+    second = {moved: tensors.pop(moved), **{name: early[name] for name in copied}}
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model-1.safetensors")
+    save_file(second, folder / "model-2.safetensors")
+    names = dict.fromkeys(tensors, "model-1.safetensors") | {moved: "model-2.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def outcomes(
     block_fp8: Path,
     mixture: Path,
     fused: Path,
+    stale: Path,
     families: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Outcomes:
@@ -206,6 +234,8 @@ def outcomes(
         "ignored experts": mixture,
         "one ignored expert": mixture,
         "fused experts": fused,
+        "stale copy": stale,
+        "stale copy, no updates": stale,
     }
     out = tmp_path_factory.mktemp("engines") / "answers.json"
 

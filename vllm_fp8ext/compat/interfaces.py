@@ -179,7 +179,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.model_memory_usage",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.model_memory_usage",
     ),
-    "learn which tensors an update must bring": (
+    "learn which tensors an update must bring, and whether a checkpoint has one twice": (
         "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights(model_config, model)",
     ),
     "build the twin": ("vllm.model_executor.model_loader.utils:initialize_model(vllm_config, model_config)",),

@@ -45,6 +45,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
 
     from vllm_fp8ext.compat import encoders
     from vllm_fp8ext.compat.model import kept_layers, recorded_checkpoint
+    from vllm_fp8ext.compat.repeated_tensors import no_tensor_twice
 
     encoders.install()
     settings, on_gpu = Settings.parse(config.additional_config), current_platform.is_cuda()
@@ -54,7 +55,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     def load(*inner: Any, **named: Any) -> Any:
         live = settings.staging != "none"
         recording: Any = recorded_checkpoint() if live else contextlib.nullcontext()
-        with recording as recorded:
+        with recording as recorded, no_tensor_twice():
             result = original(*inner, **named)
         if get_tensor_model_parallel_rank() == 0:
             for line in report(kept_layers(_models(runner))):
