@@ -55,7 +55,7 @@ class AllowedDirs:
         refused = UpdateError(
             "path-not-allowed", f"{told} does not lead to a folder in allowed_dirs", status=403
         )
-        real, rest = _begin(path, "/" if path.startswith("/") else os.getcwd())
+        real, rest = _begin(path, _working_folder())
         links, named = 0, False
         while rest:
             part = rest.pop()
@@ -92,6 +92,13 @@ class AllowedDirs:
     def _may_tell(self, path: str) -> bool:
         """Whether it is no secret that this folder is there: an allowed one, one in it or one on the way to it."""
         return self._holder(path) is not None or any(_is_in(folder, path) for folder in self._folders)
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return "/"
 
 
 def _begin(path: str, folder: str) -> tuple[str, list[str]]:

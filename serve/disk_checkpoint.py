@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.allowed_dirs import AllowedDirs, AllowedPath
+from vllm_fp8ext.shown import shown
 from vllm_fp8ext.weights.beneath import open_beneath
 from vllm_fp8ext.weights.checkpoint_files import INDEX, SUFFIX, chosen, indexed_files
 from vllm_fp8ext.weights.regular_file import Stamp, path_error, real_descriptor, stamp_of
@@ -130,21 +131,23 @@ class _Folder:
 
     def _file(self, name: str) -> DiskFile | None:
         """None of what is no file, but a folder, say."""
-        shown = f"{self._place.path}/{name}"
-        place = AllowedPath(folder=self._place.folder, path=shown)
+        path = f"{self._place.path}/{name}"
+        if not _is_text(name):
+            raise UpdateError("unreadable", f"{shown(path)}: expected a name in UTF-8", status=422)
+        place = AllowedPath(folder=self._place.folder, path=path)
         try:
             descriptor = self._opened(name)
             if descriptor is None:
                 target = os.readlink(name, dir_fd=self._descriptor)
-                place = self._allowed.resolve(os.path.join(self._place.path, target), shown)
+                place = self._allowed.resolve(os.path.join(self._place.path, target), path)
                 descriptor = place.open(os.O_PATH)
             with _closing(descriptor):
                 status = os.fstat(descriptor)
         except OSError as error:
-            raise path_error(shown, error) from None
+            raise path_error(path, error) from None
         if not stat.S_ISREG(status.st_mode):
             return None
-        return DiskFile(name=shown, place=place, stamp=stamp_of(status))
+        return DiskFile(name=path, place=place, stamp=stamp_of(status))
 
     def _opened(self, name: str) -> int | None:
         """None of a link."""
@@ -154,6 +157,15 @@ class _Folder:
             if error.errno != errno.ELOOP:
                 raise
             return None
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name can be told to ranks and clients."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -49,6 +49,8 @@ LIGHT = (
     "vllm_fp8ext.weights.session",
     "vllm_fp8ext.weights.claims",
     "vllm_fp8ext.weights.canary",
+    "vllm_fp8ext.weights.beneath",
+    "vllm_fp8ext.weights.checkpoint_files",
     "vllm_fp8ext.weights.regular_file",
     "vllm_fp8ext.weights.safetensors_header",
 )

@@ -80,6 +80,29 @@ def test_a_file_that_the_index_names_must_be_there(folder: Path) -> None:
     assert str(error) == f"{folder / INDEX}: names files that are missing: model-2.safetensors"
 
 
+def test_of_missing_files_some_are_told_whatever_they_are_called(folder: Path) -> None:
+    """An index may be 64 MiB long, and have names that are no text."""
+    names = ["\\ud800", "a" * 100_000, *(f"model-{number}" for number in range(20))]
+    content = ", ".join(f'"{number}": "{name}"' for number, name in enumerate(names))
+    (folder / INDEX).write_text(f'{{"weight_map": {{{content}}}}}')
+    error = refused(folder)
+    assert str(error).endswith(" and 14 more")
+    assert len(str(error).encode()) < 1000
+
+
+def test_a_path_that_is_too_long_is_not_found(tmp_path: Path) -> None:
+    error = refused(tmp_path / ("x" * 256))
+    assert (error.kind, error.status) == ("not-found", 404)
+
+
+def test_a_link_is_resolved_once(folder: Path, tmp_path: Path) -> None:
+    link = tmp_path / "latest"
+    link.symlink_to(folder)
+    files = checkpoint_files(link)
+    link.unlink()
+    assert all(file.is_file() for file in files)
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "\xff"]
 )

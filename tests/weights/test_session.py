@@ -214,8 +214,9 @@ ended = pytest.mark.parametrize("make", ENDED, ids=lambda make: make.__name__)
         lambda session: session.check(0),
         lambda session: session.prepared(session.revision),
         lambda session: session.exchanged(),
+        lambda session: session.withdraw(["0"], {}),
     ],
-    ids=["receive", "check", "prepared", "commit"],
+    ids=["receive", "check", "prepared", "commit", "withdraw"],
 )
 def test_an_update_that_is_served_or_has_ended_takes_no_call(
     make: Callable[[], Session], call: Callable[[Session], object]
@@ -282,6 +283,28 @@ def test_what_was_prepared_before_a_chunk_came_is_not_prepared(done: bool) -> No
         session.staged("0", [])
     assert refused(lambda: session.prepared(begun)).kind == "staging"
     assert session.state is State.OPEN
+
+
+def test_what_was_withdrawn_is_sent_again() -> None:
+    """Also after it was prepared; what was refused stays refused for its own reason."""
+    changed = {"kind": "file-changed", "detail": "a/b was changed"}
+    session = opened()
+    first, *others = NAMES
+    send(session, "0", [first])
+    send(session, "1", others)
+    prepare(session)
+    revision = session.revision
+    session.withdraw(["1", "no such"], changed)
+    assert (session.state, session.missing(), session.problems) == (State.OPEN, set(others), [changed])
+    with pytest.raises(UpdateError, match="a chunk arrived"):
+        session.prepared(revision)
+    session.receive("1", specs(others), 10)
+    session.staged("1", [{"kind": "non-finite", "tensor": first}])
+    session.withdraw(["1"], changed)
+    assert session.problems == [{"kind": "non-finite", "tensor": first}]
+    send(session, "1", others)
+    prepare(session)
+    assert not session.problems
 
 
 def test_what_is_forgotten_is_sent_again() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.shown import shown
 from vllm_fp8ext.weights.regular_file import opened, path_error
 
 INDEX = "model.safetensors.index.json"
@@ -16,6 +17,7 @@ SUFFIX = ".safetensors"
 INDEX_LIMIT = 64 << 20
 """Longest that is read, in bytes: room for half a million tensors."""
 _TOLD = 8
+_NAME_LENGTH = 255
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -55,7 +57,8 @@ def chosen(files: Iterable[str], named: Set[str] | None, folder: str | Path) -> 
         missing = sorted(named - set(found))
         if missing:
             rest = f" and {len(missing) - _TOLD} more" if len(missing) > _TOLD else ""
-            message = f"{folder}/{INDEX}: names files that are missing: {', '.join(missing[:_TOLD])}{rest}"
+            some = ", ".join(shown(name[:_NAME_LENGTH]) for name in missing[:_TOLD])
+            message = f"{folder}/{INDEX}: names files that are missing: {some}{rest}"
             raise UpdateError("not-found", message, status=404)
         found = [name for name in found if name in named]
     if not found:

@@ -77,6 +77,7 @@ class Core:
     settings = Settings()
     quantization = "blockfp8"
     kv_cache_dtype = "auto"
+    instance = "one"
     vocabulary = longest_prompt = 100
 
     def __init__(self, ranks: Ranks) -> None:

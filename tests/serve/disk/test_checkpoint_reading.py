@@ -234,6 +234,23 @@ def test_paths_that_lead_nowhere(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("how", ["a file", "a link to one", "in the index"])
+def test_names_that_are_no_text(server: DiskServer, tmp_path: Path, how: str) -> None:
+    """Nobody could be told of them, neither ranks nor clients."""
+    folder = checkpoint(tmp_path / "step-4", OLD, indexed=False)
+    odd = os.fsencode(folder) + b"/model-\xff.safetensors"
+    if how == "in the index":
+        (folder / INDEX).write_text('{"weight_map": {"a": "\\ud800"}}')
+    else:
+        (folder / "model-b.safetensors").rename(os.fsdecode(odd))
+    if how == "a link to one":
+        Path(os.fsdecode(odd)).rename(os.fsdecode(odd) + ".old")
+        (folder / "model-b.safetensors").symlink_to(os.fsdecode(odd) + ".old")
+    answer = server.post("/load", path=str(folder))
+    assert answer.status_code == (404 if how == "in the index" else 422), answer.text
+    assert answer.json()["type"] != "urn:fp8ext:problem:incomplete"
+
+
 def test_a_file_that_is_gone_when_its_turn_comes(server: DiskServer, step: Path) -> None:
     after_the_first(server, lambda path: (step / "model-b.safetensors").unlink())
     assert kind(server.post("/load", path=str(step / "model-a.safetensors"))) == (422, "incomplete")
