@@ -43,6 +43,12 @@ class ContentDigest:
             raise _invalid(f"expected sha-256 or sha-512, found {header!r:.200}")
         return cls(found)
 
+    @property
+    def sha256(self) -> str | None:
+        """The SHA-256 that the body must have, in hexadecimal, if the header named one."""
+        found = self._expected.get("sha-256")
+        return None if found is None else found.hex()
+
     def update(self, piece: memoryview) -> None:
         """Take the next bytes of the body."""
         for running in self._hashes.values():

@@ -174,7 +174,8 @@ async def _awake(backend: Backend, tags: list[str] | None) -> dict[str, Any]:
 async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as room:
         async with backend.kept_open(id):
-            extent = await room.enter_async_context(_room(backend, request))
+            digest = ContentDigest.parse(request.headers.get("content-digest"))
+            extent = await room.enter_async_context(_room(backend, request, digest))
         content = extent.content
 
         def read(start: int, size: int) -> bytes:
@@ -182,17 +183,19 @@ async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> d
 
         tensors = await asyncio.to_thread(parse, read, extent.length, f"chunk {chunk}")
         source = Source(extent.path, extent.offset)
-        return await _stage(backend, id, chunk, source, tensors, extent.length)
+        sha256 = digest.sha256 if digest else None
+        return await _stage(backend, id, chunk, source, tensors, extent.length, sha256)
 
 
-def _room(backend: Backend, request: Request) -> contextlib.AbstractAsyncContextManager[Extent]:
+def _room(
+    backend: Backend, request: Request, digest: ContentDigest | None
+) -> contextlib.AbstractAsyncContextManager[Extent]:
     """Where the body of a request lies, once it has come."""
     length = request.headers.get("content-length")
     if length is not None and not length.isdecimal():
         raise UpdateError(
             "length-required", f"Content-Length: expected a number, found {length!r}", status=400
         )
-    digest = ContentDigest.parse(request.headers.get("content-digest"))
     connection = Connection.of(request.scope, request.receive)
     size = int(length) if length else None
     return backend.spool.receive(_body(request), size, digest, connection)
@@ -233,9 +236,15 @@ async def _followed(backend: Backend, started: dict[str, Any]) -> None:
 
 
 async def _stage(
-    backend: Backend, id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], size: int
+    backend: Backend,
+    id: str,
+    chunk: str,
+    source: AnySource,
+    tensors: list[StoredTensor],
+    size: int,
+    sha256: str | None = None,
 ) -> dict[str, Any]:
-    told = stage_arguments(id, chunk, source, tensors, size)
+    told = stage_arguments(id, chunk, source, tensors, size) | {"sha256": sha256}
     return dict((await backend.engine.job("stage", **told))["update"])
 
 

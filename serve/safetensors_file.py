@@ -10,14 +10,16 @@ from pathlib import Path
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import safetensors_body
 from vllm_fp8ext.serve.tensors import DTYPES
-from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
 from vllm_fp8ext.weights.manifest import scales_beside
+from vllm_fp8ext.weights.regular_file import Stamp
 from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors
+from vllm_fp8ext.weights.snapshot import Snapshot, opened_version
 
 
 @dataclass(frozen=True)
 class Range:
-    """The bytes of one tensor in a file: `size` of them from `start` on. A part of a body."""
+    """The bytes of one tensor in a file: `size` of them from `start` on. A part of a body. `stamp`: the file's version, if
+    only that one will do."""
 
     name: str
     dtype: str
@@ -25,6 +27,7 @@ class Range:
     file: Path
     start: int
     size: int
+    stamp: Stamp | None = None
 
     def fetched(self) -> "Range":
         """Itself: a file can be read again."""
@@ -34,9 +37,10 @@ class Range:
         """Its bytes.
 
         Raises:
-            ValueError: the file has become shorter.
+            UpdateError: `file-changed`: the file is of another version.
+            ValueError: it is shorter.
         """
-        with self.file.open("rb") as file:
+        with opened_version(self.file, self.stamp) if self.stamp else self.file.open("rb") as file:
             file.seek(self.start)
             left = self.size
             while left:
@@ -53,15 +57,29 @@ def ranges_of(checkpoint: Path) -> list[Range]:
     Raises:
         ValueError: no such file, or one that is not safetensors.
     """
+    return snapshot_ranges(checkpoint)[1]
+
+
+def snapshot_ranges(checkpoint: Path) -> tuple[Snapshot, list[Range]]:
+    """The same, and what tells whether all of them are still there.
+
+    Raises:
+        ValueError: as `ranges_of`.
+    """
     try:
-        files = checkpoint_files(checkpoint)
-        found = [_range(file, stored) for file in files for stored in file_tensors(file)]
+        snapshot = Snapshot.of(checkpoint)
+        found = [
+            _range(file, snapshot.stamps[file], stored)
+            for file in snapshot.files
+            for stored in file_tensors(file)
+        ]
+        snapshot.require_unchanged()
     except UpdateError as error:
         raise ValueError(str(error)) from None
-    return scales_beside(found, attrgetter("name"))
+    return snapshot, scales_beside(found, attrgetter("name"))
 
 
-def _range(file: Path, stored: StoredTensor) -> Range:
+def _range(file: Path, stamp: Stamp, stored: StoredTensor) -> Range:
     spec = stored.spec
     dtype = DTYPES.get(spec.dtype, spec.dtype)  # those that no update may have keep safetensors' names
-    return Range(spec.name, dtype, spec.shape, file, stored.start, stored.size)
+    return Range(spec.name, dtype, spec.shape, file, stored.start, stored.size, stamp)

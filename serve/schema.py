@@ -214,6 +214,9 @@ class ChunkState(BaseModel):
     )
     bytes: int
     tensors: int
+    sha256: str | None = Field(
+        None, description="Of its body, in hexadecimal, where the client sent a `Content-Digest`."
+    )
 
 
 class QuantizationError(BaseModel):

@@ -19,6 +19,7 @@ from vllm_fp8ext.serve.client.chunks import Everywhere
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, work
 from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.progress import Counter, Progress
+from vllm_fp8ext.serve.client.resumed import require_no_others
 from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.weights.refusals import refusal
 
@@ -104,6 +105,7 @@ def _broadcast(
         yield from _until(group.done, group.seconds, servers, sent)
         counter.end_chunk(sent, size)
         yield from _staged(servers, sent)
+    require_no_others(servers.updates.values(), sent)
 
 
 def _told(

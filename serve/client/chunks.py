@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunks of a push on their way to the servers, several at the same time."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -10,6 +10,7 @@ from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Work, pipelined, work
 from vllm_fp8ext.serve.client.progress import Counter, Progress
+from vllm_fp8ext.serve.client.resumed import require_no_others, require_same, staged_digest
 from vllm_fp8ext.serve.client.source import Source
 from vllm_fp8ext.serve.safetensors_body import Body
 
@@ -59,37 +60,47 @@ def send_chunks(
     source: Source,
     how: Sending,
     everywhere: Everywhere,
-    beside: Iterable[schema.Update] = (),
+    beside: Sequence[schema.Update] = (),
 ) -> Flow[None]:
-    """Send every chunk to all servers; of files, those that a server has not staged already. `beside`: the same update on
-    servers that have committed it, by which chunks are the same as they were.
+    """Send every chunk to all servers, but for those that a server has staged with the same digest. `beside`: the same update
+    on servers that have committed it, by which chunks are the same as they were.
 
     The source is advanced when a chunk may begin; where all of it is known, a tensor that travels alone goes first, since it
-    takes longest. The first failure ends it all: no further chunk is begun, and those under
-    way end, or break off, before it is raised.
+    takes longest. The first failure ends it all: no further chunk is begun, and those under way end, or break off, before it
+    is raised. Where nothing is to be sent, only a source that is known is compared with what was committed.
+
+    Raises:
+        UpdateError: `other-update`: an update has, or has committed, other weights; `file-changed`.
     """
+    if not updates and not source.whole:
+        return
     limit = _limit((*updates.values(), *beside), how)
     total = source.total(limit)
     counter = Counter(how.progress, None if total is None else total * len(updates))
+    numbers: set[int] = set()
 
     def chunk(n: int, body: Body) -> Flow[None]:
+        numbers.add(n)
         size = body.length * len(updates)
-        lacking = [
-            endpoint
-            for endpoint, update in updates.items()
-            if not (source.files and _is_staged(update, n, body))
-        ]
+        before = {endpoint: staged_digest(update, n, body.length) for endpoint, update in updates.items()}
+        committed = [staged_digest(update, n, body.length) for update in beside]
+        hashed = how.checksum or any(before.values()) or any(committed)
+        body, sha256 = yield from work(partial(_ready, body, hashed))
+        require_same(beside, committed, sha256)
+        lacking = [endpoint for endpoint, found in before.items() if sha256 is None or found != sha256.hex()]
         if lacking:
-            body, sha256 = yield from work(partial(_ready, body, how.checksum))
 
             def put(endpoint: Endpoint) -> Flow[schema.Update]:
                 id, sent = updates[endpoint].id, counter.of(n, endpoint.url)
-                return calls.put_chunk(endpoint, id, n, body, sha256=sha256, sent=sent)
+                told = sha256 if how.checksum else None
+                return calls.put_chunk(endpoint, id, n, body, sha256=told, sent=sent)
 
             yield from everywhere(lacking, put)
         counter.end_chunk(n, size)
 
     yield from pipelined(_flows(source, limit, chunk), how.in_flight)
+    yield from work(source.confirm)
+    require_no_others(updates.values(), len(numbers))
 
 
 def _flows(
@@ -119,13 +130,7 @@ def _limit(updates: Iterable[schema.Update], how: Sending) -> int:
     return min([asked, *(room // (how.in_flight + 1) for room in rooms)])
 
 
-def _is_staged(update: schema.Update, n: int, body: Body) -> bool:
-    """Whether the server had staged a chunk of this number and length when the update was opened again."""
-    known = update.chunks.get(str(n))
-    return known is not None and known.staged and known.bytes == body.length
-
-
-def _ready(body: Body, checksum: bool) -> tuple[Body, bytes | None]:
-    """The body where it can be read again and again, and its SHA-256."""
+def _ready(body: Body, hashed: bool) -> tuple[Body, bytes | None]:
+    """The body where it can be read again and again, and its SHA-256 if it is to be hashed."""
     fetched = body.fetched()
-    return fetched, fetched.sha256() if checksum else None
+    return fetched, fetched.sha256() if hashed else None

@@ -21,6 +21,7 @@ from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.repeat import lost_by, undecided, unsent
+from vllm_fp8ext.serve.client.resumed import require_no_others
 from vllm_fp8ext.serve.client.source import Pushable, Source, Tensors, source_of, tensors_of
 
 IPC_CHUNK_BYTES = 4 << 30
@@ -73,8 +74,8 @@ def push(
     `chunks_in_flight`: how many are under way at the same time over HTTP; tensors are copied to host memory for it.
     `checksum`: the server checks a SHA-256 of each chunk that comes over HTTP. `group`: what `nccl` broadcasts through, kept
     between pushes by the caller; without it one is made for each. `fp8`: quantize here what the server takes quantized (needs
-    torch), and send half the bytes. `id`: of an update that was interrupted, to go on with it; chunks of a checkpoint on disk
-    that have been staged are not sent again.
+    torch), and send half the bytes. `id`: of an update that was interrupted, to go on with it; over HTTP, chunks that have
+    been staged with the same SHA-256 are not sent again.
 
     `commit`: without it the update is only prepared, for a `commit(id)` at a time of the caller's choice.
 
@@ -95,6 +96,7 @@ def push(
         return [(yield from calls.manifest(endpoint))]
 
     send: Callable[[schema.Update], Flow[None]]
+    compare: Callable[[schema.Update], Flow[None]] | None = None
     if transport == "ipc":
         tensors = yield from tensors_of(weights, manifests, fp8=fp8)
         limit = math.inf if tensors.complete else IPC_CHUNK_BYTES
@@ -110,6 +112,7 @@ def push(
     elif transport == "http":
         source = yield from source_of(weights, manifests, fp8=fp8)
         send = partial_of(_send, endpoint, source, sending)
+        compare = partial_of(_compare, source, sending)
     else:
         raise ValueError(f"transport: expected {', '.join(get_args(Transport))}, found {transport!r}")
     id = id or uuid.uuid4().hex
@@ -138,6 +141,8 @@ def push(
         yield from abandon_quietly(endpoint, id)
         raise
     if update.state == "committed":
+        if compare:
+            yield from compare(update)
         return update
     committing = False
     try:
@@ -157,6 +162,10 @@ def _send(endpoint: Endpoint, source: Source, sending: Sending, update: schema.U
     return send_chunks({endpoint: update}, source, sending, alone)
 
 
+def _compare(source: Source, sending: Sending, committed: schema.Update) -> Flow[None]:
+    return send_chunks({}, source, sending, alone, (committed,))
+
+
 def _hand_over(
     endpoint: Endpoint,
     tensors: Tensors,
@@ -164,12 +173,14 @@ def _hand_over(
     progress: Progress | None,
     update: schema.Update,
 ) -> Flow[None]:
-    counter = Counter(progress, None)
-    for n, group in enumerate(batches(tensors.pairs, limit, tensors.lent)):
-        body = yield from work(partial_of(handles, group, n))
+    counter, count = Counter(progress, None), 0
+    for group in batches(tensors.pairs, limit, tensors.lent):
+        body = yield from work(partial_of(handles, group, count))
         yield from calls.handles(endpoint, update.id, body)
-        counter.end_chunk(n, sum(tensor.nbytes for _, tensor in group))
+        counter.end_chunk(count, sum(tensor.nbytes for _, tensor in group))
         group.clear()  # else they are there until the next group is complete
+        count += 1
+    require_no_others((update,), count)
 
 
 def abandon_quietly(endpoint: Endpoint, id: str) -> Flow[None]:

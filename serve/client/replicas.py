@@ -102,7 +102,7 @@ def push_everywhere(
             raise _not_committed(_messages(failed))
         waiting = [endpoint for endpoint in endpoints if endpoint.url not in committed]
         told = {endpoint: updates[endpoint.url] for endpoint in waiting}
-        beside = committed.values()
+        beside = tuple(committed.values())
         if transport == "nccl":
             yield from broadcast(
                 told, tensors.pairs, chunk_bytes or BUCKET_BYTES, group, progress, _on_all, beside

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be pushed, as chunks."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -10,8 +11,9 @@ from typing import Any, TypeAlias
 from vllm_fp8ext.serve.client.flow import Flow, Work, work
 from vllm_fp8ext.serve.client.lent import Pairs
 from vllm_fp8ext.serve.safetensors_body import Bodies, Body, bodies
-from vllm_fp8ext.serve.safetensors_file import Range, ranges_of
+from vllm_fp8ext.serve.safetensors_file import Range, ranges_of, snapshot_ranges
 from vllm_fp8ext.serve.tensors import LentPart, TensorLike, TensorPart, tensor_parts
+from vllm_fp8ext.weights.snapshot import Snapshot
 
 Pushable: TypeAlias = str | PathLike[str] | Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
 """A checkpoint (a folder of safetensors, or one file), or torch tensors or numpy arrays by name, on any device. Those of a
@@ -26,8 +28,13 @@ class Source:
     """The parts of what is pushed: all of them, or an iterator that makes them as they are sent."""
 
     parts: Whole | Iterator[TensorPart | LentPart]
-    files: bool
-    """Whether the parts are files, so that another process finds the same chunks in them."""
+    snapshot: Snapshot | None = None
+    """Of the files that the parts lie in."""
+
+    def confirm(self) -> None:
+        """Raise `file-changed` unless all parts, which have been read, were of one checkpoint."""
+        if self.snapshot is not None:
+            self.snapshot.require_unchanged()
 
     @property
     def whole(self) -> bool:
@@ -69,13 +76,14 @@ def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> 
     """
     _require_weights(weights)
     if isinstance(weights, str | PathLike) and not fp8:
-        path = Path(weights)
-        return Source(list((yield from work(lambda: ranges_of(path)))), files=True)
+        path = _resolved(weights)
+        snapshot, ranges = yield from work(lambda: snapshot_ranges(path))
+        return Source(ranges, snapshot)
     pairs = yield from _pairs(weights)
     found = yield from manifests()
     dtypes, ignored = _taken(found)
     parts = tensor_parts(_quantized(pairs, found) if fp8 else pairs, dtypes, ignored, pairs.lent)
-    return Source(list(parts) if pairs.complete and not fp8 else parts, files=False)
+    return Source(list(parts) if pairs.complete and not fp8 else parts)
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,11 @@ def tensors_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) ->
     if fp8:
         return Tensors(_quantized(pairs, (yield from manifests())), pairs.lent, complete=False)
     return Tensors(pairs, pairs.lent, pairs.complete)
+
+
+def _resolved(path: str | PathLike[str]) -> Path:
+    """Where a path leads now: a link to the newest checkpoint may soon lead to another one."""
+    return Path(os.path.realpath(path))
 
 
 def _require_weights(weights: Any) -> None:
@@ -118,7 +131,7 @@ def _pairs(weights: Pushable) -> Flow[Pairs]:
     if isinstance(weights, str | PathLike):
         from vllm_fp8ext.weights.wire import stored
 
-        path = Path(weights)
+        path = _resolved(weights)
         yield from work(lambda: ranges_of(path))  # for what is wrong with it
         return Pairs(stored(path), lending=False)
     return Pairs(weights)

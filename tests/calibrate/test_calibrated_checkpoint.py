@@ -22,7 +22,7 @@ from vllm_fp8ext.calibrate.checkpoint import (
 )
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.cli import cli
-from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.errors import ConfigError, UpdateError
 
 LAYERS = [f"model.layers.{index}.self_attn.attn" for index in range(3)]
 SCALES = {
@@ -109,6 +109,16 @@ def test_scales_that_it_has_are_replaced(tmp_path: Path):
     assert (tmp_path / "out" / "b.safetensors").samefile(model / "b.safetensors")
     write_calibrated(tmp_path / "out", tmp_path / "again", found, SCALES)
     assert loaded(tmp_path / "again").keys() == loaded(tmp_path / "out").keys()
+
+
+def test_weights_that_are_not_those_that_were_calibrated_are_refused(tmp_path: Path):
+    model = with_scales(tmp_path / "model")
+    parts = parts_of(model)
+    save_file(load_file(model / "b.safetensors"), model / "b.safetensors")
+    with pytest.raises(UpdateError, match=r"b\.safetensors was changed") as refused:
+        write_calibrated(model, tmp_path / "out", parts, SCALES)
+    assert refused.value.kind == "file-changed"
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_that_the_index_leaves_out(tmp_path: Path):

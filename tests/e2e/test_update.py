@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.cli import cli
@@ -114,6 +114,30 @@ def test_staging_changes_nothing_that_is_served(server: Server):
         assert state(server) == before
         client.abandon(update.id)
     assert state(server) == before
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_an_update_that_is_gone_on_with_is_of_what_is_pushed_last(single: Server, in_memory: bool):
+    """Though chunks of the same number and length, of other weights, have been staged; those that are the same stay."""
+    id = f"gone-on-with-{in_memory}"
+    with single.client() as client:
+        client.push(LATE, version="late")
+        wanted = client.digests().digests
+        client.rollback()
+        client.open(id=id)
+        for n, (old, new) in enumerate(
+            zip(bodies(ranges_of(EARLY), 1 << 18), bodies(ranges_of(LATE), 1 << 18), strict=True)
+        ):
+            body = new if n == 1 else old
+            client.put_chunk(id, n, body, sha256=body.sha256())
+        staged = client.update(id).chunks
+        assert [chunk.sha256 for chunk in staged.values()][1] == list(bodies(ranges_of(LATE), 1 << 18))[
+            1
+        ].sha256().hex()
+        weights = load_file(LATE / "model.safetensors") if in_memory else LATE
+        done = client.push(weights, id=id, chunk_bytes=1 << 18)
+        assert client.digests().digests == wanted
+        assert done.bytes == sum(body.length for body in bodies(ranges_of(LATE), 1 << 18))
 
 
 def test_generation_goes_on_while_an_update_is_staged(server: Server):

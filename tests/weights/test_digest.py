@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +171,30 @@ def test_progress_is_told(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     seen: list[tuple[int, int]] = []
     checkpoint_digests(save(tmp_path / "model", weights), progress=lambda *done: seen.append(done))
     assert [done for done, _ in seen] == list(range(1, seen[-1][1] + 1))
+
+
+def test_digests_are_of_one_checkpoint(tmp_path: Path, weights: dict[str, Tensor]) -> None:
+    """A file that is replaced meanwhile is refused; a link is followed once."""
+    one, other = (
+        save(tmp_path / "one", weights),
+        save(tmp_path / "other", {**weights, QKV[0]: weights[QKV[0]] + 1}),
+    )
+    latest = tmp_path / "latest"
+    latest.symlink_to(one)
+
+    def move(done: int, total: int) -> None:
+        latest.unlink()
+        latest.symlink_to(other)
+
+    assert checkpoint_digests(latest, progress=move) == checkpoint_digests(one)
+
+    def overwrite(done: int, total: int) -> None:
+        for file in other.glob("*.safetensors"):
+            shutil.copy(file, one)
+
+    with pytest.raises(UpdateError, match="was changed while it was read") as refused:
+        checkpoint_digests(one, progress=overwrite)
+    assert refused.value.kind == "file-changed"
 
 
 def test_each_rank_has_its_own_digests(tmp_path: Path) -> None:

@@ -544,7 +544,7 @@ def test_what_is_told_about_an_update() -> None:
         "u1", "step-9", Running.RECOMPUTE, MANIFEST, Moment(7.0, 123.0), 60.0, CANARY, base_epoch=4
     )
     send(session, "0", "ab", 30)
-    session.receive("1", specs("c"), 15)
+    session.receive("1", specs("c"), 15, "ab" * 32)
     assert session.as_dict() == {
         "partial": False,
         "world_size": 1,
@@ -560,8 +560,8 @@ def test_what_is_told_about_an_update() -> None:
         "missing": ["c", "d"],
         "bytes": 30,
         "chunks": {
-            "0": {"staged": True, "busy": False, "bytes": 30, "tensors": 2},
-            "1": {"staged": False, "busy": True, "bytes": 15, "tensors": 1},
+            "0": {"staged": True, "busy": False, "bytes": 30, "tensors": 2, "sha256": None},
+            "1": {"staged": False, "busy": True, "bytes": 15, "tensors": 1, "sha256": "ab" * 32},
         },
         "problems": [],
         "problem_count": 0,

@@ -12,6 +12,7 @@ from vllm_fp8ext.kv.names import is_kv_scale
 from vllm_fp8ext.kv.scales import Scales
 from vllm_fp8ext.serve.safetensors_file import Range, ranges_of
 from vllm_fp8ext.weights.checkpoint_files import INDEX
+from vllm_fp8ext.weights.snapshot import opened_version
 
 SCALES_FILE = "kv_scales.safetensors"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".safetensors")
@@ -71,11 +72,16 @@ def write_calibrated(model: Path, out: Path, parts: list[Range], scales: Scales)
     files copied; a file with scales among its weights is written without them.
 
     Raises:
-        ValueError: `checkpoint_names`. OSError: no room.
+        ValueError: `checkpoint_names`. UpdateError: `file-changed`: a file is not what it was when `parts` were listed.
+        OSError: no room.
     """
     import torch
     from safetensors.torch import load_file, save_file
 
+    for file, stamp in {part.file: part.stamp for part in parts}.items():
+        if stamp is not None:
+            with opened_version(file, stamp):
+                pass  # it is there
     names = checkpoint_names(scales, parts)
     tensors = {
         f"{names[layer]}.{kind}_scale": torch.tensor(values if len(values) > 1 else values[0])

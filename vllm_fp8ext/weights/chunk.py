@@ -45,6 +45,8 @@ class Chunk:
     names: frozenset[str]
     """What it has brought: nothing any more once it was refused."""
     bytes: int
+    sha256: str | None = None
+    """Of all that came, in hexadecimal, where it was checked."""
     staged: bool = False
     problems: list[dict[str, Any]] = field(default_factory=list)
     """The first of them."""
@@ -71,7 +73,13 @@ class Chunk:
             self.error = QuantizationError.of(errors or {})
 
     def as_dict(self) -> dict[str, Any]:
-        return {"staged": self.staged, "busy": self.busy, "bytes": self.bytes, "tensors": len(self.names)}
+        return {
+            "staged": self.staged,
+            "busy": self.busy,
+            "bytes": self.bytes,
+            "tensors": len(self.names),
+            "sha256": self.sha256,
+        }
 
 
 def quantization_error(chunks: Iterable[Chunk]) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ canonical layout, so they do not depend on the kernel that serves it. Importing 
 """
 
 import hashlib
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +30,7 @@ from vllm_fp8ext.weights.fused import ExpertLayout, is_fused
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, Piece, TensorSpec, scale_name
 from vllm_fp8ext.weights.refusals import incomplete, refusal
 from vllm_fp8ext.weights.safetensors_header import file_tensors
+from vllm_fp8ext.weights.snapshot import Snapshot
 from vllm_fp8ext.weights.staging import QuantizedTarget, ScaleError, Stager, place, settled
 
 Digests = dict[str, dict[str, str]]
@@ -65,9 +67,11 @@ def checkpoint_digests(
     checkpoint's names, in which experts must not be fused. `progress` is called with tensors done and tensors in all.
 
     Raises:
-        UpdateError: the checkpoint is not one that the manifest takes.
+        UpdateError: the checkpoint is not one that the manifest takes; `file-changed`: it was changed meanwhile.
     """
-    found = checkpoint_index(directory)
+    real = Path(os.path.realpath(directory))
+    snapshot = Snapshot.of(real)
+    found = checkpoint_index(real)
     if manifest is None:
         manifest = default_manifest(spec for spec, _ in found.values())
     index = _taken_apart(found, manifest)
@@ -86,6 +90,7 @@ def checkpoint_digests(
         by_piece |= _target_digests(group, index, manifest)
         if progress:
             progress(count + 1, len(members))
+    snapshot.require_unchanged()
     return {
         name: {
             str(rank): combine([by_piece[name, piece] for piece in pieces if piece.rank == rank])

@@ -141,7 +141,15 @@ class UpdateEngine:
         session.touch(self._clock())
         return {"lifetime": session.lifetime}
 
-    def stage(self, id: str, chunk: str, source: Result, tensors: list[Any], size: int) -> Result:
+    def stage(
+        self,
+        id: str,
+        chunk: str,
+        source: Result,
+        tensors: list[Any],
+        size: int,
+        sha256: str | None = None,
+    ) -> Result:
         """Start to stage a chunk: `tensors` of `[name, shape, dtype, start, bytes]` in a `Source`; returns a job, and, where
         that is known, in how many seconds it ends at the `soonest`."""
         session = self.updates.get(id)
@@ -151,7 +159,7 @@ class UpdateEngine:
             self.step.require_running()
             self.step.require_recomputable(session.running, session.cached)
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype, *_ in tensors]
-        session.receive(chunk, specs, size)
+        session.receive(chunk, specs, size, sha256)
         session.touch(self._clock())
         self.step.lose_previous()
         manifest = session.manifest

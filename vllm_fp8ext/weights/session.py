@@ -134,8 +134,9 @@ class Session:
             self.state = State.EXPIRED
         return over
 
-    def receive(self, key: str, specs: Iterable[TensorSpec], size: int) -> None:
-        """A chunk arrived and is about to be staged. Sending a key again replaces what it brought.
+    def receive(self, key: str, specs: Iterable[TensorSpec], size: int, sha256: str | None = None) -> None:
+        """A chunk arrived and is about to be staged. Sending a key again replaces what it brought. `sha256`: of its bytes, in
+        hexadecimal, where that was checked.
 
         Raises:
             UpdateError: wrong state, or (as one report) every tensor that does not fit.
@@ -171,7 +172,7 @@ class Session:
             raise refusal(problems)
         self.state = State.OPEN
         self.revision += 1
-        self.chunks[key] = Chunk(names, size)
+        self.chunks[key] = Chunk(names, size, sha256)
         if self.inplace:
             self.overwritten |= names & self.manifest.tensors.keys()
 

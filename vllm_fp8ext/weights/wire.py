@@ -2,7 +2,7 @@
 """FP8 on the wire: codes and block scales instead of 16 bits, half the bytes, the same served bytes. For trainers: needs
 torch, not vLLM."""
 
-import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
@@ -10,18 +10,34 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from vllm_fp8ext.kernels.quantize_weight import empty_like, queue, totals
 from vllm_fp8ext.kernels.reference import FP8_DTYPE, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.buffers import Buffers
-from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
 from vllm_fp8ext.weights.dtype_name import dtype_name
 from vllm_fp8ext.weights.manifest import DTYPES, Manifest, scale_name, scales_beside
+from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors
+from vllm_fp8ext.weights.snapshot import Snapshot
 
 BUFFER_BYTES = 512 << 20
 """Of codes and scales on a GPU, side by side: a server there opens few handles."""
+
+
+_OTHER_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""torch's names of dtypes that no update may have, by safetensors'."""
 
 
 def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Iterator[tuple[str, Any]]:
@@ -104,13 +120,27 @@ def _require_finite(weights: Sequence[tuple[str, Tensor]]) -> None:
 
 def stored(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a safetensors file, or of those that make the checkpoint in a folder, one at a time, scales beside
-    their weights; on the first GPU if there is one, or on this device."""
+    their weights; in memory of its own, on the first GPU if there is one, or on this device.
+
+    Raises:
+        UpdateError: a checkpoint that can't be read; `file-changed`: a file was changed or replaced before the last tensor
+            was read.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with contextlib.ExitStack() as stack:
-        opened = [
-            stack.enter_context(safe_open(file, framework="pt", device=device))
-            for file in checkpoint_files(checkpoint)
-        ]
-        held = [(name, reader) for reader in opened for name in reader.keys()]  # noqa: SIM118  it is no mapping
-        for name, reader in scales_beside(held, itemgetter(0)):
-            yield name, reader.get_tensor(name)
+    snapshot = Snapshot.of(checkpoint)
+    held = [(found.spec.name, file, found) for file in snapshot.files for found in file_tensors(file)]
+    for name, file, found in scales_beside(held, itemgetter(0)):
+        yield name, _read(snapshot, file, found).to(device)
+    snapshot.require_unchanged()
+
+
+def _read(snapshot: Snapshot, file: Path, tensor: StoredTensor) -> Tensor:
+    spec, data = tensor.spec, torch.empty(tensor.size, dtype=torch.uint8)
+    rest, position = memoryview(data.numpy()), tensor.start
+    with snapshot.opened(file) as content:
+        while rest and (count := os.preadv(content.fileno(), [rest], position)):
+            rest, position = rest[count:], position + count
+    if rest:
+        raise ValueError(f"{file}: ends in the middle of {spec.name}")
+    dtype: torch.dtype = getattr(torch, _OTHER_DTYPES.get(spec.dtype, spec.dtype))
+    return data.view(dtype).view(spec.shape)

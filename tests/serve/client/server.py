@@ -209,10 +209,12 @@ class Server:
                 schema.Files.model_validate_json(body)
             case ["PUT", "chunks", n]:
                 self._require(update, "open", "prepared")
-                check_digest(headers.get("content-digest"), body)
+                sha256 = check_digest(headers.get("content-digest"), body)
                 tensors = load(body)
                 self.chunks[update.id][n] = body
-                update.chunks[n] = schema.ChunkState(staged=True, bytes=len(body), tensors=len(tensors))
+                update.chunks[n] = schema.ChunkState(
+                    staged=True, bytes=len(body), tensors=len(tensors), sha256=sha256
+                )
                 update.state = "open"
             case _:
                 raise AssertionError(method, rest)
@@ -266,13 +268,14 @@ class _Http(ThreadingHTTPServer):
             self.errors.append(error)
 
 
-def check_digest(header: str | None, body: bytes) -> None:
-    """As RFC 9530 says."""
+def check_digest(header: str | None, body: bytes) -> str | None:
+    """As RFC 9530 says; the digest in hexadecimal."""
     if header is None:
-        return
+        return None
     [found] = re.findall(r"^sha-256=:(.*):$", header)
     if base64.b64decode(found) != hashlib.sha256(body).digest():
         raise UpdateError("digest-mismatch", "the body is not what was hashed", status=400)
+    return base64.b64decode(found).hex()
 
 
 class Handler(BaseHTTPRequestHandler):

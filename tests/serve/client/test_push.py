@@ -146,8 +146,9 @@ def test_a_checkpoint_that_shrinks_while_it_is_sent_is_abandoned(
     def shrink(sent: int, total: int | None) -> None:
         (checkpoint / "2.safetensors").write_bytes(b"")
 
-    with pytest.raises(ValueError, match=r"2\.safetensors: ends in the middle of w2"):
-        caller(server.url, "push", checkpoint, chunk_bytes=84, progress=shrink)
+    with pytest.raises(UpdateError, match=r"2\.safetensors was changed while it was read") as refused:
+        caller(server.url, "push", checkpoint, chunk_bytes=84, chunks_in_flight=1, progress=shrink)
+    assert refused.value.kind == "file-changed"
     assert server.states == ["abandoned"]
 
 
