@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client.buckets import buckets
 from vllm_fp8ext.serve.client.group import Group
+from vllm_fp8ext.weights import group
 from vllm_fp8ext.weights.broadcast import Receiver
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor
 
@@ -201,6 +203,51 @@ def test_tensors_that_nobody_wants_any_more(receiver: Receiver, trainer: Trainer
             never()
 
     assert refused(receiver, source, not_for_long).kind == "wrong-state"
+
+
+@pytest.mark.parametrize("place", ["nobody joins", "nobody listens"])
+def test_no_thread_waits_for_what_was_given_up(receiver: Receiver, trainer: Trainer, place: str) -> None:
+    """Whatever time there would have been for it."""
+    before = set(threading.enumerate())
+    source, _, _ = trainer.announce(100 * LONGEST, a=torch.ones(2))
+    if place == "nobody listens":
+        trainer.group.close()
+    soon = time.monotonic() + 0.3
+
+    def not_for_long() -> None:
+        if time.monotonic() > soon:
+            raise UpdateError("wrong-state", "given up")
+
+    assert refused(receiver, source, not_for_long).kind == "wrong-state"
+    for thread in set(threading.enumerate()).difference(before):
+        thread.join(LONGEST)
+        assert not thread.is_alive()
+
+
+def given_up(place: str) -> group.GlooGroup:
+    """The trainer's membership of a group that a rank has left, for which a bucket was on its way."""
+    sender, receiver = (group.GlooGroup(place, 2, rank, LONGEST) for rank in (0, 1))
+    _until(sender.joined)
+    _until(receiver.joined)
+    receiver.begin(torch.zeros(8, dtype=torch.uint8))
+    receiver.close()
+    return sender
+
+
+def test_groups_that_were_given_up_and_have_not_ended_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer joins and never sends: nothing but its leaving breaks that off before the time is over."""
+    monkeypatch.setattr(group, "_LINGERING", 2)
+    monkeypatch.setattr(group.GlooGroup, "_lingering", set())
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    senders = [given_up(f"127.0.0.1:{store.port}/{name}") for name in ("a", "b")]
+    with pytest.raises(UpdateError, match="2 groups that were given up have not ended") as refusal:
+        given_up(f"127.0.0.1:{store.port}/c")
+    assert refusal.value.kind == "transfer-failed"
+    senders.clear()
+    for thread in list(group.GlooGroup._lingering):
+        thread.join(LONGEST)
+        assert not thread.is_alive()
+    given_up(f"127.0.0.1:{store.port}/c")
 
 
 def test_another_bucket_than_was_told(receiver: Receiver, trainer: Trainer) -> None:

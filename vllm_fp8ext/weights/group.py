@@ -2,10 +2,12 @@
 """Processes that a trainer broadcasts to, as each of them sees them: rank 0 sends, the others receive. No method waits."""
 
 import contextlib
+import socket
 import threading
+import time
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +16,11 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.nccl import Communicator, NcclError
 from vllm_fp8ext.weights.broadcast_source import nccl_id
+
+_CONNECT_SECONDS = 0.5
+_LOOK_SECONDS = 0.02
+_LINGERING = 8
+"""Groups that may be left and not yet ended: each has a thread, and the memory that it was to receive to."""
 
 
 class Group(Protocol):
@@ -93,13 +100,23 @@ class NcclGroup:
 
 
 class GlooGroup:
-    """Between CPUs. `id`: `host:port/name`. `seconds`: how long its callers wait; Gloo's own threads then give up too."""
+    """Between CPUs. `id`: `host:port/name`. `seconds`: how long its callers wait; Gloo's own threads then give up too.
+
+    Raises:
+        UpdateError: `transfer-failed`, when too many that were left have not ended yet.
+    """
+
+    _lingering: ClassVar[set[threading.Thread]] = set()
 
     def __init__(self, id: str, size: int, rank: int, seconds: float) -> None:
         self.device = torch.device("cpu")
+        self._lingering.difference_update([thread for thread in self._lingering if not thread.is_alive()])
+        if len(self._lingering) >= _LINGERING:
+            raise _failed(f"{len(self._lingering)} groups that were given up have not ended: try again later")
+        self._left = threading.Event()
         self._joining: Future[Any] = Future()
         self._work: Any = None
-        thread = threading.Thread(target=self._join, args=(id, size, rank, timedelta(seconds=seconds + 5)))
+        thread = threading.Thread(target=self._join, args=(id, size, rank, seconds + 5))
         thread.daemon = True
         thread.start()
 
@@ -127,8 +144,12 @@ class GlooGroup:
         return True
 
     def close(self) -> None:
-        """Gloo can't break off what it does, and waits for it when it goes: a thread of its own does that."""
-        threading.Thread(target=_outlive, args=(self._joining, self._work), daemon=True).start()
+        """Gloo can't break off what it does, and waits for it when it goes: a thread of its own does that, until the others
+        leave, too, or the time is over."""
+        self._left.set()
+        thread = threading.Thread(target=_outlive, args=(self._joining, self._work), daemon=True)
+        self._lingering.add(thread)
+        thread.start()
 
     def _group(self) -> Any:
         try:
@@ -136,14 +157,35 @@ class GlooGroup:
         except (RuntimeError, ValueError) as error:
             raise _failed(str(error)) from error
 
-    def _join(self, id: str, size: int, rank: int, timeout: timedelta) -> None:
+    def _join(self, id: str, size: int, rank: int, seconds: float) -> None:
         try:
             address, _, name = id.partition("/")
             host, _, port = address.rpartition(":")
+            until, timeout = time.monotonic() + seconds, timedelta(seconds=seconds)
+            self._reach(host, int(port), until)
             store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+            if rank:
+                self._await_sender(store, name, until)
             self._joining.set_result(ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout))
         except Exception as error:
             self._joining.set_exception(error)
+
+    def _reach(self, host: str, port: int, until: float) -> None:
+        """Wait until somebody listens there: nothing breaks a store off that is connecting."""
+        while True:
+            try:
+                return socket.create_connection((host, port), _CONNECT_SECONDS).close()
+            except OSError:
+                self._require_joining(until)
+
+    def _await_sender(self, store: TCPStore, name: str, until: float) -> None:
+        """Wait until rank 0 has written to the store: nothing breaks a group off that is being made."""
+        while not any(key.startswith(f"{name}/") for key in store.list_keys()):
+            self._require_joining(until)
+
+    def _require_joining(self, until: float) -> None:
+        if self._left.wait(_LOOK_SECONDS) or time.monotonic() > until:
+            raise RuntimeError("the group was left before all were there")
 
 
 def _outlive(joining: Future[Any], work: Any) -> None:
