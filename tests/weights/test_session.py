@@ -129,6 +129,18 @@ def test_of_many_missing_tensors_some_are_listed_and_all_are_counted() -> None:
 # --- partial updates
 
 
+def test_chunks_without_tensors_are_not_told_of() -> None:
+    """Any number of them may come."""
+    session = opened()
+    for number in range(3):
+        send(session, str(number), ())
+    send(session, "3", NAMES)
+    assert list(session.as_dict()["chunks"]) == ["3"]
+    send(session, "3", ())
+    assert session.as_dict()["chunks"] == {}
+    assert session.missing() == set(NAMES)
+
+
 def test_a_partial_update_needs_whole_parameters() -> None:
     session = partly()
     assert sorted(session.missing()) == []

@@ -356,7 +356,10 @@ class Session:
             "tensors_missing": len(missing),
             "missing": nsmallest(MISSING_LISTED, missing),
             "bytes": self.bytes,
-            "chunks": {key: chunk.as_dict() for key, chunk in self.chunks.items()},
+            # any number of chunks may bring nothing
+            "chunks": {
+                key: chunk.as_dict() for key, chunk in self.chunks.items() if chunk.names or not chunk.staged
+            },
             "problems": self.problems,
             "problem_count": self.problem_count,
             "seconds": dict(self.seconds),
