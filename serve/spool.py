@@ -6,6 +6,7 @@ with it: nothing is read from its connection meanwhile. Room is taken from the f
 """
 
 import asyncio
+import contextlib
 import errno
 import mmap
 import os
@@ -49,7 +50,8 @@ class Spool:
         if not os.path.isdir(folder):
             raise ConfigError(f"spool_dir: expected a folder, found none at {folder}")
         for left, _ in left_behind(folder, *_NAME):
-            left.unlink()
+            with contextlib.suppress(OSError):  # somebody else's
+                left.unlink()
         free, self._claimed = shutil.disk_usage(folder).free, untouched_bytes(folder)
         self.limit = max(min(limit, free - self._claimed), 0) // _PAGE * _PAGE
         if not self.limit:

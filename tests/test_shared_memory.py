@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,17 @@ def test_nothing_else_is_removed_whatever_a_record_says(tmp_path: Path, line: st
     remove_left(str(tmp_path / "inside"))
     assert outside.exists()
     assert names(tmp_path / "inside") == {"outside", "psm_x"}
+
+
+def test_what_cannot_be_removed_hinders_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError
+
+    with make(tmp_path, "killed", "psm_aaaaaaaa"):
+        monkeypatch.setattr(Path, "unlink", refuse)
+        remove_left(str(tmp_path))
+        monkeypatch.undo()
+    assert (names(tmp_path), records(tmp_path)) == ({"psm_aaaaaaaa"}, 1)
 
 
 def test_what_another_user_has_written_down_is_not_believed(

@@ -58,14 +58,17 @@ def remove_left(folder: str = FOLDER) -> None:
         if os.fstat(file.fileno()).st_uid != os.geteuid():  # anybody may write such a file
             continue
         for segment in _recorded(folder, file.read(_RECORD_BYTES)):
-            segment.unlink()
-        path.unlink()
+            with contextlib.suppress(OSError):
+                segment.unlink()
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _close(path: Path) -> None:
     """Remove the record of a process that ends, unless it leaves segments."""
-    if not _recorded(str(path.parent), path.read_bytes()):
-        path.unlink()
+    with contextlib.suppress(OSError):
+        if not _recorded(str(path.parent), path.read_bytes()):
+            path.unlink()
 
 
 def _recorded(folder: str, record: bytes) -> list[Path]:
