@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def kv_dtype() -> str:
     """Of the KV cache of engines that are tried with an FP8 one where there is any."""
     return "fp8" if FP8_KV else "auto"
+
+
+@pytest.fixture(scope="session")
+def lives() -> Callable[[int], bool]:
+    """Whether a process runs, which may be nobody's child any more."""
+
+    def look(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
+    return look
+
+
+@pytest.fixture(scope="session")
+def ended(lives: Callable[[int], bool]) -> Callable[[int], bool]:
+    """Whether a process ends within a time that a busy machine has, too."""
+
+    def wait(pid: int) -> bool:
+        until = time.monotonic() + 60
+        while lives(pid) and time.monotonic() < until:
+            time.sleep(0.05)
+        return not lives(pid)
+
+    return wait
 
 
 @pytest.fixture

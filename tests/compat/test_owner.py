@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+Looks = Callable[[int], bool]
 
 PROGRAM = """
 import multiprocessing, os, signal, subprocess, sys, time
@@ -66,31 +67,17 @@ def killed(program: Path, *arguments: str) -> Iterator[list[int]]:
                     os.kill(pid, signal.SIGKILL)
 
 
-def lives(pid: int) -> bool:
-    """Whether a process that may be nobody's child any more runs."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def ended(pid: int) -> bool:
-    """Whether it ends within a time that a busy machine has, too."""
-    until = time.monotonic() + 60
-    while lives(pid) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not lives(pid)
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1"])
-def test_an_engine_ends_with_its_owner_and_its_workers_with_it(program: Path, method: str, name: str) -> None:
+def test_an_engine_ends_with_its_owner_and_its_workers_with_it(
+    program: Path, ended: Looks, method: str, name: str
+) -> None:
     with killed(program, method, name, "alone") as (engine, worker):
         assert ended(engine)
         assert ended(worker)
 
 
-def test_what_the_owner_has_forked_keeps_no_engine(program: Path) -> None:
+def test_what_the_owner_has_forked_keeps_no_engine(program: Path, ended: Looks, lives: Looks) -> None:
     """It holds the owner's end of the pipe."""
     with killed(program, "fork", "EngineCore", "forked") as (engine, worker, forked):
         assert ended(engine)
@@ -98,12 +85,12 @@ def test_what_the_owner_has_forked_keeps_no_engine(program: Path) -> None:
         assert lives(forked)
 
 
-def test_a_worker_ends_when_its_engine_has(program: Path) -> None:
+def test_a_worker_ends_when_its_engine_has(program: Path, ended: Looks) -> None:
     with killed(program, "fork", "VllmWorker-0", "alone") as (worker, _):
         assert ended(worker)
 
 
-def test_a_trainers_own_processes_are_left_alone(program: Path) -> None:
+def test_a_trainers_own_processes_are_left_alone(program: Path, ended: Looks, lives: Looks) -> None:
     with (
         killed(program, "fork", "Process-1", "alone") as (process, worker),
         killed(program, "fork", "EngineCore", "alone") as (engine, _),

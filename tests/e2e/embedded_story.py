@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer that holds the engine in its own process, updated in place. Takes a file, to which it writes what it
-saw, as JSON, and the KV cache's dtype."""
+saw, as JSON, and the KV cache's dtype; then it is killed."""
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import save
 from torch import Tensor
@@ -214,8 +217,9 @@ async def main(out: Path, kv_dtype: str) -> None:
         facts["left half-way"] = [(await weights.weights()).update, (await told(weights))["state"]]
         await update(weights, late, "late, after leaving")
         facts["sampled after leaving"] = await sample(engine, "left")
-    engine.shutdown()
-    out.write_text(json.dumps(facts))
+        facts["its processes"] = [process.pid for process in psutil.Process().children(recursive=True)]
+        out.write_text(json.dumps(facts))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from typing import Any
 from .plugins import HERE, variables
 
 
-def told_by(name: str, folder: Path, *more: str, seconds: float) -> Any:
-    """What a story, given a file for it and the arguments `more`, writes down there; its log is beside it."""
+def told_by(name: str, folder: Path, *more: str, seconds: float, ends: int = 0) -> Any:
+    """What a story, given a file for it and the arguments `more`, writes down there; its log is beside it. `ends`: its
+    code."""
     facts, log, code = folder / "facts.json", folder / "log", None
     line = [sys.executable, "-P", str(HERE / name), str(facts), *more]
     own = {**os.environ, **variables(folder)}
@@ -21,5 +22,5 @@ def told_by(name: str, folder: Path, *more: str, seconds: float) -> Any:
         code = subprocess.run(
             line, env=own, stdout=file, stderr=subprocess.STDOUT, timeout=seconds
         ).returncode
-    assert code == 0, log.read_text(errors="replace")[-6000:]
+    assert code == ends, log.read_text(errors="replace")[-6000:]
     return json.loads(facts.read_text())

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines in the trainer's own process: one updated in place, put to sleep and woken, one whose calls block."""
 
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,11 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 def facts(tmp_path_factory: pytest.TempPathFactory, kv_dtype: str) -> dict[str, Any]:
     """What `embedded_story` saw."""
     found: dict[str, Any] = told_by(
-        "embedded_story.py", tmp_path_factory.mktemp("embedded"), kv_dtype, seconds=SECONDS
+        "embedded_story.py",
+        tmp_path_factory.mktemp("embedded"),
+        kv_dtype,
+        seconds=SECONDS,
+        ends=-signal.SIGKILL,
     )
     return found
 
@@ -46,6 +52,13 @@ def test_scales_of_the_kv_cache_come_with_the_weights_in_place(facts: dict[str, 
     assert scales["early again"] == scales["asleep"] == early
     assert scales["late again"] == late
     assert facts["verified after sleep"] == "late, asleep"
+
+
+def test_the_engine_of_a_trainer_that_is_killed_ends(
+    facts: dict[str, Any], ended: Callable[[int], bool]
+) -> None:
+    assert len(facts["its processes"]) >= 2
+    assert all(map(ended, facts["its processes"]))
 
 
 def test_in_place_costs_no_twin_and_has_no_rollback(facts: dict[str, Any]) -> None:
