@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trainer sends as codes and block scales."""
 
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from vllm_fp8ext.kernels import reference
 from vllm_fp8ext.kernels.reference import NonFiniteError
@@ -74,6 +75,31 @@ def test_scales_come_right_after_their_weights_wherever_they_are_stored(tmp_path
         save_file({name: torch.ones(1) for name in held}, tmp_path / f"{file}.safetensors")
     found = [name for name, _ in stored(tmp_path)]
     assert found == ["a.weight", "a.weight_scale_inv", "b.weight", "b.weight_scale_inv", "c"]
+
+
+def test_every_dtype_is_read_as_the_safetensors_library_reads_it(tmp_path: Path) -> None:
+    dtypes = [torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32]
+    dtypes += [torch.uint64, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    dtypes += [torch.float8_e4m3fn, torch.float8_e5m2]
+    values = torch.arange(48, dtype=torch.uint8)
+    tensors = {
+        str(dtype): (values % 2 if dtype == torch.bool else values.clone()).view(dtype).reshape(2, -1)
+        for dtype in dtypes
+    }
+    save_file(tensors | {"none": torch.empty(0, 3), "one": torch.tensor(2.0)}, tmp_path / "all.safetensors")
+    found, wanted = dict(stored(tmp_path, "cpu")), load_file(tmp_path / "all.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        raw = (value.reshape(-1).view(torch.uint8) for value in (found[name], tensor))
+        assert torch.equal(*raw)
+
+
+def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
+    with pytest.raises(ValueError, match="tensor a: expected a dtype that torch has, found F6_E2M3"):
+        list(stored(tmp_path, "cpu"))
 
 
 def test_checkpoints_are_read_tensor_by_tensor(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def stored(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, T
     Raises:
         UpdateError: a checkpoint that can't be read; `file-changed`: a file was changed or replaced before the last tensor
             was read.
+        ValueError: a tensor of a dtype that torch has not.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     snapshot = Snapshot.of(checkpoint)
@@ -136,11 +137,13 @@ def stored(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, T
 
 def _read(snapshot: Snapshot, file: Path, tensor: StoredTensor) -> Tensor:
     spec, data = tensor.spec, torch.empty(tensor.size, dtype=torch.uint8)
+    dtype = getattr(torch, _OTHER_DTYPES.get(spec.dtype, spec.dtype), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{file}: tensor {spec.name}: expected a dtype that torch has, found {spec.dtype}")
     rest, position = memoryview(data.numpy()), tensor.start
     with snapshot.opened(file) as content:
         while rest and (count := os.preadv(content.fileno(), [rest], position)):
             rest, position = rest[count:], position + count
     if rest:
         raise ValueError(f"{file}: ends in the middle of {spec.name}")
-    dtype: torch.dtype = getattr(torch, _OTHER_DTYPES.get(spec.dtype, spec.dtype))
     return data.view(dtype).view(spec.shape)
