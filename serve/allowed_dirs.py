@@ -71,9 +71,10 @@ class AllowedDirs:
                 if error.errno == errno.EINVAL:  # no link
                     real = here
                     continue
-                if self._holder(here) is None:
+                holder = self._holder(here)
+                if holder is None:
                     raise refused from None
-                raise path_error(told, error) from None
+                raise path_error(told, _why(holder, here)) from None
             links += 1
             if links > _LINKS:
                 raise refused
@@ -92,6 +93,15 @@ class AllowedDirs:
     def _may_tell(self, path: str) -> bool:
         """Whether it is no secret that this folder is there: an allowed one, one in it or one on the way to it."""
         return self._holder(path) is not None or any(_is_in(folder, path) for folder in self._folders)
+
+
+def _why(folder: str, path: str) -> OSError:
+    """Why a path in a folder is not there, found out without a look through a link that may lie on the way by now."""
+    try:
+        os.close(open_real(folder, path, os.O_PATH))
+    except OSError as error:
+        return error
+    return OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def _working_folder() -> str:

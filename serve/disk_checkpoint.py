@@ -88,18 +88,26 @@ def look(allowed: AllowedDirs, place: AllowedPath) -> DiskCheckpoint:
         UpdateError: `not-found`, `unreadable`, `path-not-allowed`, or `file-changed` when something became a link meanwhile.
     """
     try:
-        with _closing(place.open(os.O_PATH)) as descriptor:
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode):
-                return DiskCheckpoint(
-                    place=place, files=(DiskFile(name=place.path, place=place, stamp=stamp_of(status)),)
-                )
-            if stat.S_ISDIR(status.st_mode):
-                return _Folder(allowed, place, descriptor).checkpoint()
+        with _closing(place.open(os.O_PATH | os.O_DIRECTORY)) as descriptor:
+            return _Folder(allowed, place, descriptor).checkpoint()
+    except NotADirectoryError:
+        return DiskCheckpoint(place=place, files=(_file(place),))
     except OSError as error:
         raise path_error(place.path, error) from None
-    message = f"{place.path}: expected a folder or a regular file, found a pipe, a socket or a device"
-    raise UpdateError("unreadable", message, status=422)
+
+
+def _file(place: AllowedPath) -> DiskFile:
+    try:
+        with _closing(place.open(os.O_PATH)) as descriptor:
+            status = os.fstat(descriptor)
+    except OSError as error:
+        raise path_error(place.path, error) from None
+    if stat.S_ISDIR(status.st_mode):  # it was none when it was opened as one
+        raise changed(place.path)
+    if not stat.S_ISREG(status.st_mode):
+        message = f"{place.path}: expected a folder or a regular file, found a pipe, a socket or a device"
+        raise UpdateError("unreadable", message, status=422)
+    return DiskFile(name=place.path, place=place, stamp=stamp_of(status))
 
 
 def changed(name: str) -> UpdateError:

@@ -10,6 +10,7 @@ import pytest
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.allowed_dirs import PATH_BYTES, AllowedDirs
+from vllm_fp8ext.weights.regular_file import path_error
 
 
 @pytest.fixture
@@ -149,6 +150,34 @@ def test_a_long_path_is_followed_to_where_it_leads(dirs: AllowedDirs, allowed: P
     path = str(allowed / "step-1")
     longest = path + "/." * ((PATH_BYTES - len(path)) // 2)
     assert dirs.resolve(longest).path == path
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "missing"])
+def test_a_folder_that_becomes_a_link_while_it_is_looked_at_tells_nothing(
+    dirs: AllowedDirs, allowed: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither that there is something of that name where the link leads, nor that there is not."""
+    readlink = os.readlink
+
+    def read(path: str) -> str:
+        if path.endswith(name):
+            (allowed / "step-1").rename(allowed / "away")
+            (allowed / "step-1").symlink_to(allowed.parent / "outside" / "hidden")
+        return readlink(path)
+
+    monkeypatch.setattr(os, "readlink", read)
+    path = str(allowed / "step-1" / name)
+
+    def opened() -> None:
+        try:
+            os.close(dirs.resolve(path).open(os.O_PATH))
+        except OSError as error:
+            raise path_error(path, error) from None
+
+    with pytest.raises(UpdateError) as caught:
+        opened()
+    assert (caught.value.kind, caught.value.status) == ("file-changed", 409)
+    assert str(caught.value) == f"{path} was changed before it was read"
 
 
 @pytest.fixture
