@@ -75,7 +75,7 @@ def _step_by_step(folder: int, path: str, flags: int) -> int:
     here = os.dup(folder)
     try:
         for parent in parents:
-            below = _opened_here(here, parent, _FOLDER, path)
+            below = _opened_here(here, parent, os.O_PATH | os.O_CLOEXEC, path)
             os.close(here)
             here = below
         return _opened_here(here, name, flags, path)
