@@ -21,7 +21,7 @@ from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.filling import Filling
 from vllm_fp8ext.serve.work import in_thread
-from vllm_fp8ext.shared_memory import untouched_bytes
+from vllm_fp8ext.shared_memory import free_bytes, untouched_bytes
 
 _PAGE = 4096
 _NAME = "fp8ext-", ".spool"
@@ -52,10 +52,10 @@ class Spool:
         for left, _ in left_behind(folder, *_NAME):
             with contextlib.suppress(OSError):  # somebody else's
                 left.unlink()
-        free, self._claimed = shutil.disk_usage(folder).free, untouched_bytes(folder)
-        self.limit = max(min(limit, free - self._claimed), 0) // _PAGE * _PAGE
+        self._claimed = untouched_bytes(folder)
+        self.limit = min(limit, free_bytes(folder)) // _PAGE * _PAGE
         if not self.limit:
-            message = f"spool_dir: {folder} is full: {free} bytes are free"
+            message = f"spool_dir: {folder} is full: {shutil.disk_usage(folder).free} bytes are free"
             raise ConfigError(f"{message}, {self._claimed} of them {_CLAIMED}. {_MORE}")
         self._descriptor, self.path = created(folder, *_NAME)
         os.ftruncate(self._descriptor, self.limit)
@@ -211,9 +211,9 @@ def _of_another_length(filling: Filling, found: int) -> UpdateError:
 
 def _allocate(descriptor: int, folder: str, start: int, end: int) -> None:
     try:
-        room = shutil.disk_usage(folder).free - untouched_bytes(folder)
+        room = free_bytes(folder)
         if end - start > room:
-            message = f"expected {end - start} bytes more, found {max(room, 0)} free beside those {_CLAIMED}"
+            message = f"expected {end - start} bytes more, found {room} free beside those {_CLAIMED}"
             raise OSError(errno.ENOSPC, message)
         os.posix_fallocate(descriptor, start, end - start)
     finally:

@@ -9,6 +9,7 @@ process that is killed leaves its segments behind, so each writes down those tha
 import contextlib
 import os
 import re
+import shutil
 import stat
 from multiprocessing import util
 from pathlib import Path
@@ -37,6 +38,12 @@ def untouched_bytes(folder: str) -> int:
                 status = entry.stat(follow_symlinks=False)
                 found[status.st_ino] = max(status.st_size - status.st_blocks * 512, 0)
     return sum(found.values())
+
+
+def free_bytes(folder: str) -> int:
+    """Return the bytes that the file system of `folder` can give without what those segments will need; 0 where it has
+    promised more than it has."""
+    return max(shutil.disk_usage(folder).free - untouched_bytes(folder), 0)
 
 
 def record(name: str, folder: str = FOLDER) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -239,3 +240,28 @@ def test_a_file_that_rests_is_not_waited_for(file: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     asyncio.run(settle([stamp, stamp]))
+
+
+CLAIMED = """
+import sys
+from pathlib import Path
+from vllm_fp8ext.weights.source import _Shared
+
+folder, page = Path(sys.argv[1]), 4096
+for name, pages in (("fp8ext-x.spool", 40), ("psm_0123abcd", 30)):
+    with open(folder / name, "wb") as file:
+        file.truncate(pages * page)
+shared = _Shared(str(folder / "fp8ext-x.spool"), page_lock=True)
+assert len(shared.content) == 40 * page
+shared.close()
+assert (folder / "fp8ext-x.spool").stat().st_blocks == 0
+"""
+
+
+def test_room_that_shared_memory_has_claimed_is_not_page_locked(
+    on_a_small_disk: Callable[[str, str], Any],
+) -> None:
+    """Whose writer would be killed."""
+    done = on_a_small_disk("256k", CLAIMED)
+    assert done.returncode == 0, done.stderr
+    assert "not page-locked: 163840 bytes more were needed, 139264 are free" in done.stderr

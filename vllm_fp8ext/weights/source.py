@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.shared_memory import free_bytes
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource
 from vllm_fp8ext.weights.gather import Gather, Group, reads
 from vllm_fp8ext.weights.ipc_source import IpcSource
@@ -196,19 +197,25 @@ class _Shared:
     """The shared buffer of uploads, mapped.
 
     Without `page_lock` copies to the GPU go through a buffer of the driver's: slower, not wrong. By the driver, which refuses
-    a file on a disk: the runtime would report that once more at whatever comes next.
+    a file on a disk: the runtime would report that once more at whatever comes next. To lock it takes room for all of it: not
+    what shared memory of vLLM's has claimed.
     """
 
     def __init__(self, path: str, *, page_lock: bool) -> None:
         self.path = path
+        free = free_bytes(os.path.dirname(path))  # first: other ranks may take of what is missing meanwhile
         descriptor = os.open(path, os.O_RDWR)
         try:
             self.content = mmap.mmap(descriptor, 0)
+            missing = len(self.content) - os.fstat(descriptor).st_blocks * 512
         finally:
             os.close(descriptor)
-        self._locked = page_lock and self._driver(
-            "cuMemHostRegister_v2", ctypes.c_size_t(len(self.content)), _PORTABLE
-        )
+        self._locked = False
+        if page_lock and missing > free:
+            message = "fp8ext: the shared buffer is not page-locked: %d bytes more were needed, %d are free"
+            logger.warning(message, missing, free)
+        elif page_lock:
+            self._locked = self._driver("cuMemHostRegister_v2", ctypes.c_size_t(len(self.content)), _PORTABLE)
 
     def close(self) -> None:
         """Give its memory back, once no tensor is a view of it."""
