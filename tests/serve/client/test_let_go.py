@@ -66,7 +66,7 @@ def test_handles(monkeypatch: pytest.MonkeyPatch, lent: bool) -> None:
     monkeypatch.setattr(push.calls, "handles", nothing)
     made = Made()
     endpoint = Endpoint.of("http://a", None, timeout=1.0, retries=0)
-    update: Any = SimpleNamespace(id="u")
+    update: Any = SimpleNamespace(id="u", chunks={})
     pairs = Pairs(made, lending=lent)
     steps(push._hand_over(endpoint, Tensors(pairs, pairs.lent, complete=False), EACH * BYTES, None, update))
     assert made.most <= (1 if lent else EACH + 1)
