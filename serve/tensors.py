@@ -172,6 +172,7 @@ def tensor_parts(
         else:
             computed = None if stream is None else stream.record_event()
             yield TensorPart(name, DTYPES[dtype], shape, size, tensor, computed)
+        del item, tensor  # nothing holds a tensor while the next one is made
 
 
 def _host_bytes(tensor: Any) -> Any:

@@ -15,7 +15,8 @@ from vllm_fp8ext.serve.client.buckets import Room
 from vllm_fp8ext.serve.client.flow import Endpoint, Work
 from vllm_fp8ext.serve.client.lent import Pairs
 from vllm_fp8ext.serve.client.progress import Counter
-from vllm_fp8ext.serve.client.source import Tensors
+from vllm_fp8ext.serve.client.source import Source, Tensors
+from vllm_fp8ext.serve.tensors import tensor_parts
 
 EACH, BYTES = 4, 64
 """Tensors in a chunk, bytes of one."""
@@ -57,6 +58,17 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU are as good as a GPU's."""
     for module in (buckets, handles):
         monkeypatch.setattr(module, "torch_tensor", lambda name, tensor, *devices: tensor)
+
+
+def test_chunks() -> None:
+    """Over HTTP: copied, and let go of before the next one is made."""
+    made = Made()
+    pairs = Pairs(made)
+    source = Source(tensor_parts(pairs, ["float32"], lent=pairs.lent))
+    for found in source.chunks(EACH * BYTES):
+        if isinstance(found, Work):
+            found.function()
+    assert made.most == 1
 
 
 @pytest.mark.parametrize("lent", [True, False])
