@@ -13,6 +13,7 @@ from vllm_fp8ext.compat.engine_client import EngineCalls
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.allowed_dirs import AllowedDirs
+from vllm_fp8ext.serve.body_process import BodyProcess
 from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import kept, outcome
@@ -41,6 +42,7 @@ class Backend:
         """Of a tensor in any dtype and form in which it may come: by itself a bucket may have as many, if that is more."""
         self.receive_seconds: float
         self.allowed_dirs = AllowedDirs()
+        self.bodies = BodyProcess()
         self.poisoned: str | None = None
         self.commits: dict[str, asyncio.Future[dict[str, Any]]] = {}
         """Those that go on, by the id of the update."""
@@ -61,6 +63,7 @@ class Backend:
             return
         self.spool = Spool(settings.spool_dir, settings.spool_bytes, settings.upload_idle_seconds)
         self._held.callback(self.spool.close)
+        self._held.callback(self.bodies.close)
         self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
         self.allowed_dirs = AllowedDirs(settings.allowed_dirs)
 
@@ -78,7 +81,9 @@ class Backend:
             ConfigError: it never could.
             UpdateError: this engine takes no updates.
         """
-        manifest = Manifest.from_dict(await self.engine("manifest"))
+        told = await self.engine("manifest")
+        manifest = Manifest.from_dict(told)
+        await self.bodies.know(told)
         sizes = {
             name: math.prod(spec.shape) * spec.torch_dtype.itemsize for name, spec in manifest.tensors.items()
         }

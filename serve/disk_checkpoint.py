@@ -15,7 +15,7 @@ from vllm_fp8ext.shown import shown
 from vllm_fp8ext.weights.beneath import open_beneath
 from vllm_fp8ext.weights.checkpoint_files import INDEX, SUFFIX, chosen, indexed_files
 from vllm_fp8ext.weights.regular_file import Stamp, path_error, real_descriptor, stamp_of
-from vllm_fp8ext.weights.safetensors_header import StoredTensor, stored_tensors
+from vllm_fp8ext.weights.safetensors_header import StoredTensor, require_names, stored_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,12 @@ class DiskFile:
         """Every tensor of this version of a safetensors file.
 
         Raises:
-            UpdateError: as `opened` and `safetensors_header.parse`.
+            UpdateError: as `opened` and `safetensors_header.parse`; `invalid-name`.
         """
         with self.opened() as content:
-            return stored_tensors(content, self.name)
+            found = stored_tensors(content, self.name)
+        require_names(found, self.name)
+        return found
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:

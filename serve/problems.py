@@ -2,25 +2,32 @@
 """Errors as RFC 9457 problem documents."""
 
 import logging
+import re
 from collections.abc import Callable, Coroutine
 from traceback import format_exc
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.body_checks import invalid_request
+from vllm_fp8ext.serve.body_process import BodyProcess
 from vllm_fp8ext.serve.schema import PROBLEM, Problem
 from vllm_fp8ext.shown import shown
-from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, listed
+from vllm_fp8ext.weights.refusals import listed
 
 logger = logging.getLogger("vllm.fp8ext")
 
 MEDIA_TYPE = "application/problem+json"
+_JSON = re.compile(r"application/(\S+\+)?json", re.IGNORECASE)
+_DIGITS = 18
+"""Of the largest length that is looked at; Python refuses to read very long numbers."""
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "content": {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}}
@@ -57,33 +64,30 @@ def problem(error: UpdateError) -> JSONResponse:
     return JSONResponse(body, status_code=error.status, media_type=MEDIA_TYPE, headers=headers)
 
 
-_SHOWN = 300
-"""Characters of a client's own text that an answer repeats: names of fields are its own, too."""
-BODY_LIMIT = 64 << 20
-"""Longest JSON body, in bytes: room for claims about 100,000 tensors."""
-
-
-def guarded_route(key: AdminKey, refused: Callable[[str], None]) -> type[APIRoute]:
-    """A route class that asks for the key before it reads anything, and answers every refusal with a problem document.
+def guarded_route(key: AdminKey, refused: Callable[[str], None], bodies: BodyProcess) -> type[APIRoute]:
+    """A route class that asks for the key before it reads anything, has JSON bodies checked by `bodies`, and answers every
+    refusal with a problem document. The parameter `body` of an endpoint has plain values where its model has others nested.
 
     `refused` is told the kind of each.
     """
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
+            handle, form = super().get_route_handler(), _form(self.endpoint)
 
             async def guarded(request: Request) -> Response:
                 try:
                     key.check(request.headers.get("authorization"))
                     _require_plain(request)
                     if request.method == "POST":
-                        _require_bounded(request)
+                        _require_bounded(request, bodies.limits.json_bytes)
+                        if form is not None:
+                            request = await _checked(request, form, bodies)
                     return await handle(request)
                 except UpdateError as error:
                     refusal = error
                 except RequestValidationError as error:
-                    refusal = _invalid(error)
+                    refusal = invalid_request(list(error.errors()))
                 except HTTPException as error:  # FastAPI's own, for a body that is not text
                     refusal = UpdateError("invalid-request", str(error.detail), status=error.status_code)
                 except Exception as error:
@@ -107,22 +111,44 @@ def _require_plain(request: Request) -> None:
         raise UpdateError("unsupported-encoding", message, status=415)
 
 
-def _require_bounded(request: Request) -> None:
+class _CheckedRequest(Request):
+    """A request whose body has become a model already."""
+
+    def __init__(self, request: Request, body: BaseModel) -> None:
+        super().__init__(request.scope, request.receive)
+        self._checked_body = body
+
+    async def body(self) -> bytes:
+        return b"{}"  # FastAPI only wants to know whether there is one
+
+    async def json(self) -> Any:
+        return self._checked_body
+
+
+def _form(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
+    """The model of an endpoint's parameter `body`, which may be optional."""
+    told = get_type_hints(endpoint).get("body")
+    forms = [told, *get_args(told)]
+    return next((form for form in forms if isinstance(form, type) and issubclass(form, BaseModel)), None)
+
+
+async def _checked(request: Request, form: type[BaseModel], bodies: BodyProcess) -> Request:
+    content = await request.body()
+    if not content:
+        return request
+    kind = request.headers.get("content-type", "")
+    if not _JSON.fullmatch(kind.partition(";")[0].strip()):
+        problems = [{"where": "body", "message": "expected the header Content-Type: application/json"}]
+        message = f"Content-Type: expected application/json, found {kind!r:.200}"
+        raise UpdateError("invalid-request", message, status=422, **listed(problems))
+    fields = await bodies.json(f"{form.__module__}:{form.__qualname__}", content)
+    return _CheckedRequest(request, form.model_construct(**fields))
+
+
+def _require_bounded(request: Request, limit: int) -> None:
     if "transfer-encoding" in request.headers:
         raise UpdateError("length-required", "expected a Content-Length header", status=411)
     length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > BODY_LIMIT:
-        message = f"a JSON body may have {BODY_LIMIT} bytes, found {length}"
-        raise UpdateError("body-too-large", message, status=413, limit=BODY_LIMIT)
-
-
-def _invalid(error: RequestValidationError) -> UpdateError:
-    errors = error.errors()
-    found = [
-        {"where": f"{'.'.join(map(str, item['loc'])):.{_SHOWN}}", "message": f"{item['msg']:.{_SHOWN}}"}
-        for item in errors[:PROBLEMS_LISTED]
-    ]
-    detail = "; ".join(f"{item['where']}: {item['message']}" for item in found)
-    if len(errors) > len(found):
-        detail += f"; and {len(errors) - len(found)} more"
-    return UpdateError("invalid-request", detail, status=422, **listed(found, len(errors)))
+    if not length.isdecimal() or len(length) > _DIGITS or int(length) > limit:
+        message = f"a JSON body may have {limit} bytes here, found {length:.30}"
+        raise UpdateError("body-too-large", message, status=413, limit=limit)

@@ -24,7 +24,7 @@ from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import finished, kept, outcome
 from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor, check_group
 from vllm_fp8ext.weights.ipc_source import IpcSource, ipc_tensor
-from vllm_fp8ext.weights.safetensors_header import StoredTensor, parse
+from vllm_fp8ext.weights.safetensors_header import StoredTensor, read_header
 from vllm_fp8ext.weights.source import AnySource, Source
 
 ChunkNumber = Annotated[int, Field(ge=0, le=65_535)]
@@ -38,7 +38,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         tags=["fp8ext"],
         dependencies=[Depends(documented)],
         responses=RESPONSES,
-        route_class=guarded_route(key, backend.metrics.refused),
+        route_class=guarded_route(key, backend.metrics.refused, backend.bodies),
     )
 
     @routes.get("/weights", response_model=schema.Weights, summary="What is served")
@@ -77,7 +77,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.post("/updates", response_model=schema.Update, status_code=201, summary="Open an update")
     async def open_update(body: schema.OpenUpdate) -> Any:
-        opened = await backend.engine.patiently("open", **body.model_dump())
+        opened = await backend.engine.patiently("open", **dict(body))
         limits = {"max_chunk_bytes": backend.spool.limit, "max_receive_bytes": backend.receive_bytes}
         return opened | limits | {"group": backend.group}
 
@@ -111,7 +111,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         summary="Read tensors where they are on a GPU of this machine",
     )
     async def post_handles(id: schema.UpdateId, body: schema.Handles) -> Any:
-        return await finished(_read_there(backend, id, body))
+        return await finished(_read_there(backend, id, dict(body)))
 
     @routes.post(
         "/updates/{id}/receive",
@@ -121,7 +121,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     )
     async def post_receive(id: schema.UpdateId, body: schema.Receive) -> Any:
         await backend.engine("check", id=id)
-        return await finished(_begin_to_receive(backend, id, body))
+        return await finished(_begin_to_receive(backend, id, dict(body)))
 
     @routes.post("/updates/{id}/prepare", response_model=schema.Update, summary="Validate the whole update")
     async def prepare(id: schema.UpdateId) -> Any:
@@ -181,7 +181,9 @@ async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> d
         def read(start: int, size: int) -> bytes:
             return bytes(content[start : start + size])
 
-        tensors = await asyncio.to_thread(parse, read, extent.length, f"chunk {chunk}")
+        name, limit = f"chunk {chunk}", backend.bodies.limits.header_bytes
+        header = read_header(read, extent.length, name, limit)
+        tensors = await backend.bodies.header(header, extent.length, name)
         source = Source(extent.path, extent.offset)
         sha256 = digest.sha256 if digest else None
         return await _stage(backend, id, chunk, source, tensors, extent.length, sha256)
@@ -192,36 +194,39 @@ def _room(
 ) -> contextlib.AbstractAsyncContextManager[Extent]:
     """Where the body of a request lies, once it has come."""
     length = request.headers.get("content-length")
-    if length is not None and not length.isdecimal():
+    if length is not None and not (length.isdecimal() and len(length) < 19):
         raise UpdateError(
-            "length-required", f"Content-Length: expected a number, found {length!r}", status=400
+            "length-required", f"Content-Length: expected a number, found {length!r:.40}", status=400
         )
     connection = Connection.of(request.scope, request.receive)
     size = int(length) if length else None
     return backend.spool.receive(_body(request), size, digest, connection)
 
 
-async def _read_there(backend: Backend, id: str, body: schema.Handles) -> dict[str, Any]:
-    source = IpcSource(body.device, tuple((found.handle, found.bytes) for found in body.allocations))
-    tensors = await asyncio.to_thread(lambda: [ipc_tensor(source, **vars(tensor)) for tensor in body.tensors])
-    return await _stage(backend, id, str(body.n), source, tensors, sum(tensor.size for tensor in tensors))
+async def _read_there(backend: Backend, id: str, body: dict[str, Any]) -> dict[str, Any]:
+    """`body`: fields of `schema.Handles`."""
+    source = IpcSource(
+        body["device"], tuple((found["handle"], found["bytes"]) for found in body["allocations"])
+    )
+    tensors = await asyncio.to_thread(lambda: [ipc_tensor(source, **tensor) for tensor in body["tensors"]])
+    return await _stage(backend, id, str(body["n"]), source, tensors, sum(tensor.size for tensor in tensors))
 
 
-async def _begin_to_receive(backend: Backend, id: str, body: schema.Receive) -> dict[str, Any]:
-    """Have the ranks wait for a broadcast; what becomes of it is told by the update."""
+async def _begin_to_receive(backend: Backend, id: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Have the ranks wait for a broadcast; what becomes of it is told by the update. `body`: fields of `schema.Receive`."""
     limit = max(backend.receive_bytes, backend.largest_bytes)
-    if body.bytes > limit:
-        message = f"a bucket may have {limit} bytes, found {body.bytes}"
+    if body["bytes"] > limit:
+        message = f"a bucket may have {limit} bytes, found {body['bytes']}"
         raise UpdateError("chunk-too-large", message, status=413, limit=limit)
     source = BroadcastSource(
-        **dict(body.group), bytes=body.bytes, mark=body.mark, seconds=backend.receive_seconds
+        **body["group"], bytes=body["bytes"], mark=body["mark"], seconds=backend.receive_seconds
     )
     check_group(source, backend.world_size)
     tensors = await asyncio.to_thread(
-        lambda: [broadcast_tensor(source, **vars(tensor)) for tensor in body.tensors]
+        lambda: [broadcast_tensor(source, **tensor) for tensor in body["tensors"]]
     )
     size = sum(tensor.size for tensor in tensors)
-    started = await backend.engine("stage", **stage_arguments(id, str(body.n), source, tensors, size))
+    started = await backend.engine("stage", **stage_arguments(id, str(body["n"]), source, tensors, size))
     backend.group = source.id
     kept(_followed(backend, started))
     return await backend.engine("update", id=id)
@@ -264,7 +269,7 @@ async def _commit(backend: Backend, id: str) -> dict[str, Any]:
 
 async def _rollback(backend: Backend, body: schema.Rollback) -> dict[str, Any]:
     async with backend.looked_at():
-        return await backend.engine.patiently("rollback", **body.model_dump())
+        return await backend.engine.patiently("rollback", **dict(body))
 
 
 async def _read(backend: Backend, id: str, body: schema.Files) -> dict[str, Any]:
@@ -274,7 +279,7 @@ async def _read(backend: Backend, id: str, body: schema.Files) -> dict[str, Any]
 
 async def _load(backend: Backend, body: schema.Load) -> dict[str, Any]:
     place = await asyncio.to_thread(backend.allowed_dirs.resolve, body.path)
-    opened = await backend.engine("open", **body.model_dump(exclude={"path"}))
+    opened = await backend.engine("open", **{key: value for key, value in body if key != "path"})
     try:
         await read_checkpoint(backend, opened["id"], place)
         return await _commit(backend, opened["id"])

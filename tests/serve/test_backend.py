@@ -234,6 +234,7 @@ def test_a_bucket_may_be_the_largest_tensor_in_any_form(tmp_path: Path) -> None:
         asyncio.run(backend.require_room())
     finally:
         backend.spool.close()
+        backend.bodies.close()
     assert backend.receive_bytes == 2 * 64 * 32 + MARK_BYTES
     largest = 4 * 8 * 64 * 32 + MARK_BYTES
     group = schema.BroadcastGroup(backend="gloo", id="host:1/name", size=2, first_rank=2)
@@ -242,4 +243,4 @@ def test_a_bucket_may_be_the_largest_tensor_in_any_form(tmp_path: Path) -> None:
     for size, said in sizes.items():  # what is looked at next is the group
         body = schema.Receive(n=0, group=group, bytes=size, mark="00" * 8, tensors=[tensor])
         with pytest.raises(UpdateError, match=said):
-            asyncio.run(routes._begin_to_receive(backend, "u", body))
+            asyncio.run(routes._begin_to_receive(backend, "u", body.model_dump()))

@@ -3,7 +3,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -40,8 +40,10 @@ def step(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> DiskServer:
-    return DiskServer(tmp_path)
+def server(tmp_path: Path) -> Iterator[DiskServer]:
+    server = DiskServer(tmp_path)
+    yield server
+    server.backend.bodies.close()
 
 
 def kind(answer: httpx.Response) -> tuple[int, str]:

@@ -53,8 +53,10 @@ def allowed(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(allowed: Path) -> DiskServer:
-    return DiskServer(allowed)
+def server(allowed: Path) -> Iterator[DiskServer]:
+    server = DiskServer(allowed)
+    yield server
+    server.backend.bodies.close()
 
 
 @contextmanager
