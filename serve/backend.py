@@ -47,6 +47,8 @@ class Backend:
         self.commits: dict[str, asyncio.Future[dict[str, Any]]] = {}
         """Those that go on, by the id of the update."""
         self.metrics = Metrics(registry)
+        self._coming: list[tuple[str, asyncio.Event]] = []
+        """What is on its way: to which update, and what to set when another is open, or none."""
         self._held = contextlib.ExitStack()
 
     def connect(self, engine_client: Any, *, routes: bool = True) -> None:
@@ -134,6 +136,9 @@ class Backend:
         status: dict[str, Any] = await self.engine("status")
         self._heard(status["poisoned"])
         self.metrics.observe(status)
+        for id, gone in self._coming:
+            if status["update"] != id:
+                gone.set()
         return status
 
     @contextlib.asynccontextmanager
@@ -148,16 +153,22 @@ class Backend:
         assert coming is not None
         ended: UpdateError | None = None
 
+        gone = asyncio.Event()
+
         async def keep() -> None:
             nonlocal ended
             while ended is None:
-                await asyncio.sleep(lifetime / 4)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(lifetime / 4):
+                        await gone.wait()
+                gone.clear()
                 found = await outcome(self.engine("check", id=id))
                 if isinstance(found, UpdateError) and found.status in _ENDED:
                     ended = found
                     coming.cancel()
 
         keeping = asyncio.create_task(keep())
+        self._coming.append((id, gone))
         try:
             yield
         except asyncio.CancelledError:
@@ -166,6 +177,7 @@ class Backend:
             raise ended from None
         finally:
             keeping.cancel()
+            self._coming.remove((id, gone))
 
     async def abandon_open(self) -> None:
         """Give up the update that is open, if there is one, and a rollback that waits: nobody is left to finish them."""

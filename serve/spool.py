@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Uploaded bodies on their way to the ranks: one bounded file in shared memory that every rank maps, used over and over.
 
-A body gets an extent of the file for as long as it lives; one that finds no room waits, in order of arrival, and its client
-with it: nothing is read from its connection meanwhile. Room is taken from the folder as bodies need it.
+A body gets an extent of the file for as long as it lives; one that finds no room waits for its turn, and its client with
+it: nothing is read from its connection meanwhile. Room is taken from the folder as bodies need it.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -20,10 +20,10 @@ from vllm_fp8ext.lock_files import created, left_behind
 from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.filling import Filling
+from vllm_fp8ext.serve.room import PAGE, Room
 from vllm_fp8ext.serve.work import in_thread
 from vllm_fp8ext.shared_memory import free_bytes, untouched_bytes
 
-_PAGE = 4096
 _NAME = "fp8ext-", ".spool"
 _CLAIMED = "that vLLM's shared memory has claimed and not yet taken"
 _MORE = "Give the container more shared memory (docker run --shm-size=8g), or choose another spool_dir"
@@ -53,21 +53,17 @@ class Spool:
             with contextlib.suppress(OSError):  # somebody else's
                 left.unlink()
         self._claimed = untouched_bytes(folder)
-        self.limit = min(limit, free_bytes(folder)) // _PAGE * _PAGE
+        self.limit = min(limit, free_bytes(folder)) // PAGE * PAGE
         if not self.limit:
             message = f"spool_dir: {folder} is full: {shutil.disk_usage(folder).free} bytes are free"
             raise ConfigError(f"{message}, {self._claimed} of them {_CLAIMED}. {_MORE}")
         self._descriptor, self.path = created(folder, *_NAME)
         os.ftruncate(self._descriptor, self.limit)
         self._content = memoryview(mmap.mmap(self._descriptor, self.limit))
-        self._backed = 0
-        """Bytes from the start for which the folder has given room."""
+        self._backed: list[tuple[int, int]] = []
+        """From where to where the folder has given room."""
         self._idle_seconds = idle_seconds
-        self._extents: list[tuple[int, int]] = []
-        self._lost: list[tuple[int, int]] = []
-        """Those of them that will not be free again."""
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
+        self._room = Room(self.limit)
 
     def require_room(self, size: int, what: str) -> None:
         """Raises `ConfigError` when a body of `size` bytes, which `what` describes, could never be sent."""
@@ -124,46 +120,29 @@ class Spool:
             raise
         finally:
             if in_use:
-                self._lost.append((offset, length))
+                self._room.lose(offset, length)
             else:
-                self._extents.remove((offset, length))
-            self._freed.set()
+                self._room.give_back(offset, length)
 
     async def _reserve(self, length: int) -> int:
-        async with self._turn:
-            while (offset := self._gap(length, self._extents)) is None:
-                if self._gap(length, sorted(self._lost)) is None:
-                    message = (
-                        f"a rank may still read some of the room for uploads: none is left for {length} bytes"
-                    )
-                    raise UpdateError("engine-timeout", message, status=504)
-                self._freed.clear()
-                await self._freed.wait()
+        offset = await self._room.take(length)
+        try:
             await self._back(offset, offset + length)
-            self._extents.append((offset, length))
-            self._extents.sort()
-            return offset
-
-    def _gap(self, length: int, taken: Sequence[tuple[int, int]]) -> int | None:
-        """Offset of the first free extent of this length, where these are taken, the first one first."""
-        start = 0
-        for offset, size in [*taken, (self.limit, 0)]:
-            if start + length <= offset:
-                return start
-            start = -(-(offset + size) // _PAGE) * _PAGE
-        return None
+        except BaseException:
+            self._room.give_back(offset, length)
+            raise
+        return offset
 
     async def _back(self, start: int, end: int) -> None:
         """Have the folder's room from `start` to `end`: who writes to a map where there is none is killed. What was had once
         stays."""
-        start = max(start, self._backed)
-        if end <= start:
-            return
-        try:
-            await in_thread(_allocate, os.dup(self._descriptor), str(self.path.parent), start, end)
-        except OSError as error:
-            raise UpdateError("spool-failed", f"{self.path}: {error.strerror}", status=507) from error
-        self._backed = end
+        for first, last in _between(start, end, self._backed):
+            try:
+                await in_thread(_allocate, os.dup(self._descriptor), str(self.path.parent), first, last)
+            except OSError as error:
+                message = f"{self.path}: {error.strerror}"
+                raise UpdateError("spool-failed", message, status=507) from error
+            self._backed = _joined([*self._backed, (first, last)])
 
     async def _fill(
         self, filling: Filling, body: AsyncIterator[bytes], connection: Connection | None
@@ -201,6 +180,27 @@ class Spool:
                 if now - renewed > self._idle_seconds / 16:  # cheaper than at every piece
                     limit.reschedule(now + self._idle_seconds)
                     renewed = now
+
+
+def _between(start: int, end: int, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of a range lies in none of these, which are sorted and apart."""
+    found = []
+    for first, last in [*ranges, (end, end)]:
+        if start < min(first, end):
+            found.append((start, min(first, end)))
+        start = max(start, last)
+    return found
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """These ranges, sorted, those that meet in one."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if found and first <= -(-found[-1][1] // PAGE) * PAGE:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return found
 
 
 def _of_another_length(filling: Filling, found: int) -> UpdateError:

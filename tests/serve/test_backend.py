@@ -84,6 +84,47 @@ def test_nothing_is_on_its_way_to_an_update_that_has_ended() -> None:
     assert len(engine.asked) == 2
 
 
+@pytest.mark.parametrize("other", [None, "another"])
+def test_what_is_on_its_way_to_an_update_ends_with_it(
+    other: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as this server hears of it, however long an update lives: others wait for its room."""
+
+    class Updating(Engine):
+        async def __call__(self, operation: str, **arguments: Any) -> Any:
+            self.asked.append((operation, arguments))
+            if operation == "status":
+                return {"poisoned": None, "update": self.updating}
+            if operation == "check" and self.updating != arguments["id"]:
+                raise UpdateError("wrong-state", "it is abandoned")
+            return {"lifetime": 1e6}
+
+        updating: str | None = "u"
+
+    engine = Updating()
+    backend = backend_of(engine)
+    monkeypatch.setattr(backend.metrics, "observe", lambda status: None)
+
+    async def main() -> None:
+        async def come() -> None:
+            async with backend.kept_open("u"):
+                await asyncio.Event().wait()
+
+        coming = asyncio.create_task(come())
+        await backend.look()
+        await asyncio.sleep(0.01)
+        await backend.look()
+        assert not coming.done()
+        assert [operation for operation, _ in engine.asked].count("check") == 1
+        engine.updating = other
+        await backend.abandon("u")
+        with pytest.raises(UpdateError, match="it is abandoned"):
+            await coming
+        assert backend._coming == []
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_what_is_on_its_way_comes_on_while_the_engine_is_busy() -> None:
     busy = UpdateError("engine-timeout", "no answer", status=504)
     engine = Engine({"lifetime": 0.02}, busy)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.spool import Extent, Spool
+from vllm_fp8ext.serve.spool import _between as between
 
 PAGE = 4096
 LIMIT = 10 * PAGE
@@ -209,7 +210,7 @@ def test_a_body_beyond_the_room_waits_and_is_not_read_before(spool: Spool) -> No
 
 
 def test_room_is_given_in_order_of_arrival(spool: Spool) -> None:
-    """Small bodies that would fit wait behind a big one that does not: it would starve otherwise."""
+    """Small bodies that would fit wait behind a big one that needs all the room: it would starve otherwise."""
     events: list[str] = []
 
     async def upload(name: str, count: int, until: asyncio.Event) -> None:
@@ -223,7 +224,7 @@ def test_room_is_given_in_order_of_arrival(spool: Spool) -> None:
         tasks = [asyncio.create_task(upload("first", 4, first_done))]
         while not events:
             await asyncio.sleep(0.001)
-        for name, count in (("big", 9), ("small 1", 1), ("small 2", 1)):
+        for name, count in (("big", 10), ("small 1", 1), ("small 2", 1)):
             await settle()
             tasks.append(asyncio.create_task(upload(name, count, others_done)))
         await settle()
@@ -243,7 +244,7 @@ def test_one_that_stops_waiting_does_not_hold_up_the_next(spool: Spool) -> None:
 
     async def main() -> None:
         async with spool.receive(pages(4), 4 * PAGE):
-            big = asyncio.create_task(wait_for_room(9))
+            big = asyncio.create_task(wait_for_room(10))
             await settle()
             small = asyncio.create_task(wait_for_room(1))
             await settle()
@@ -382,7 +383,7 @@ def test_while_the_folder_gives_room_others_end_and_can_be_cancelled(
         done = asyncio.Event()
         first = asyncio.create_task(upload(done))
         cancelled = asyncio.create_task(upload(asyncio.Event()))
-        while len(spool._extents) < 2:
+        while spool._backed != [(0, 4 * PAGE)]:
             await asyncio.sleep(0.001)
         monkeypatch.setattr(os, "posix_fallocate", slowly)
         second = asyncio.create_task(upload(done))
@@ -640,3 +641,46 @@ def test_a_file_that_another_server_is_about_to_remove_is_not_taken(
     assert os.fstat(made[0]).st_ino != spool.path.stat().st_ino
     os.close(made[0])
     spool.close()
+
+
+def test_room_is_had_for_each_upload_wherever_it_lies(tmp_path: Path) -> None:
+    """A small one may lie behind what a large one waits for, of which nothing was touched yet."""
+    spool = Spool(str(tmp_path), LIMIT)
+
+    async def main() -> None:
+        async with spool.receive(pages(6), 6 * PAGE):
+            large = asyncio.ensure_future(held(8))
+            await settle()
+            async with spool.receive(pages(2, b"s"), 2 * PAGE) as small:
+                assert small.offset == 8 * PAGE
+                assert spool._backed == [(0, 6 * PAGE), (8 * PAGE, 10 * PAGE)]
+                assert not large.done()
+        assert await large == b"l" * 8 * PAGE
+        assert spool._backed == [(0, LIMIT)]
+        assert spool.path.stat().st_blocks * 512 >= LIMIT
+
+    async def held(count: int) -> bytes:
+        async with spool.receive(pages(count, b"l"), count * PAGE) as extent:
+            return bytes(extent.content)
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 20))
+    finally:
+        spool.close()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "missing"),
+    [
+        ([], [(2, 7)]),
+        ([(0, 3)], [(3, 7)]),
+        ([(0, 9)], []),
+        ([(3, 4), (5, 6)], [(2, 3), (4, 5), (6, 7)]),
+        ([(7, 9)], [(2, 7)]),
+        ([(0, 1), (8, 9)], [(2, 7)]),
+    ],
+)
+def test_only_what_is_missing_is_asked_for(
+    ranges: list[tuple[int, int]], missing: list[tuple[int, int]]
+) -> None:
+    assert between(2, 7, ranges) == missing
