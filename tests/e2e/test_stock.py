@@ -4,6 +4,7 @@ words where no number decides them, the same refusals, the same routes."""
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.demo.server import MODEL, Server
 
-from .conftest import OPTIONS, answering
+from .conftest import OPTIONS, answering, on_early
 
 PROMPT = "12+34="
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -139,6 +140,8 @@ CASES = {
     **OTHERS,
 }
 
+Answer = tuple[int, Any]
+"""A status, and the JSON of a whole answer, or of each part of a stream."""
 OURS = "weight_versions"
 """The one field that answers have here alone."""
 BY_TOKEN = {"top_logprobs", "prompt_logprobs"}
@@ -181,8 +184,8 @@ def parts_form(value: Any, path: str = "", field: str = "") -> Iterator[tuple[st
             yield path, form(value, field)
 
 
-def ask(server: Server, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
-    """The status, and the JSON of a whole answer, or of each part of a stream."""
+def ask(server: Server, method: str, path: str, body: dict[str, Any] | None) -> Answer:
+    """What a server answers."""
     answer = httpx.request(method, server.url + path, json=body, timeout=120)
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
         lines = [
@@ -193,38 +196,51 @@ def ask(server: Server, method: str, path: str, body: dict[str, Any] | None) -> 
     return answer.status_code, answer.json() if answer.content else None
 
 
+@pytest.fixture(scope="module")
+def answers(servers: dict[str, Server], stock: Server) -> dict[str, tuple[Answer, Answer]]:
+    """What became of each case: here, and at stock vLLM. All are asked at once."""
+    ours = on_early(servers["tp1"])
+    with ThreadPoolExecutor(16) as pool:
+        asked = {case: [pool.submit(ask, server, *CASES[case]) for server in (ours, stock)] for case in CASES}
+    return {case: (here.result(), there.result()) for case, (here, there) in asked.items()}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_answers_have_the_form_of_stock_vllms(single: Server, stock: Server, case: str) -> None:
-    ours, theirs = (ask(server, *CASES[case]) for server in (single, stock))
-    assert ours[0] == theirs[0]
-    if isinstance(ours[1], list):  # a stream
-        assert set(parts_form(ours[1])) == set(parts_form(theirs[1]))
+def test_answers_have_the_form_of_stock_vllms(answers: dict[str, tuple[Answer, Answer]], case: str) -> None:
+    (status, ours), (expected, theirs) = answers[case]
+    assert status == expected
+    if isinstance(ours, list):  # a stream
+        assert set(parts_form(ours)) == set(parts_form(theirs))
     else:
-        assert form(ours[1]) == form(theirs[1])
-    if ours[0] >= 400:
-        assert ours[1] == theirs[1]
+        assert form(ours) == form(theirs)
+    if status >= 400:
+        assert ours == theirs
 
 
-@pytest.mark.parametrize("case", [name for name in COMPLETIONS if "echo" in name])
-def test_an_echo_has_the_prompt_where_stock_vllms_has(single: Server, stock: Server, case: str) -> None:
+@pytest.mark.parametrize("case", [name for name in CASES if "completions" in name and "echo" in name])
+def test_an_echo_has_the_prompt_where_stock_vllms_has(
+    answers: dict[str, tuple[Answer, Answer]], case: str
+) -> None:
     """Where token ids are asked for, vLLM tells the prompt by them alone."""
 
-    def echoed(server: Server) -> list[tuple[bool, Any]]:
-        _, found = ask(server, *CASES[f"completions: {case}"])
+    def echoed(found: Any) -> list[tuple[bool, Any]]:
         choices = (found if isinstance(found, list) else [found])[0]["choices"]
         return [
             (choice["text"].startswith(("12+34=", "1+1=", "234")), choice["prompt_token_ids"])
             for choice in choices
         ]
 
-    assert echoed(single) == echoed(stock)
-    assert all(text or ids for text, ids in echoed(single))
+    (_, ours), (_, theirs) = answers[case]
+    assert echoed(ours) == echoed(theirs)
+    assert all(text or ids for text, ids in echoed(ours))
 
 
-def test_a_grammar_that_no_token_fits_is_told_in_the_log(single: Server) -> None:
-    status, answer = ask(single, *CASES["chat: a schema without its characters"])
+def test_a_grammar_that_no_token_fits_is_told_in_the_log(
+    servers: dict[str, Server], answers: dict[str, tuple[Answer, Answer]]
+) -> None:
+    (status, answer), _ = answers["chat: a schema without its characters"]
     assert (status, answer["error"]["type"]) == (500, "InternalServerError")
-    assert "grammar rejected tokens" in single.log.read_text()
+    assert "grammar rejected tokens" in servers["tp1"].log.read_text()
 
 
 def test_routes_are_stock_vllms(single: Server, stock: Server) -> None:
