@@ -48,6 +48,8 @@ part update_8b_stock "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two 
 part update_8b_http "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
   --transports http http-plain --out \$O/update_8b_http.json"
 part update_memory "python3 -P \$HERE/update_memory.py --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) --out \$O/update_memory.json"
+part push_iterable "python3 -P \$HERE/push_iterable.py --shape Qwen3-8B --checkpoint \$(w Qwen3-8B 0) $half \
+  --transports ipc http nccl --out \$O/push_iterable.json"
 part update_8b_recompute "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half \
   --transports ipc --running 128 --policy recompute --out \$O/update_8b_recompute.json"
 part update_8b_inplace "fp8ext bench update --shape Qwen3-8B --checkpoints \$(two Qwen3-8B) $half --transports ipc \
