@@ -3,12 +3,21 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import GEN_SUSPENDED, getgeneratorstate
+from types import GeneratorType
 from typing import Any
 
 from vllm_fp8ext.serve.tensors import TensorLike
 
 _OWN_ITEMS: tuple[type, ...] = type({}.items()), type(OrderedDict[str, Any]().items())
 """What a mapping's `items()` are that holds its tensors, and does not make them as they are asked for."""
+
+
+def end(weights: Any) -> None:
+    """End a generator that a push has failed to go through, so that what it has changed for that is changed back. One that
+    has not begun stays as it is."""
+    if isinstance(weights, GeneratorType) and getgeneratorstate(weights) == GEN_SUSPENDED:
+        weights.close()
 
 
 class Pairs:

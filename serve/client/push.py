@@ -19,6 +19,7 @@ from vllm_fp8ext.serve.client.chunks import CHUNKS_IN_FLIGHT, Sending, alone, se
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
 from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.handles import batches, handles
+from vllm_fp8ext.serve.client.lent import end
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.repeat import lost_by, undecided, unsent
 from vllm_fp8ext.serve.client.resumed import require_no_others
@@ -152,6 +153,7 @@ def push(
         committing = True
         return (yield from calls.commit(endpoint, id, wait_seconds=patience))
     except BaseException as error:
+        end(weights)
         if lost_by(endpoint, error) or (committing and undecided(error)):
             raise _interrupted(endpoint, id, error) from error
         yield from abandon_quietly(endpoint, id)

@@ -13,6 +13,7 @@ from vllm_fp8ext.serve.client.broadcast import BUCKET_BYTES, broadcast
 from vllm_fp8ext.serve.client.chunks import CHUNKS_IN_FLIGHT, Sending, send_chunks
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, together
 from vllm_fp8ext.serve.client.group import Group
+from vllm_fp8ext.serve.client.lent import end
 from vllm_fp8ext.serve.client.progress import Progress
 from vllm_fp8ext.serve.client.push import abandon_quietly
 from vllm_fp8ext.serve.client.repeat import backoff, lost, undecided
@@ -111,6 +112,7 @@ def push_everywhere(
             yield from send_chunks(told, source, sending, _on_all, beside)
         yield from _on_all(waiting, lambda endpoint: calls.prepare(endpoint, update_id))
     except BaseException as error:
+        end(weights)
         if not committed and not unknown:
             yield from _abandon(endpoints, update_id)
         elif isinstance(error, UpdateError):  # the others can still follow

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of an iterable are those that were yielded, whatever becomes of them when the next one is asked for."""
 
+import threading
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -11,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client.source import Pushable
 
 from .conftest import Caller
-from .server import Server, drop
+from .server import Server, answer, drop
 
 COUNT, SIZE = 12, 10
 WANTED = {f"a{n}": torch.full((SIZE,), float(n)) for n in range(COUNT)}
@@ -155,6 +157,28 @@ def test_no_more_copies_are_held_than_chunks_are_under_way(
     caller(server.url, "push", made(), chunk_bytes=each * 4 * SIZE, chunks_in_flight=in_flight)
     assert len(Noted.copies) == 16
     assert 0 < max(held) <= in_flight * each
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_generator_ends_before_a_failed_push_does(caller: Caller, server: Server, several: bool) -> None:
+    """So that what it has merged is taken out again, on the thread that it was advanced on."""
+    ended: list[int] = []
+
+    def merged() -> Pairs:
+        begun = threading.get_ident()
+        try:
+            yield from one_buffer()
+        finally:
+            assert threading.get_ident() == begun
+            ended.append(1)
+
+    server.faults["PUT /updates/*/chunks/1"] = [answer(422, kind="wrong-shape")]
+    pushed = merged()
+    target = [server.url] if several else server.url
+    with pytest.raises(UpdateError, match="wrong-shape it is"):
+        caller(target, "push", pushed, chunk_bytes=40, chunks_in_flight=1)
+    assert ended == [1]
+    assert server.states == ["abandoned"]
 
 
 def test_tensors_of_a_dict_are_not_copied(
