@@ -293,19 +293,20 @@ def install_stand_in(venv: Path) -> None:
     (folder / "RECORD").write_text("\n".join(record) + "\n")
 
 
-def install_beside(venv: Path) -> None:
-    """Put what tests use of the CUDA build (`requirements/beside.txt`) beside the environment of a CPU build.
+def install_beside(venv: Path, name: str, title: str) -> None:
+    """Put packages that some tests use (`requirements/NAME.txt`) into a folder of that name beside the environment.
 
-    Not inside: vLLM's CPU build imports whatever Triton it finds, starts later, and has no use for it.
+    Not inside: vLLM's CPU build imports whatever Triton it finds, starts later, and has no use for it; trainers are no part
+    of a server.
     """
-    requirements = REQUIREMENTS / "beside.txt"
-    folder = venv / "beside"
+    requirements = REQUIREMENTS / f"{name}.txt"
+    folder = venv / name
     wanted, there = requirements.read_text(), folder / requirements.name
     if there.is_file() and there.read_text() == wanted:
         return
     shutil.rmtree(folder, ignore_errors=True)
     progress = Progress(1)
-    progress.begin("Triton and NCCL, beside the environment, for tests")
+    progress.begin(f"{title}, beside the environment, for tests")
     pip_install(venv, progress, "--no-deps", "--target", str(folder), "-r", str(requirements))
     there.write_text(wanted)
     progress.say("ready")
@@ -398,14 +399,16 @@ def main() -> int:
     parser.add_argument(
         "--beside",
         action="store_true",
-        help="also what tests of kernels need where there is no GPU",
+        help="also what tests of trainers need, and tests of kernels where there is no GPU",
     )
     options = parser.parse_args()
     build = options.build if options.build != "auto" else ("cuda" if has_nvidia_gpu() else "cpu")
     try:
         set_up(options.venv.resolve(), build)
         if options.beside and build == "cpu":
-            install_beside(options.venv.resolve())
+            install_beside(options.venv.resolve(), "beside", "Triton and NCCL")
+        if options.beside:
+            install_beside(options.venv.resolve(), "trainers", "TRL")
     except (SetupError, OSError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

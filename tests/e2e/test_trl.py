@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's GRPO with LoRA, on answers of a server that serves what was trained: three steps, four pushes."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_fp8ext.demo.server import Server
+from vllm_fp8ext.weights.digest import checkpoint_digests
+from vllm_fp8ext.weights.manifest import Manifest
+
+from .plugins import HERE
+
+TRAINERS = Path(sys.prefix) / "trainers"
+"""Where TRL lies, out of sight of vLLM."""
+SECONDS = 900
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(SECONDS + 300),
+    pytest.mark.skipif(not TRAINERS.is_dir(), reason="needs TRL: scripts/setup_env.py --beside"),
+]
+
+
+def trained(server: Server, folder: Path) -> dict[str, Any]:
+    """What `trl_story` saw."""
+    facts, log = folder / "facts.json", folder / "log"
+    path = os.pathsep.join(filter(None, [str(TRAINERS), os.environ.get("PYTHONPATH", "")]))
+    variables = os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    line = [sys.executable, "-P", str(HERE / "trl_story.py"), str(facts), server.url, server.key, str(folder)]
+    with log.open("wb") as file:
+        done = subprocess.run(line, env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=SECONDS)
+    assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
+    found: dict[str, Any] = json.loads(facts.read_text())
+    return found
+
+
+def test_merged_weights_of_each_step_are_served(single: Server, tmp_path: Path) -> None:
+    """TRL merges the adapters, yields the parameters, and takes the adapters out again."""
+    found = trained(single, tmp_path)
+    with single.client() as client:
+        manifest = Manifest.from_dict(client.manifest())
+    pushes = found["pushes"]
+    assert (found["steps"], len(pushes)) == (3, 4)
+    for push in pushes:
+        wanted = checkpoint_digests(tmp_path / f"{push['version']}.safetensors", manifest)
+        assert push["digests"] == wanted, push["version"]
+        assert (push["verified"], push["taken out again"]) == (push["version"], True)
+    for push, following in itertools.pairwise(pushes):
+        assert following["digests"] != push["digests"], "nothing was trained"
+        assert following["epoch"] == push["epoch"] + 1
+    assert sorted(set(found["answered by"])) == ["step-0", "step-1", "step-2"]
