@@ -12,6 +12,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.layout import BLOCK, blocks
 from vllm_fp8ext.kv.names import is_kv_scale
 from vllm_fp8ext.weights.fused import TAKEN_LAYOUT, TRANSPOSED, ExpertLayout, Fused, fused_experts
+from vllm_fp8ext.weights.hints import Hints
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +111,10 @@ class Manifest:
         """By matrix, the fused tensor that it lies in."""
         return {part: name for name, whole in self.fused.items() for part in whole.parts}
 
+    @cached_property
+    def _hints(self) -> Hints:
+        return Hints((*self.tensors, *self.fused), self.ignored)
+
     def other_forms(self, name: str) -> Sequence[str]:
         """Other names under which bytes of this tensor may come: its matrices, or the fused tensor that it lies in."""
         if name in self.fused:
@@ -176,7 +181,7 @@ class Manifest:
             known = scale.shape if scale else self.shape_of(spec.name)
             if known is None:
                 found.append({"kind": "unknown-tensor", "tensor": spec.name})
-                meant = self._without_prefix(spec.name)
+                meant = self._hints.meant(spec.name)
                 if meant:
                     found[-1]["detail"] = f"is {meant} meant?"
                 continue
@@ -200,12 +205,6 @@ class Manifest:
                     }
                 )
         return found
-
-    def _without_prefix(self, name: str) -> str | None:
-        """The tensor that a name means which a wrapper of the model has put something before (`module.`, say)."""
-        parts = name.split(".")
-        rests = (".".join(parts[first:]) for first in range(1, len(parts)))
-        return next((rest for rest in rests if rest in self.tensors), None)
 
     def dtypes_of(self, name: str) -> list[str]:
         """Dtypes in which a tensor may come."""
