@@ -3,6 +3,7 @@
 
 Fp8ExtError
 ├── ConfigError           a setting, or a combination with one of vLLM's, that can't be served
+├── ForeignLoadError      somebody else's loader was called on a served model; nothing was written
 ├── UnsupportedVllmError  the installed vLLM lacks an interface that is needed
 └── UpdateError           an update was refused; the served weights are as they were
 """
@@ -14,6 +15,7 @@ from typing import Any
 __all__ = [
     "WITHOUT_UPDATES",
     "ConfigError",
+    "ForeignLoadError",
     "Fp8ExtError",
     "UnsupportedVllmError",
     "UpdateError",
@@ -32,6 +34,21 @@ class ConfigError(Fp8ExtError, ValueError):
 
 class UnsupportedVllmError(Fp8ExtError, RuntimeError):
     """The installed vLLM lacks interfaces that blockfp8 builds on."""
+
+
+class ForeignLoadError(Fp8ExtError, RuntimeError):
+    """Weights were to be loaded into a served model by something else than an update. Nothing was written."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(
+            f"blockfp8: {what} would write into the codes and scales of a served model, and was refused. New weights come by "
+            "an update: Client.push or fp8ext push over HTTP, or embedded(engine) in the engine's own process: docs/client.md"
+        )
+
+    def __reduce__(self) -> tuple[type["ForeignLoadError"], tuple[str]]:
+        """Workers raise it in another process."""
+        return ForeignLoadError, (self.what,)
 
 
 class UpdateError(Fp8ExtError):

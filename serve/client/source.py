@@ -13,6 +13,7 @@ from vllm_fp8ext.serve.client.lent import Pairs
 from vllm_fp8ext.serve.safetensors_body import Bodies, Body, bodies
 from vllm_fp8ext.serve.safetensors_file import Range, ranges_of, snapshot_ranges
 from vllm_fp8ext.serve.tensors import LentPart, TensorLike, TensorPart, tensor_parts
+from vllm_fp8ext.weights.dtype_name import instance_of
 from vllm_fp8ext.weights.snapshot import Snapshot
 
 Pushable: TypeAlias = str | PathLike[str] | Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
@@ -82,6 +83,8 @@ def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> 
     pairs = yield from _pairs(weights)
     found = yield from manifests()
     dtypes, ignored = _taken(found)
+    if isinstance(weights, Mapping):
+        ignored |= frozenset.intersection(*(_shared_heads(weights, manifest) for manifest in found))
     parts = tensor_parts(_quantized(pairs, found) if fp8 else pairs, dtypes, ignored, pairs.lent)
     return Source(list(parts) if pairs.complete and not fp8 else parts)
 
@@ -125,6 +128,30 @@ def _taken(manifests: list[dict[str, Any]]) -> tuple[list[str], frozenset[str]]:
     first, *others = manifests
     dtypes = [name for name in first["dtypes"] if all(name in other["dtypes"] for other in others)]
     return dtypes, frozenset.intersection(*(frozenset(manifest["ignored"]) for manifest in manifests))
+
+
+def _shared_heads(weights: Mapping[str, TensorLike], manifest: dict[str, Any]) -> frozenset[str]:
+    """Names of output layers that a server serves as the embedding and that are it here too: in one memory both are equal."""
+    tied, aliases = manifest.get("tied", {}), manifest.get("aliases", {})
+    names = {aliases.get(name, name): name for name in weights} if tied else {}
+    return frozenset(
+        names[head]
+        for head, embedding in tied.items()
+        if head in names
+        and embedding in names
+        and _same_memory(weights[names[head]], weights[names[embedding]])
+    )
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if not (instance_of(one, "torch", "Tensor") and instance_of(other, "torch", "Tensor")):
+        return False
+    if hasattr(one, "full_tensor") or hasattr(other, "full_tensor") or one.is_meta or other.is_meta:
+        return False  # they have no memory of their own to tell of
+    places = [(part.data_ptr(), part.shape, part.stride(), part.dtype, part.device) for part in (one, other)]
+    return places[0] == places[1]
 
 
 def _pairs(weights: Pushable) -> Flow[Pairs]:

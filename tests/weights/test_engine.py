@@ -384,7 +384,7 @@ def test_staging_has_a_pace_beside_running_requests(running: int, settings: Sett
 
         def ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
             assert method == "stage"
-            rates.append(arguments[-1])
+            rates.append(arguments[-2])
             return [{}]
 
         def hold(self) -> None:

@@ -21,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
+from vllm_fp8ext.compat import replies
 from vllm_fp8ext.compat.kv_cache import held_blocks
 from vllm_fp8ext.compat.kv_epochs import KvEpochs
 from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache
@@ -49,6 +50,7 @@ def _beginning(initialize: Any) -> Any:
         config = self.vllm_config
         if config.model_config.quantization != METHOD:
             return
+        replies.attach(self.model_executor)
         self.fp8ext_instance = secrets.token_hex(8)
         if config.parallel_config.data_parallel_size == 1:  # else vLLM wants one label of all
             self.set_weight_version(first_label(self.fp8ext_instance).encode())

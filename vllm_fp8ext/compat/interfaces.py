@@ -182,6 +182,34 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "learn which tensors an update must bring, and whether a checkpoint has one twice": (
         "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights(model_config, model)",
     ),
+    "close other ways to load weights": (
+        "vllm.model_executor.model_loader.utils:process_weights_after_loading(model)",
+        "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload(model)",
+        "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing(model)",
+        "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_reload",
+        "vllm.model_executor.model_loader.reload.inplace:get_parameter_for_reload(model)",
+        "vllm.model_executor.model_loader.weight_utils:default_weight_loader(param)",
+        "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+        "vllm.v1.worker.gpu_worker:Worker.init_weight_transfer_engine",
+        "vllm.v1.worker.gpu_worker:Worker.start_weight_update",
+        "vllm.v1.worker.gpu_worker:Worker.start_draft_weight_update",
+        "vllm.v1.worker.gpu_worker:Worker.update_weights",
+        "vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
+    ),
+    "read every worker's reply to a call that failed": (
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc(unique_reply_rank, non_block)",
+    ),
+    "know a model's other names": (
+        "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper",
+        "vllm.model_executor.models.utils:WeightsMapper.map_name(key)",
+        "vllm.model_executor.models.utils:WeightsMapper._map_name_with_shard(key)",
+    ),
+    "tie the twin's output layer as the served one's": (
+        "vllm.model_executor.models.utils:_get_tied_embedding_params(module)",
+        "vllm.config:ModelConfig.word_embeddings_untied_by_checkpoint",
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.tie_weights(layer, embed_tokens)",
+        "vllm.distributed:get_tp_group",
+    ),
     "build the twin": ("vllm.model_executor.model_loader.utils:initialize_model(vllm_config, model_config)",),
     "build the twin without compiling it": ("vllm.config:CompilationMode",),
     "keep the twin's layers out of the live forward context": (

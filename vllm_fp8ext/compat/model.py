@@ -12,13 +12,14 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -29,22 +30,35 @@ from vllm_fp8ext.linear import KeptEmbeddingMethod, KeptLinearMethod
 from vllm_fp8ext.weights.manifest import TensorSpec
 
 
+@dataclass
+class Recorded:
+    """What a checkpoint brought, in order. `heads`: output layers, in host memory, of a model that has none of its own: its
+    loader drops them."""
+
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    heads: dict[str, Tensor] = field(default_factory=dict)
+
+
 @contextmanager
-def recorded_checkpoint() -> Iterator[dict[str, TensorSpec]]:
+def recorded_checkpoint() -> Iterator[Recorded]:
     """While entered, every tensor that the default loader reads is noted by name, in order, and the model that it reads them
     for keeps what it does not quantize readable."""
-    specs: dict[str, TensorSpec] = {}
+    recorded = Recorded()
+    specs = recorded.specs
     original = DefaultModelLoader.get_all_weights
 
     def get_all_weights(self: Any, of: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         _keep_readable(model)
+        has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
         for name, tensor in original(self, of, model):
+            if name.endswith("lm_head.weight") and not has_head:
+                recorded.heads[name] = tensor.cpu()
             specs[name] = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             yield name, tensor
 
     DefaultModelLoader.get_all_weights = get_all_weights
     try:
-        yield specs
+        yield recorded
     finally:
         DefaultModelLoader.get_all_weights = original
 

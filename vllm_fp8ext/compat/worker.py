@@ -17,7 +17,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_fp8ext.compat import cpu_tiles, fusion, graph_sizes
+from vllm_fp8ext.compat import cpu_tiles, doors, fusion, graph_sizes
 from vllm_fp8ext.compat.compilations import counts
 from vllm_fp8ext.compat.owner import follow_engine
 from vllm_fp8ext.config import METHOD, Settings
@@ -69,6 +69,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
                 attach_all(models, config)
         if live:
             self.fp8ext_rank = _build(worker, config, runner, recorded)
+        doors.close(worker, _models(runner))
         return result
 
     runner.load_model = load
@@ -125,13 +126,15 @@ def _answer(rank: Any, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
     return result
 
 
-def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any]) -> Any:
+def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
     from vllm_fp8ext.compat.attention import attend_plainly, require_plain_attention
     from vllm_fp8ext.compat.model import checkpoint_specs, initialize_shadow, require_no_copies
+    from vllm_fp8ext.compat.names import names_of
+    from vllm_fp8ext.compat.tied import is_tied, tie_alike
     from vllm_fp8ext.weights.rank import Rank
     from vllm_fp8ext.weights.twin import Twin
 
-    if not recorded:
+    if not recorded.specs:
         logger.warning(
             "blockfp8: no live updates, because load format %r does not tell what it loaded",
             config.load_config.load_format,
@@ -143,10 +146,14 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: dict[str, Any
         shadow = initialize_shadow(config, device)
         require_plain_attention(shadow)
         require_no_copies(shadow)
-        specs = checkpoint_specs(recorded, config.model_config.dtype)
-        tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+        specs = checkpoint_specs(recorded.specs, config.model_config.dtype)
+        tied = is_tied(config.model_config)
+        if tied:
+            tie_alike(model, shadow)
+        names = names_of(shadow, config.model_config.hf_config, tied=tied)
         inplace = Settings.parse(config.additional_config).staging == "inplace"
-        twin = Twin(model, shadow, specs, worker.rank, tied, inplace=inplace)
+        twin = Twin(model, shadow, specs, worker.rank, names, inplace=inplace)
+        twin.require_equal(recorded.heads)
         kv = _kv_cache(model, twin, config, device)
     cost = twin.exchange.bytes
     if hasattr(runner, "model_memory_usage"):

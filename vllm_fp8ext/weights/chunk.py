@@ -54,6 +54,8 @@ class Chunk:
     error: QuantizationError = QuantizationError()
     refused: frozenset[str] = frozenset()
     """Names of a chunk that was refused."""
+    sent: Mapping[str, str] = field(default_factory=dict)
+    """By the manifest's name of a tensor, the one under which it was sent, where that is another."""
 
     @property
     def busy(self) -> bool:
@@ -66,7 +68,8 @@ class Chunk:
         as not sent, also when it was staged before: its tensors are missing again."""
         self.staged = not problems
         if problems:
-            self.problems, self.problem_count = problems[:PROBLEMS_LISTED], len(problems)
+            listed = with_sent_names(problems[:PROBLEMS_LISTED], self.sent)
+            self.problems, self.problem_count = listed, len(problems)
             self.error = QuantizationError()
             self.refused, self.names = self.names, frozenset()
         else:
@@ -80,6 +83,14 @@ class Chunk:
             "tensors": len(self.names),
             "sha256": self.sha256,
         }
+
+
+def with_sent_names(problems: Iterable[dict[str, Any]], sent: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Add to problems of tensors that came under another name than the manifest's, `sent_as`: that name."""
+    return [
+        {**problem, "sent_as": sent[problem["tensor"]]} if problem.get("tensor") in sent else problem
+        for problem in problems
+    ]
 
 
 def quantization_error(chunks: Iterable[Chunk]) -> dict[str, Any] | None:

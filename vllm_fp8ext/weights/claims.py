@@ -39,6 +39,17 @@ def opening_problems(
     return manifest.problems(specs.values(), expert_layout)
 
 
+def repeated(names: Iterable[str], manifest: Manifest) -> list[dict[str, Any]]:
+    """A problem for each name whose tensor another one names too."""
+    first: dict[str, str] = {}
+    found = []
+    for name in names:
+        known = first.setdefault(manifest.canonical(name), name)
+        if known != name:
+            found.append({"kind": "duplicate-tensor", "tensor": name, "detail": f"{known} names it too"})
+    return found
+
+
 def claim_problems(
     claims: Mapping[str, Claim], specs: Iterable[TensorSpec], manifest: Manifest
 ) -> list[dict[str, Any]]:

@@ -12,9 +12,9 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -26,6 +26,7 @@ from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, FP8_DTYPE, NonFiniteError, ScaleFormat
 from vllm_fp8ext.kv.names import is_kv_scale
 from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
+from vllm_fp8ext.weights.claims import repeated
 from vllm_fp8ext.weights.fused import ExpertLayout, is_fused
 from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, Piece, TensorSpec, scale_name
 from vllm_fp8ext.weights.refusals import incomplete, refusal
@@ -75,10 +76,14 @@ def checkpoint_digests(
     if manifest is None:
         manifest = default_manifest(spec for spec, _ in found.values())
     index = _taken_apart(found, manifest)
-    problems = manifest.problems((spec for spec, _ in found.values()), expert_layout)
+    problems = repeated(found, manifest)
+    problems += manifest.problems(
+        (replace(spec, name=manifest.canonical(name)) for name, (spec, _) in found.items()), expert_layout
+    )
     missing = sorted(manifest.tensors.keys() - index.keys())
     if missing:
         raise incomplete(missing, len(manifest.tensors), problems, what=str(directory))
+    problems = problems or _tied_problems(index, manifest)
     if problems:
         raise refusal(problems)
     members: dict[tuple[int, str], dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
@@ -142,18 +147,33 @@ class _Place:
 
 
 def _taken_apart(index: Mapping[str, tuple[TensorSpec, Path]], manifest: Manifest) -> dict[str, _Place]:
+    """Where each tensor is read, by the manifest's name for it."""
     places: dict[str, _Place] = {}
+    known = {manifest.canonical(name) for name in index}
     for name, (spec, file) in index.items():
-        whole = manifest.fused.get(name)
+        whole = manifest.fused.get(manifest.canonical(name))
         if whole is None or whole.shape != spec.shape:
-            places[name] = _Place(file, name)
+            places[manifest.canonical(name)] = _Place(file, name)
             continue
-        both = sorted(index.keys() & set(whole.parts))
+        both = sorted(known & set(whole.parts))
         if both:
             raise UpdateError("duplicate-tensor", f"{both[0]} comes both alone and in {name}", status=422)
         rows = manifest.tensors[whole.parts[0]].shape[0]
         places |= {part: _Place(file, name, rows, number) for number, part in enumerate(whole.parts)}
     return places
+
+
+def _tied_problems(index: Mapping[str, _Place], manifest: Manifest) -> list[dict[str, Any]]:
+    """Output layers that are not equal to the embedding that is served as them."""
+    found: list[dict[str, Any]] = []
+    for head, embedding in manifest.tied.items():
+        if head in index and embedding in index:
+            dtype = manifest.dtype_of(embedding)
+            first, second = (index[name].read().to(dtype) for name in (head, embedding))
+            if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
+                detail = f"differs from {embedding}, which is served as it"
+                found.append({"kind": "tied-differs", "tensor": head, "detail": detail})
+    return found
 
 
 def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:

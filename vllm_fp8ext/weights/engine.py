@@ -20,7 +20,7 @@ from vllm_fp8ext.weights.fingerprints import Fingerprints
 from vllm_fp8ext.weights.fused import taken_apart
 from vllm_fp8ext.weights.jobs import Jobs, Result
 from vllm_fp8ext.weights.labels import Label, default_version
-from vllm_fp8ext.weights.manifest import TensorSpec
+from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
 from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.preparations import Preparations
 from vllm_fp8ext.weights.rank_results import distinct, summed
@@ -158,12 +158,14 @@ class UpdateEngine:
         if self._inplace:
             self.step.require_running()
             self.step.require_recomputable(session.running, session.cached)
+        manifest = session.manifest
+        tensors, sent = _canonical(tensors, manifest)
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype, *_ in tensors]
-        session.receive(chunk, specs, size, sha256)
+        session.receive(chunk, specs, size, sha256, sent)
         session.touch(self._clock())
         self.step.lose_previous()
-        manifest = session.manifest
-        names = manifest.tensors.keys() | manifest.fused.keys() | manifest.scales_among(specs).keys()
+        names = manifest.tensors.keys() | manifest.fused.keys() | manifest.tied.keys()
+        names |= manifest.scales_among(specs).keys()
         used = [tensor for tensor in tensors if tensor[0] in names]
         if self._inplace and used:
             self.step.hold(session.running)
@@ -174,7 +176,8 @@ class UpdateEngine:
         used = taken_apart(used, manifest.fused)
         beside = self.core.unfinished() > 0 and not self._inplace
         rate = self.core.settings.busy_staging_rate if beside else 0.0
-        started = self.jobs.start("stage", session.id, source, used, hashes, rate, finish=finish)
+        beside_it = session.tied_in_others(chunk)
+        started = self.jobs.start("stage", session.id, source, used, hashes, rate, beside_it, finish=finish)
         if rate and "job" in started:
             started["soonest"] = used_bytes / (rate * manifest.world_size)
         return started
@@ -367,3 +370,12 @@ class UpdateEngine:
         if problems:
             raise refusal(problems)
         return {"update": session.as_dict()}
+
+
+def _canonical(tensors: list[Any], manifest: Manifest) -> tuple[list[Any], dict[str, str]]:
+    """Tensors, each a list that begins with its name, under the manifest's names; and by these, the names that were sent."""
+    if not manifest.aliases:
+        return tensors, {}
+    known = [manifest.canonical(name) for name, *_ in tensors]
+    sent = {name: tensor[0] for name, tensor in zip(known, tensors, strict=True) if name != tensor[0]}
+    return [[name, *tensor[1:]] for name, tensor in zip(known, tensors, strict=True)], sent

@@ -57,7 +57,12 @@ def part_of(stager: Stager, spec: TensorSpec, piece: Piece) -> Part | None:
         return None
     if target is None:
         room = place(stager.plain[piece.target], piece)
-        if dtype != room.dtype or shape[1:] != room.shape[1:] or not copy_together.takes(room):
+        if (
+            dtype != room.dtype
+            or not dtype.is_floating_point
+            or shape[1:] != room.shape[1:]
+            or not copy_together.takes(room)
+        ):
             return None
         return Part(dtype, (offset,), room)
     first, last = piece.origin[0], piece.origin[0] + piece.source[0][1] - piece.source[0][0]

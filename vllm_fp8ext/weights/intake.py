@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes in the tensors of an update on one rank: reads them from their source, checks them, and stages them into the twin."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from vllm_fp8ext.weights.memory import Placed
 from vllm_fp8ext.weights.pace import Pace
 from vllm_fp8ext.weights.read_ahead import Rows
 from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.weights.shared_places import SharedPlaces
 from vllm_fp8ext.weights.source import AnySource, Sources
-from vllm_fp8ext.weights.staging import Outcome, ScaleError, Stager, Verdict, verdicts
+from vllm_fp8ext.weights.staging import Outcome, ScaleError, Stager, TiedError, Verdict, verdicts
 from vllm_fp8ext.weights.twin import Twin
 
 if TYPE_CHECKING:
@@ -29,9 +30,17 @@ class _Chunk:
     """What came of a chunk's tensors, one by one: `done` of them, and `problems`."""
 
     def __init__(
-        self, stager: Stager, checksums: Checksums, tensors: Iterable[StoredTensor], device: torch.device
+        self,
+        stager: Stager,
+        checksums: Checksums,
+        tensors: Iterable[StoredTensor],
+        device: torch.device,
+        places: SharedPlaces,
+        alone: frozenset[str],
     ) -> None:
         self.done = 0
+        self._places = places
+        self._alone = alone
         self.problems: list[dict[str, Any]] = []
         self._stager = stager
         self._checksums = checksums
@@ -43,8 +52,8 @@ class _Chunk:
 
     @property
     def apart(self) -> set[str]:
-        """Names of tensors that come by themselves: hashed on the host, codes, and what these need."""
-        return {*self._checksums.parts, *self._codes, *self.scale_names}
+        """Names of tensors that come by themselves: hashed on the host, compared, codes, and what these need."""
+        return {*self._checksums.parts, *self._alone, *self._codes, *self.scale_names}
 
     def ordered(self, tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
         """Those that this rank has to do with, not other ranks' experts, as they lie: codes after all scales, which are
@@ -76,6 +85,8 @@ class _Chunk:
             return
         if name in self._codes:
             outcome = self._stager.stage_codes(name, rows.values, self._scales[scale_name(name)], first)
+        elif self._places.compares(name):
+            outcome = self._stager.compare(name, rows.values, first)
         else:
             outcome = self._stager.stage(name, rows.values, first)
         self._outcomes.setdefault(name, Outcome()).add(outcome)
@@ -96,6 +107,7 @@ class Intake:
         self._world_size = world_size
         self._device = device
         self._sources = Sources(rank, device)
+        self._places = SharedPlaces(twin.stager.tied)
         self._wanted = ""
         """The update whose tensors are wanted: what an older one left in the queue is dropped."""
         self._staged = ""
@@ -138,22 +150,26 @@ class Intake:
         tensors: list[StoredTensor],
         hashes: dict[str, Any],
         rate: float = 0.0,
+        tied: Sequence[str] = (),
     ) -> Result:
         """Stage these tensors; `problems` of some, and squared error and squared norm of those that were quantized; or the
         `error` that stopped the reading before anything was written.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it is;
-        each rank checks its share. `rate`: bytes a second at most of what is staged together on the GPU; 0: any.
+        each rank checks its share. `rate`: bytes a second at most of what is staged together on the GPU; 0: any. `tied`:
+        tensors in other chunks whose place others share.
 
         Raises:
             UpdateError: `wrong-state`, when the update is wanted no more; or what stops the reading later.
         """
         if self._staged != session:
             self._twin.stager.reset()
+            self._places.reset()
             self._staged = session
         checksums = Checksums(dict(list(hashes.items())[self._rank :: self._world_size]))
-        chunk = _Chunk(self._twin.stager, checksums, tensors, self._device)
-        checked = checksums.parts
+        alone = self._places.begin([stored.spec.name for stored in tensors], tied)
+        chunk = _Chunk(self._twin.stager, checksums, tensors, self._device, self._places, alone)
+        checked = alone.union(checksums.parts)
         wanted = partial(self._require_wanted, session)
         pace, queued, came = Pace(rate, wanted), list["Queued"](), False
         try:
@@ -174,10 +190,12 @@ class Intake:
                         self.progress[job] = chunk.done
                     self.progress[job] = chunk.done
                 told = chunk.verdicts() | (self._at_once.verdicts(queued) if queued else {})
-        except UpdateError as error:
-            if came:
+        except BaseException as error:
+            self._places.end(())
+            if came or not isinstance(error, UpdateError):
                 raise
             return {"error": error.as_dict(), "untouched": True}
+        self._places.end([name for name, verdict in told.items() if isinstance(verdict, tuple)])
         wrong, errors = self._told(told)
         return {"problems": chunk.problems + wrong, "errors": errors}
 
@@ -205,5 +223,7 @@ class Intake:
             problem = {"kind": "non-finite", "tensor": name, "rank": self._rank}
             if isinstance(verdict, ScaleError):
                 problem |= {"kind": "wrong-scales", "detail": str(verdict)}
+            if isinstance(verdict, TiedError):
+                problem |= {"kind": "tied-differs", "detail": str(verdict)}
             problems.append(problem)
         return problems, errors

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,11 +95,15 @@ class Manifest:
     tensors: Mapping[str, TensorSpec]
     """Required tensors by name."""
     ignored: frozenset[str]
-    """Names that are accepted and not used (a tied lm_head, say)."""
+    """Names that are accepted and not used (an `inv_freq`, say)."""
     pieces: Mapping[str, tuple[Piece, ...]]
     """By name, over all ranks."""
     scale_format: str
     world_size: int
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """By the name of an output layer that is served as the embedding, the embedding's. It may come, and must be equal."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """By another name that the model's loader or transformers has for a tensor, its name in `tensors`, `fused` or `tied`."""
 
     @cached_property
     def fused(self) -> dict[str, Fused]:
@@ -113,7 +117,18 @@ class Manifest:
 
     @cached_property
     def _hints(self) -> Hints:
-        return Hints((*self.tensors, *self.fused), self.ignored)
+        return Hints((*self.tensors, *self.fused, *self.tied), self.ignored)
+
+    def canonical(self, name: str) -> str:
+        """Return the name in `tensors`, `fused` or `tied` of what comes under this one, or the name itself. Block scales have
+        other names where their weight has."""
+        if not self.aliases:
+            return name
+        known = self.aliases.get(name)
+        if known is None and name.endswith(SCALES):
+            weight = self.aliases.get(name.removesuffix(SCALES))
+            known = weight and scale_name(weight)
+        return known or name
 
     def other_forms(self, name: str) -> Sequence[str]:
         """Other names under which bytes of this tensor may come: its matrices, or the fused tensor that it lies in."""
@@ -134,7 +149,7 @@ class Manifest:
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape that a tensor must have, if it is taken."""
-        whole, known = self.fused.get(name), self.tensors.get(name)
+        whole, known = self.fused.get(name), self.tensors.get(self.tied.get(name, name))
         return whole.shape if whole else known.shape if known else None
 
     def ignores(self, name: str) -> bool:
@@ -143,6 +158,7 @@ class Manifest:
 
     def takes_codes(self, name: str) -> bool:
         """Whether a tensor may come as codes and block scales: everywhere its blocks are those that are served."""
+        name = self.canonical(name)
         spec, pieces = self.tensors.get(name), self.pieces.get(name, ())
         return spec is not None and bool(pieces) and all(_aligned(spec.shape, piece) for piece in pieces)
 
@@ -150,7 +166,7 @@ class Manifest:
         """What a tensor is converted to before it is quantized: the dtype of the model."""
         import torch
 
-        dtype = getattr(torch, self.pieces[name][0].dtype)
+        dtype = getattr(torch, self.pieces[self.canonical(name)][0].dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
 
@@ -192,8 +208,8 @@ class Manifest:
                     found[-1]["detail"] = TRANSPOSED
             elif spec.name in self.fused and (wrong := self.fused[spec.name].layout_problem(expert_layout)):
                 found.append({"tensor": spec.name, **wrong})
-            if scale is None and spec.dtype in DTYPES:  # nearly all: thousands, while an engine waits
-                continue
+            if scale is None and spec.dtype in DTYPES and spec.name not in self._others:
+                continue  # nearly all: thousands, while an engine waits
             expected = [scale.dtype] if scale else self.dtypes_of(spec.name)
             if spec.dtype not in expected:
                 found.append(
@@ -207,8 +223,17 @@ class Manifest:
         return found
 
     def dtypes_of(self, name: str) -> list[str]:
-        """Dtypes in which a tensor may come."""
+        """Dtypes in which a tensor may come: of integers, their own alone."""
+        if name in self._others:
+            return [self.tensors[name].dtype]
         return [*DTYPES, CODES_DTYPE] if self.takes_codes(name) else list(DTYPES)
+
+    @cached_property
+    def _others(self) -> frozenset[str]:
+        """Tensors of integers."""
+        return frozenset(
+            name for name, spec in self.tensors.items() if spec.dtype.startswith(("int", "uint", "bool"))
+        )
 
     def completed(self, names: Iterable[str]) -> set[str]:
         """These tensors and every other one that lies in a parameter with them, on any rank."""
@@ -224,9 +249,11 @@ class Manifest:
         return {
             "scale_format": self.scale_format,
             "world_size": self.world_size,
-            "dtypes": [*DTYPES, CODES_DTYPE],
+            "dtypes": [*DTYPES, CODES_DTYPE, *sorted({self.tensors[name].dtype for name in self._others})],
             "ignored": sorted(self.ignored),
             "expert_layout": TAKEN_LAYOUT,
+            "tied": dict(sorted(self.tied.items())),
+            "aliases": dict(sorted(self.aliases.items())),
             "fused": {name: list(whole.shape) for name, whole in sorted(self.fused.items())},
             "tensors": {
                 name: {
@@ -263,7 +290,9 @@ class Manifest:
         pieces = {
             name: tuple(_piece(piece) for piece in entry["pieces"]) for name, entry in data["tensors"].items()
         }
-        return cls(tensors, frozenset(data["ignored"]), pieces, data["scale_format"], data["world_size"])
+        form, size = data["scale_format"], data["world_size"]
+        also = {key: dict(data.get(key, {})) for key in ("tied", "aliases")}
+        return cls(tensors, frozenset(data["ignored"]), pieces, form, size, **also)
 
 
 def merge(parts: Iterable[Manifest]) -> Manifest:
@@ -285,8 +314,12 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
             if found != tensors[name]:
                 raise _disagree(f"{name}: {_shown(tensors[name])} and {_shown(found)}")
     pieces = {name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in tensors}
+    for rank in ranks:
+        if rank.tied != first.tied:
+            raise _disagree(f"output layers that are served as the embedding: {first.tied} and {rank.tied}")
     ignored = frozenset.intersection(*(rank.ignored for rank in ranks))
-    return Manifest(tensors, ignored, pieces, first.scale_format, len(ranks))
+    aliases = {alias: name for rank in ranks for alias, name in rank.aliases.items()}
+    return Manifest(tensors, ignored, pieces, first.scale_format, len(ranks), first.tied, aliases)
 
 
 def _disagree(what: str) -> UpdateError:

@@ -8,7 +8,7 @@ there on a GPU.
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,17 +98,18 @@ class Rank:
         tensors: list[Any],
         hashes: dict[str, Any],
         rate: float = 0.0,
+        tied: Sequence[str] = (),
     ) -> Result:
         """Start to stage these tensors (`[name, shape, dtype, start, bytes]`) of a `Source`; `poll(job)` tells the outcome.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it
-        is; each rank checks its share. `rate`: as in `Intake.stage`.
+        is; each rank checks its share. `rate`, `tied`: as in `Intake.stage`.
         """
         found, intake = source_of(source), self._intake
         intake.want(session)
 
         def stage() -> Result:
-            return intake.stage(job, session, found, self._told.stored(tensors), hashes, rate)
+            return intake.stage(job, session, found, self._told.stored(tensors), hashes, rate, tied)
 
         return self._lanes.start("staging", job, stage, intake.tidy)
 
@@ -286,7 +287,7 @@ class Rank:
     def _digests(self) -> Result:
         listed = "\n".join(f"{path} {address}" for path, address in self.twin.addresses().items())
         found = {}
-        for name, pieces in self.twin.stager.pieces.items():
+        for name, pieces in self.twin.manifest.pieces.items():
             found[name] = combine([digest(piece, *self.twin.served(piece.target)) for piece in pieces])
         addresses = hashlib.sha256(listed.encode()).hexdigest()
         scales = self.kv.scales.served() if self.kv is not None else {}

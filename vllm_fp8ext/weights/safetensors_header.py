@@ -43,6 +43,8 @@ _TORCH_NAMES = {
     "F32": "float32",
     "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
+    **{f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    "BOOL": "bool",
 }
 
 Read = Callable[[int, int], bytes]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.weights.canary import Canary
-from vllm_fp8ext.weights.chunk import Chunk, quantization_error
+from vllm_fp8ext.weights.chunk import Chunk, quantization_error, with_sent_names
 from vllm_fp8ext.weights.claims import Claim, claim_problems
 from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
@@ -134,9 +134,17 @@ class Session:
             self.state = State.EXPIRED
         return over
 
-    def receive(self, key: str, specs: Iterable[TensorSpec], size: int, sha256: str | None = None) -> None:
+    def receive(
+        self,
+        key: str,
+        specs: Iterable[TensorSpec],
+        size: int,
+        sha256: str | None = None,
+        sent: Mapping[str, str] | None = None,
+    ) -> None:
         """A chunk arrived and is about to be staged. Sending a key again replaces what it brought. `sha256`: of its bytes, in
-        hexadecimal, where that was checked.
+        hexadecimal, where that was checked. `sent`: by the name of a tensor, the one under which it came, where that is
+        another.
 
         Raises:
             UpdateError: wrong state, or (as one report) every tensor that does not fit.
@@ -169,12 +177,21 @@ class Session:
                     if not self.manifest.ignores(name)
                 ]
         if problems:
-            raise refusal(problems)
+            raise refusal(with_sent_names(problems, sent or {}))
         self.state = State.OPEN
         self.revision += 1
-        self.chunks[key] = Chunk(names, size, sha256)
+        self.chunks[key] = Chunk(names, size, sha256, sent=sent or {})
         if self.inplace:
-            self.overwritten |= names & self.manifest.tensors.keys()
+            self.overwritten |= names & (self.manifest.tensors.keys() | self.manifest.tied.keys())
+
+    def tied_in_others(self, key: str) -> list[str]:
+        """Names that share a place (an output layer and the embedding that serves as it) and came in other chunks, which were
+        not refused."""
+        shared = {*self.manifest.tied, *self.manifest.tied.values()}
+        if not shared:
+            return []
+        others = (chunk.names for other, chunk in self.chunks.items() if other != key)
+        return sorted(name for names in others for name in names & shared)
 
     def staged(
         self,
@@ -215,7 +232,9 @@ class Session:
         """Tensors that staged chunks have brought."""
         staged = [chunk.names for chunk in self.chunks.values() if chunk.staged]
         names = staged[0] if len(staged) == 1 else frozenset[str]().union(*staged)
-        known = self.manifest.tensors.keys()
+        known: Set[str] = self.manifest.tensors.keys()
+        if self.manifest.tied:
+            known = known | self.manifest.tied.keys()
         return names if names == known else known & names
 
     def required(self) -> Set[str]:
@@ -225,12 +244,19 @@ class Session:
             return self.manifest.tensors.keys()
         refused = {name for chunk in self.chunks.values() for name in chunk.refused}
         claimed = self.manifest.parts(self.claims)
-        return self.manifest.completed(self.staged_names() | refused | set(claimed) | self.overwritten)
+        overwritten = {self.manifest.tied.get(name, name) for name in self.overwritten}
+        return self.manifest.completed(self.staged_names() | refused | set(claimed) | overwritten)
 
     def missing(self) -> Set[str]:
-        """Required tensors that no staged chunk has brought."""
+        """Required tensors that no staged chunk has brought; and output layers that are served as the embedding, which need
+        not come, where they were announced or refused."""
         required, staged = self.required(), self.staged_names()
-        return frozenset() if required == staged else required - staged
+        found = frozenset() if required == staged else required - staged
+        tied = self.manifest.tied.keys()
+        if not tied:
+            return found
+        refused = {name for chunk in self.chunks.values() for name in chunk.refused}
+        return found | ((refused | self.claims.keys()) & tied) - staged
 
     def check(self, epoch: int) -> None:
         """Require that everything is here and that the update fits the served `epoch`.

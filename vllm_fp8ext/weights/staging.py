@@ -17,6 +17,9 @@ from vllm_fp8ext.kernels import quantize_weight
 from vllm_fp8ext.kernels.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.weights.manifest import Piece
 
+_COMPARED_BYTES = 16 << 20
+"""Bytes that are compared at a time."""
+
 
 @dataclass
 class Strip:
@@ -35,27 +38,34 @@ class Outcome:
     """What is still to be asked of a tensor whose staging was queued.
 
     `sums`: of its quantized parts, to be added up (`quantize_weight.queue`). `values`: parts that were copied and must be
-    finite. `flags`: bool `[2]`, whether codes and scales are finite, and whether the scales can be served.
+    finite. `flags`: bool `[2]`, whether codes and scales are finite, and whether the scales can be served. `equal`: bool
+    scalars, whether parts are what was staged in their place before.
     """
 
     sums: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     flags: list[Tensor] = field(default_factory=list)
+    equal: list[Tensor] = field(default_factory=list)
 
     def add(self, other: "Outcome") -> None:
         """What is to be asked of other rows of the tensor."""
         self.sums += other.sums
         self.values += other.values
         self.flags += other.flags
+        self.equal += other.equal
 
 
 class ScaleError(ValueError):
     """Block scales that can't be served."""
 
 
-Verdict: TypeAlias = tuple[float, float] | NonFiniteError | ScaleError
+class TiedError(ValueError):
+    """An output layer and the embedding that is served as it are not equal."""
+
+
+Verdict: TypeAlias = tuple[float, float] | NonFiniteError | ScaleError | TiedError
 """Squared error and squared norm, or what is wrong: NaN or infinity in values, codes or scales; scales that are not
-positive, or no powers of two where all are."""
+positive, or no powers of two where all are; a tensor that differs from the one whose place it shares."""
 
 
 def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
@@ -73,7 +83,11 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
         table[:, 2].index_add_(0, values.owners, infinite.double().cpu())
     if wrong is not None:
         table[:, 2:].index_add_(0, flags.owners, wrong.double().cpu())
-    return [verdict(*row) for row in table.tolist()]
+    differ = [not all(bool(part) for part in outcome.equal) for outcome in outcomes]
+    return [
+        TiedError("differs from the tensor whose place it shares") if other else verdict(*row)
+        for row, other in zip(table.tolist(), differ, strict=True)
+    ]
 
 
 @dataclass
@@ -197,15 +211,18 @@ class QuantizedTarget:
 
 
 class Stager:
-    """Stages tensors by checkpoint name into one rank's parameters (`target` path → target)."""
+    """Stages tensors by checkpoint name into one rank's parameters (`target` path → target). `tied`: by the name of an output
+    layer that goes where the embedding goes, the embedding's."""
 
     def __init__(
         self,
         pieces: Mapping[str, tuple[Piece, ...]],
         quantized: Mapping[str, QuantizedTarget],
         plain: Mapping[str, Tensor],
+        tied: Mapping[str, str] | None = None,
     ) -> None:
-        self.pieces = pieces
+        self.tied = tied or {}
+        self.pieces = {**pieces, **{head: pieces[embedding] for head, embedding in self.tied.items()}}
         self.quantized = quantized
         self.plain = plain
 
@@ -244,7 +261,19 @@ class Stager:
             else:
                 destination = place(self.plain[piece.target], piece)
                 destination.copy_(source, non_blocking=True)
-                outcome.values.append(destination)
+                if destination.is_floating_point():
+                    outcome.values.append(destination)
+        return outcome
+
+    def compare(self, name: str, rows: Tensor, first: int = 0) -> Outcome:
+        """Queue the comparison of one tensor, or of its rows from `first` on, with what is in its place, as bytes of the
+        served dtype. Nothing is written."""
+        outcome = Outcome()
+        for whole in self.pieces.get(name, ()):
+            piece = among(whole, first, rows)
+            if piece is not None:
+                part = rows[_extents(piece, first)]
+                outcome.equal.append(same_bytes(part, place(self.plain[piece.target], piece)))
         return outcome
 
     def stage_codes(self, name: str, codes: Tensor, scales: Tensor, first: int = 0) -> Outcome:
@@ -281,6 +310,17 @@ def _extents(piece: Piece, first: int) -> tuple[slice, ...]:
     if slices:
         slices[0] = slice(slices[0].start - first, slices[0].stop - first)
     return tuple(slices)
+
+
+def same_bytes(values: Tensor, there: Tensor) -> Tensor:
+    """Whether values, once converted, are these, bit for bit: a bool scalar on their device, found some rows at a time."""
+    step = max(1, _COMPARED_BYTES // max(1, there[:1].nbytes)) if there.dim() else 1
+    parts = zip(values.split(step), there.split(step), strict=True) if there.dim() else [(values, there)]
+    same = torch.ones((), dtype=torch.bool, device=there.device)
+    for part, known in parts:
+        found = part.to(known.device, known.dtype).contiguous().view(-1).view(torch.uint8)
+        same &= (found == known.contiguous().view(-1).view(torch.uint8)).all()
+    return same
 
 
 def place(parameter: Tensor, piece: Piece) -> Tensor:

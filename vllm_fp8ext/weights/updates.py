@@ -8,7 +8,7 @@ from typing import Any
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kv.engine import KvEngine
 from vllm_fp8ext.weights.canary import canary_of
-from vllm_fp8ext.weights.claims import Claim, opening_problems
+from vllm_fp8ext.weights.claims import Claim, opening_problems, repeated
 from vllm_fp8ext.weights.exchange_step import Core, ExchangeStep
 from vllm_fp8ext.weights.fused import ExpertLayout
 from vllm_fp8ext.weights.labels import default_version
@@ -83,8 +83,9 @@ class Updates:
                 f"DELETE /fp8ext/v1/updates/{busy.id} (fp8ext abandon {busy.id})"
             )
             raise UpdateError("update-open", message, open=busy.id)
-        claims = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
-        problems = opening_problems(claims, manifest, expert_layout)
+        told = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
+        claims = {manifest.canonical(name): claim for name, claim in told.items()}
+        problems = repeated(told, manifest) + opening_problems(claims, manifest, expert_layout)
         if problems:
             raise refusal(problems)
         session = Session(

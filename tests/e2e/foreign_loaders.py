@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways by which trainers load weights into a model of vLLM's, as a worker extension."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class ForeignLoaders:
+    """For `worker_extension_cls`."""
+
+    model_runner: Any
+    model_config: Any
+
+    def tried(self, way: str) -> str | None:
+        """What a way is refused with: the kind of error and its message; None where it was not."""
+        try:
+            ways[way](self)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def update_weight(self, name: str) -> None:
+        """OpenRLHF's and TRL's, one tensor a call; raises in the worker."""
+        shape = self.model_runner.model.get_parameter(name).shape
+        self.model_runner.model.load_weights(weights=[(name, torch.ones(shape, dtype=torch.bfloat16))])
+
+
+def _weights(extension: ForeignLoaders) -> list[tuple[str, torch.Tensor]]:
+    return [("model.norm.weight", torch.ones(256, dtype=torch.bfloat16))]
+
+
+def _checkpoint_engine(extension: ForeignLoaders) -> None:
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    process_weights_after_loading(extension.model_runner.model, extension.model_config, torch.device("cpu"))
+
+
+def _reload(extension: ForeignLoaders) -> None:
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(extension.model_runner.get_model())
+
+
+def _finalize(extension: ForeignLoaders) -> None:
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(extension.model_runner.get_model(), extension.model_config)
+
+
+def _weight_loader(extension: ForeignLoaders) -> None:
+    parameter = extension.model_runner.model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")
+    parameter.weight_loader(parameter, torch.ones(256, 256, dtype=torch.bfloat16), "q")
+
+
+def _default_loader(extension: ForeignLoaders) -> None:
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    parameter = extension.model_runner.model.get_parameter("model.norm.weight")
+    default_weight_loader(parameter, torch.ones(256, dtype=torch.bfloat16))
+
+
+def _auto_loader(extension: ForeignLoaders) -> None:
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    AutoWeightsLoader(extension.model_runner.model).load_weights(_weights(extension))
+
+
+def _layer_loader(extension: ForeignLoaders) -> None:
+    layer = extension.model_runner.model.model.layers[0].self_attn.qkv_proj
+    layer.weight_loader(layer.weight, torch.ones(256, 256, dtype=torch.bfloat16), "q")
+
+
+def _state_dict(extension: ForeignLoaders) -> None:
+    model = extension.model_runner.model
+    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+
+
+def _attention(extension: ForeignLoaders) -> None:
+    extension.model_runner.model.model.layers[0].self_attn.attn.process_weights_after_loading(torch.bfloat16)
+
+
+ways: dict[str, Callable[[ForeignLoaders], Any]] = {
+    "model.load_weights": lambda e: e.model_runner.model.load_weights(_weights(e)),
+    "class load_weights": lambda e: type(e.model_runner.model).load_weights(
+        e.model_runner.model, _weights(e)
+    ),
+    "inner load_weights": lambda e: e.model_runner.get_model().model.load_weights(_weights(e)),
+    "AutoWeightsLoader": _auto_loader,
+    "reload_weights": lambda e: e.reload_weights(),  # type: ignore[attr-defined]
+    "reload_weights of tensors": lambda e: e.reload_weights(weights_iterator=iter(_weights(e))),  # type: ignore[attr-defined]
+    "runner.reload_weights": lambda e: e.model_runner.reload_weights(),
+    "kernel format": lambda e: e.model_runner.reload_weights(
+        weights_iterator=iter(_weights(e)), is_checkpoint_format=False
+    ),
+    "init_weight_transfer_engine": lambda e: e.init_weight_transfer_engine({}),  # type: ignore[attr-defined]
+    "start_weight_update": lambda e: e.start_weight_update(),  # type: ignore[attr-defined]
+    "update_weights": lambda e: e.update_weights({}),  # type: ignore[attr-defined]
+    "process_weights_after_loading": _checkpoint_engine,
+    "initialize_layerwise_reload": _reload,
+    "finalize_layerwise_reload": _finalize,
+    "param.weight_loader": _weight_loader,
+    "layer.weight_loader": _layer_loader,
+    "default_weight_loader": _default_loader,
+    "load_state_dict": _state_dict,
+    "attention.process_weights_after_loading": _attention,
+}

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output layers that are the embedding: made so in the twin where vLLM made them so in the served model.
+
+A checkpoint whose configuration ties them and that has an output layer all the same is loaded untied; where both turn out to
+be equal, vLLM ties them after loading. Can go once that happens where a model is made.
+"""
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.utils import _get_tied_embedding_params
+
+from vllm_fp8ext.errors import ConfigError
+
+
+def is_tied(config: ModelConfig) -> bool:
+    """Whether the configuration says that the output layer is the embedding, whatever the checkpoint holds."""
+    says = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+    return says or bool(config.word_embeddings_untied_by_checkpoint)
+
+
+def tie_alike(live: nn.Module, twin: nn.Module) -> None:
+    """Tie in the twin each output layer that is tied in live. All ranks together.
+
+    Raises:
+        ConfigError: ranks found their parts of the output layer equal to the embedding, and others did not.
+    """
+    tied, known = (_get_tied_embedding_params(model) for model in (live, twin))
+    _require_same_on_all_ranks(tied)
+    for head, embedding in tied.items():
+        if head not in known:
+            layer, of = (twin.get_submodule(path.rpartition(".")[0]) for path in (head, embedding))
+            assert isinstance(layer, VocabParallelEmbedding)
+            layer.quant_method.tie_weights(layer, of)
+
+
+def _require_same_on_all_ranks(tied: dict[str, str]) -> None:
+    group = get_tp_group()
+    found: list[dict[str, str] | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, tied, group=group.cpu_group)
+    if any(other != tied for other in found):
+        raise ConfigError(
+            "the checkpoint's output layer (lm_head.weight) equals the embedding in the rows of some ranks alone, and the "
+            "configuration says tie_word_embeddings: set it to false there to serve both as they are"
+        )
