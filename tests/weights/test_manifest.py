@@ -50,9 +50,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
     tensors = {name: TensorSpec(name, draw(shapes), draw(st.sampled_from(DTYPES))) for name in names}
     pieces = {name: tuple(draw(st.lists(PIECES, max_size=2))) for name in names}
     ignored = draw(st.frozensets(st.text(), max_size=3))
-    return Manifest(
-        tensors, ignored, pieces, draw(st.sampled_from(("fp32", "pow2"))), draw(st.integers(1, 8))
-    )
+    tied, aliases = (draw(st.dictionaries(st.text(), st.text(), max_size=2)) for _ in range(2))
+    form, ranks = draw(st.sampled_from(("fp32", "pow2"))), draw(st.integers(1, 8))
+    return Manifest(tensors, ignored, pieces, form, ranks, tied, aliases)
 
 
 @given(manifests())
@@ -105,6 +105,10 @@ def test_what_one_rank_ignores_another_may_take() -> None:
     [
         (replace(manifest(1), scale_format="pow2"), "scale_format fp32 and pow2"),
         (
+            replace(manifest(1), tied={"head": "norm"}),
+            r"output layers that are served as the embedding: {} and {'head': 'norm'}",
+        ),
+        (
             replace(manifest(1), tensors={"q": TensorSpec("q", (256, 64), "bfloat16")}),
             r"norm: float32 \[64\] and nothing",
         ),
@@ -113,7 +117,7 @@ def test_what_one_rank_ignores_another_may_take() -> None:
             r"q: .*\[128, 64\]",
         ),
     ],
-    ids=["scale format", "names", "shapes"],
+    ids=["scale format", "ties", "names", "shapes"],
 )
 def test_ranks_that_disagree_are_refused(other: Manifest, said: str) -> None:
     with pytest.raises(UpdateError, match=said) as caught:
@@ -240,3 +244,22 @@ def test_targets_of_one_name_on_two_ranks_are_not_one_parameter() -> None:
 def test_what_a_wrapper_puts_before_names_is_seen(name: str) -> None:
     [problem] = manifest().problems([TensorSpec(name, (256, 64), "bfloat16")])
     assert problem == {"kind": "unknown-tensor", "tensor": name, "detail": "is q meant?"}
+
+
+def test_another_name_stands_for_the_manifests() -> None:
+    first = replace(manifest(0), aliases={"model.q": "q", "head": "lm_head"}, tied={"out": "norm"})
+    known = merge([first, replace(manifest(1), aliases={"model.norm": "norm"}, tied={"out": "norm"})])
+    assert known.tied == {"out": "norm"}
+    names = ["model.q", "model.q_scale_inv", "model.norm", "head", "q", "stranger"]
+    assert [known.canonical(name) for name in names] == [
+        "q",
+        "q_scale_inv",
+        "norm",
+        "lm_head",
+        "q",
+        "stranger",
+    ]
+    assert known.takes_codes("model.q") == known.takes_codes("q")
+    assert known.dtype_of("model.q") == torch.bfloat16
+    assert known.shape_of("out") == (64,)
+    assert not known.ignores("out")
