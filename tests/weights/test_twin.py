@@ -15,6 +15,7 @@ from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.weights.canary import Canary
 from vllm_fp8ext.weights.digest import checkpoint_digests
 from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
+from vllm_fp8ext.weights.moment import Moment
 from vllm_fp8ext.weights.other_names import Names, OtherName
 from vllm_fp8ext.weights.rank import Rank
 from vllm_fp8ext.weights.regular_file import stamp_of
@@ -87,7 +88,7 @@ class Served:
     def opened(self, *, partial: bool = False) -> Session:
         canary = Canary([[1]], built_in=True)
         more = {"partial": partial, "inplace": self.inplace}
-        return Session(f"u{self._jobs}", "v", Running.KEEP, self.manifest, 0.0, 1e6, canary, **more)
+        return Session(f"u{self._jobs}", "v", Running.KEEP, self.manifest, Moment.now(), 1e6, canary, **more)
 
     def send(self, session: Session, key: str, tensors: dict[str, Tensor]) -> list[tuple[str, str]]:
         """What is wrong with a chunk, as kinds and tensors."""
