@@ -52,8 +52,6 @@ def _beginning(initialize: Any) -> Any:
             return
         replies.attach(self.model_executor)
         self.fp8ext_instance = secrets.token_hex(8)
-        if config.parallel_config.data_parallel_size == 1:  # else vLLM wants one label of all
-            self.set_weight_version(first_label(self.fp8ext_instance).encode())
         if Settings.parse(config.additional_config).kernels.held_slots:
             from vllm_fp8ext.compat import held_slots  # no other server should need what it leans on
 
@@ -126,6 +124,8 @@ class CoreAccess:
         self.instance: str = getattr(core, "fp8ext_instance", "")
         """Random: of this life of the engine."""
         self._label = first_label(self.instance)
+        if ours and config.parallel_config.data_parallel_size == 1:  # else vLLM wants one label of all
+            core.set_weight_version(self._label.encode())
         self._calls = itertools.count(1)
         self.compiled: list[dict[str, int]] = []
         """By rank, what its process had compiled when it was last called."""
