@@ -42,8 +42,8 @@ class Limits:
     def of(cls, manifest: Manifest) -> "Limits":
         """Room for every tensor with its block scales, in any form in which it may come, for 256 others, and for as many
         token ids as a canary and a calibration take."""
-        names = [*manifest.tensors, *manifest.fused, *manifest.ignored]
-        longest = max((len(name) for name in names), default=0)
+        names = [*manifest.tensors, *manifest.fused, *manifest.ignored, *manifest.tied]
+        longest = max((len(name) for name in (*names, *manifest.aliases)), default=0)
         tensors = 2 * len(names) + cls.tensors
         values = cls.values + _TOKENS + tensors * _TENSOR_VALUES
         header_bytes = min(cls.header_bytes + tensors * (longest + _TENSOR_BYTES), _HEADER_BYTES)
@@ -113,7 +113,8 @@ class BodyChecks:
         if tensors is not None and len(tensors) > self.limits.tensors:
             raise too_many(len(tensors), self.limits.tensors, "the body")
         if isinstance(tensors, dict) and self._manifest is not None:
-            claims = {name: Claim.from_dict(claim) for name, claim in tensors.items()}
+            known = self._manifest.canonical
+            claims = {known(name): Claim.from_dict(claim) for name, claim in tensors.items()}
             _require_mostly_known(opening_problems(claims, self._manifest))
         return {"fields": fields}
 
@@ -122,7 +123,9 @@ class BodyChecks:
         stored = described_tensors(header, length, name, self.limits.tensors)
         require_names(stored, name)
         if self._manifest is not None:
-            _require_mostly_known(self._manifest.problems(tensor.spec for tensor in stored))
+            _require_mostly_known(
+                self._manifest.problems(self._manifest.renamed(tensor.spec for tensor in stored))
+            )
         return {"tensors": [[*_plain(tensor.spec), tensor.start, tensor.size] for tensor in stored]}
 
 

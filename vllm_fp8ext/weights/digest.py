@@ -12,7 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,9 +77,7 @@ def checkpoint_digests(
         manifest = default_manifest(spec for spec, _ in found.values())
     index = _taken_apart(found, manifest)
     problems = repeated(found, manifest)
-    problems += manifest.problems(
-        (replace(spec, name=manifest.canonical(name)) for name, (spec, _) in found.items()), expert_layout
-    )
+    problems += manifest.problems(manifest.renamed(spec for spec, _ in found.values()), expert_layout)
     missing = sorted(manifest.tensors.keys() - index.keys())
     if missing:
         raise incomplete(missing, len(manifest.tensors), problems, what=str(directory))

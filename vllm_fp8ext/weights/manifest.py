@@ -2,8 +2,8 @@
 """What an engine takes and how it serves it, as plain data: the contract between trainer, server and digests."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -129,6 +129,12 @@ class Manifest:
             weight = self.aliases.get(name.removesuffix(SCALES))
             known = weight and scale_name(weight)
         return known or name
+
+    def renamed(self, specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+        """Yield these tensors under the names that this manifest has for them."""
+        for spec in specs:
+            name = self.canonical(spec.name)
+            yield spec if name == spec.name else replace(spec, name=name)
 
     def other_forms(self, name: str) -> Sequence[str]:
         """Other names under which bytes of this tensor may come: its matrices, or the fused tensor that it lies in."""
