@@ -252,6 +252,7 @@ def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
             additional_config={SECTION: {"kernels": kernels}},
         )
         core.scheduler = SimpleNamespace(kv_cache_manager="cache")
+        core.model_executor = object.__new__(UniProcExecutor)
 
     attached: list[Any] = []
     monkeypatch.setattr(held_slots, "attach", attached.append)
