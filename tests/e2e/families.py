@@ -82,8 +82,9 @@ def paligemma() -> Any:
 
 def mixtral() -> Any:
     more = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    shape = {**TEXT, "intermediate_size": 384}  # which the shapes of stacked experts tell from the other
     return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**TEXT, **ENDS, **more, tie_word_embeddings=False)
+        transformers.MixtralConfig(**shape, **ENDS, **more, tie_word_embeddings=False)
     )
 
 
