@@ -71,11 +71,19 @@ def test_of_many_copies_some_are_told(tmp_path: Path) -> None:
     assert str(refused.value).endswith("and 10 more")
 
 
-def test_what_stops_the_loading_is_told_first(tmp_path: Path) -> None:
+def test_copies_are_told_of_when_they_stop_the_loading(tmp_path: Path) -> None:
+    """Quantized layers refuse a second copy in words of their own."""
     folder = checkpoint(tmp_path, STALE, None)
 
     def fail() -> None:
-        raise RuntimeError(f"the model takes no {sorted(read(folder))}")
+        assert read(folder) is None
 
-    with pytest.raises(RuntimeError, match="the model takes no"), no_tensor_twice():
+    with pytest.raises(ConfigError, match="found 1 in more than one file") as refused, no_tensor_twice():
         fail()
+    assert isinstance(refused.value.__cause__, AssertionError)
+
+
+def test_what_stops_the_loading_of_a_good_checkpoint_is_told(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, {"1.safetensors": ("a",)}, None)
+    with pytest.raises(AssertionError), no_tensor_twice():
+        assert read(folder) is None

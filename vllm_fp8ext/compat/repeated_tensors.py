@@ -27,7 +27,8 @@ def no_tensor_twice() -> Iterator[None]:
     """Watch what the default loader reads meanwhile.
 
     Raises:
-        ConfigError: on leaving: the loader read tensors of one name more than once for one model.
+        ConfigError: on leaving, also by an error: the loader read tensors of one name more than once for one model. A layer
+            that is quantized once it is complete takes no second copy, and says nothing of use.
     """
     repeated: dict[str, set[str]] = defaultdict(set)
     original = DefaultModelLoader.get_all_weights
@@ -43,14 +44,19 @@ def no_tensor_twice() -> Iterator[None]:
     DefaultModelLoader.get_all_weights = get_all_weights
     try:
         yield
+    except Exception as error:
+        for checkpoint, names in repeated.items():
+            raise _refusal(checkpoint, names) from error
+        raise
     finally:
         DefaultModelLoader.get_all_weights = original
     for checkpoint, names in repeated.items():
-        raise _refusal(checkpoint, sorted(names))
+        raise _refusal(checkpoint, names)
 
 
-def _refusal(checkpoint: str, names: list[str]) -> ConfigError:
+def _refusal(checkpoint: str, seen: set[str]) -> ConfigError:
     holders = _holders(checkpoint)
+    names = sorted(seen | {name for name, files in holders.items() if len(files) > 1})
     lines = [f"{name} ({', '.join(holders[name])})" if name in holders else name for name in names[:_TOLD]]
     if len(names) > _TOLD:
         lines.append(f"and {len(names) - _TOLD} more")
