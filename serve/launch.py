@@ -16,10 +16,20 @@ from vllm_fp8ext.environment import ADMIN_KEY, key_of
 PLUGIN = "fp8ext"
 
 
+GRACE_SECONDS = 5
+"""How long running requests may go on when a server is told to end: a half of what `docker stop` waits."""
+
+
 def command(model: str, arguments: Sequence[str]) -> list[str]:
-    """The command line that serves `model`; `--quantization blockfp8` unless the arguments say otherwise."""
-    chosen = any(argument.split("=")[0] in ("--quantization", "-q") for argument in arguments)
-    return stock_command(model, arguments if chosen else ["--quantization", "blockfp8", *arguments])
+    """The command line that serves `model`; `--quantization blockfp8` and `--shutdown-timeout` unless the arguments say
+    otherwise."""
+    chosen = {argument.split("=")[0].replace("_", "-") for argument in arguments if argument.startswith("-")}
+    usual: list[str] = []
+    if chosen.isdisjoint(("--quantization", "-q")):
+        usual += ["--quantization", "blockfp8"]
+    if chosen.isdisjoint(("--shutdown-timeout", "--config")):  # a file of vLLM's options may name it
+        usual += ["--shutdown-timeout", str(GRACE_SECONDS)]
+    return stock_command(model, [*usual, *arguments])
 
 
 def stock_command(model: str, arguments: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from vllm_fp8ext.compat.last_answers import answer_at_the_end
 from vllm_fp8ext.compat.weight_versions import install as show_weight_versions
 from vllm_fp8ext.config import METHOD
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
@@ -58,6 +59,7 @@ class Fp8ExtEndpoints:
         backend = self._backend
         guarded = bool(key_of(os.environ.get(ADMIN_KEY)))
         backend.connect(engine_client, routes=guarded)
+        answer_at_the_end(engine_client)
         atexit.register(backend.engine.end.require_clean)
         if guarded:
             atexit.register(backend.spool.close)

@@ -80,7 +80,7 @@ class Ending:
 class FaultyServer(Server):
     """A server with the fault plugin: of the dense model, or of the mixture of experts."""
 
-    def __init__(self, folder: Path, ranks: int, experts: bool = False) -> None:
+    def __init__(self, folder: Path, ranks: int, experts: bool = False, *more: str) -> None:
         name = f"tp{ranks}-{time.monotonic_ns()}"
         self.fault = folder / f"{name}.json"
         self.ranks, self.experts = ranks, experts
@@ -89,6 +89,7 @@ class FaultyServer(Server):
         if ranks > 1:
             arguments += ("--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp")
             arguments += ("--enable-expert-parallel",) if experts else ()
+        arguments += more
         super().__init__(
             self.early,
             folder / f"{name}.log",
@@ -126,7 +127,7 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
     stream.wait(DEADLINE_SECONDS + GRACE_SECONDS)
     answered = time.monotonic() - begun
     if cell.expected == DEAD:
-        _require_nothing_left(server)
+        require_nothing_left(server)
     elif cell.kind != "hang":
         _heal(server)
     assert cell.expected != UNTOUCHED or stream.finish == "length", f"{cell}: {stream.finish}"
@@ -224,7 +225,7 @@ def _heal(server: FaultyServer) -> None:
     assert _state(server)["tokens"]
 
 
-def _require_nothing_left(server: FaultyServer) -> None:
+def require_nothing_left(server: Server) -> None:
     """No process of a server that ended lives on (all of them are in its process group)."""
     until = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < until:

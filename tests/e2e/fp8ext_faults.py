@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM plugin for tests: breaks one point of an update when a file says so. Lives in every process of the server.
 
-`FP8EXT_FAULT` names a JSON file, `{"point", "kind", "rank", "lasting"}`. It is taken away when the fault happens, unless it
-lasts.
+`FP8EXT_FAULT` names a JSON file, `{"point", "kind", "rank", "lasting"}`, and `seconds` where the kind is "slow". It is taken
+away when the fault happens, unless it lasts.
 """
 
 import json
@@ -15,6 +15,8 @@ from typing import Any
 
 def register() -> None:
     """The entry point: wrap each point. Idempotent."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     from vllm_fp8ext.weights.engine import UpdateEngine
     from vllm_fp8ext.weights.exchange import Exchange
     from vllm_fp8ext.weights.rank import Rank
@@ -31,6 +33,8 @@ def register() -> None:
 
     Rank.__init__ = noted  # type: ignore[method-assign]  # faults are put in here
     _wrap(UpdateEngine, "open", "open", lambda self: 0)
+    _wrap(Scheduler, "schedule", "step", lambda self: 0)
+    _wrap(UpdateEngine, "commit", "call to commit", lambda self: 0)
     _wrap(Rank, "stage", "chunk", lambda self: self.rank)
     _wrap(Stager, "stage", "staging", lambda self: self.fault_rank)
     _wrap(Rank, "sing", "prepare", lambda self: self.rank)
@@ -77,5 +81,9 @@ def _happen(point: str, rank: int, where: Any) -> None:
         torch.empty(1 << 50, dtype=torch.uint8)
     if fault["kind"] == "kill -9":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault["kind"] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault["kind"] == "slow":
+        time.sleep(fault["seconds"])
     if fault["kind"] == "hang":
         time.sleep(3600)

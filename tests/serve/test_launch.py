@@ -13,6 +13,7 @@ from vllm_fp8ext.serve.launch import command, environment, require_valid
 
 START = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"]
 """`-P`, so that the working directory's folders (`kernels`, say) shadow no package."""
+GRACE = ["--shutdown-timeout", "5"]
 
 
 @pytest.fixture(autouse=True)
@@ -22,15 +23,24 @@ def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_blockfp8_unless_something_else_is_chosen() -> None:
-    assert command("org/model", []) == [*START, "--quantization", "blockfp8"]
-    assert command("org/model", ["--port", "1"]) == [*START, "--quantization", "blockfp8", "--port", "1"]
+    usual = [*START, "--quantization", "blockfp8", *GRACE]
+    assert command("org/model", []) == usual
+    assert command("org/model", ["--port", "1"]) == [*usual, "--port", "1"]
 
 
 @pytest.mark.parametrize(
     "chosen", [["--quantization", "fp8"], ["--quantization=fp8"], ["-q", "fp8"], ["-q=fp8"]]
 )
 def test_a_chosen_quantization_stays(chosen: list[str]) -> None:
-    assert command("org/model", ["--port", "1", *chosen]) == [*START, "--port", "1", *chosen]
+    assert command("org/model", ["--port", "1", *chosen]) == [*START, *GRACE, "--port", "1", *chosen]
+
+
+@pytest.mark.parametrize(
+    "chosen", [["--shutdown-timeout", "0"], ["--shutdown_timeout=60"], ["--config", "file.yaml"]]
+)
+def test_a_chosen_grace_period_stays(chosen: list[str]) -> None:
+    """A file of vLLM's options may choose it, too."""
+    assert command("org/model", chosen) == [*START, "--quantization", "blockfp8", *chosen]
 
 
 def test_similar_arguments_are_no_choice() -> None:

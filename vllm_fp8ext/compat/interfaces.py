@@ -131,6 +131,16 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "tell an engine that was stopped from one that died": (
         "vllm.v1.engine.utils:CoreEngineProcManager.shutdown",
     ),
+    "answer open requests when a server ends": (
+        "vllm.v1.engine.async_llm:AsyncLLM.shutdown(timeout)",
+        "vllm.v1.engine.output_processor:OutputProcessor.propagate_error(e)",
+    ),
+    "tell an engine that is frozen from one that is busy": (
+        "vllm.v1.engine.core:EngineCoreProc.process_input_sockets",
+        "vllm.v1.engine:UtilityOutput(call_id, result)",
+        "vllm.v1.engine:UtilityResult",
+        "vllm.v1.engine:EngineCoreOutputs(utility_output)",
+    ),
     "end an engine with the process that owns it": ("vllm.v1.executor.abstract:Executor(vllm_config)",),
     "remove shared memory that a server left that was killed": (
         "vllm.distributed.device_communicators.shm_broadcast:ShmRingBuffer",
