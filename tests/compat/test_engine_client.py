@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With which code a server ends, by how its engine did."""
+"""With which code a server ends, by how its engine did; and when it ends its engine."""
 
 import asyncio
 import contextlib
 import json
+import queue
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ import pytest
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.work import outcome
+
+PULSE = "pulse"
 
 SCRIPT = """
 import json, multiprocessing.connection, os, signal, sys, time, zmq
@@ -166,3 +169,73 @@ def test_each_answer_tells_whether_the_engine_is_poisoned(operation: str) -> Non
         assert found.kind == "unknown-update"
     else:
         assert found == answers[operation] | ({"poisoned": heard[0]} if operation == "status" else {})
+
+
+class Core:
+    """An engine that answers nothing, but runs, or does not."""
+
+    def __init__(self, *, runs: bool) -> None:
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.runs = runs
+        self.asked: list[str] = []
+
+    async def call_utility_async(self, method: str, operation: str, arguments: dict[str, Any]) -> None:
+        assert method == "fp8ext"
+        self.asked.append(operation)
+        if operation != PULSE or not self.runs:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("operation", "runs", "asked", "ended"),
+    [
+        ("commit", False, ["commit", PULSE], True),
+        ("commit", True, ["commit", PULSE], False),
+        # of no update: nobody waits for it
+        ("status", False, ["status"], False),
+    ],
+)
+def test_an_engine_is_ended_that_does_not_run_while_a_call_of_an_update_is_past_its_deadline(
+    operation: str, runs: bool, asked: list[str], ended: bool
+) -> None:
+    """However long a step takes, the engine's thread for input answers."""
+    from vllm_fp8ext.compat.engine_client import EngineCalls
+
+    core, reasons = Core(runs=runs), list[str]()
+
+    class Calls(EngineCalls):
+        def __init__(self) -> None:
+            self._core, self._deadline = core, 2.0
+            self.end: Any = SimpleNamespace(kill=reasons.append)
+
+    with pytest.raises(UpdateError, match=f"did not answer {operation} within 2 s") as refusal:
+        asyncio.run(Calls()(operation))
+    assert (refusal.value.kind, refusal.value.status) == ("engine-timeout", 504)
+    assert core.asked == asked
+    assert reasons == [f"the engine did not answer {operation} within 2 s, nor did it run at all"] * ended
+
+
+def test_an_input_thread_answers_for_its_engine() -> None:
+    """And hands on everything else, as it came."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    from vllm_fp8ext.compat.pulse import answer_pulse
+
+    core = SimpleNamespace(input_queue=queue.Queue(), output_queue=queue.Queue())
+    answer_pulse(core)
+    utility, add = EngineCoreRequestType.UTILITY, EngineCoreRequestType.ADD
+    others = [
+        (add, ("request", 0)),
+        (utility, [3, 8, "fp8ext", ["status", {}]]),
+        (utility, [3, 9, "sleep", [1, "abort"]]),
+        (utility, [3, 9, "reset_mm_cache", []]),
+    ]
+    core.input_queue.put_nowait((utility, [3, 7, "fp8ext", [PULSE, {}]]))
+    for item in others:
+        core.input_queue.put_nowait(item)
+    assert [core.input_queue.get_nowait() for _ in others] == others
+    assert core.input_queue.empty()
+    client, outputs = core.output_queue.get_nowait()
+    assert (client, outputs.utility_output.call_id) == (3, 7)
+    assert outputs.utility_output.failure_message is None
+    assert core.output_queue.empty()

@@ -5,7 +5,9 @@ they have done, also where they have different experts; and one for each of them
 `scripts/fault-matrix` runs them all.
 """
 
+import contextlib
 import json
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -14,9 +16,18 @@ import pytest
 
 from vllm_fp8ext.errors import UpdateError
 
-from .ask import complete
+from .ask import Stream, complete
 from .conftest import answering
-from .fault_cells import CELLS, DEAD, Cell, FaultyServer, run
+from .fault_cells import (
+    CELLS,
+    DEAD,
+    DEADLINE_SECONDS,
+    GRACE_SECONDS,
+    Cell,
+    FaultyServer,
+    require_nothing_left,
+    run,
+)
 
 ALIVE = [
     cell
@@ -116,3 +127,60 @@ def test_survived(faulty: dict[tuple[int, bool], FaultyServer], cell: Cell):
 @pytest.mark.parametrize("cell", ENDED, ids=str)
 def test_ended(faulty: dict[tuple[int, bool], FaultyServer], cell: Cell):
     run(faulty[cell.ranks, cell.experts], cell)
+
+
+def call(server: FaultyServer, path: str) -> httpx.Response:
+    """What a call is answered, once."""
+    return httpx.post(
+        f"{server.url}/fp8ext/v1{path}",
+        json={},
+        headers={"Authorization": f"Bearer {server.key}"},
+        timeout=DEADLINE_SECONDS + GRACE_SECONDS,
+    )
+
+
+def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(
+    faulty: dict[tuple[int, bool], FaultyServer],
+) -> None:
+    """Of a busy engine a call is given up; the engine goes on."""
+    server = faulty[2, True]
+    fault = {"point": "step", "kind": "slow", "rank": 0, "lasting": False, "seconds": 1.5 * DEADLINE_SECONDS}
+    with server.client() as client:
+        client.push(server.early, version="early")
+        stream = Stream(server, tokens=200)
+        server.fault.write_text(json.dumps(fault))
+        while server.fault.exists():
+            assert stream.running
+            time.sleep(0.01)
+        answer = call(server, "/updates")
+        assert (answer.status_code, answer.json()["type"]) == (504, "urn:fp8ext:problem:engine-timeout")
+        stream.wait()
+        assert (stream.finish, len(stream.token_ids)) == ("length", 200)
+        opened = client.weights().update
+        assert opened is not None
+        client.abandon(opened)
+        client.push(server.early, version="early")
+        assert server.process.poll() is None
+
+
+def test_an_engine_that_is_stopped_in_a_commit_is_ended(
+    faulty: dict[tuple[int, bool], FaultyServer],
+) -> None:
+    """Its own watchdog is stopped with it."""
+    server = faulty[2, True]
+    fault = {"point": "call to commit", "kind": "stopped", "rank": 0, "lasting": False}
+    with server.client() as client:
+        update = client.open(version="late")
+        client.put_chunk(update.id, 0, (server.late / "model.safetensors").read_bytes())
+        client.prepare(update.id)
+    stream = Stream(server, tokens=1200)
+    server.fault.write_text(json.dumps(fault))
+    answer, seconds = call(server, f"/updates/{update.id}/commit"), DEADLINE_SECONDS + GRACE_SECONDS
+    assert (answer.status_code, answer.json()["type"]) == (504, "urn:fp8ext:problem:engine-timeout")
+    stream.wait(seconds)
+    assert "error" in (stream.finish or "").lower(), stream.finish
+    with contextlib.suppress(httpx.TransportError):  # it has ended
+        assert httpx.get(f"{server.url}/health", timeout=seconds).status_code == 503
+    assert server.process.wait(seconds) != 0
+    require_nothing_left(server)
+    assert "nor did it run at all" in server.log.read_text(errors="replace")

@@ -12,11 +12,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_fp8ext.compat.engine_end import EngineEnd
+from vllm_fp8ext.compat.pulse import PULSE
 from vllm_fp8ext.errors import UpdateError
 
 _LOOK_SECONDS = 0.25
 """How often a call looks whether the engine still lives: vLLM leaves open utility calls waiting when it dies."""
-
+_READS = ("status", "manifest", "kv_scales")
+"""Operations that are asked for while no update is under way."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 """Seconds between two polls of a job: a twentieth of the time that it has taken, within these."""
@@ -50,8 +52,9 @@ class EngineCalls:
             UpdateError: what the operation refused, or `engine-timeout`, or `engine-dead`.
         """
         call = self._core.call_utility_async("fp8ext", operation, arguments)
+        watched = operation not in _READS
         try:
-            result: dict[str, Any] = await self._answer(call, operation, self._deadline)
+            result: dict[str, Any] = await self._answer(call, operation, self._deadline, watched=watched)
         except UpdateError:
             raise
         except Exception as error:
@@ -59,19 +62,34 @@ class EngineCalls:
         self._heard(result["poisoned"] if operation == "status" else result.pop("poisoned"))
         return _unwrapped(result)
 
-    async def _answer(self, call: Awaitable[Any], what: str, seconds: float = math.inf) -> Any:
-        """What a call of the engine returns or raises, unless the engine ends before, or that takes longer."""
-        task = asyncio.ensure_future(call)
-        until = time.monotonic() + seconds
+    async def _answer(
+        self, call: Awaitable[Any], what: str, seconds: float = math.inf, *, watched: bool = False
+    ) -> Any:
+        """What a call of the engine returns or raises, unless the engine ends before, or that takes longer. One that is
+        `watched` then ends an engine whose process has not run for the last half of that: what is in it is frozen, too. One
+        that generates or compiles for so long goes on.
+        """
+        task, pulse, silent = asyncio.ensure_future(call), None, 0.0
+        begun = time.monotonic()
         try:
             while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                spent = time.monotonic() - begun
                 if self._core.resources.engine_dead:
                     raise UpdateError("engine-dead", "the engine has ended", status=500)
-                if time.monotonic() > until:
+                if watched and pulse is None and spent > seconds / 2:
+                    pulse = asyncio.ensure_future(self._core.call_utility_async("fp8ext", PULSE, {}))
+                    pulse.add_done_callback(lambda done: done.cancelled() or done.exception())
+                frozen = pulse is not None and not pulse.done()
+                silent += _LOOK_SECONDS * frozen  # not by the clock: this process may not have run either
+                if spent > seconds and (silent > seconds / 4 or not frozen):
                     message = f"the engine did not answer {what} within {seconds:g} s"
+                    if frozen:
+                        self.end.kill(f"{message}, nor did it run at all")
                     raise UpdateError("engine-timeout", message, status=504)
         finally:
             task.cancel()
+            if pulse is not None:
+                pulse.cancel()
         return task.result()
 
     async def job(self, operation: str, **arguments: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from vllm_fp8ext.compat import replies
 from vllm_fp8ext.compat.kv_cache import held_blocks
 from vllm_fp8ext.compat.kv_epochs import KvEpochs
 from vllm_fp8ext.compat.prefix_cache import EpochPrefixCache
+from vllm_fp8ext.compat.pulse import answer_pulse
 from vllm_fp8ext.compat.recent_tokens import RecentTokens
 from vllm_fp8ext.compat.watchdog import Watchdog
 from vllm_fp8ext.compat.wrapping import wrap
@@ -79,6 +80,7 @@ def _engine_of(core: Any) -> Any:
     if not hasattr(core, "fp8ext_engine"):
         access = CoreAccess(core)
         core.fp8ext_engine, core.fp8ext_watchdog = UpdateEngine(access), access.watchdog
+        answer_pulse(core)
         if access.quantization == METHOD:
             _follow_asleep(core)
     return core.fp8ext_engine

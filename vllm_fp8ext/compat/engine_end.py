@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_fp8ext.compat.owner import end_children
 from vllm_fp8ext.compat.watchdog import EXIT_CODE
 from vllm_fp8ext.errors import ConfigError
 
@@ -59,6 +60,14 @@ class EngineEnd:
     def close(self) -> None:
         """Note no more, and leave the instances as they were."""
         self._undo.close()
+
+    def kill(self, reason: str) -> None:
+        """End the engine and its workers at once, also where they are stopped."""
+        logger.critical("fp8ext: %s: the engine is ended", reason)
+        for process in self._processes:
+            if process.is_alive():
+                end_children(process.pid)
+                process.kill()
 
     def require_clean(self) -> None:
         """To be called when this process ends: end it with `EXIT_CODE` when the engine's process failed.
