@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from vllm_fp8ext.compat.last_answers import answer_at_the_end
+from vllm_fp8ext.compat.serving_speed import install_answers
 from vllm_fp8ext.compat.weight_versions import install as show_weight_versions
 from vllm_fp8ext.config import METHOD
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
@@ -38,6 +39,7 @@ class Fp8ExtEndpoints:
         """Mount the routes under `/fp8ext/v1`, if there is a key to guard them with."""
         show_weight_versions()
         show_where_shared(app, self._backend.metrics)
+        install_answers()
         if getattr(getattr(app.state, "args", None), "quantization", None) == METHOD:
             close_routes(app)
         key = key_of(os.environ.get(ADMIN_KEY))

@@ -227,6 +227,15 @@ def rollout(arguments: tuple[str, ...]) -> None:
 
 @bench.command(context_settings=PASSED_ON)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def http(arguments: tuple[str, ...]) -> None:
+    """Time whole servers over HTTP: BF16, fp8_per_block, blockfp8 (--help lists the options)."""
+    from vllm_fp8ext.bench.over_http import main
+
+    sys.exit(main(arguments))
+
+
+@bench.command(context_settings=PASSED_ON)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def update(arguments: tuple[str, ...]) -> None:
     """Time weight updates of a server, idle and beside running requests (--help lists the options)."""
     from vllm_fp8ext.bench.updates import main

@@ -144,6 +144,20 @@ class KernelSettings(BaseModel):
         return self.shapes.get(f"{n}x{k}") or self.shapes.get("*") or ShapeSettings()
 
 
+class ServingSettings(BaseModel):
+    """How tokens get from the engine to the answers of the API server."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    output_interval: int = Field(default=16, ge=1, le=1024)
+    """Tokens of a request that the engine sends together where the client waits for the whole answer and gives no stop
+    strings; 1: each by itself, as vLLM does."""
+
+    flat_logprobs: bool = True
+    """Logprobs of sampled tokens are kept in flat lists (`vllm.logprobs.FlatLogprobs`), and answers are made of these; else
+    in a dictionary for each token."""
+
+
 class Settings(BaseModel):
     """What a user can choose. Every field has a default; an unknown key or a wrong value is an error at start."""
 
@@ -161,6 +175,9 @@ class Settings(BaseModel):
 
     kernels: KernelSettings = Field(default_factory=KernelSettings)
     """How linear layers are computed on a GPU."""
+
+    serving: ServingSettings = Field(default_factory=ServingSettings)
+    """How tokens get from the engine to the answers of the API server."""
 
     staging: Literal["shadow", "inplace", "none"] = "shadow"
     """`shadow` keeps a second copy of the served weights, which makes updates atomic and rollback possible. `inplace` saves

@@ -51,12 +51,15 @@ def _beginning(initialize: Any) -> Any:
         config = self.vllm_config
         if config.model_config.quantization != METHOD:
             return
+        # no other server should need what these lean on
+        from vllm_fp8ext.compat import held_slots, output_interval
+
         replies.attach(self.model_executor)
         self.fp8ext_instance = secrets.token_hex(8)
-        if Settings.parse(config.additional_config).kernels.held_slots:
-            from vllm_fp8ext.compat import held_slots  # no other server should need what it leans on
-
+        settings = Settings.parse(config.additional_config)
+        if settings.kernels.held_slots:
             held_slots.attach(self.scheduler.kv_cache_manager)
+        output_interval.attach(self, settings.serving.output_interval)
 
     return initialized
 

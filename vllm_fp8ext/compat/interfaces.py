@@ -409,6 +409,28 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "vllm.distributed.parallel_state:graph_capture(device)",
         "vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture",
     ),
+    "send several tokens of a request in one message": (
+        "vllm.v1.engine:EngineCoreOutputs(outputs, weight_version)",
+        "vllm.v1.metrics.stats:IterationStats.update_from_output("
+        "output, engine_core_timestamp, is_prefilling, req_stats)",
+        "vllm.v1.outputs:LogprobsLists(logprob_token_ids, logprobs, sampled_token_ranks)",
+        "vllm.sampling_params:RequestOutputKind.FINAL_ONLY",
+    ),
+    "keep logprobs in flat lists": (
+        "vllm.v1.engine.logprobs:LogprobsProcessor.from_new_request(tokenizer, request)",
+        "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs(logprobs_lists)",
+        "vllm.logprobs:FlatLogprobs.extend",
+        "vllm.tokenizers.detokenizer_utils:convert_ids_list_to_tokens(tokenizer, token_ids)",
+    ),
+    "make answers of flat logprobs": (
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion._create_completion_logprobs("
+        "token_ids, top_logprobs, num_output_top_logprobs, tokenizer, logprob_token_ids, initial_text_offset, "
+        "return_as_token_id)",
+        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_logprobs("
+        "token_ids, top_logprobs, tokenizer, num_output_top_logprobs, logprob_token_ids, return_as_token_id)",
+        "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens._create_tokens_logprobs("
+        "token_ids, top_logprobs, num_output_top_logprobs)",
+    ),
     "decode by our own attention kernel": (
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward("
         "layer, query, key, value, kv_cache, attn_metadata, output)",

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_fp8ext.compat import fusion, graph_sizes
+from vllm_fp8ext.compat import fusion, graph_sizes, serving_speed
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
@@ -31,6 +31,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if config.model_config.quantization == METHOD:
             settings = Settings.parse(config.additional_config)
             refuse_unsupported(config, settings)
+            serving_speed.install(settings.serving)
             if current_platform.is_cuda():
                 fusion.configure(config, norm_rope=settings.kernels.norm_rope)
                 graph_sizes.configure(config, self, settings.kernels.graph_tokens)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second over HTTP: BF16, stock `fp8_per_block` and `blockfp8`, each a real server, in turn.
+
+    fp8ext bench http --shape Qwen3-8B --kv fp8 --kv-gib 22 --out served.json
+
+All servers run side by side on one GPU and take turns, so that they see the same GPU and the same host. Requests are a
+trainer's: token ids in and out, temperature 1, several samples of a prompt, with and without logprobs, streamed and not.
+Weights are generated (or given, --checkpoint), as is a tokenizer for them, so that answers have texts. Every server first
+answers a short load unmeasured.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_fp8ext.bench.engines import VARIANTS, with_graphs
+from vllm_fp8ext.bench.generated import SHAPES, checkpoint
+from vllm_fp8ext.bench.http_client import ROUTES, Clients, Load
+from vllm_fp8ext.bench.options import CommandLine, json_object
+from vllm_fp8ext.bench.provenance import provenance, write_cases
+from vllm_fp8ext.bench.tokenizer import write_tokenizer
+from vllm_fp8ext.demo.server import Server, serve_options
+from vllm_fp8ext.errors import ConfigError
+
+STEP = 8192
+"""Most tokens of a step."""
+GIB = 1 << 30
+console = Console(width=150, highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as the command line says; the exit code.
+
+    Raises:
+        ConfigError: no GPU for generated weights, or a case that is none.
+        AnswerError: a server answered otherwise than it was asked.
+    """
+    options = _parser().parse_args(arguments)
+    loads = [_load(text, options) for text in options.cases]
+    stop = time.monotonic() + options.seconds
+    origin = provenance()
+    cases: list[dict[str, Any]] = []
+    with checkpoint(options.checkpoint, options.shape) as folder, tempfile.TemporaryDirectory() as logs:
+        write_tokenizer(folder)
+        vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        loads = [replace(load, vocabulary=vocabulary) for load in loads]
+        with _servers(folder, Path(logs), options) as servers, Clients(options.clients) as clients:
+            for load in loads:
+                if time.monotonic() > stop:
+                    console.print(f"no time left for {_name(load)}")
+                    continue
+                cases += _measure(servers, clients, load, options)
+                _compare(cases)
+                write_cases(options.out, origin, cases)
+    _print(cases)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandLine("http", __doc__)
+    parser.add_choice("--shape", SHAPES, "Qwen3-8B", "of the model", nargs=None)
+    parser.add_choice("--variants", VARIANTS, list(VARIANTS), "servers, in turn")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="REQUESTS[:ROUTE][:logprobs=N][:streamed][:n]",
+        default=["128", "128:logprobs=0", "128:logprobs=0:n", "128:logprobs=0:streamed"],
+        help=f"what is asked; routes: {', '.join(ROUTES)}",
+    )
+    parser.add_argument("--samples-per-prompt", type=int, default=8, help="answers to each prompt")
+    parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=1024, help="tokens of an answer")
+    parser.add_argument("--repeat", type=int, default=3, help="turns of each server in a case")
+    parser.add_argument("--clients", type=int, default=4, help="processes that ask")
+    parser.add_argument("--kv", default="auto", help="dtype of the KV cache")
+    parser.add_argument("--kv-gib", type=float, default=22, help="of each server's KV cache")
+    parser.add_argument("--seqs", type=int, default=256, help="most requests of a step")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        type=json_object,
+        default=[{}],
+        metavar="JSON",
+        help="of blockfp8: as many servers",
+    )
+    parser.add_argument("--serve", nargs="*", default=[], help="more options of all servers, without dashes")
+    parser.add_argument("--checkpoint", type=Path, help="serve this one, or keep the generated weights here")
+    return parser
+
+
+def _load(text: str, options: Any) -> Load:
+    first, *words = text.split(":")
+    route = next((word for word in words if word in ROUTES), "completions")
+    logprobs = next((word[9:] for word in words if word.startswith("logprobs=")), None)
+    unknown = {word for word in words if not word.startswith("logprobs=")} - {*ROUTES, "streamed", "n"}
+    if not first.isdigit() or unknown or (logprobs and not logprobs.isdigit()):
+        raise ConfigError(f"--cases: expected such as 128:chat:logprobs=0:streamed:n, found {text!r}")
+    return Load(
+        requests=int(first),
+        samples=min(options.samples_per_prompt, int(first)),
+        tokens=options.input,
+        output=options.output,
+        route=route,
+        logprobs=None if logprobs is None else int(logprobs),
+        streamed="streamed" in words,
+        one_request="n" in words,
+    )
+
+
+def _name(load: Load) -> str:
+    words = [str(load.requests), load.route]
+    words += [] if load.logprobs is None else [f"logprobs={load.logprobs}"]
+    words += ["streamed"] if load.streamed else []
+    words += [f"n={load.samples}"] if load.one_request else []
+    return " ".join(words)
+
+
+@contextlib.contextmanager
+def _servers(folder: Path, logs: Path, options: Any) -> Iterator[dict[str, Server]]:
+    """All servers, by name, once they answer."""
+    shared = [
+        *("--max-model-len", str(options.input * 2 + options.output + 64)),
+        *("--max-num-seqs", str(options.seqs), "--max-num-batched-tokens", str(STEP)),
+        *("--kv-cache-dtype", options.kv, "--kv-cache-memory-bytes", str(int(options.kv_gib * GIB))),
+        *serve_options(options.serve),
+    ]
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for variant in options.variants:
+            quantization = VARIANTS[variant].get("quantization")
+            if variant != "blockfp8":
+                more = ["--quantization", quantization] if quantization else []
+                server = Server(folder, logs / f"{variant}.log", stock=True, arguments=[*shared, *more])
+                servers[variant] = stack.enter_context(server)
+                continue
+            for settings in options.settings:
+                name = variant if not settings else f"{variant} {json.dumps(settings)}"
+                kv = {"kv_scales": {"policy": "calibrate"}} if options.kv.startswith("fp8") else {}
+                server = Server(
+                    folder,
+                    logs / f"{variant}-{len(servers)}.log",
+                    arguments=shared,
+                    settings=with_graphs({**kv, **settings}),
+                )
+                servers[name] = stack.enter_context(server)
+        for name, server in servers.items():
+            began = time.monotonic()
+            server.wait(1500)
+            console.print(f"{name}: answers after {time.monotonic() - began:.0f} s")
+        yield servers
+
+
+def _measure(servers: dict[str, Server], clients: Clients, load: Load, options: Any) -> list[dict[str, Any]]:
+    seeds = itertools.count(hash((load.requests, load.streamed)) % 1000)
+    short = replace(load, output=min(load.output, 48))
+    for server in servers.values():
+        clients.ask(server.url, short, next(seeds), 300)
+    samples: dict[str, list[float]] = {name: [] for name in servers}
+    gaps: dict[str, list[float]] = {name: [] for name in servers}
+    parts: dict[str, int] = dict.fromkeys(servers, 0)
+    for _ in range(options.repeat):
+        for name, server in servers.items():
+            found = clients.ask(server.url, load, next(seeds), 300)
+            samples[name].append(found.tokens / found.seconds)
+            gaps[name] += found.gaps
+            parts[name] += found.parts
+            console.print(f"{_name(load):48} {name:40} {samples[name][-1]:9,.0f} tokens/s")
+    return [
+        {
+            "model": options.shape,
+            "kv": options.kv,
+            "requests": load.requests,
+            "samples_per_prompt": load.samples,
+            "one_request": load.one_request,
+            "input": load.tokens,
+            "output": load.output,
+            "route": load.route,
+            "logprobs": load.logprobs,
+            "streamed": load.streamed,
+            "variant": name,
+            "tokens_per_s": round(statistics.median(samples[name]), 1),
+            "samples": [round(sample, 1) for sample in samples[name]],
+            "itl_p50": _quantile(gaps[name], 50),
+            "itl_p99": _quantile(gaps[name], 99),
+            "tokens_per_part": round(load.requests * load.output * options.repeat / parts[name], 2)
+            if load.streamed
+            else None,
+        }
+        for name in servers
+    ]
+
+
+def _quantile(gaps: list[float], percent: int) -> float | None:
+    if len(gaps) < 2:
+        return None
+    return round(statistics.quantiles(gaps, n=100, method="inclusive")[percent - 1], 5)
+
+
+def _compare(cases: list[dict[str, Any]]) -> None:
+    """Set each case's ratios to BF16, and to the same server without logprobs and streams."""
+    shape = ("requests", "samples_per_prompt", "input", "output")
+    asked = (*shape, "route", "logprobs", "streamed", "one_request")
+    for case in cases:
+        for other in cases:
+            same = [case[key] == other[key] for key in asked]
+            if all(same) and other["variant"] == "bf16":
+                case["ratio_bf16"] = round(case["tokens_per_s"] / other["tokens_per_s"], 3)
+            plain = other["logprobs"] is None and not other["streamed"] and not other["one_request"]
+            alike = all(case[key] == other[key] for key in (*shape, "variant"))
+            if plain and alike and other["route"] == "completions":
+                case["ratio_without_logprobs"] = round(case["tokens_per_s"] / other["tokens_per_s"], 3)
+
+
+def _print(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        words = [str(case["requests"]), case["route"], f"logprobs={case['logprobs']}"]
+        words += ["streamed"] if case["streamed"] else []
+        words += ["n"] if case["one_request"] else []
+        itl = f"p50 {case['itl_p50'] * 1e3:.1f} p99 {case['itl_p99'] * 1e3:.1f} ms" if case["itl_p50"] else ""
+        console.print(
+            f"{' '.join(words):44} {case['variant'][:60]:60} {case['tokens_per_s']:8,.0f} "
+            f"{case.get('ratio_bf16', 0):5.2f} {case.get('ratio_without_logprobs', 0):5.2f} "
+            f"{case['tokens_per_part'] or '':>5} {itl}"
+        )

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the logprobs of answers from flat lists (`flat_logprobs`): no dictionary of a token is made and looked through.
+
+Replaces `OpenAIServingCompletion._create_completion_logprobs`, `OpenAIServingChat._create_chat_logprobs` and
+`ServingTokens._create_tokens_logprobs` where they get `FlatLogprobs` of plain positions: each begins with the token that was
+sampled. They return the same, but pydantic does not check it again. Can go with `flat_logprobs`.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from vllm.logprobs import FlatLogprobs
+
+from vllm_fp8ext.compat.wrapping import wrap
+
+LOWEST = -9999.0
+"""What answers say for minus infinity."""
+
+
+def install() -> None:
+    """Idempotent."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+
+    wrap(OpenAIServingCompletion, "_create_completion_logprobs", _wrap_completion)
+    wrap(OpenAIServingChat, "_create_chat_logprobs", _wrap_chat)
+    wrap(ServingTokens, "_create_tokens_logprobs", _wrap_tokens)
+
+
+def _is_plain(token_ids: Any, logprobs: Any, *, decoded: bool) -> bool:
+    """Whether positions are these tokens', each in front of its position, with their strings if they are asked for."""
+    if not isinstance(logprobs, FlatLogprobs) or len(logprobs.start_indices) != len(token_ids):
+        return False
+    if decoded and None in logprobs.decoded_tokens:
+        return False
+    flat, starts = logprobs.token_ids, logprobs.start_indices
+    if len(flat) == len(starts):
+        return flat == list(token_ids)
+    if any(start == stop for start, stop in zip(starts, logprobs.end_indices, strict=True)):
+        return False
+    return [flat[start] for start in starts] == list(token_ids)
+
+
+def _clamped(logprobs: list[float]) -> list[float]:
+    return [LOWEST if value < LOWEST else value for value in logprobs]
+
+
+def _candidates(flat: FlatLogprobs) -> Iterator[list[int]]:
+    """For each position the indices of its tokens, each token once: the sampled one first, where it is among the best with
+    the rank that it has there."""
+    ids = flat.token_ids
+    for start, stop in zip(flat.start_indices, flat.end_indices, strict=True):
+        sampled = ids[start]
+        again = next((index for index in range(start + 1, stop) if ids[index] == sampled), start)
+        yield [again, *(index for index in range(start + 1, stop) if index != again)]
+
+
+def _wrap_completion(original: Any) -> Any:
+    def create(
+        self: Any,
+        token_ids: Any,
+        top_logprobs: Any,
+        num_output_top_logprobs: int,
+        tokenizer: Any,
+        logprob_token_ids: Any = None,
+        initial_text_offset: int = 0,
+        return_as_token_id: bool | None = None,
+    ) -> Any:
+        as_ids = self.return_tokens_as_token_ids if return_as_token_id is None else return_as_token_id
+        flat = top_logprobs
+        if logprob_token_ids or not _is_plain(token_ids, flat, decoded=not as_ids):
+            return original(
+                self,
+                token_ids,
+                top_logprobs,
+                num_output_top_logprobs,
+                tokenizer,
+                logprob_token_ids,
+                initial_text_offset,
+                return_as_token_id,
+            )
+        from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
+
+        texts = [f"token_id:{token}" for token in flat.token_ids] if as_ids else flat.decoded_tokens
+        values = _clamped(flat.logprobs)
+        if len(texts) == len(token_ids):
+            tokens, sampled = list(texts), values
+            top = [{text: value} for text, value in zip(texts, values, strict=True)]
+        else:
+            tokens = [texts[start] for start in flat.start_indices]
+            sampled = [values[start] for start in flat.start_indices]
+            most = None if num_output_top_logprobs == -1 else num_output_top_logprobs + 1
+            top = [{texts[index]: values[index] for index in indices[:most]} for indices in _candidates(flat)]
+        offsets = list(itertools.accumulate(map(len, tokens[:-1]), initial=initial_text_offset))
+        return CompletionLogProbs.model_construct(
+            text_offset=offsets[: len(tokens)], token_logprobs=sampled, tokens=tokens, top_logprobs=top
+        )
+
+    return create
+
+
+@lru_cache(maxsize=1 << 16)
+def _bytes(text: str) -> list[int]:
+    """Read only: shared by all answers."""
+    return list(text.encode("utf-8", errors="replace"))
+
+
+def _wrap_chat(original: Any) -> Any:
+    def create(
+        self: Any,
+        token_ids: Any,
+        top_logprobs: Any,
+        tokenizer: Any,
+        num_output_top_logprobs: int | None = None,
+        logprob_token_ids: Any = None,
+        return_as_token_id: bool | None = None,
+    ) -> Any:
+        flat = top_logprobs
+        if logprob_token_ids or not _is_plain(token_ids, flat, decoded=True):
+            return original(
+                self,
+                token_ids,
+                top_logprobs,
+                tokenizer,
+                num_output_top_logprobs,
+                logprob_token_ids,
+                return_as_token_id,
+            )
+        from vllm.entrypoints.openai.chat_completion.protocol import (
+            ChatCompletionLogProb,
+            ChatCompletionLogProbs,
+            ChatCompletionLogProbsContent,
+        )
+
+        as_ids = self.return_tokens_as_token_ids if return_as_token_id is None else return_as_token_id
+        decoded, values = flat.decoded_tokens, _clamped(flat.logprobs)
+        texts = [f"token_id:{token}" for token in flat.token_ids] if as_ids else decoded
+        asked = num_output_top_logprobs or 0
+        most = None if asked == -1 else asked
+        content = []
+        for indices in _candidates(flat):
+            first = indices[0]
+            top = [
+                ChatCompletionLogProb.model_construct(
+                    token=texts[index], logprob=values[index], bytes=_bytes(texts[index])
+                )
+                for index in indices[:most]
+            ]
+            content.append(
+                ChatCompletionLogProbsContent.model_construct(
+                    token=texts[first],
+                    logprob=values[first],
+                    bytes=_bytes(decoded[first]),
+                    top_logprobs=top,
+                )
+            )
+        return ChatCompletionLogProbs.model_construct(content=content)
+
+    return create
+
+
+def _wrap_tokens(original: Any) -> Any:
+    def create(
+        self: Any, token_ids: Any, top_logprobs: Any, num_output_top_logprobs: int | None = None
+    ) -> Any:
+        flat = top_logprobs
+        if not _is_plain(token_ids, flat, decoded=False):
+            return original(self, token_ids, top_logprobs, num_output_top_logprobs)
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
+            GenerateLogProb,
+            GenerateLogProbs,
+            GenerateLogProbsContent,
+        )
+
+        asked = num_output_top_logprobs
+        most = 0 if asked is None else None if asked == -1 else max(asked, 1)
+        values = [LOWEST if math.isnan(value) or value < LOWEST else value for value in flat.logprobs]
+        ids, ranks = flat.token_ids, flat.ranks
+        content = [
+            GenerateLogProbsContent.model_construct(
+                token_id=ids[indices[0]],
+                logprob=values[indices[0]],
+                rank=ranks[indices[0]] or None,
+                top_logprobs=[
+                    GenerateLogProb.model_construct(
+                        token_id=ids[index], logprob=values[index], rank=ranks[index] or None
+                    )
+                    for index in indices[:most]
+                ],
+            )
+            for indices in _candidates(flat)
+        ]
+        return GenerateLogProbs.model_construct(content=content)
+
+    return create

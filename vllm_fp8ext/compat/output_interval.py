@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends several tokens of a request in one message where its client waits for the whole answer anyway.
+
+vLLM's engine core sends one message a step with one output a request. Each output is encoded, decoded and processed alone:
+with 128 requests the API server's process spends more time on that than the GPU on the tokens. Here an output that holds only
+tokens and logprobs is held until there are `interval` tokens, or the request ends. First tokens are sent at once.
+
+Replaces, on an instance, `put_nowait` of the engine core's output queue, and `IterationStats.update_from_output` in the API
+server, which counts one inter-token latency for each output. Can go once vLLM's engine core does that for `FINAL_ONLY`
+requests.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.outputs import LogprobsLists
+
+from vllm_fp8ext.compat.wrapping import wrap
+
+LONGEST_SECONDS = 0.5
+"""Seconds after which held tokens are sent with the next message, so that metrics of slow engines stay current."""
+
+
+def attach(core: Any, interval: int) -> None:
+    """Have an `EngineCoreProc` hold outputs back; nothing changes with an interval of 1, or in an engine without a queue."""
+    queue = getattr(core, "output_queue", None)
+    if queue is not None and interval > 1:
+        config = core.vllm_config.scheduler_config
+        holder = OutputHolder(core.scheduler.requests, queue.put_nowait, interval, config.stream_interval)
+        queue.put_nowait = holder.put
+
+
+def install() -> None:
+    """Have the API server's statistics count every token of an output. Idempotent."""
+    wrap(IterationStats, "update_from_output", _wrap_update_from_output)
+
+
+def _wrap_update_from_output(original: Any) -> Any:
+    def update(
+        self: Any, output: Any, timestamp: float, is_prefilling: bool, stats: Any, *lora: Any, **others: Any
+    ) -> None:
+        tokens = len(output.new_token_ids)
+        if is_prefilling or output.events is not None or output.num_nans_in_logits or not tokens:
+            return original(self, output, timestamp, is_prefilling, stats, *lora, **others)
+        self.num_generation_tokens += tokens
+        stats.num_generation_tokens += tokens
+        latency = (timestamp - stats.last_token_ts) / tokens
+        self.inter_token_latencies_iter.extend([latency] * tokens)
+        stats.last_token_ts = timestamp
+
+    return update
+
+
+@dataclass(slots=True)
+class _Held:
+    """Outputs of one request that were not sent yet."""
+
+    client: int
+    output: Any
+    """The first one, with the tokens of all."""
+    logprobs: list[Any]
+    target: int
+    """Tokens with which they are sent."""
+    since: float
+
+
+class OutputHolder:
+    """Stands before the queue of `(client_index, EngineCoreOutputs)` that an engine core sends.
+
+    Tokens are sent with the weight version that sampled them: what is held goes out before a message of another version.
+    """
+
+    def __init__(
+        self, requests: Any, put: Callable[[Any], None], interval: int, stream_interval: int = 1
+    ) -> None:
+        self._requests = requests
+        """By id, the scheduler's requests."""
+        self._put = put
+        self._interval = interval
+        self._stream_interval = stream_interval
+        self._held: dict[str, _Held] = {}
+        self._version: str | None = None
+        self._phases = itertools.cycle(range(1, interval + 1))
+        self._swept = 0.0
+
+    def put(self, item: Any) -> None:
+        """Queue a message, less the outputs that are held, with those that were held for it."""
+        if not isinstance(item, tuple):  # the engine's end
+            self.flush()
+            return self._put(item)
+        client, message = item
+        if message.outputs:
+            if message.weight_version != self._version:
+                self.flush()
+                self._version = message.weight_version
+            now = message.timestamp
+            message.outputs = [
+                output for given in message.outputs if (output := self._take(client, given, now)) is not None
+            ]
+            if now > self._swept + LONGEST_SECONDS / 2:
+                self._swept = now
+                self.flush(now - LONGEST_SECONDS)
+        if message.outputs or not _is_empty(message):
+            self._put(item)
+
+    def flush(self, before: float = float("inf")) -> None:
+        """Send what is held since `before` (monotonic seconds), with the version that sampled it."""
+        messages: dict[int, list[Any]] = {}
+        for name, held in list(self._held.items()):
+            if held.since <= before:
+                del self._held[name]
+                messages.setdefault(held.client, []).append(_joined(held))
+        for client, outputs in messages.items():
+            self._put((client, EngineCoreOutputs(outputs=outputs, weight_version=self._version)))
+
+    def _take(self, client: int, output: Any, now: float) -> Any:
+        """What is to be sent of a request now: None, or an output with all its tokens."""
+        name, plain = output.request_id, _is_plain(output)
+        held = self._held.get(name)
+        if held is None:
+            target = self._target(name) if plain else 1
+            if target <= len(output.new_token_ids):
+                return output
+            self._held[name] = _Held(client, output, [output.new_logprobs], target, now)
+            return None
+        if not plain:
+            del self._held[name]
+            return _before(held, output)
+        held.output.new_token_ids += output.new_token_ids
+        held.logprobs.append(output.new_logprobs)
+        if len(held.output.new_token_ids) < held.target:
+            return None
+        del self._held[name]
+        return _joined(held)
+
+    def _target(self, name: str) -> int:
+        """How many tokens of a request are sent together.
+
+        Those whose client sees every token, or a stop string of whose the API server looks for, are sent one by one.
+        """
+        request = self._requests.get(name)
+        params = request.sampling_params if request is not None else None
+        if params is None or params.stop or request.resumable:
+            return 1
+        if params.output_kind == RequestOutputKind.FINAL_ONLY:
+            # requests that came together are not to be sent together
+            first = request.num_output_tokens <= 2
+            return next(self._phases) if first else self._interval
+        return max(params.stream_interval or 1, self._stream_interval)
+
+
+def _is_plain(output: Any) -> bool:
+    """Whether an output says nothing but tokens and their logprobs."""
+    return bool(
+        output.finish_reason is None
+        and output.new_token_ids
+        and output.events is None
+        and output.prefill_stats is None
+        and output.new_prompt_logprobs_tensors is None
+        and output.prompt_token_id_logprobs is None
+        and output.pooling_output is None
+        and output.kv_transfer_params is None
+        and output.ec_transfer_params is None
+        and output.routed_experts is None
+        and output.new_sampling_mask is None
+        and not output.num_nans_in_logits
+    )
+
+
+def _is_empty(message: Any) -> bool:
+    """Whether a message without outputs has nothing else to say either."""
+    return bool(
+        message.scheduler_stats is None
+        and message.utility_output is None
+        and message.finished_requests is None
+        and message.wave_complete is None
+        and message.start_wave is None
+    )
+
+
+def _joined(held: _Held) -> Any:
+    """One output with all that was held."""
+    held.output.new_logprobs = _concatenated(held.logprobs)
+    return held.output
+
+
+def _before(held: _Held, output: Any) -> Any:
+    """An output that is sent now, with what was held before its own."""
+    output.new_token_ids = held.output.new_token_ids + output.new_token_ids
+    output.new_logprobs = _concatenated([*held.logprobs, output.new_logprobs])
+    return output
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    """Join `LogprobsLists` at the width of the narrowest: a step is as wide as its request that asks for most."""
+    found = [part for part in parts if part is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    ids, logprobs, ranks, _ = zip(*found, strict=True)
+    width = min(part.shape[1] for part in ids)
+    return LogprobsLists(
+        np.concatenate([part[:, :width] for part in ids]),
+        np.concatenate([part[:, :width] for part in logprobs]),
+        np.concatenate(ranks),
+        None,
+    )
