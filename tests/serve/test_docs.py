@@ -169,3 +169,12 @@ def test_every_route_has_an_example() -> None:
     assert called | others == routes
     for route in others:
         assert f"| `{route.replace('*', '{id}')}` |" in HTTP_API.read_text(encoding="utf-8")
+
+
+def test_situations_name_tests_that_exist() -> None:
+    """Each row of the table of situations ends with the test that holds it."""
+    page = (PROJECT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"`([\w/]+\.py)::(\w+)` \|$", page, re.MULTILINE)
+    assert len(rows) > 80
+    tests = PROJECT / "tests"
+    assert [row for row in rows if f"def {row[1]}(" not in (tests / row[0]).read_text(encoding="utf-8")] == []
