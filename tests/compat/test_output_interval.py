@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients are sent of the outputs of an engine, held back and not."""
 
+import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,6 +180,31 @@ def test_nothing_is_lost_swapped_or_labelled_otherwise(
         engine.step(EngineCoreOutput(name, [], finish_reason=FinishReason.LENGTH), version="v", at=2)
         sent = [(version, value) for version, values in engine.tokens(name) for value in values]
         assert sent == given_tokens[name]
+
+
+def test_a_queue_gives_what_is_to_be_sent() -> None:
+    outputs: queue.Queue[Any] = queue.Queue()
+    requests = {"r": SimpleNamespace(sampling_params=SamplingParams(output_kind=WHOLE), resumable=False)}
+    requests["r"].num_output_tokens = 5
+    core: Any = SimpleNamespace(
+        output_queue=outputs,
+        scheduler=SimpleNamespace(requests=requests),
+        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(stream_interval=1)),
+    )
+    output_interval.attach(core, 3)
+    for value in range(4):
+        outputs.put_nowait((0, EngineCoreOutputs(outputs=[token("r", value)], weight_version="a")))
+    outputs.put_nowait(b"ENGINE_CORE_DEAD")
+    found = [outputs.get() for _ in range(3)]
+    assert [message.outputs[0].new_token_ids for _, message in found[:2]] == [[0, 1, 2], [3]]
+    assert found[2] == b"ENGINE_CORE_DEAD"
+
+
+@pytest.mark.parametrize("interval", [1, 16])
+def test_an_engine_without_a_queue_or_an_interval_is_left_alone(interval: int) -> None:
+    core: Any = SimpleNamespace() if interval > 1 else SimpleNamespace(output_queue=queue.Queue())
+    output_interval.attach(core, interval)
+    assert interval > 1 or "get" not in vars(core.output_queue)
 
 
 def test_each_token_counts_in_the_inter_token_latencies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,13 @@ vLLM's engine core sends one message a step with one output a request. Each outp
 with 128 requests the API server's process spends more time on that than the GPU on the tokens. Here an output that holds only
 tokens and logprobs is held until there are `interval` tokens, or the request ends. First tokens are sent at once.
 
-Replaces, on an instance, `put_nowait` of the engine core's output queue, and `IterationStats.update_from_output` in the API
-server, which counts one inter-token latency for each output. Can go once vLLM's engine core does that for `FINAL_ONLY`
-requests.
+Replaces, on an instance, `get` of the engine core's output queue, so that the thread of the sockets does the work and steps
+do not wait for it; and `IterationStats.update_from_output` in the API server, which counts one inter-token latency for
+each output. Can go once vLLM's engine core does that for `FINAL_ONLY` requests.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +31,19 @@ LONGEST_SECONDS = 0.5
 def attach(core: Any, interval: int) -> None:
     """Have an `EngineCoreProc` hold outputs back; nothing changes with an interval of 1, or in an engine without a queue."""
     queue = getattr(core, "output_queue", None)
-    if queue is not None and interval > 1:
-        config = core.vllm_config.scheduler_config
-        holder = OutputHolder(core.scheduler.requests, queue.put_nowait, interval, config.stream_interval)
-        queue.put_nowait = holder.put
+    if queue is None or interval <= 1:
+        return
+    ready: deque[Any] = deque()
+    stream_interval = core.vllm_config.scheduler_config.stream_interval
+    holder = OutputHolder(core.scheduler.requests, ready.append, interval, stream_interval)
+    take = queue.get
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        while not ready:
+            holder.put(take(*args, **kwargs))
+        return ready.popleft()
+
+    queue.get = get
 
 
 def install() -> None:
@@ -71,7 +81,7 @@ class _Held:
 
 
 class OutputHolder:
-    """Stands before the queue of `(client_index, EngineCoreOutputs)` that an engine core sends.
+    """Takes each `(client_index, EngineCoreOutputs)` that an engine core sends, and passes on what is to be sent now.
 
     Tokens are sent with the weight version that sampled them: what is held goes out before a message of another version.
     """
@@ -127,6 +137,7 @@ class OutputHolder:
             target = self._target(name) if plain else 1
             if target <= len(output.new_token_ids):
                 return output
+            output.new_token_ids = list(output.new_token_ids)
             self._held[name] = _Held(client, output, [output.new_logprobs], target, now)
             return None
         if not plain:
