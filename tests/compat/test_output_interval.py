@@ -103,6 +103,15 @@ def test_streams_that_asked_for_an_interval_are_sent_by_it(of_request: int | Non
     assert engine.tokens("r") == [("a", [0, 1, 2]), ("a", [3, 4, 5])]
 
 
+def test_an_end_without_tokens_is_sent_where_nothing_is_held() -> None:
+    engine = Engine()
+    engine.add("r")
+    engine.add("s", DELTA)
+    for name in "rs":
+        engine.step(EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT), version=None)
+    assert [message.outputs[0].request_id for _, message in engine.sent] == ["r", "s"]
+
+
 def test_a_new_version_sends_what_the_old_one_sampled_first() -> None:
     engine = Engine()
     engine.add("r")

@@ -73,9 +73,11 @@ def test_an_engine_remembers_what_may_be_calibrated_with(policy: str, remembered
     """With static scales nothing ever is."""
     scheduler: Any = Scheduler()
     scheduler.set_pause_state = None
+    scheduler.kv_cache_manager = SimpleNamespace(get_computed_blocks=None)
     config = SimpleNamespace(
         additional_config={"fp8ext": {"kv_scales": policy}},
         cache_config=SimpleNamespace(cache_dtype="fp8"),
+        parallel_config=SimpleNamespace(data_parallel_size=2),
         model_config=SimpleNamespace(quantization="blockfp8", get_vocab_size=lambda: 100, max_model_len=10),
     )
     core = SimpleNamespace(
@@ -84,6 +86,7 @@ def test_an_engine_remembers_what_may_be_calibrated_with(policy: str, remembered
         model_executor=None,
         request_block_hasher=None,
         add_request=None,
+        _attach_weight_version=None,
     )
     access = CoreAccess(core)
     scheduler.end(1, 2)

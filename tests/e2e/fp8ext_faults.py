@@ -63,9 +63,11 @@ def _wrap(owner: Any, name: str, point: str, rank_of: Any, skip: int = 0) -> Non
 def _happen(point: str, rank: int, where: Any) -> None:
     file = Path(os.environ["FP8EXT_FAULT"])
     try:
-        fault = json.loads(file.read_text())
+        while not (text := file.read_text()):  # it is being written
+            time.sleep(0.001)
     except FileNotFoundError:
         return
+    fault = json.loads(text)
     if (fault["point"], fault["rank"]) != (point, rank):
         return
     if not fault["lasting"]:

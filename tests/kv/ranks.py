@@ -95,8 +95,9 @@ class Core:
         kv = RankKv(scales, settings, cache, recorder)
         exchange = SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))], broken=False, inplace=False)
         exchange.fingerprint = lambda **_: 1
+        stager = SimpleNamespace(tied={})
         twin: Any = SimpleNamespace(
-            model=Model(share.count), exchange=exchange, stager=None, commit=lambda: None, layers=here
+            model=Model(share.count), exchange=exchange, stager=stager, commit=lambda: None, layers=here
         )
         return Rank(twin, number, world_size, 0, attend, kv)
 

@@ -134,7 +134,7 @@ class OutputHolder:
         name, plain = output.request_id, _is_plain(output)
         held = self._held.get(name)
         if held is None:
-            target = self._target(name) if plain else 1
+            target = self._target(name) if plain else 0
             if target <= len(output.new_token_ids):
                 return output
             output.new_token_ids = list(output.new_token_ids)

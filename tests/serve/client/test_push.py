@@ -287,10 +287,11 @@ def test_a_name_that_comes_twice(caller: Caller, server: Server, pairs: Any) -> 
     assert server.calls[-1].startswith("DELETE")
 
 
-@pytest.mark.parametrize("wrong", [[torch.ones(1)], torch.nn.Linear(1, 1).parameters(), [("a",)], [(1, 2)]])
+@pytest.mark.parametrize("wrong", [[torch.ones(1)], torch.nn.Linear(1, 1), [("a",)], [(1, 2)]])
 def test_what_are_no_pairs(caller: Caller, server: Server, wrong: Any) -> None:
+    given = wrong.parameters() if isinstance(wrong, torch.nn.Module) else wrong
     with pytest.raises(ValueError, match="expected pairs of a name and a tensor"):
-        caller(server.url, "push", wrong)
+        caller(server.url, "push", given)
 
 
 # --- failures
