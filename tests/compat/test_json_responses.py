@@ -33,7 +33,9 @@ def test_a_text_with_the_name_of_a_number_is_a_text() -> None:
     assert FastJSONResponse({"text": "NaN ä"}).body == JSONResponse({"text": "NaN ä"}).body
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), "\ud800"], ids=repr)
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), object(), "\ud800"], ids=["nan", "inf", "object", "surrogate"]
+)
 def test_what_starlette_refuses_is_refused(value: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         JSONResponse([value])
