@@ -3,6 +3,7 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,14 @@ def test_what_is_told_of_a_path_that_can_not_be_opened(code: int, kind: str, sta
 def test_a_file_is_opened(file: Path) -> None:
     with opened(file) as content:
         assert content.read() == file.read_bytes()
+
+
+def test_a_hard_link_leaves_a_version_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"same")
+    before = stamp_of(file.stat())
+    time.sleep(0.05)
+    (tmp_path / "link").hardlink_to(file)
+    assert stamp_of(file.stat()) == before
+    os.utime(file, ns=(0, 0))
+    assert stamp_of(file.stat()) != before

@@ -24,13 +24,30 @@ _REPLACED = (errno.ELOOP, errno.EXDEV, errno.ESTALE)
 
 class Stamp(NamedTuple):
     """One version of a file. Whoever writes to it or replaces it changes the stamp, a tick after the change before that at
-    the earliest; `changed_ns`, the inode's, can't be set back as `modified_ns` can. Times are Unix nanoseconds."""
+    the earliest; `changed_ns`, the inode's, can't be set back as `modified_ns` can. Times are Unix nanoseconds. A hard link
+    that is made or removed changes `changed_ns` and not the file: where `links` differ, that time is not compared. A file
+    that has lost its last name is another version."""
 
     device: int
     inode: int
     size: int
     modified_ns: int
     changed_ns: int
+    links: int = 1
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Stamp)
+            and self[:4] == other[:4]
+            and (self.changed_ns == other.changed_ns or self.links != other.links)
+            and (self.links == 0) == (other.links == 0)
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self[:4])
 
 
 class NotRegularError(OSError):
@@ -39,7 +56,14 @@ class NotRegularError(OSError):
 
 def stamp_of(status: os.stat_result) -> Stamp:
     """The stamp of the version that `os.stat` or `os.fstat` found."""
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return Stamp(
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+        status.st_nlink,
+    )
 
 
 async def settle(stamps: Iterable[Stamp]) -> None:
