@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs that tensors of an iterable are copied before it is asked for more: seconds of whole pushes.
+"""Measure what copies of an iterable's tensors cost: seconds of whole pushes.
 
     python benchmarks/push_iterable.py --shape Qwen3-8B --transports ipc http nccl --out push_iterable_h200.json
 

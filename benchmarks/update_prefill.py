@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What updates without a break cost long prompts, and the streams beside them.
+"""Measure what updates without a break cost long prompts and the streams beside them.
 
     python benchmarks/update_prefill.py --shape Qwen3-8B --prompts 8192 32768 --running 64 --out prefill.json
 
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _updates(client: Client, checkpoints: list[Path]) -> Callable[[], float]:
-    """What changes the weights back and forth, and tells the seconds of the engine's pause."""
+    """Return a function that changes the weights back and forth and returns the pause in seconds."""
     turns = itertools.cycle(checkpoints[::-1])
     if not torch.cuda.is_available():
         return lambda: client.load(next(turns)).seconds["pause"]

@@ -17,9 +17,9 @@ TABLE = Path(__file__).with_name("crossover.json")
 that a launch before quantizes, on one H200. `benchmarks/crossover.py` writes it; it names the run of each shape.
 `decode_cuts` has what was measured in layers, beside DeepGEMM."""
 MULTIPLES = {"deep_gemm": 64, "cutlass": BLOCK, "triton": BLOCK}
-"""Of what the rows of a weight must be a multiple, by kernel for many tokens, fastest first."""
+"""Multiples that the rows of a weight must have, by kernel for many tokens, fastest first."""
 COLUMNS = BLOCK
-"""Of what its columns must be a multiple, whatever the kernel."""
+"""Multiple that its columns must have, whatever the kernel."""
 MOST = 64
 """Most tokens of `decode_gemm` beside a kernel that was not measured."""
 

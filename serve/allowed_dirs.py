@@ -44,7 +44,7 @@ class AllowedDirs:
         self._folders = tuple(os.path.realpath(folder) for folder in folders)
 
     def resolve(self, path: str, told: str | None = None) -> AllowedPath:
-        """Where a path leads, `told` in messages; relative ones begin in the working folder.
+        """Resolve a path, `told` in messages; relative ones begin in the working folder.
 
         Raises:
             UpdateError: `path-not-allowed`: it ends outside the allowed folders, or gets lost there, or turns in circles;
@@ -112,7 +112,7 @@ def _working_folder() -> str:
 
 
 def _begin(path: str, folder: str) -> tuple[str, list[str]]:
-    """Where to go on, and the parts of a path, the first one last."""
+    """Return where to go on, and the parts of a path, the first one last."""
     parts = [part for part in reversed(path.split("/")) if part not in ("", ".")]
     return "/" if path.startswith("/") else folder, parts
 

@@ -48,7 +48,7 @@ class Backend:
         """Those that go on, by the id of the update."""
         self.metrics = Metrics(registry)
         self._coming: list[tuple[str, asyncio.Event]] = []
-        """What is on its way: to which update, and what to set when another is open, or none."""
+        """Bodies on their way: their update, and the event to set when another is open, or none."""
         self._held = contextlib.ExitStack()
 
     def connect(self, engine_client: Any, *, routes: bool = True) -> None:

@@ -25,7 +25,7 @@ def show_where_shared(app: FastAPI, metrics: "Metrics") -> None:
     @app.get("/metrics", include_in_schema=False)
     def scrape() -> Response:
         registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # prometheus_client has no types here
         registry.register(metrics)
         return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
