@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Up to how many tokens `decode_gemm` is ahead of DeepGEMM and CUTLASS on this GPU, by shape of the weights.
 
-    python benchmarks/crossover.py --models Qwen3-8B --table kernels/crossover.json
+    python benchmarks/crossover.py --models Qwen3-8B --table kernels/gemm/crossover.json
 
 Activations are quantized by a launch before, as in a layer, `decode_gemm` has the cut that is the fastest alone
 (`kernel_sweep.py`), results are checked, and the weights are more than the L2 cache holds. The table keeps what it has of
@@ -22,10 +22,13 @@ from torch import Tensor
 from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.projections import MODELS, projections
-from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
-from vllm_fp8ext.kernels.decode_cuts import Config
-from vllm_fp8ext.kernels.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.kernels.gemm import decode_gemm
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.numerics.reference import BLOCK
+from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
 
 TOKENS = (8, 16, 32, 64, 128)
 
@@ -57,7 +60,7 @@ def main() -> None:
 
 
 def _compile(shape: tuple[int, int]) -> None:
-    from vllm_fp8ext.compat.gemm import deep_gemm
+    from vllm_fp8ext.layers.gemm import deep_gemm
 
     n, k = shape
     codes = torch.zeros(n, k, device="cuda").to(torch.float8_e4m3fn)
@@ -70,7 +73,7 @@ def _compile(shape: tuple[int, int]) -> None:
 
 def _times(n: int, k: int) -> dict[str, dict[str, float]]:
     """Microseconds, in turn, by tokens and kernel."""
-    from vllm_fp8ext.compat.gemm import cutlass, deep_gemm
+    from vllm_fp8ext.layers.gemm import cutlass, deep_gemm
 
     operands = Operands(n, k)
     found: dict[str, dict[str, float]] = {}

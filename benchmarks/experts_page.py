@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fp8ext.bench import pages
-from vllm_fp8ext.kernels.expert_cuts import Choice, expert_route
+from vllm_fp8ext.kernels.moe.expert_configs import Choice, expert_route
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "moe.md"

@@ -71,7 +71,7 @@ part host_time "python3 -P \$HERE/host_time.py --out \$O/host_time.json"
 part host_step "python3 -P \$HERE/host_step.py --checkpoint \$(w Qwen3-1.7B 0) --kv fp8 --cases 1x1024x256 8x1024x256 32x1024x256 \
   128x1024x256 --out \$O/host_step.json"
 part crossover "python3 -P \$HERE/crossover.py --table \$O/crossover.json"
-part layers "python3 -P \$HERE/layer_sweep.py --table \$O/layer_cuts.json" # with the crossovers that the package has
+part layers "python3 -P \$HERE/layer_sweep.py --table \$O/decode_gemm_configs_in_layers.json" # with the crossovers that the package has
 part kernels "fp8ext bench kernels --out \$O/kernels.json"
 part experts "fp8ext bench kernels --only experts --expert-tokens 128 256 512 --out \$O/experts.json"
 few="8x1024x1024 1x1024x1024 8x512x256 32x1024x1024"

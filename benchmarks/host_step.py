@@ -48,7 +48,7 @@ PARTS: dict[str, list[str]] = {
         f"{RUNNER}.model_runner:GPUModelRunner.{name}"
         for name in ("gather_batch_req_state", "prepare_inputs")
     ],
-    "a step that follows": ["vllm_fp8ext.compat.steady_steps:Kept.again"],
+    "a step that follows": ["vllm_fp8ext.compat.speed.decode_step_reuse:Kept.again"],
     "block tables, slots": [f"{RUNNER}.model_runner:GPUModelRunner.prepare_attn"],
     "attention's metadata": [f"{RUNNER}.model_states.default:DefaultModelState.prepare_attn"],
     "replay the graph": [f"{RUNNER}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph"],
@@ -59,7 +59,7 @@ PARTS: dict[str, list[str]] = {
     "the rest of execute_model": [f"{RUNNER}.model_runner:GPUModelRunner.execute_model"],
     "logits, sampler": [
         f"{RUNNER}.model_runner:GPUModelRunner.sample",
-        "vllm_fp8ext.compat.sampled_graphs:Samplers.sample",
+        "vllm_fp8ext.compat.speed.sampling_cudagraph:Samplers.sample",
     ],
     "update what was sampled": [f"{RUNNER}.model_runner:GPUModelRunner.postprocess_sampled"],
     "copy to the host": [f"{RUNNER}.async_utils:AsyncOutput.__init__"],

@@ -24,7 +24,9 @@ from rich.table import Table
 from torch import Tensor
 
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.kernels import cases, cuda, linear
+from vllm_fp8ext.kernels.gemm import linear
+from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
 
 HIDDEN, WIDE, FUSED = 4096, 12288, 6144
 """Columns: of a token, of the MLP, of Q, K and V."""
@@ -82,7 +84,7 @@ def main() -> None:
 
 def operators(device: str, tokens: int) -> dict[str, Callable[[], object]]:
     """Those of a layer, by name and place."""
-    import vllm_fp8ext.kernels.rotary  # registers one
+    import vllm_fp8ext.kernels.attention.rotary  # registers one
 
     ops = torch.ops.fp8ext
     real = device == "cuda"
@@ -92,7 +94,7 @@ def operators(device: str, tokens: int) -> dict[str, Callable[[], object]]:
         return codes, torch.ones(n // 128, k // 128, device=device)
 
     if real:
-        import vllm_fp8ext.compat.gemm  # noqa: F401  # brings DeepGEMM
+        import vllm_fp8ext.layers.gemm  # noqa: F401  # brings DeepGEMM
     qkv, out, gate_up, down = (
         weight(*shape) for shape in ((FUSED, HIDDEN), (HIDDEN, HIDDEN), (2 * WIDE, HIDDEN), (HIDDEN, WIDE))
     )
@@ -127,9 +129,10 @@ def attention(device: str) -> dict[str, Callable[[], object]]:
     from vllm.forward_context import ForwardContext, override_forward_context
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-    from vllm_fp8ext.compat import decode_attention, mixed_steps
-    from vllm_fp8ext.kernels.decode_attention import DecodeAttention
-    from vllm_fp8ext.kernels.reference import FP8_DTYPE
+    from vllm_fp8ext.compat.speed import decode_attention
+    from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+    from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention
+    from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
     heads, kv_heads, size, tokens = 32, 8, 128, TOKENS
     blocks = CONTEXT // BLOCK

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best cut of the decode GEMM for each shape on this GPU.
 
-    python benchmarks/kernel_sweep.py --models Qwen3-8B --table kernels/decode_cuts.json
+    python benchmarks/kernel_sweep.py --models Qwen3-8B --table kernels/gemm/decode_gemm_configs.json
 
 Prints and writes as it goes; --table keeps what the file has of other shapes. A launch that never ends is named: its line is
 there without a time, and the process ends.
@@ -23,9 +23,12 @@ from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm
-from vllm_fp8ext.kernels.decode_cuts import Config
-from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.gemm import decode_gemm
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
 
 TOKENS = (8, 16, 32, 64)
 FEWEST_BLOCKS, MOST_WAVES = 48, 12

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.bench.operands import Operands
-from vllm_fp8ext.kernels import cases, cuda, decode_cuts, decode_gemm
-from vllm_fp8ext.kernels.decode_cuts import Config
-from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.gemm import decode_gemm
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
 
 STAMPS = ("begins", "may read x", "x is quantized", "x is there", "first weights", "last product", "stored")
 LAUNCHES = 12

@@ -2,7 +2,7 @@
 """With which kernels and cuts a layer is the fastest on this GPU: DeepGEMM, or the decode GEMM with one of the cuts that are
 the fastest alone (`kernel_sweep.py`), which also decide how early the launches behind it begin.
 
-    python benchmarks/layer_sweep.py --models Qwen3-8B --table kernels/layer_cuts.json
+    python benchmarks/layer_sweep.py --models Qwen3-8B --table kernels/gemm/decode_gemm_configs_in_layers.json
 
 The launches of a layer in a decode step, in a CUDA graph, over the weights and caches of several layers: norm, QKV, norm of
 heads and rotary embedding, attention over an FP8 KV cache, output projection, norm, gate and up, activation function, down.
@@ -26,15 +26,19 @@ from torch import Tensor
 
 from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.projections import MODELS
-from vllm_fp8ext.compat.gemm import deep_gemm
-from vllm_fp8ext.kernels import bench, cases, decode_cuts, reference, selection
-from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step
-from vllm_fp8ext.kernels.decode_cuts import Config
-from vllm_fp8ext.kernels.decode_gemm import decode_gemm
-from vllm_fp8ext.kernels.gated_quantize import gated_quantize
-from vllm_fp8ext.kernels.norm_rope import norm_rope
-from vllm_fp8ext.kernels.quantized import Quantized, empty
-from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
+from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, Step
+from vllm_fp8ext.kernels.attention.norm_rope import norm_rope
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import selection
+from vllm_fp8ext.kernels.gemm.decode_gemm import decode_gemm
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
+from vllm_fp8ext.kernels.quantize.gated_quantize import gated_quantize
+from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.layers.gemm import deep_gemm
 
 CONTEXT = 1536
 """Tokens of each request."""

@@ -31,7 +31,7 @@ from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Client, Group
 from vllm_fp8ext.serve.client.flat import in_buffers
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 Tensors = dict[str, Tensor]
 

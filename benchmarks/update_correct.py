@@ -26,9 +26,9 @@ from vllm_fp8ext.bench.generated import SHAPES, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import MODEL, Server, serve_options
 from vllm_fp8ext.serve.client import Transport
-from vllm_fp8ext.weights.digest import checkpoint_digests
-from vllm_fp8ext.weights.manifest import Manifest
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.transports.wire import stored
+from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 _PROMPTS = [[7 + 13 * (i + j) % 500 for i in range(48)] for j in range(4)]
 _NEW_TOKENS = 48

@@ -24,7 +24,7 @@ from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.embedded import embedded_blocking
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 TRANSPORTS = ("ipc", "ipc-fp8", "http", "files")
 

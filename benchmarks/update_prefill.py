@@ -35,7 +35,7 @@ from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import MODEL, Server, serve_options
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.client.flat import in_buffers
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 COUNTED = ("fp8ext:restarted_prompts_total", "fp8ext:restarted_prompt_tokens_total")
 LOOK_SECONDS = 6.0

@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_fp8ext.serve.client import AsyncClient
 from vllm_fp8ext.serve.embedded import embedded
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 PROMPT = [1, 2, 3, 4]
 

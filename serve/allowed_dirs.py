@@ -2,8 +2,8 @@
 """The folders that checkpoints may be read from, and paths that lead into them.
 
 A path is resolved first; only then is anything opened, from the descriptor of the allowed folder that holds it and through no
-link (`weights.beneath`). Outside the allowed folders links are read, nothing is opened, and whatever goes wrong there is one
-answer.
+link (`update.contract.open_beneath`). Outside the allowed folders links are read, nothing is opened, and whatever goes
+wrong there is one answer.
 """
 
 import errno
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.weights.beneath import open_real
-from vllm_fp8ext.weights.regular_file import path_error
+from vllm_fp8ext.update.contract.open_beneath import open_real
+from vllm_fp8ext.update.contract.regular_file import path_error
 
 PATH_BYTES = 4095
 """Longest path that Linux takes."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from vllm_fp8ext.compat.engine_client import EngineCalls
+from vllm_fp8ext.compat.update.engine_client import EngineCalls
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.allowed_dirs import AllowedDirs
@@ -17,9 +17,9 @@ from vllm_fp8ext.serve.body_process import BodyProcess
 from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import kept, outcome
-from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
-from vllm_fp8ext.weights.dense_tensor import ITEM_BYTES
-from vllm_fp8ext.weights.manifest import Manifest
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.transports.broadcast_source import MARK_BYTES
+from vllm_fp8ext.update.transports.dense_tensor import ITEM_BYTES
 
 _HEADER_ROOM = 4096
 _LOOK_SECONDS = 5.0

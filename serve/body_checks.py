@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from vllm_fp8ext.errors import UpdateError, described
-from vllm_fp8ext.weights.claims import Claim, opening_problems
-from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
-from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, listed, refusal
-from vllm_fp8ext.weights.safetensors_header import described_tensors, require_names, too_many
+from vllm_fp8ext.update.contract.claims import Claim, opening_problems
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.safetensors_header import described_tensors, require_names, too_many
+from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED, listed, refusal
 
 Result = dict[str, Any]
 

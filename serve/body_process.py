@@ -18,8 +18,8 @@ from typing import IO, Any
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.body_checks import BodyChecks, Limits
 from vllm_fp8ext.serve.work import in_thread
-from vllm_fp8ext.weights.manifest import TensorSpec
-from vllm_fp8ext.weights.safetensors_header import StoredTensor
+from vllm_fp8ext.update.contract.manifest import TensorSpec
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 
 _LENGTH = struct.Struct("<Q")
 _SMALL = 1024

@@ -11,9 +11,9 @@ from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.disk_checkpoint import DiskCheckpoint, DiskFile, look
 from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import outcome
-from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, listed
-from vllm_fp8ext.weights.regular_file import settle
-from vllm_fp8ext.weights.source import Source
+from vllm_fp8ext.update.contract.regular_file import settle
+from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED, listed
+from vllm_fp8ext.update.transports.source import Source
 
 
 async def read_checkpoint(backend: Backend, id: str, place: AllowedPath) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.log_text import shown
 from vllm_fp8ext.serve.allowed_dirs import AllowedDirs, AllowedPath
-from vllm_fp8ext.shown import shown
-from vllm_fp8ext.weights.beneath import open_beneath
-from vllm_fp8ext.weights.checkpoint_files import INDEX, SUFFIX, chosen, indexed_files
-from vllm_fp8ext.weights.regular_file import Stamp, path_error, real_descriptor, stamp_of
-from vllm_fp8ext.weights.safetensors_header import StoredTensor, require_names, stored_tensors
+from vllm_fp8ext.update.contract.checkpoint_files import INDEX, SUFFIX, chosen, indexed_files
+from vllm_fp8ext.update.contract.open_beneath import open_beneath
+from vllm_fp8ext.update.contract.regular_file import Stamp, path_error, real_descriptor, stamp_of
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, require_names, stored_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from vllm_fp8ext.compat.weight_versions import track
+from vllm_fp8ext.compat.update.weight_versions import track
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
@@ -67,8 +67,8 @@ def embedded_blocking(llm: Any) -> Iterator[Client]:
     Raises:
         ConfigError: also, the engine core is not a process of its own (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
     """
-    from vllm_fp8ext.compat.beam_versions import install_offline  # a server has no use for these
-    from vllm_fp8ext.compat.blocking_client import BlockingEngine
+    from vllm_fp8ext.compat.update.beam_versions import install_offline  # a server has no use for these
+    from vllm_fp8ext.compat.update.blocking_client import BlockingEngine
 
     install_offline()
     with contextlib.ExitStack() as stack:

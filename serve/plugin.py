@@ -9,9 +9,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from vllm_fp8ext.compat.last_answers import answer_at_the_end
-from vllm_fp8ext.compat.serving_speed import install_answers
-from vllm_fp8ext.compat.weight_versions import install as show_weight_versions
+from vllm_fp8ext.compat.speed.serving_speed import install_answers
+from vllm_fp8ext.compat.update.shutdown_answers import answer_at_the_end
+from vllm_fp8ext.compat.update.weight_versions import install as show_weight_versions
 from vllm_fp8ext.config import METHOD
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.errors import UpdateError

@@ -15,12 +15,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.log_text import shown
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.body_checks import invalid_request
 from vllm_fp8ext.serve.body_process import BodyProcess
 from vllm_fp8ext.serve.schema import PROBLEM, Problem
-from vllm_fp8ext.shown import shown
-from vllm_fp8ext.weights.refusals import listed
+from vllm_fp8ext.update.contract.update_errors import listed
 
 logger = logging.getLogger("vllm.fp8ext")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from vllm_fp8ext.weights.manifest import follows
+from vllm_fp8ext.update.contract.manifest import follows
 
 PIECE = 1 << 20
 """Largest piece in which a body is read, in bytes."""

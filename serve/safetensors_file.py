@@ -10,10 +10,10 @@ from pathlib import Path
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import safetensors_body
 from vllm_fp8ext.serve.tensors import DTYPES
-from vllm_fp8ext.weights.manifest import scales_beside
-from vllm_fp8ext.weights.regular_file import Stamp
-from vllm_fp8ext.weights.safetensors_header import StoredTensor, file_tensors
-from vllm_fp8ext.weights.snapshot import Snapshot, opened_version
+from vllm_fp8ext.update.contract.file_versions import Snapshot, opened_version
+from vllm_fp8ext.update.contract.manifest import scales_beside
+from vllm_fp8ext.update.contract.regular_file import Stamp
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, file_tensors
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from vllm_fp8ext.weights.safetensors_header import StoredTensor
-from vllm_fp8ext.weights.source import AnySource
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.transports.source import AnySource
 
 
 def stage_arguments(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_fp8ext.serve import safetensors_body
-from vllm_fp8ext.weights.dtype_name import dtype_name, instance_of
+from vllm_fp8ext.update.contract.dtype_name import dtype_name, instance_of
 
 DTYPES = {
     "bool": "BOOL",

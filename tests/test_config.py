@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from vllm_fp8ext.config import KernelSettings, Settings, ShapeSettings
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kv.settings import KvScaleSettings
+from vllm_fp8ext.kv_settings import KvScaleSettings
 
 
 def refused(section: object) -> str:

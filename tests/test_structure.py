@@ -16,9 +16,9 @@ LINKED = ("kernels", "serve", "loadtest")
 """Top-level folders that are parts of the package."""
 FOLDERS = (PACKAGE, *LINKED, "tests", "scripts", "examples", "benchmarks", "docs")
 TOUCH_VLLM = (
-    "vllm_fp8ext.experts",
-    "vllm_fp8ext.linear",
-    "vllm_fp8ext.quantization",
+    "vllm_fp8ext.layers.experts",
+    "vllm_fp8ext.layers.linear",
+    "vllm_fp8ext.layers.quantization",
     "vllm_fp8ext.bench.attention",
     "vllm_fp8ext.bench.engines",
     "vllm_fp8ext.bench.experts",
@@ -37,43 +37,43 @@ LIGHT = (
     "vllm_fp8ext.cli",
     "vllm_fp8ext.calibrate.command",
     "vllm_fp8ext.calibrate.prompts",
-    "vllm_fp8ext.plan.command",
+    "vllm_fp8ext.memory_plan.command",
     "vllm_fp8ext.serve.client",
     "vllm_fp8ext.serve.schema",
     "vllm_fp8ext.serve.safetensors_body",
     "vllm_fp8ext.serve.safetensors_file",
     "vllm_fp8ext.serve.tensors",
     "vllm_fp8ext.serve.launch",
-    "vllm_fp8ext.weights.labels",
-    "vllm_fp8ext.weights.manifest",
-    "vllm_fp8ext.weights.session",
-    "vllm_fp8ext.weights.claims",
-    "vllm_fp8ext.weights.canary",
-    "vllm_fp8ext.weights.beneath",
-    "vllm_fp8ext.weights.checkpoint_files",
-    "vllm_fp8ext.weights.regular_file",
-    "vllm_fp8ext.weights.safetensors_header",
+    "vllm_fp8ext.update.contract.labels",
+    "vllm_fp8ext.update.contract.manifest",
+    "vllm_fp8ext.update.engine.session",
+    "vllm_fp8ext.update.contract.claims",
+    "vllm_fp8ext.update.contract.canary",
+    "vllm_fp8ext.update.contract.open_beneath",
+    "vllm_fp8ext.update.contract.checkpoint_files",
+    "vllm_fp8ext.update.contract.regular_file",
+    "vllm_fp8ext.update.contract.safetensors_header",
 )
 """Modules that need neither torch nor numpy nor vLLM: for trainers, for the command line, and in every process of
 vLLM."""
 TORCH_ALONE = (
-    "vllm_fp8ext.kernels.reference",
-    "vllm_fp8ext.kernels.quantize_weight",
-    "vllm_fp8ext.kernels.linear",
-    "vllm_fp8ext.kernels.bench",
-    "vllm_fp8ext.kernels.cases",
-    "vllm_fp8ext.kernels.cuda",
-    "vllm_fp8ext.kernels.decode_gemm",
-    "vllm_fp8ext.kernels.rescale_kv",
-    "vllm_fp8ext.kernels.kv_amax",
-    "vllm_fp8ext.kv.trainer",
-    "vllm_fp8ext.weights.digest",
-    "vllm_fp8ext.weights.staging",
-    "vllm_fp8ext.weights.exchange",
-    "vllm_fp8ext.weights.plan",
-    "vllm_fp8ext.weights.engine",
-    "vllm_fp8ext.weights.source",
-    "vllm_fp8ext.weights.recital",
+    "vllm_fp8ext.kernels.numerics.reference",
+    "vllm_fp8ext.kernels.quantize.quantize_weight",
+    "vllm_fp8ext.kernels.gemm.linear",
+    "vllm_fp8ext.kernels.testing.kernel_timing",
+    "vllm_fp8ext.kernels.testing.kernel_cases",
+    "vllm_fp8ext.kernels.runtime.cuda_kernel",
+    "vllm_fp8ext.kernels.gemm.decode_gemm",
+    "vllm_fp8ext.kernels.attention.rescale_kv",
+    "vllm_fp8ext.kernels.attention.kv_amax",
+    "vllm_fp8ext.kv_trainer",
+    "vllm_fp8ext.update.worker.digest",
+    "vllm_fp8ext.update.worker.staging",
+    "vllm_fp8ext.update.worker.weight_swap",
+    "vllm_fp8ext.update.worker.load_trace",
+    "vllm_fp8ext.update.engine.engine",
+    "vllm_fp8ext.update.transports.source",
+    "vllm_fp8ext.update.worker.score_prompts",
 )
 """Modules that need neither vLLM nor Triton: a trainer computes codes and digests with them."""
 
@@ -137,11 +137,11 @@ def test_the_sources_are_found() -> None:
     names = {module_of(path) for path in sources()}
     assert {
         "vllm_fp8ext",
-        "vllm_fp8ext.kernels.reference",
+        "vllm_fp8ext.kernels.numerics.reference",
         "vllm_fp8ext.serve.client",
         "tests.test_structure",
     } <= names
-    assert {"vllm_fp8ext.compat.worker", *TOUCH_VLLM, *LIGHT, *TORCH_ALONE} <= names
+    assert {"vllm_fp8ext.compat.update.worker", *TOUCH_VLLM, *LIGHT, *TORCH_ALONE} <= names
 
 
 def test_imports_are_read_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +154,11 @@ def f():
 from . import l
 from ..m import n
 """
-    path = PROJECT / "vllm_fp8ext" / "weights" / "invented.py"
+    path = PROJECT / "vllm_fp8ext" / "update" / "invented.py"
     monkeypatch.setattr(sys.modules[__name__], "sources", lambda: {path: ast.parse(text)})
     assert set(imports(path)) == {
         *("a.b", "d", "d.e", "g.h", "g.h.i", "j.k"),
-        *("vllm_fp8ext.weights", "vllm_fp8ext.weights.l", "vllm_fp8ext.m", "vllm_fp8ext.m.n"),
+        *("vllm_fp8ext.update", "vllm_fp8ext.update.l", "vllm_fp8ext.m", "vllm_fp8ext.m.n"),
     }
 
 
@@ -179,9 +179,7 @@ def test_only_a_few_rooms_import_vllm() -> None:
 
 
 def test_the_engine_side_does_not_import_the_server_side() -> None:
-    engine = tuple(
-        f"{PACKAGE}.{name}" for name in ("weights", "compat", "linear", "quantization", "config", "errors")
-    )
+    engine = tuple(f"{PACKAGE}.{name}" for name in ("layers", "update", "compat", "config", "errors"))
     assert (
         offenders(engine, f"{PACKAGE}.serve", f"{PACKAGE}.loadtest", f"{PACKAGE}.demo", f"{PACKAGE}.cli")
         == []
@@ -227,7 +225,10 @@ def test_the_numerics_import_without_vllm_and_triton() -> None:
 
 
 def test_a_blocked_module_is_noticed() -> None:
-    assert "import of torch halted" in imported_without(("torch",), "vllm_fp8ext.kernels.reference").stderr
+    assert (
+        "import of torch halted"
+        in imported_without(("torch",), "vllm_fp8ext.kernels.numerics.reference").stderr
+    )
 
 
 def test_importing_sets_nothing_up() -> None:

@@ -19,7 +19,7 @@ from vllm_fp8ext.checkpoints import MAX_PROBLEMS
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.loadtest.command import PACKAGES as LOADTEST
-from vllm_fp8ext.plan.command import plan
+from vllm_fp8ext.memory_plan.command import plan
 from vllm_fp8ext.serve.client.command import (
     abandon,
     key_file_option,
@@ -105,8 +105,8 @@ def digest(
     Without a manifest: of a server with one rank and default settings.
     """
     from vllm_fp8ext.serve.client import Client
-    from vllm_fp8ext.weights.digest import checkpoint_digests
-    from vllm_fp8ext.weights.manifest import Manifest
+    from vllm_fp8ext.update.contract.manifest import Manifest
+    from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
     layout = None
     if manifest:

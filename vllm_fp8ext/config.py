@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kv.settings import KvScales
+from vllm_fp8ext.kv_settings import KvScales
 
 METHOD = "blockfp8"
 """Name of the quantization method, for `--quantization`."""
@@ -185,7 +185,7 @@ class Settings(BaseModel):
     one that fails in between leaves it poisoned. `none` refuses updates."""
 
     kv_scales: KvScales | None = None
-    """Required with an FP8 KV cache: who computes its scales, and how (`kv.settings`)."""
+    """Required with an FP8 KV cache: who computes its scales, and how (`kv_settings`)."""
 
     allowed_dirs: tuple[str, ...] = Field(default=(), strict=False)
     """Folders from which `…/files` and `/load` may read checkpoints. None by default."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from vllm_fp8ext.weights.regular_file import opened
+from vllm_fp8ext.update.contract.regular_file import opened
 
 
 def created(folder: str, prefix: str, suffix: str) -> tuple[int, Path]:

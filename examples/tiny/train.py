@@ -33,7 +33,7 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from vllm_fp8ext.checkpoints import DIGITS, Problem, held_out, problems
-from vllm_fp8ext.kernels.experts import reference_experts
+from vllm_fp8ext.kernels.moe.experts import reference_experts
 
 Model: TypeAlias = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 

@@ -21,7 +21,7 @@ from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.resumed import require_no_others
 from vllm_fp8ext.serve.tensors import TensorLike
-from vllm_fp8ext.weights.refusals import refusal
+from vllm_fp8ext.update.contract.update_errors import refusal
 
 BUCKET_BYTES = 1 << 30
 """Bytes of a bucket, unless a server takes less. Two of them are held here, one in each rank."""

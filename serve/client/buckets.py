@@ -8,8 +8,8 @@ from typing import Any
 from vllm_fp8ext.serve.client.dense import size_with_scales, torch_tensor
 from vllm_fp8ext.serve.schema import DenseTensor
 from vllm_fp8ext.serve.tensors import TensorLike
-from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
-from vllm_fp8ext.weights.manifest import follows
+from vllm_fp8ext.update.contract.manifest import follows
+from vllm_fp8ext.update.transports.broadcast_source import MARK_BYTES
 
 ALIGNMENT = 16
 """Of each tensor in a bucket, in bytes."""

@@ -13,7 +13,7 @@ from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Sent
 from vllm_fp8ext.serve.client.repeat import call
 from vllm_fp8ext.serve.safetensors_body import PIECE, Body
-from vllm_fp8ext.weights.session import WAIT_SECONDS
+from vllm_fp8ext.update.engine.session import WAIT_SECONDS
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -35,7 +35,7 @@ def weights(endpoint: Endpoint, /) -> Flow[schema.Weights]:
 
 
 def manifest(endpoint: Endpoint, /) -> Flow[dict[str, Any]]:
-    """What an update must bring (`weights.manifest.Manifest.from_dict` reads it)."""
+    """What an update must bring (`update.contract.manifest.Manifest.from_dict` reads it)."""
     return call(endpoint, endpoint.request("GET", "/weights/manifest"), _MANIFEST)
 
 

@@ -4,10 +4,10 @@
 import sys
 from typing import Any
 
-from vllm_fp8ext.kernels.layout import blocks
+from vllm_fp8ext.kernels.numerics.layout import blocks
 from vllm_fp8ext.serve.tensors import TensorLike
-from vllm_fp8ext.weights.dtype_name import dtype_name
-from vllm_fp8ext.weights.manifest import CODES_DTYPE
+from vllm_fp8ext.update.contract.dtype_name import dtype_name
+from vllm_fp8ext.update.contract.manifest import CODES_DTYPE
 
 PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
 

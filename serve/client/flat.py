@@ -31,7 +31,7 @@ def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
     """
     import torch
 
-    from vllm_fp8ext.weights.buffers import padded
+    from vllm_fp8ext.update.transports.buffers import padded
 
     sharing: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     beside: dict[tuple[str, int], dict[tuple[Any, ...], str]] = defaultdict(dict)
@@ -82,7 +82,7 @@ def in_buffers(
 ) -> Iterator[tuple[Key, Any]]:
     """The same torch tensors, one by one, copied into buffers of `buffer_bytes` on their device; large ones that fit in no
     buffer's rest are by themselves."""
-    from vllm_fp8ext.weights.buffers import Buffers
+    from vllm_fp8ext.update.transports.buffers import Buffers
 
     buffers = Buffers(buffer_bytes)
     for key, tensor in tensors:

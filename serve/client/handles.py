@@ -7,16 +7,16 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_fp8ext.kernels import cuda
-from vllm_fp8ext.kernels.cuda import CudaError
+from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
 from vllm_fp8ext.serve.client.dense import has_codes, size_with_scales, torch_tensor
 from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
 from vllm_fp8ext.serve.tensors import TensorLike, never
-from vllm_fp8ext.weights.ipc_source import HANDLE_BYTES
-from vllm_fp8ext.weights.manifest import follows
+from vllm_fp8ext.update.contract.manifest import follows
+from vllm_fp8ext.update.transports.ipc_source import HANDLE_BYTES
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.weights.buffers import Buffers
+    from vllm_fp8ext.update.transports.buffers import Buffers
 
 
 BUFFER_BYTES = 512 << 20
@@ -71,7 +71,7 @@ class _Group:
 
     def add_copy(self, name: str, tensor: Any) -> None:
         if self._copies is None:
-            from vllm_fp8ext.weights.buffers import Buffers
+            from vllm_fp8ext.update.transports.buffers import Buffers
 
             self._copies = Buffers(BUFFER_BYTES)
         self.add(name, self._copies.empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor))

@@ -13,8 +13,8 @@ from vllm_fp8ext.serve.client.lent import Pairs
 from vllm_fp8ext.serve.safetensors_body import Bodies, Body, bodies
 from vllm_fp8ext.serve.safetensors_file import Range, ranges_of, snapshot_ranges
 from vllm_fp8ext.serve.tensors import LentPart, TensorLike, TensorPart, tensor_parts
-from vllm_fp8ext.weights.dtype_name import instance_of
-from vllm_fp8ext.weights.snapshot import Snapshot
+from vllm_fp8ext.update.contract.dtype_name import instance_of
+from vllm_fp8ext.update.contract.file_versions import Snapshot
 
 Pushable: TypeAlias = str | PathLike[str] | Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
 """A checkpoint (a folder of safetensors, or one file), or torch tensors or numpy arrays by name, on any device. Those of a
@@ -156,7 +156,7 @@ def _same_memory(one: Any, other: Any) -> bool:
 
 def _pairs(weights: Pushable) -> Flow[Pairs]:
     if isinstance(weights, str | PathLike):
-        from vllm_fp8ext.weights.wire import stored
+        from vllm_fp8ext.update.transports.wire import stored
 
         path = _resolved(weights)
         yield from work(lambda: ranges_of(path))  # for what is wrong with it
@@ -166,8 +166,8 @@ def _pairs(weights: Pushable) -> Flow[Pairs]:
 
 def _quantized(pairs: Pairs, manifests: list[dict[str, Any]]) -> Iterator[tuple[str, TensorLike]]:
     """Of these, what is new is nobody else's: codes and scales are not lent."""
-    from vllm_fp8ext.weights.manifest import Manifest
-    from vllm_fp8ext.weights.wire import quantized, require_all_quantizable
+    from vllm_fp8ext.update.contract.manifest import Manifest
+    from vllm_fp8ext.update.transports.wire import quantized, require_all_quantizable
 
     takers = [Manifest.from_dict(manifest) for manifest in manifests]
     if pairs.complete:  # what is wrong is told before an update is opened

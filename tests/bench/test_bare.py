@@ -13,8 +13,8 @@ from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.serve.client.chunks import CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
-from vllm_fp8ext.weights import read_ahead
-from vllm_fp8ext.weights.read_ahead import READERS
+from vllm_fp8ext.update.transports import read_ahead
+from vllm_fp8ext.update.transports.read_ahead import READERS
 
 
 @pytest.fixture

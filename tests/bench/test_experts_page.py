@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from vllm_fp8ext.kernels.expert_cuts import expert_route
+from vllm_fp8ext.kernels.moe.expert_configs import expert_route
 
 TOKENS = [2**power for power in range(14)]
 

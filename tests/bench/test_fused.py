@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from vllm_fp8ext.bench.fused import stored_fused
-from vllm_fp8ext.weights.fused import fused_experts
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.contract.fused import fused_experts
+from vllm_fp8ext.update.transports.wire import stored
 
 MIXTURE = Path(__file__).parents[1] / "e2e" / "mixture" / "early"
 

@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM
 
 from vllm_fp8ext.bench import kv_accuracy
 from vllm_fp8ext.checkpoints import LATE, problems
-from vllm_fp8ext.kv.trainer import cached_kv
+from vllm_fp8ext.kv_trainer import cached_kv
 
 
 @torch.no_grad()

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from vllm_fp8ext.kernels import bench, decode_cuts
-from vllm_fp8ext.kernels.bench import Timing
-from vllm_fp8ext.kernels.decode_cuts import Config
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing.kernel_timing import Timing
 
 UP, DOWN, TOKENS = (24576, 4096), (4096, 12288), 16
 """Shapes of weights that were measured alone."""

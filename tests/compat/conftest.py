@@ -8,7 +8,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-from vllm_fp8ext.compat import mixed_steps
+from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.numerics import reference
 
 
 def write_block_fp8(checkpoint: Path, folder: Path) -> None:

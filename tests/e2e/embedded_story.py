@@ -25,7 +25,7 @@ from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import AsyncClient
 from vllm_fp8ext.serve.embedded import embedded
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from embedded import sample, update

@@ -21,9 +21,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import AsyncClient
 from vllm_fp8ext.serve.embedded import embedded
-from vllm_fp8ext.weights.digest import EXPERT
-from vllm_fp8ext.weights.manifest import Manifest
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.transports.wire import stored
+from vllm_fp8ext.update.worker.digest import EXPERT
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from routing import FOLLOWED, followed, taken

@@ -22,9 +22,9 @@ from vllm import LLM, SamplingParams
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.embedded import embedded_blocking
-from vllm_fp8ext.weights.digest import checkpoint_digests
-from vllm_fp8ext.weights.manifest import Manifest
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.transports.wire import stored
+from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 Facts = dict[str, Any]
 

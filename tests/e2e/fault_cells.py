@@ -19,8 +19,8 @@ import pytest
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.weights.digest import checkpoint_digests
-from vllm_fp8ext.weights.manifest import Manifest
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 from . import mixture
 from .ask import Stream

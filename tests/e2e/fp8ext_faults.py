@@ -17,10 +17,10 @@ def register() -> None:
     """The entry point: wrap each point. Idempotent."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_fp8ext.weights.engine import UpdateEngine
-    from vllm_fp8ext.weights.exchange import Exchange
-    from vllm_fp8ext.weights.rank import Rank
-    from vllm_fp8ext.weights.staging import Stager
+    from vllm_fp8ext.update.engine.engine import UpdateEngine
+    from vllm_fp8ext.update.worker.rank import Rank
+    from vllm_fp8ext.update.worker.staging import Stager
+    from vllm_fp8ext.update.worker.weight_swap import Exchange
 
     if hasattr(Rank, "fp8ext_faults"):
         return

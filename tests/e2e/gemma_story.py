@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from vllm import LLM, SamplingParams
 
 from vllm_fp8ext.serve.embedded import embedded_blocking
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 SHAPE = {
     "vocab_size": 128,

@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.serve.embedded import embedded_blocking
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 OPTIONS: dict[str, Any] = {
     "model": str(EARLY),

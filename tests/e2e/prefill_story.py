@@ -18,8 +18,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.serve.client import AsyncClient
 from vllm_fp8ext.serve.embedded import embedded
-from vllm_fp8ext.weights.labels import Label
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.contract.labels import Label
+from vllm_fp8ext.update.transports.wire import stored
 
 OPTIONS: dict[str, Any] = {
     "model": str(EARLY),

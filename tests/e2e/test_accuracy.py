@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_fp8ext.checkpoints import EARLY, LATE, problems
 from vllm_fp8ext.demo.server import MODEL, Server
-from vllm_fp8ext.kernels import reference
+from vllm_fp8ext.kernels.numerics import reference
 
 PROBLEMS = problems(60, seed=11)
 

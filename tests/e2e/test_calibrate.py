@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 from vllm_fp8ext.checkpoints import LATE, problems
 from vllm_fp8ext.cli import cli
 from vllm_fp8ext.demo.server import SMALL, Server
-from vllm_fp8ext.kv.trainer import cached_kv, scales_of
+from vllm_fp8ext.kv_trainer import cached_kv, scales_of
 
 from .ask import complete
 

@@ -28,11 +28,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from vllm_fp8ext.kept import unfit
-from vllm_fp8ext.plan.memory import weight_memory
-from vllm_fp8ext.plan.model import read_model
-from vllm_fp8ext.weights.digest import EXPERT, Digests, checkpoint_digests
-from vllm_fp8ext.weights.manifest import Manifest
+from vllm_fp8ext.layers.unquantized_layers import unfit
+from vllm_fp8ext.memory_plan.memory import weight_memory
+from vllm_fp8ext.memory_plan.model import read_model
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.worker.digest import EXPERT, Digests, checkpoint_digests
 
 from .block_fp8 import write_block_fp8
 from .stories import told_by

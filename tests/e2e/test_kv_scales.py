@@ -13,9 +13,9 @@ from vllm_fp8ext.checkpoints import EARLY, LATE, problems
 from vllm_fp8ext.demo.server import SMALL, Server
 from vllm_fp8ext.demo.traffic import accuracy, answers
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.kernels.kv_cache import amax_by_head, next_scales
-from vllm_fp8ext.kv.scales import scale_digests
+from vllm_fp8ext.kernels.attention.kv_cache import amax_by_head, next_scales
 from vllm_fp8ext.serve.schema import KvScales, KvScalesServed, LayerScales
+from vllm_fp8ext.update.worker.kv_buffers import scale_digests
 
 from .ask import ATTEMPTS, Stream, complete, metrics, state
 from .conftest import TWO_RANKS, answering
@@ -302,7 +302,7 @@ def test_metrics_have_the_worst_and_every_layer(pow2: Server):
 def test_two_ranks_agree_with_bf16(fp32: Server):
     """Linear layers are BF16 here, so what is left is the order of sums. The first scales are calibrated whatever the policy,
     with the built-in sample."""
-    from vllm_fp8ext.kv.tokens import built_in
+    from vllm_fp8ext.update.contract.kv_tokens import built_in
 
     found = served(fp32)
     assert (found.policy, found.source, found.tokens) == ("calibrate", "built-in", 4096)

@@ -25,9 +25,9 @@ from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
 from vllm_fp8ext.serve.schema import TensorClaim
-from vllm_fp8ext.weights.checkpoint_files import INDEX
-from vllm_fp8ext.weights.digest import checkpoint_digests
-from vllm_fp8ext.weights.manifest import Manifest
+from vllm_fp8ext.update.contract.checkpoint_files import INDEX
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 from .ask import state
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that do not start, and say why: what only the engine or the routes find out. `tests/compat/test_refusals.py` has
-what the configuration tells."""
+"""Servers that do not start, and say why: what only the engine or the routes find out.
+`tests/compat/test_unsupported_options.py` has what the configuration tells."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from transformers import (
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import SMALL
-from vllm_fp8ext.weights.checkpoint_files import INDEX
+from vllm_fp8ext.update.contract.checkpoint_files import INDEX
 
 from .mixture import EARLY as MIXTURE
 

@@ -21,11 +21,11 @@ from vllm_fp8ext.checkpoints import EARLY, LATE, problems
 from vllm_fp8ext.demo.server import SMALL, Server
 from vllm_fp8ext.demo.traffic import accuracy, answers
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.kernels import reference
-from vllm_fp8ext.plan.memory import Serving, rows
-from vllm_fp8ext.plan.model import read_model
-from vllm_fp8ext.weights.digest import checkpoint_digests
-from vllm_fp8ext.weights.manifest import Manifest
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.memory_plan.memory import Serving, rows
+from vllm_fp8ext.memory_plan.model import read_model
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 from .ask import API_KEY, cache_config, complete, state
 from .conftest import answering

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from vllm_fp8ext.demo.server import Server
-from vllm_fp8ext.weights.digest import checkpoint_digests
-from vllm_fp8ext.weights.manifest import Manifest
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 from .plugins import HERE
 

@@ -12,8 +12,8 @@ from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
-from vllm_fp8ext.weights.manifest import CODES_DTYPE, Manifest, scale_name
-from vllm_fp8ext.weights.wire import quantized
+from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, Manifest, scale_name
+from vllm_fp8ext.update.transports.wire import quantized
 
 from .ask import state
 

@@ -24,12 +24,12 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import CompilationConfig
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_fp8ext.compat import mixed_steps
-from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step, decode_attention_reference
-from vllm_fp8ext.kernels.kv_cache import quantize
-from vllm_fp8ext.kernels.linear import GEMMS
-from vllm_fp8ext.kernels.quantized import Quantized
-from vllm_fp8ext.kernels.reference import FP8_DTYPE
+from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, Step, decode_attention_reference
+from vllm_fp8ext.kernels.attention.kv_cache import quantize
+from vllm_fp8ext.kernels.gemm.linear import GEMMS
+from vllm_fp8ext.kernels.numerics.quantized import Quantized
+from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
 PROMPTS = [range(5, 5 + count) for count in (3, 40, 700, 15, 16, 17)]
 TOKENS = 24

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.serve.client import Client, Group
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 BUCKET = 64 << 20
 

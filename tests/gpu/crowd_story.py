@@ -17,8 +17,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from vllm_fp8ext.compat import mixed_steps
-from vllm_fp8ext.compat.compilations import counts
+from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.compat.warmup.compilations import counts
 
 LONG = 4500
 """Tokens of the first prompt: more than FlashAttention may have in a graph."""

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_fp8ext.serve.embedded import embedded
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 BATCHES = (1, 2, 3, 5, 8, 13, 40, 64)
 LENGTHS = (1, 5, 17, 70, 150, 300, 480)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from vllm import LLM, SamplingParams
 
-from vllm_fp8ext.compat.fusion import JoinLinear
+from vllm_fp8ext.compat.graphs.fusion import JoinLinear
 
 WEIGHT = {"linear": 1, "rmsnorm_linear": 4, "gated_linear": 2, "quantized_linear": 2}
 """Which argument it is, by operator."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from vllm_fp8ext.linear import BlockFp8LinearMethod
+from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
 
 
 def main(folder: str, facts: str) -> None:

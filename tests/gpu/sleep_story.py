@@ -19,7 +19,7 @@ from vllm import LLM, SamplingParams
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.embedded import embedded_blocking
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 CONTEXT = 6000
 """Tokens of the first prompts: three of them are enough for our attention kernel to take them beside another prompt."""

@@ -21,8 +21,9 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_fp8ext.compat import sampled_graphs, steady_steps
-from vllm_fp8ext.compat.compilations import counts
+from vllm_fp8ext.compat.speed import decode_step_reuse as steady_steps
+from vllm_fp8ext.compat.speed import sampling_cudagraph as sampled_graphs
+from vllm_fp8ext.compat.warmup.compilations import counts
 
 TOGETHER = 1, 2, 3, 8, 13
 """Requests at once."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Broadcasts through NCCL between two GPUs: the rank on the first one, the trainer on the second, in a thread or as a process
-that dies. `tests/weights/test_broadcast.py` does the same through Gloo."""
+that dies. `tests/update/transports/test_broadcast.py` does the same through Gloo."""
 
 import base64
 import json
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.kernels.nccl import unique_id
+from vllm_fp8ext.kernels.runtime.nccl import unique_id
 from vllm_fp8ext.serve.client.buckets import buckets
 from vllm_fp8ext.serve.client.group import Group
-from vllm_fp8ext.weights.broadcast import Receiver
-from vllm_fp8ext.weights.broadcast_source import BroadcastSource, broadcast_tensor
-from vllm_fp8ext.weights.group import join
+from vllm_fp8ext.update.transports.broadcast import Receiver
+from vllm_fp8ext.update.transports.broadcast_source import BroadcastSource, broadcast_tensor
+from vllm_fp8ext.update.transports.group import join
 
 pytestmark = pytest.mark.gpu
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import decode_attention, quantized
-from vllm_fp8ext.kernels.decode_attention import (
+from vllm_fp8ext.kernels.attention import decode_attention
+from vllm_fp8ext.kernels.attention.decode_attention import (
     HEAD_DIMENSION,
     DecodeAttention,
     Step,
     decode_attention_reference,
 )
-from vllm_fp8ext.kernels.kv_cache import quantize
-from vllm_fp8ext.kernels.reference import FP8_DTYPE, ScaleFormat
+from vllm_fp8ext.kernels.attention.kv_cache import quantize
+from vllm_fp8ext.kernels.numerics import quantized
+from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat
 
 from .modes import apart, told
 
@@ -244,7 +245,7 @@ def test_quantized_outputs_are_what_quantizes_bf16(
     for lengths in ([4097], [1, 17, 300, 0, 32, 1000, 2, 2049, 5], [700, 900, 1100] * 60):
         given = batch(*shape, lengths, dtype=dtype)
         attend = DecodeAttention(*shape, len(lengths), torch.device("cuda"), dtype)
-        from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+        from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
         expected = quantize_activation(given.run(attend).flatten(1), form)
         room = quantized.empty(len(lengths), shape[0] * HEAD_DIMENSION, torch.device("cuda"))

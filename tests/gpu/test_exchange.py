@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from vllm_fp8ext.weights.exchange import Exchange
-from vllm_fp8ext.weights.stopwatch import Stopwatch
+from vllm_fp8ext.update.worker.stopwatch import Stopwatch
+from vllm_fp8ext.update.worker.weight_swap import Exchange
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import cases
-from vllm_fp8ext.kernels.expert_cuts import CUTS, Choice
-from vllm_fp8ext.kernels.expert_error import experts_error
+from vllm_fp8ext.kernels.moe.expert_configs import CUTS, Choice
+from vllm_fp8ext.kernels.moe.expert_error import experts_error
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +54,7 @@ def routed(tokens: int, kind: str) -> tuple[Tensor, Tensor]:
 def test_each_kernel_is_the_reference(
     layer: cases.Experts, kernel: str | int, tokens: int, kind: str
 ) -> None:
-    from vllm_fp8ext.compat.expert_gemm import ExpertWeights, compute
+    from vllm_fp8ext.layers.expert_gemm import ExpertWeights, compute
 
     choice = Choice("fused", CUTS[kernel][1]) if isinstance(kernel, int) else Choice(kernel, None)
     x, routing, weights = layer.x_MK[:tokens], routed(tokens, kind), ExpertWeights(*layer[1:5])
@@ -172,8 +172,8 @@ def test_so_it_does_on_two_ranks(width: int, checkpoints: dict[str, Path], stori
 
 
 def require_equal_to_a_cold_start(width: int, checkpoints: dict[str, Path], stories: Stories) -> None:
-    from vllm_fp8ext.weights.digest import checkpoint_digests
-    from vllm_fp8ext.weights.manifest import Manifest
+    from vllm_fp8ext.update.contract.manifest import Manifest
+    from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
     early, late = checkpoints[f"early{width}"], checkpoints[f"late{width}"]
     facts, cold = stories["early", width], stories["late", width]

@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_fp8ext.kernels import quantize_weight, reference
-from vllm_fp8ext.weights.gather import Gather
-from vllm_fp8ext.weights.intake import Intake
-from vllm_fp8ext.weights.manifest import Piece
-from vllm_fp8ext.weights.regular_file import stamp_of
-from vllm_fp8ext.weights.safetensors_header import StoredTensor, parse
-from vllm_fp8ext.weights.source import Source
-from vllm_fp8ext.weights.staging import QuantizedTarget, Stager
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.quantize import quantize_weight
+from vllm_fp8ext.update.contract.manifest import Piece
+from vllm_fp8ext.update.contract.regular_file import stamp_of
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, parse
+from vllm_fp8ext.update.transports.gather import Gather
+from vllm_fp8ext.update.transports.source import Source
+from vllm_fp8ext.update.worker.intake import Intake
+from vllm_fp8ext.update.worker.staging import QuantizedTarget, Stager
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import cases, decode_cuts, decode_gemm, reference
-from vllm_fp8ext.kernels.decode_cuts import Config
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.gemm import decode_gemm
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +32,7 @@ def cut(config: Config) -> str:
 def test_a_models_weights_are_quantized_as_the_reference_does(
     shape: tuple[int, int], scale_format: ScaleFormat
 ) -> None:
-    from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
+    from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
 
     weight = cases.weight(*shape, "cuda")
     codes, scales = empty_like(weight)
@@ -44,8 +47,8 @@ def test_a_models_weights_are_quantized_as_the_reference_does(
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_a_models_weights_are_quantized_together_as_the_reference_does(scale_format: ScaleFormat) -> None:
-    from vllm_fp8ext.kernels.quantize_together import Place, QuantizeTogether
-    from vllm_fp8ext.kernels.quantize_weight import empty_like
+    from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like
+    from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place, QuantizeTogether
 
     weights = [cases.weight(*shape, "cuda") for shape in (*cases.LINEAR.values(), (304, 208))]
     for part in (weights[:-1], weights):  # whole blocks, and others
@@ -68,7 +71,7 @@ def test_a_models_weights_are_quantized_together_as_the_reference_does(scale_for
 def test_sums_of_blocks_of_few_values(
     shape: tuple[int, int], dtype: torch.dtype, scale_format: ScaleFormat
 ) -> None:
-    from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
+    from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
 
     for value in (0.0, 0.3, -3.0):
         weight = torch.full(shape, value, dtype=dtype, device="cuda")
@@ -81,9 +84,9 @@ def test_sums_of_blocks_of_few_values(
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_a_models_codes_are_copied_together(scale_format: ScaleFormat) -> None:
-    from vllm_fp8ext.kernels.copy_blocks import CopyBlocks
-    from vllm_fp8ext.kernels.quantize_together import Place
-    from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
+    from vllm_fp8ext.kernels.memory.copy_blocks import CopyBlocks
+    from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
+    from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place
 
     weights = [cases.weight(*shape, "cuda") for shape in (*cases.LINEAR.values(), (304, 208))]
     sent = [empty_like(weight) for weight in weights]
@@ -102,7 +105,7 @@ def test_a_models_codes_are_copied_together(scale_format: ScaleFormat) -> None:
 
 
 def test_an_embedding_is_copied_with_norms_in_one_launch() -> None:
-    from vllm_fp8ext.kernels.copy_together import CopyTogether
+    from vllm_fp8ext.kernels.memory.copy_batched import CopyTogether
 
     values = [torch.randn(*shape, device="cuda").bfloat16() for shape in ((151936, 512), (128,), (4096,))]
     places = [torch.zeros_like(value) for value in values]
@@ -116,7 +119,7 @@ def test_an_embedding_is_copied_with_norms_in_one_launch() -> None:
 @pytest.mark.parametrize("exponent", range(-13, 0))
 def test_codes_of_every_pair_of_mantissas(dtype: torch.dtype, steps: int, exponent: int) -> None:
     """Each token has one largest value, in every group, and all values of a smaller power of two."""
-    from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+    from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
     mantissas = 1 + torch.arange(steps, device="cuda") / steps
     groups = -(-steps // (BLOCK - 1))
@@ -143,7 +146,7 @@ def _assert_nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fused_norm_of_activations(shape: tuple[int, int], few: bool, scale_format: ScaleFormat) -> None:
-    from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize, rmsnorm_quantize_reference
+    from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize, rmsnorm_quantize_reference
 
     noise = torch.Generator("cuda").manual_seed(3)
     x, residual = cases.activations(*shape, "cuda"), cases.activations(*shape, "cuda", 5)
@@ -159,7 +162,7 @@ def test_fused_norm_of_activations(shape: tuple[int, int], few: bool, scale_form
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gated_activations(shape: tuple[int, int], activation: Any, scale_format: ScaleFormat) -> None:
-    from vllm_fp8ext.kernels.gated_quantize import gated_quantize, gated_quantize_reference
+    from vllm_fp8ext.kernels.quantize.gated_quantize import gated_quantize, gated_quantize_reference
 
     gate_up = cases.activations(shape[0], 2 * shape[1], "cuda") / 8
     _assert_nearly(
@@ -174,7 +177,7 @@ def test_gated_activations(shape: tuple[int, int], activation: Any, scale_format
 def test_activations_without_a_gate(
     shape: tuple[int, int], activation: Any, scale_format: ScaleFormat
 ) -> None:
-    from vllm_fp8ext.kernels.gated_quantize import gelu_quantize, gelu_quantize_reference
+    from vllm_fp8ext.kernels.quantize.gated_quantize import gelu_quantize, gelu_quantize_reference
 
     x = cases.activations(*shape, "cuda") / 8
     _assert_nearly(
@@ -194,7 +197,7 @@ def test_activations_without_a_gate(
 def test_decode_gemm_stays_within_the_bound_and_repeats(
     config: Config, shape: tuple[int, int, int, bool]
 ) -> None:
-    from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+    from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
     m, n, k, biased = shape
     scale_format: ScaleFormat = "pow2" if m % 2 else "fp32"
@@ -215,7 +218,7 @@ def test_decode_gemm_stays_within_the_bound_and_repeats(
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_codes_of_activations(shape: tuple[int, int], scale_format: ScaleFormat) -> None:
-    from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+    from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
     x = cases.activations(*shape, "cuda")
     found, expected = (
@@ -264,7 +267,7 @@ def test_decode_gemm_quantizes_as_the_reference_does(m: int, splits: int, scale_
     ("shape", "splits"), [((1, 4096, 4096), 4), ((33, 200, 1040), 2), ((64, 4096, 12288), 1)]
 )
 def test_triton_gemm_stays_within_the_bound(shape: tuple[int, int, int], splits: int, kind: str) -> None:
-    from vllm_fp8ext.kernels import decode_gemm_triton
+    from vllm_fp8ext.kernels.gemm import decode_gemm_triton
 
     m, n, k = shape
     x, weight = cases.gemm_inputs(m, n, k, kind, "cuda")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels import cases
-from vllm_fp8ext.kernels.kv_amax import Tally, kv_amax_reference
-from vllm_fp8ext.kernels.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference, warm_up
+from vllm_fp8ext.kernels.attention.kv_amax import Tally, kv_amax_reference
+from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference, warm_up
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def test_amaxes_of_a_models_layer(tokens: int) -> None:
 
 
 def test_nothing_is_recorded_into_a_graph() -> None:
-    from vllm_fp8ext.compat.kv_recorder import Recorder
+    from vllm_fp8ext.compat.update.kv_recorder import Recorder
 
     k, v, q = cases.kv_step(4, "cuda")
     scale = torch.ones((), device="cuda")

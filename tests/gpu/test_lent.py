@@ -17,7 +17,7 @@ from vllm_fp8ext.serve.client.buckets import Room, buckets
 from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.lent import Pairs
 from vllm_fp8ext.serve.tensors import LentPart, tensor_parts
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm_fp8ext.checkpoints import EARLY
-from vllm_fp8ext.kernels import cases, linear, reference
+from vllm_fp8ext.kernels.gemm import linear
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +41,7 @@ def _layer(
     config, weight: Tensor, scale_format: str, *, batch_invariant: bool = False, gemm: str | None = None
 ) -> tuple[nn.Module, object]:
     from vllm_fp8ext.config import KernelSettings, Settings
-    from vllm_fp8ext.linear import BlockFp8LinearMethod
+    from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
 
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -115,8 +117,8 @@ def test_one_kernel_path_makes_the_same_of_a_token_whatever_is_beside(config, sh
 
 @pytest.mark.parametrize("gemm", [None, "triton", "cutlass"])
 def test_nothing_compiles_after_the_warm_up(config, gemm):
-    from vllm_fp8ext.compat.compilations import counts
-    from vllm_fp8ext.compat.warmup import warm_up
+    from vllm_fp8ext.compat.warmup.compilations import counts
+    from vllm_fp8ext.compat.warmup.warmup import warm_up
 
     layer, method = _layer(
         config, torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda"), "fp32", gemm=gemm

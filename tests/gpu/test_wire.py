@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm_fp8ext.kernels import reference
-from vllm_fp8ext.kernels.reference import NonFiniteError
-from vllm_fp8ext.weights.manifest import Manifest, Piece, TensorSpec, scale_name
-from vllm_fp8ext.weights.wire import quantized
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.numerics.reference import NonFiniteError
+from vllm_fp8ext.update.contract.manifest import Manifest, Piece, TensorSpec, scale_name
+from vllm_fp8ext.update.transports.wire import quantized
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.allowed_dirs import PATH_BYTES, AllowedDirs
-from vllm_fp8ext.weights.regular_file import path_error
+from vllm_fp8ext.update.contract.regular_file import path_error
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 from vllm_fp8ext.serve.body_checks import BodyChecks, Limits
-from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 
 NAMES = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(150)]
 OTHERS = {name.replace("model.", "model.language_model.of.a.longer.name."): name for name in NAMES}

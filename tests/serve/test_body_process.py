@@ -22,8 +22,8 @@ from vllm_fp8ext.serve.body_checks import BodyChecks, Limits
 from vllm_fp8ext.serve.body_process import BodyProcess
 from vllm_fp8ext.serve.routes import router
 from vllm_fp8ext.serve.schema import PROBLEM
-from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
-from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED
 
 NAMES = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(35)]
 MANIFEST = Manifest(

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_fp8ext import environment
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.kv.settings import KvScaleSettings, Policy
+from vllm_fp8ext.kv_settings import KvScaleSettings, Policy
 from vllm_fp8ext.serve.schema import PREFIX
 
 PROJECT = Path(__file__).resolve().parent.parent.parent

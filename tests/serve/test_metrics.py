@@ -15,8 +15,8 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_fp8ext.serve.metrics import Metrics
-from vllm_fp8ext.weights.session import State
-from vllm_fp8ext.weights.totals import Totals
+from vllm_fp8ext.update.engine.session import State
+from vllm_fp8ext.update.engine.totals import Totals
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 

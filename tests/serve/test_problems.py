@@ -21,8 +21,8 @@ from vllm_fp8ext.serve.body_process import BodyProcess
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.problems import MEDIA_TYPE, RESPONSES, guarded_route, problem
 from vllm_fp8ext.serve.schema import PROBLEM, OpenUpdate, Problem
-from vllm_fp8ext.weights.chunk import Chunk
-from vllm_fp8ext.weights.refusals import PROBLEMS_LISTED, incomplete, refusal
+from vllm_fp8ext.update.contract.chunk import Chunk
+from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED, incomplete, refusal
 
 HEADERS = {"Authorization": "Bearer secret"}
 

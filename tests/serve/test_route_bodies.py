@@ -18,7 +18,7 @@ from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.routes import router
 from vllm_fp8ext.serve.spool import Spool
-from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 
 SPEC = TensorSpec("model.norm.weight", (4,), "bfloat16")
 MANIFEST = Manifest({SPEC.name: SPEC}, frozenset(), {SPEC.name: ()}, "fp32", 1)

@@ -7,9 +7,10 @@ from torch import Tensor
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 from vllm_fp8ext.bench.report import Calls, Report
-from vllm_fp8ext.kernels import bench, cases
-from vllm_fp8ext.kernels.decode_attention import DecodeAttention, Step, decode_attention_reference
-from vllm_fp8ext.kernels.kv_cache import amax_by_head, next_scales, quantize
+from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, Step, decode_attention_reference
+from vllm_fp8ext.kernels.attention.kv_cache import amax_by_head, next_scales, quantize
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
 
 DECODES = (
     *((128, 1536), (128, 8192), (128, 20480), (256, 1536), (32, 1536)),

@@ -24,7 +24,7 @@ from typing import Any
 from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.safetensors_body import Body, bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
-from vllm_fp8ext.weights.checkpoint_files import checkpoint_files
+from vllm_fp8ext.update.contract.checkpoint_files import checkpoint_files
 
 COPY_BYTES = 256 << 20
 """Of one copy to the GPU."""
@@ -79,7 +79,7 @@ def baseline(transport: str) -> Iterator[Bare | None]:
 
             yield Bare({threads: partial(move, threads) for threads in (1, CHUNKS_IN_FLIGHT)})
     elif transport == "files":
-        from vllm_fp8ext.weights.read_ahead import READERS
+        from vllm_fp8ext.update.transports.read_ahead import READERS
 
         yield Bare({READERS: _reader(READERS)})
     else:
@@ -163,7 +163,7 @@ def _reader(threads: int) -> Callable[[Path], int]:
     """Reads every safetensors file of a folder, some megabytes at a time; returns their bytes."""
     import torch
 
-    from vllm_fp8ext.weights.read_ahead import READ_BYTES
+    from vllm_fp8ext.update.transports.read_ahead import READ_BYTES
 
     pinned = torch.cuda.is_available()
     buffers: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -11,24 +11,23 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kernels import (
-    cases,
-    decode_cuts,
-    decode_gemm,
-    decode_gemm_triton,
+from vllm_fp8ext.kernels.attention import norm_rope
+from vllm_fp8ext.kernels.attention.kv_amax import Tally, kv_amax_reference
+from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_triton
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.numerics.quantized import Quantized
+from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
+from vllm_fp8ext.kernels.quantize import (
     gated_quantize,
-    norm_rope,
     quantize_activation,
     quantize_weight,
-    reference,
     rmsnorm_quantize,
 )
-from vllm_fp8ext.kernels.decode_cuts import Config
-from vllm_fp8ext.kernels.gated_quantize import Activation, Gelu
-from vllm_fp8ext.kernels.kv_amax import Tally, kv_amax_reference
-from vllm_fp8ext.kernels.quantized import Quantized
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.kernels.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference
+from vllm_fp8ext.kernels.quantize.gated_quantize import Activation, Gelu
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
 
 FORMATS: tuple[ScaleFormat, ...] = ("fp32", "pow2")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.bench.report import Calls, Report
-from vllm_fp8ext.compat import expert_gemm
-from vllm_fp8ext.compat.expert_gemm import ExpertWeights
 from vllm_fp8ext.environment import cores
-from vllm_fp8ext.kernels import bench, cases
-from vllm_fp8ext.kernels.expert_cuts import CUTS, Choice, Cut
-from vllm_fp8ext.kernels.expert_error import experts_error
-from vllm_fp8ext.kernels.quantize_weight import empty_like, quantize_weight
-from vllm_fp8ext.kernels.reference import BLOCK, ScaleFormat
+from vllm_fp8ext.kernels.moe.expert_configs import CUTS, Choice, Cut
+from vllm_fp8ext.kernels.moe.expert_error import experts_error
+from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
+from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.layers import expert_gemm
+from vllm_fp8ext.layers.expert_gemm import ExpertWeights
 
 (EXPERTS, WIDTH, HIDDEN), CHOSEN = cases.EXPERTS, 8
 ROUTINGS = 4

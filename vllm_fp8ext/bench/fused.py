@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from vllm_fp8ext.serve.safetensors_file import ranges_of
-from vllm_fp8ext.weights.fused import fused_experts
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.contract.fused import fused_experts
+from vllm_fp8ext.update.transports.wire import stored
 
 
 def stored_fused(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, Tensor]]:

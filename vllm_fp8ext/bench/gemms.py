@@ -11,8 +11,11 @@ from torch import Tensor
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.bench.rivals import UNQUANTIZED, Call, Gemm, rivals
-from vllm_fp8ext.kernels import bench, cases, decode_cuts, decode_gemm, decode_gemm_triton, selection
-from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_triton, selection
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
 
 PREFILL_RIVALS = ("cutlass", "deep_gemm", "flashinfer")
 
@@ -68,7 +71,7 @@ def _copy(copies: list[Call], x: Tensor, index: int) -> Tensor:
 
 
 def _decode(operands: Operands, x: Tensor) -> Calls:
-    from vllm_fp8ext.compat.gemm import deep_gemm
+    from vllm_fp8ext.layers.gemm import deep_gemm
 
     codes, scales, quantized = operands.codes, operands.scales, quantize_activation(x, "fp32")
     tokens = decode_cuts.width(x.shape[0])
@@ -98,7 +101,7 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
 
 
 def _prefill(operands: Operands, x: Tensor) -> Calls:
-    from vllm_fp8ext.compat.gemm import deep_gemm
+    from vllm_fp8ext.layers.gemm import deep_gemm
 
     codes, scales, quantized = operands.codes, operands.scales, quantize_activation(x, "fp32")
     return {

@@ -15,7 +15,7 @@ import torch
 from vllm_fp8ext.bench.options import CommandLine
 from vllm_fp8ext.bench.rivals import NAMES
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kernels import cases
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
 
 PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention", "experts")
 

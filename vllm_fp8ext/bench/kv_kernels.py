@@ -8,10 +8,11 @@ from torch import Tensor
 
 from vllm_fp8ext.bench import correct
 from vllm_fp8ext.bench.report import Calls, Report
-from vllm_fp8ext.kernels import bench, cases
-from vllm_fp8ext.kernels.kv_amax import Tally, kv_amax_reference
-from vllm_fp8ext.kernels.rescale_kv import CachedLayer
-from vllm_fp8ext.kernels.rescale_kv_triton import Rescaling
+from vllm_fp8ext.kernels.attention.kv_amax import Tally, kv_amax_reference
+from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer
+from vllm_fp8ext.kernels.attention.rescale_kv_triton import Rescaling
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
 
 BLOCKS, HELD = 40_000, 12_000
 """Blocks of the cache, and those that requests hold."""

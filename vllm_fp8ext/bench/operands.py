@@ -5,7 +5,9 @@ import functools
 
 from torch import Tensor
 
-from vllm_fp8ext.kernels import bench, cases, reference
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
 
 
 class Operands:

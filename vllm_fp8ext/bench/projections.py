@@ -4,7 +4,7 @@
 import itertools
 from collections.abc import Iterable
 
-from vllm_fp8ext.kernels import decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
 
 MODELS = {
     "Qwen3-0.6B": (1024, 3072, 2048, 1024),

@@ -11,8 +11,11 @@ from torch import Tensor
 from vllm_fp8ext.bench.correct import alike, nearly, normed
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.bench.rivals import add_rms_norm, gate, stock_quantizer, turn_heads
-from vllm_fp8ext.kernels import bench, cases, reference
-from vllm_fp8ext.kernels.gated_quantize import (
+from vllm_fp8ext.kernels.attention.norm_rope import norm_rope, norm_rope_reference
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.numerics.quantized import Quantized
+from vllm_fp8ext.kernels.numerics.reference import ScaleFormat, blocks
+from vllm_fp8ext.kernels.quantize.gated_quantize import (
     ACTIVATIONS,
     Activation,
     gated_quantize,
@@ -20,12 +23,11 @@ from vllm_fp8ext.kernels.gated_quantize import (
     gelu_quantize,
     gelu_quantize_reference,
 )
-from vllm_fp8ext.kernels.norm_rope import norm_rope, norm_rope_reference
-from vllm_fp8ext.kernels.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.quantize_weight_triton import launch
-from vllm_fp8ext.kernels.quantized import Quantized
-from vllm_fp8ext.kernels.reference import ScaleFormat, blocks
-from vllm_fp8ext.kernels.rmsnorm_quantize import rmsnorm_quantize
+from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
+from vllm_fp8ext.kernels.quantize.quantize_weight_triton import launch
+from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
 
 FORMATS: tuple[ScaleFormat, ...] = ("fp32", "pow2")
 

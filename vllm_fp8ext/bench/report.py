@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.kernels import bench
+from vllm_fp8ext.kernels.testing import kernel_timing as bench
 
 Calls = dict[str, Callable[[int], object]]
 """By variant: a call with the number of one of the copies of its operands."""

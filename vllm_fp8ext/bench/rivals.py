@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from vllm_fp8ext.kernels.reference import BLOCK
+from vllm_fp8ext.kernels.numerics.reference import BLOCK
 
 Call = Callable[[Tensor], Tensor]
 """`x_MK` → BF16 `[M, N]`."""
@@ -38,7 +38,7 @@ def rivals(names: Iterable[str]) -> dict[str, Gemm | str]:
 
 
 def _scaled_mm() -> Gemm:
-    from vllm_fp8ext.kernels.quantize_activation import quantize_activation
+    from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
     def gemm(codes_NK: Tensor, scales_NbKb: Tensor) -> Call:
         def call(x_MK: Tensor) -> Tensor:

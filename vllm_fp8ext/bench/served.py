@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from vllm_fp8ext.kernels import cases, reference
-from vllm_fp8ext.linear import CODES, SCALES, BlockFp8LinearMethod
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.layers.linear import CODES, SCALES, BlockFp8LinearMethod
 
 ROWS = 64
 """Of each product that are compared."""

@@ -260,7 +260,7 @@ def _in_memory(checkpoint: Path, way: str, options: argparse.Namespace, *, fused
 
     from vllm_fp8ext.bench.fused import stored_fused
     from vllm_fp8ext.serve.client.flat import in_buffers
-    from vllm_fp8ext.weights.wire import stored
+    from vllm_fp8ext.update.transports.wire import stored
 
     last = torch.cuda.device_count() - 1
     read = stored_fused if fused else stored

@@ -11,9 +11,12 @@ from typing import Any
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_fp8ext.compat import engine_core, owner, refusals, segments, worker
+from vllm_fp8ext.compat import unsupported_options as refusals
 from vllm_fp8ext.compat.interfaces import INTERFACES
 from vllm_fp8ext.compat.probe import find_missing
+from vllm_fp8ext.compat.update import engine_core, worker
+from vllm_fp8ext.compat.update import owner_process as owner
+from vllm_fp8ext.compat.update import shared_segments as segments
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY
 from vllm_fp8ext.errors import UnsupportedVllmError
 
@@ -35,7 +38,7 @@ def install() -> None:
 
 
 class BlockFp8(QuantizationConfig):
-    """Stand-in for `vllm_fp8ext.quantization.BlockFp8Config`; making one makes the real one."""
+    """Stand-in for `vllm_fp8ext.layers.quantization.BlockFp8Config`; making one makes the real one."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return _real()(*args, **kwargs)
@@ -82,6 +85,6 @@ def _real() -> Any:
         raise UnsupportedVllmError(
             "--quantization blockfp8 needs interfaces that this vLLM lacks:\n  " + "\n  ".join(missing)
         )
-    from vllm_fp8ext.quantization import BlockFp8Config
+    from vllm_fp8ext.layers.quantization import BlockFp8Config
 
     return BlockFp8Config

@@ -10,7 +10,7 @@ import torch
 
 from vllm_fp8ext.serve.client.buckets import Bucket, Room
 from vllm_fp8ext.serve.client.buckets import buckets as packed
-from vllm_fp8ext.weights.broadcast_source import MARK_BYTES
+from vllm_fp8ext.update.transports.broadcast_source import MARK_BYTES
 
 
 def buckets(tensors: Any, limit: int) -> Iterator[Bucket]:

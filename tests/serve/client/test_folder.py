@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client.source import tensors_of
-from vllm_fp8ext.weights.wire import stored
+from vllm_fp8ext.update.transports.wire import stored
 
 from .conftest import Caller
 from .server import Server

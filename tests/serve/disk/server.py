@@ -11,17 +11,17 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from vllm_fp8ext.compat.engine_client import EngineCalls, _unwrapped
+from vllm_fp8ext.compat.update.engine_client import EngineCalls, _unwrapped
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.allowed_dirs import AllowedDirs
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.routes import router
-from vllm_fp8ext.weights.engine import UpdateEngine
-from vllm_fp8ext.weights.manifest import Manifest, TensorSpec
-from vllm_fp8ext.weights.safetensors_header import StoredTensor
-from vllm_fp8ext.weights.source import Sources, source_of
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.engine.engine import UpdateEngine
+from vllm_fp8ext.update.transports.source import Sources, source_of
 
 Result = dict[str, Any]
 _HEADERS = {"Authorization": "Bearer key", "Content-Type": "application/json"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from vllm_fp8ext.weights.checkpoint_files import INDEX
+from vllm_fp8ext.update.contract.checkpoint_files import INDEX
 
 from .server import DiskServer
 

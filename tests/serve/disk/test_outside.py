@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_fp8ext.weights import beneath
-from vllm_fp8ext.weights.checkpoint_files import INDEX
+from vllm_fp8ext.update.contract import open_beneath as beneath
+from vllm_fp8ext.update.contract.checkpoint_files import INDEX
 
 from .server import DiskServer
 

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one new token of each request over a paged cache, FP8 or BF16, which it joins (`decode_attention.cu`): K and V
+read once, at memory speed.
+
+Written in CUDA C++: with a few query heads to a KV head a tensor core's tile is all but empty, and what counts is that
+bytes never stop coming. That takes copies that run ahead of a warp without its registers, and fragments that are loaded as
+the cache lies there, without a transpose of V; Triton offers neither.
+
+Shape suffixes: R requests, H query heads, G KV heads, D head dimension, B blocks of a request.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels.numerics.quantized import Quantized
+from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat
+from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+HEAD_DIMENSION = 128
+TILE = 16
+"""Tokens of a tile; blocks of the cache hold a multiple of them."""
+DTYPES = (FP8_DTYPE, torch.bfloat16)
+"""Of caches."""
+MOST_GROUP = 16
+"""Query heads of one KV head that the kernel takes."""
+_WARPS = 8
+_STAGE_VALUES = 4096
+
+
+_OUT = "PQPPQI"
+"""`Out` of the source, as `struct` names it: address and stride of values, then of codes, of scales, their stride, whether
+scales are powers of two."""
+_ATTEND = ("P", "Q", "PPQQP", "PPQIIII", "P", "I", "P", "P", "P", "I", "f", _OUT, "P", "P", "I")
+_COMBINE = ("P", "P", "P", "I", "P", "I", _OUT, "I", "I")
+"""Arguments of the kernels."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the kernel is built: `together` KV heads and `shares` shares of the work in a block, `stages` tiles in flight for
+    each warp, `resident` blocks on a multiprocessor."""
+
+    together: int
+    shares: int
+    stages: int
+    resident: int
+
+    @property
+    def warps(self) -> int:
+        return self.together * self.shares
+
+    def shared_bytes(self, requests: int, dtype: torch.dtype) -> int:
+        # as the kernel lays them out: rings, tiles of each warp, lent blocks, where requests begin
+        totals, room = -(-self.warps // 2) * 16, -(-requests // 4) * 4
+        return (
+            self.warps * self.stages * _STAGE_VALUES * dtype.itemsize + totals + 8 * room + 4 * (requests + 1)
+        )
+
+
+def choose(kv_heads: int, requests: int = 1, dtype: torch.dtype = FP8_DTYPE) -> Cut:
+    """The cut for layers of so many KV heads, up to so many requests, and a cache of this dtype."""
+    together = max(count for count in range(1, _WARPS + 1) if kv_heads % count == 0)
+    cut = Cut(together, _WARPS // together, stages=3, resident=1)
+    fits = cut.shared_bytes(requests, dtype) <= cuda.MOST_SHARED_BYTES
+    return cut if fits else replace(cut, stages=2)
+
+
+class Step(NamedTuple):
+    """One layer's part of a step in which every request has one new token."""
+
+    query_RHD: Tensor
+    """As the cache, E4M3 or BF16."""
+    key_RGD: Tensor
+    value_RGD: Tensor
+    """BF16, of the new tokens."""
+    cache: Tensor
+    """E4M3 (bytes will do) or BF16, `[blocks, G, block tokens, 2 * D]` in any order of the first three, each token's K before
+    its V."""
+    table_RB: Tensor
+    """int32 blocks of each request."""
+    lengths_R: Tensor
+    """int32 tokens of each, the new one among them."""
+    slots_R: Tensor | None
+    """int64 place of each new token in the cache, `block * block tokens + token`; below 0, it is not cached. None: a kernel
+    ahead of this one has cached them all, and what else the step brings."""
+    scales: tuple[Tensor, Tensor, Tensor]
+    """fp32 of Q, K and V, one or one for each KV head; ones for BF16."""
+    softmax_scale: float
+
+
+class DecodeAttention:
+    """The kernel for layers of one shape and a cache of one dtype on one device, with room for the parts of up to `requests`
+    requests.
+
+    Calls must be of one stream and one thread at a time: they share that room.
+
+    Raises:
+        ValueError: a shape, or a number of requests, that the kernel does not take.
+        CudaError: there is no GPU, or no compiler.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        requests: int,
+        device: torch.device,
+        dtype: torch.dtype = FP8_DTYPE,
+        cut: Cut | None = None,
+    ) -> None:
+        if kv_heads < 1 or heads % kv_heads or heads // kv_heads > MOST_GROUP:
+            raise ValueError(
+                f"expected 1 to {MOST_GROUP} query heads to a KV head, found {heads} and {kv_heads}"
+            )
+        if dtype not in DTYPES:
+            raise ValueError(f"expected a cache in {' or '.join(map(str, DTYPES))}, found {dtype}")
+        self.heads, self.kv_heads, self.requests, self.dtype = heads, kv_heads, requests, dtype
+        self.cut = cut = cut or choose(kv_heads, requests, dtype)
+        code = machine_code(heads, kv_heads, dtype, cut)
+        attend, combine = (
+            cuda.Kernel(code, name, cut.warps * 32, 1) for name in ("decode_attention", "combine_attention")
+        )
+        self._held: tuple[object, ...] | None = None
+        self._attend, self._combine = attend.launcher(_ATTEND), combine.launcher(_COMBINE)
+        across = kv_heads // cut.together
+        self._shared = cut.shared_bytes(requests, dtype)
+        resident = attend.resident_blocks(self._shared)
+        if not resident:
+            raise ValueError(f"expected fewer requests, found {requests}: they take {self._shared} bytes")
+        self._blocks = max(1, resident // across) * across
+        self.shares = self._blocks // across * cut.shares
+        slots = self.shares + requests
+        self._parts = torch.empty(slots, heads, HEAD_DIMENSION, dtype=torch.float32, device=device)
+        self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
+
+    def __call__(self, step: Step, out: Tensor | Quantized, scale_format: ScaleFormat = "fp32") -> None:
+        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out`, zero where it has no tokens, and its
+        new token's K and V into the cache, quantized for FP8 as vLLM does it. Another request's context may have that token
+        too, if it completes a block.
+
+        `out`: BF16 `[R, H, D]`; or `[R, H * D]` quantized, as `reference.quantize_activation` does it in this format of the
+        scales, of which tokens are adjacent.
+        """
+        self._check(step, out)
+        requests, cache, size = step.lengths_R.shape[0], step.cache, self.dtype.itemsize
+        block_bytes, head_bytes, token_bytes, _ = (stride * size for stride in cache.stride())
+        fresh = (
+            *(step.key_RGD.data_ptr(), step.value_RGD.data_ptr()),
+            *(step.key_RGD.stride(0), step.value_RGD.stride(0)),
+            0 if step.slots_R is None else step.slots_R.data_ptr(),
+        )
+        paged = (
+            *(cache.data_ptr(), step.table_RB.data_ptr(), step.table_RB.stride(0)),
+            *(block_bytes, token_bytes, head_bytes, cache.shape[2]),
+        )
+        q, k, v = (scale.data_ptr() for scale in step.scales)
+        scale_stride = int(step.scales[0].numel() > 1)
+        to = _out(out, scale_format)
+        parts, sums, lengths = self._parts.data_ptr(), self._sums.data_ptr(), step.lengths_R.data_ptr()
+        query, query_bytes = step.query_RHD.data_ptr(), step.query_RHD.stride(0) * size
+        stream = torch.cuda.current_stream(step.query_RHD.device).cuda_stream
+        self._attend(
+            *(self._blocks, self._shared, stream),
+            (
+                *(query, query_bytes, *fresh, *paged, lengths, requests, q, k, v, scale_stride),
+                *(step.softmax_scale, *to, parts, sums, self.shares),
+            ),
+            early=step.slots_R is not None,
+        )
+        spread = self._spread(requests)
+        self._combine(
+            -(-requests * self.heads * spread // self.cut.warps),
+            128 + self.cut.warps * (512 + 8) + 4 * (requests + 1),
+            stream,
+            (parts, sums, lengths, requests, v, scale_stride, *to, self.shares, spread),
+            early=True,
+        )
+
+    def _spread(self, requests: int) -> int:
+        """Warps that add up one head's parts: more where few requests have many parts each."""
+        most = self.cut.warps & -self.cut.warps
+        wanted = self.shares // requests // 4
+        return min(most, 1 << max(0, wanted.bit_length() - 1)) if wanted else 1
+
+    def _holds(self, cache: Tensor) -> bool:
+        given = cache.dtype, cache.shape, cache.stride(), cache.data_ptr() % 16
+        if given != self._held:
+            if not self._can_hold(cache):
+                return False
+            self._held = given  # those of an engine's layers are alike
+        return True
+
+    def _can_hold(self, cache: Tensor) -> bool:
+        _, heads, tokens, both = cache.shape
+        is_bytes = self.dtype.itemsize == cache.element_size() == 1
+        places = zip(cache.shape[:3], cache.stride()[:3], strict=True)
+        strides = [stride * cache.element_size() for size, stride in places if size > 1]
+        placed = (
+            all(stride % 16 == 0 and stride < 1 << 32 for stride in strides) and cache.data_ptr() % 16 == 0
+        )
+        shaped = (heads, both) == (self.kv_heads, 2 * HEAD_DIMENSION) and tokens % TILE == 0
+        return shaped and (is_bytes or cache.dtype == self.dtype) and cache.stride(3) == 1 and placed
+
+    def _check(self, step: Step, out: Tensor | Quantized) -> None:
+        query_RHD, key_RGD, value_RGD, cache, table_RB, lengths_R, slots_R, scales, _ = step
+        requests = lengths_R.shape[0]
+        by_query = (requests, self.heads, HEAD_DIMENSION)
+        by_key = (requests, self.kv_heads, HEAD_DIMENSION)
+        problems = []
+        if not 0 < requests <= self.requests:
+            problems.append(f"1 to {self.requests} requests, found {requests}")
+        if query_RHD.dtype != self.dtype or query_RHD.shape != by_query:
+            problems.append(f"queries {by_query} in {self.dtype}")
+        if isinstance(out, Quantized):
+            flat = (requests, self.heads * HEAD_DIMENSION)
+            placed = out.codes.is_contiguous() and out.codes.data_ptr() % 16 == 0
+            if (out.codes.dtype, out.codes.shape) != (FP8_DTYPE, flat) or not placed:
+                problems.append(f"codes {flat} in {FP8_DTYPE}, contiguous, at a multiple of 16 bytes")
+            adjacent = requests == 1 or out.scales.stride(0) == 1
+            if (out.scales.dtype, out.scales.shape) != (torch.float32, by_query[:2]) or not adjacent:
+                problems.append(f"fp32 scales of outputs {by_query[:2]}, requests adjacent")
+        elif out.dtype != torch.bfloat16 or out.shape != by_query:
+            problems.append(f"BF16 outputs {by_query}")
+        if (key_RGD.dtype, value_RGD.dtype) != (torch.bfloat16,) * 2 or not (
+            key_RGD.shape == value_RGD.shape == by_key
+        ):
+            problems.append(f"BF16 keys and values {by_key}")
+        if not self._holds(cache):
+            shape = f"[blocks, {self.kv_heads}, a multiple of {TILE}, {2 * HEAD_DIMENSION}]"
+            problems.append(f"a cache {shape} in {self.dtype}, each token's heads at a multiple of 16 bytes")
+        well = lies_well(query_RHD) and lies_well(key_RGD, 8) and lies_well(value_RGD, 8)
+        if not well or not (isinstance(out, Quantized) or lies_well(out)):
+            problems.append("heads side by side, each at a multiple of 8 bytes, queries and outputs of 16")
+        integers = lengths_R.dtype == table_RB.dtype == torch.int32 and table_RB.shape[0] >= requests
+        if slots_R is not None:
+            integers &= slots_R.dtype == torch.int64 and slots_R.shape[0] >= requests
+        if not integers:
+            problems.append("int32 lengths, int64 slots, and a table with a row for each")
+        q, k, v = scales
+        if not q.numel() == k.numel() == v.numel() in (1, self.kv_heads) or not all(map(_is_plain, scales)):
+            problems.append(f"fp32 scales, all 1 or all {self.kv_heads}")
+        if problems:
+            raise ValueError(f"decode_attention: expected {'; '.join(problems)}")
+
+
+def _out(out: Tensor | Quantized, scale_format: ScaleFormat) -> tuple[int, ...]:
+    if isinstance(out, Quantized):
+        places = out.codes.data_ptr(), out.scales.data_ptr(), out.scales.stride(1)
+        return 0, 0, *places, scale_format == "pow2"
+    return out.data_ptr(), out.stride(0), 0, 0, 0, 0
+
+
+def _is_plain(scale: Tensor) -> bool:
+    return scale.dtype == torch.float32 and scale.is_contiguous()
+
+
+def lies_well(part: Tensor, align: int = 16) -> bool:
+    """Whether each row's heads, `[rows, heads, D]`, lie side by side, at a multiple of so many bytes. Where a next row or
+    head would be does not matter if there is none."""
+    rows, heads, _ = part.shape
+    row, head, element = part.stride()
+    beside = element == 1 and (heads == 1 or head == HEAD_DIMENSION)
+    return beside and part.data_ptr() % align == 0 and (rows == 1 or row * part.element_size() % align == 0)
+
+
+@functools.cache
+def machine_code(heads: int, kv_heads: int, dtype: torch.dtype, cut: Cut) -> bytes:
+    """Compile both kernels; needs no GPU."""
+    macros = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "TOGETHER": cut.together}
+    macros |= {"SHARES": cut.shares, "STAGES": cut.stages, "RESIDENT": cut.resident, "BYTES": dtype.itemsize}
+    return cuda.compile_source(_SOURCE.read_text(), {}, macros)
+
+
+def decode_attention_reference(
+    query_RHD: Tensor,
+    cache: Tensor,
+    table_RB: Tensor,
+    lengths_R: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor],
+    softmax_scale: float,
+) -> Tensor:
+    """What `DecodeAttention` computes, in fp64 `[R, H, D]`, of a cache that all tokens have joined."""
+    heads, kv_heads = query_RHD.shape[1], cache.shape[1]
+    q_scale, k_scale, v_scale = (scale.double().expand(kv_heads)[:, None, None] for scale in scales)
+    rows = []
+    for query, table, length in zip(query_RHD, table_RB, lengths_R.tolist(), strict=True):
+        blocks = table[: -(-length // cache.shape[2])].long()
+        cached = cache[blocks].double().transpose(0, 1).flatten(1, 2)[:, :length]
+        keys, values = cached.split(HEAD_DIMENSION, -1)
+        grouped = query.double().view(kv_heads, heads // kv_heads, HEAD_DIMENSION) * q_scale
+        weights = torch.softmax(grouped @ (keys * k_scale).transpose(1, 2) * softmax_scale, -1)
+        rows.append((weights @ (values * v_scale)).view(heads, HEAD_DIMENSION))
+    return torch.stack(rows)

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests and benchmarks run the kernels on, and how exact they must be."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.kernels.numerics.reference import BLOCK
+
+if TYPE_CHECKING:
+    from vllm_fp8ext.kernels.attention.norm_rope import Norms
+
+LINEAR = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "o": (4096, 4096)}
+"""Projections of Qwen3-8B, `(N, K)`."""
+LAYERS = 36
+EXPERTS = (128, 768, 2048)
+"""Of a layer of Qwen3-30B-A3B: how many, the columns that each multiplies by, and the hidden size."""
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+KV_BLOCK = 16
+"""Tokens of a block of the KV cache."""
+DECODE_TOKENS = (1, 8, 16, 32, 64)
+PREFILL_TOKENS = (4096, 8192)
+EXPERT_TOKENS = tuple(1 << power for power in range(14))
+
+CUTS = (
+    Config(rows=128, splits=1),
+    Config(rows=64, splits=1, early=True),
+    Config(rows=64, splits=2, stages=3),
+    Config(rows=64, splits=1, stages=5),
+    Config(rows=192, splits=2, early=True),
+    Config(rows=128, splits=4, early=True),
+    Config(rows=192, splits=4),
+    Config(rows=256, splits=8),
+    Config(rows=64, splits=8, early=True),
+    Config(rows=128, splits=16),
+)
+"""Of every kind that `decode_gemm` can be cut by."""
+DECODE_SHAPES = (
+    (8, 128, 128, False),
+    (1, 4096, 4096, False),
+    (8, 4096, 4096, True),
+    (16, 6144, 4096, False),
+    (33, 200, 1040, True),
+    (64, 4100, 2048, False),
+    (5, 20001, 1024, True),
+    (24, 300, 6400, False),
+    (100, 512, 4096, False),
+    (100, 1100, 2176, True),
+    (3, 128, 5120, False),
+)
+"""Tokens, rows, columns, and whether there is a bias: for `decode_gemm`."""
+
+TENSOR_CORE = BLOCK * 2.0**-13
+"""Error of Hopper's FP8 tensor cores over one block, relative to its largest product: each of 128 products is cut about 13
+bits below the largest one before they are added; blocks are then added in fp32 (DeepSeek-V3, arXiv 2412.19437, section
+3.3.2)."""
+BF16 = 2.0**-8
+"""Relative rounding of a BF16 result."""
+
+
+def weight(n: int, k: int, device: str, seed: int = 0) -> Tensor:
+    """A BF16 weight with outlier columns."""
+    noise = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(n, k, generator=noise, device=device) * 0.02
+    values[:, ::97] *= 10
+    return values.bfloat16()
+
+
+def activations(m: int, k: int, device: str, seed: int = 0) -> Tensor:
+    """BF16 activations with outlier channels."""
+    noise = torch.Generator(device).manual_seed(seed + 1)
+    values = torch.randn(m, k, generator=noise, device=device)
+    values[:, ::61] *= 30
+    return values.bfloat16()
+
+
+def integers(*shape: int, exponent: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Small integers times a power of two, on the CPU, zeros of both signs among them: squares of 2,500 that are twice as
+    large stay below 2^24 in sum, which is exact in any order."""
+    noise = torch.Generator().manual_seed(seed)
+    values = torch.randint(-32, 33, shape, generator=noise).float() * 2.0**exponent
+    values[..., ::5] *= -0.0
+    return values.to(dtype)
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Equal bit for bit, and of one dtype and shape."""
+    bits = [
+        part.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for part in (first, second)
+    ]
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(*bits)
+
+
+def rotary(m: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, "Norms", Tensor]:
+    """Positions, table, norms and scale of the queries of a layer of Qwen3-8B."""
+    from vllm_fp8ext.kernels.attention.norm_rope import Norms
+
+    noise = torch.Generator(device).manual_seed(seed)
+    positions = torch.randint(4096, (m,), generator=noise, device=device)
+    angles = torch.outer(
+        torch.arange(4096.0, device=device), 1e6 ** -(torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
+    )
+    table = torch.cat((angles.cos(), angles.sin()), -1).bfloat16()
+    weights = torch.rand(2, HEAD_DIM, generator=noise, device=device).bfloat16() + 0.5
+    return positions, table, Norms(weights[0], weights[1], 1e-6), torch.full((), 0.02, device=device)
+
+
+KINDS = ("normal", "heavy", "zeros", "floor", "subnormal", "large", "edge")
+"""Distributions of `awkward`."""
+
+
+def awkward(rows: int, columns: int, kind: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Finite values on the CPU that quantizers get wrong most easily, zeros of both signs among them.
+
+    `heavy`: tails over many powers of two; `zeros`: whole blocks of them; `floor`: magnitudes around
+    `reference.AMAX_FLOOR`; `large`: near the end of the range, but where a code rounded up can still be scaled back;
+    `edge`: up to 448 times a power of two, or to a neighbour, where the scale of format `pow2` changes and quotients lie
+    in the middle of two codes.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=noise)
+    if kind == "heavy":
+        values *= torch.exp(4 * torch.randn(rows, columns, generator=noise))
+    elif kind == "zeros":
+        values[: 2 * BLOCK, :BLOCK] *= 0.0
+    elif kind == "floor":
+        values *= 5e-11
+    elif kind == "subnormal":
+        values *= 2.0**-130
+    elif kind == "large":
+        values = values.clamp(-1, 1) * 3e38
+    elif kind == "edge":
+        edge, exponent = (
+            int(torch.randint(low, high, (), generator=noise)) for low, high in ((0, 3), (-9, 7))
+        )
+        limit = (446.0, 448.0, 450.0)[edge]
+        values = (values * 400).clamp(-limit, limit) * 2.0**exponent
+    elif kind != "normal":
+        raise ValueError(f"kind: expected one of {KINDS}, found {kind!r}")
+    values[::7, ::5] = -0.0
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype)
+
+
+GEMM_KINDS = ("outliers", "heavy", "zeros")
+"""Distributions of `gemm_inputs`."""
+
+
+def gemm_inputs(m: int, n: int, k: int, kind: str, device: str) -> tuple[Tensor, Tensor]:
+    """BF16 activations `[m, k]` and weight `[n, k]`: with outlier channels, or both `awkward`."""
+    if kind == "outliers":
+        return activations(m, k, device), weight(n, k, device)
+    x, values = (awkward(rows, k, kind, torch.bfloat16, rows) for rows in (m, n))
+    return x.to(device), values.to(device)
+
+
+def kv_memory(layers: int, blocks: int, device: str) -> Tensor:
+    """A KV cache of any codes but NaN: bytes `[layers, blocks, KV_HEADS, KV_BLOCK, 2 * HEAD_DIM]`, as vLLM's attention
+    backends for GPUs have it."""
+    memory = torch.empty(layers, blocks, KV_HEADS, KV_BLOCK, 2 * HEAD_DIM, dtype=torch.uint8, device=device)
+    noise = torch.Generator(device).manual_seed(0)
+    for layer in memory:
+        layer.random_(0, 0xFF, generator=noise)
+        layer[layer == 0x7F] = 0
+    return memory
+
+
+def kv_views(memory: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """K and V of each layer of `kv_memory`, `[blocks, KV_BLOCK, KV_HEADS, HEAD_DIM]`."""
+    split = memory.transpose(2, 3).split(HEAD_DIM, -1)
+    return list(zip(*split, strict=True))
+
+
+def kv_step(tokens: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """K and V `[tokens, KV_HEADS, HEAD_DIM]` of one layer and step, BF16, side by side in memory; and Q quantized,
+    `[tokens, KV_HEADS, Q_HEADS / KV_HEADS * HEAD_DIM]`."""
+    fused = activations(tokens, 2 * KV_HEADS * HEAD_DIM, device, seed)
+    k, v = (part.view(tokens, KV_HEADS, HEAD_DIM) for part in fused.chunk(2, 1))
+    q = 40 * activations(tokens, Q_HEADS * HEAD_DIM, device, seed + 1)
+    return k, v, q.clamp(-448, 448).to(reference.FP8_DTYPE).view(tokens, KV_HEADS, -1)
+
+
+def gemm_error(
+    out_MN: Tensor,
+    x_codes_MK: Tensor,
+    x_scales_MKb: Tensor,
+    codes_NK: Tensor,
+    scales_NbKb: Tensor,
+    bias_N: Tensor | None = None,
+) -> float:
+    """Largest error of a BF16 GEMM of these operands, as a part of its bound: right if below 1. NaN is infinite."""
+    x_values = reference.dequantize_activation(x_codes_MK, x_scales_MKb).double()
+    x_largest = _block_maxima(x_values)
+    worst = 0.0
+    for rows in _row_slices(codes_NK.shape[0]):
+        blocks = slice(rows.start // BLOCK, reference.blocks(rows.stop))
+        values = reference.dequantize_weight(codes_NK[rows], scales_NbKb[blocks]).double()
+        exact = x_values @ values.T
+        if bias_N is not None:
+            exact += bias_N[rows].double()
+        bound = TENSOR_CORE * (x_largest @ _block_maxima(values).T) + BF16 * exact.abs() + 1e-30
+        ratio = ((out_MN[:, rows].double() - exact).abs() / bound).nan_to_num(nan=float("inf")).max()
+        worst = max(worst, float(ratio))
+    return worst
+
+
+def _row_slices(n: int) -> Iterator[slice]:
+    step = 32 * BLOCK
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def _block_maxima(values: Tensor) -> Tensor:
+    """Largest magnitude of each row in every 128 columns."""
+    return torch.stack([part.abs().amax(1) for part in values.split(BLOCK, 1)], 1)
+
+
+class Experts(NamedTuple):
+    """A layer of experts, its tokens, and where they go."""
+
+    x_MK: Tensor
+    gate_up: Tensor
+    gate_up_scales: Tensor
+    down: Tensor
+    down_scales: Tensor
+    weights_MT: Tensor
+    experts_MT: Tensor
+    scale_format: reference.ScaleFormat
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """As the reference of experts takes them."""
+        return (*self[:7], "silu", self.scale_format)
+
+
+def experts(
+    m: int,
+    hidden: int,
+    width: int,
+    count: int,
+    chosen: int,
+    device: str,
+    seed: int = 0,
+    *,
+    scale_format: reference.ScaleFormat = "fp32",
+) -> Experts:
+    """`count` experts of `width` (a multiple of 128), and tokens of which each goes to `chosen` different ones."""
+    codes = [
+        torch.empty(count, rows, columns, dtype=reference.FP8_DTYPE, device=device)
+        for rows, columns in ((2 * width, hidden), (hidden, width))
+    ]
+    scales = [
+        torch.empty(count, *(reference.blocks(s) for s in part.shape[1:]), device=device) for part in codes
+    ]
+    for index, (part, own) in enumerate(zip(codes, scales, strict=True)):
+        for expert in range(count):
+            values = weight(part.shape[1], part.shape[2], device, seed + 2 * expert + index)
+            part[expert], own[expert] = reference.quantize_weight(values, scale_format)
+    return Experts(
+        activations(m, hidden, device, seed),
+        codes[0],
+        scales[0],
+        codes[1],
+        scales[1],
+        *routing(m, count, chosen, device, seed),
+        scale_format,
+    )
+
+
+def routing(m: int, count: int, chosen: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Weights that add up to one, and different experts drawn evenly, of each token."""
+    noise = torch.Generator(device).manual_seed(seed)
+    scores = torch.randn(m, count, generator=noise, device=device)
+    best, of = scores.topk(chosen, dim=1)
+    return best.softmax(1), of.int()

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass that joins norms of heads, rotary embedding and quantization of queries, on graphs that Inductor makes of
+vLLM's own layers."""
+
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+from vllm.config import VllmConfig, set_current_vllm_config
+
+M, H, G, D = 5, 8, 2, 128
+EPSILON = 1e-6
+
+
+class Model(NamedTuple):
+    """What an attention layer does before attention, as vLLM's Qwen3 does it."""
+
+    heads: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+
+
+def model(
+    *,
+    normed: tuple[str, ...] = ("query", "key"),
+    scale: Tensor | None = None,
+    size: int = D,
+    rotary: int | None = None,
+    neox: bool = True,
+    shifted: bool = False,
+    read_twice: bool = False,
+    by_rows: bool = False,
+    by_head: bool = False,
+    plus_one: bool = False,
+    epsilons: tuple[float, float] = (EPSILON, EPSILON),
+    variance: int | None = None,
+    factor: float | None = None,
+    apart: str = "",
+) -> Model:
+    """`apart`: an input whose values do not lie side by side."""
+    import vllm.ir.ops  # noqa: F401  its operators
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotary = rotary or size
+    with set_current_vllm_config(VllmConfig()):
+        table = RotaryEmbedding(size, rotary, 64, 1e4, neox, torch.bfloat16).cos_sin_cache
+        one = scale is None or scale.numel() == 1
+        quantize = QuantFP8(
+            static=True, group_shape=GroupShape.PER_TENSOR if one else GroupShape(-1, H // G * size)
+        )
+    noise = torch.Generator().manual_seed(0)
+    positions = torch.randint(60, (M,), generator=noise)
+    norms = (torch.randn(H + G, size, generator=noise) * 0.2 + 1).bfloat16()
+    named = {
+        "qkv": torch.randn(M, (H + 2 * G) * size, generator=noise).bfloat16(),
+        "positions": positions,
+        "table": table,
+        "query": norms[:H] if by_head else norms[0],
+        "key": norms[H:] if by_head else norms[1],
+        **({} if scale is None else {"scale": scale}),
+    }
+    if apart:
+        named[apart] = torch.stack((named[apart], named[apart] * 3), -1)[..., 0]
+
+    def heads(qkv: Tensor, positions: Tensor, table: Tensor, q_norm: Tensor, k_norm: Tensor, *scales: Tensor):
+        query, key, value = qkv.split([H * size, G * size, G * size], dim=-1)
+
+        def normalized(name: str, part: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+            if name not in normed:
+                return part
+            weight = weight + 1 if plus_one else weight
+            rows = part.view(part.shape[0], -1, size)
+            return torch.ops.vllm_ir.rms_norm(rows, weight, epsilon, variance).view(part.shape)
+
+        query = normalized("query", query, q_norm, epsilons[0])
+        key = normalized("key", key, k_norm, epsilons[1])
+        places = positions + 1 if shifted else positions
+        table = table if factor is None else table * factor
+        query, key = RotaryEmbedding.forward_static(places, query, key, size, rotary, table, neox)
+        plain = query
+        if scales:
+            query, _ = quantize.forward_native(query.view(-1, size) if by_rows else query, scales[0])
+        found = query.view(-1, H, size), key.view(-1, G, size), value.view(-1, G, size)
+        return (*found, plain * 2) if read_twice else found
+
+    return Model(heads, tuple(named.values()))
+
+
+def joined(layer: Model, *, wanted: bool = True) -> tuple[int, Any]:
+    """How many of our operators are in the compiled graph, and what it computes."""
+    from torch._inductor.compile_fx import compile_fx
+
+    from vllm_fp8ext.compat.graphs.fusion import PASS, JoinLinear
+
+    counts = []
+
+    class Counted(JoinLinear):
+        def __call__(self, graph: fx.Graph) -> None:
+            super().__call__(graph)
+            graph.lint()
+            counts.append(sum(str(node.target) == "fp8ext.norm_rope.default" for node in graph.nodes))
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Any:
+        options = {
+            PASS: Counted(norm_rope=wanted),
+            "fx_graph_cache": False,
+            "enable_auto_functionalized_v2": False,
+        }
+        return compile_fx(module, inputs, config_patches=options)
+
+    torch._dynamo.reset()
+    for tokens in layer.inputs[:2]:
+        torch._dynamo.mark_dynamic(tokens, 0)
+    found = torch.compile(layer.heads, fullgraph=True, backend=backend)(*layer.inputs)
+    return sum(counts), found
+
+
+SCALES = {
+    "16 bits": None,
+    "one scale": torch.tensor(0.02),
+    "a scale for each head": torch.tensor([0.02, 0.05]),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("normed", [True, False], ids=["norms", "no norms"])
+def test_a_layers_heads(normed: bool, scale: Tensor | None):
+    layer = model(normed=("query", "key") if normed else (), scale=scale)
+    count, found = joined(layer)
+    assert count == 1
+    for mine, expected in zip(found, layer.heads(*layer.inputs), strict=True):
+        assert (mine.dtype, mine.shape, mine.is_contiguous()) == (
+            expected.dtype,
+            expected.shape,
+            expected.is_contiguous(),
+        )
+        assert apart(mine, expected) < 0.01
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Of the whole: eager rotary embedding rounds twice more, which shows where its two terms cancel."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("way", ["read_twice", "by_rows", "apart"])
+def test_queries_that_are_quantized_after(way: str):
+    """Another reads them; rows of them are quantized; or the scales do not lie side by side."""
+    scale = SCALES["a scale for each head" if way == "apart" else "one scale"]
+    layer = model(scale=scale, **{way: "scale" if way == "apart" else True})
+    count, found = joined(layer)
+    assert count == 1
+    expected = layer.heads(*layer.inputs)
+    assert [apart(*pair) < 0.01 for pair in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+STAY: dict[str, dict[str, Any]] = {
+    "part of a head": {"rotary": D // 2},
+    "pairs side by side": {"neox": False},
+    "places made in the graph": {"shifted": True},
+    "places apart": {"apart": "positions"},
+    "heads of another size": {"size": 96},
+    "a norm for each head": {"by_head": True},
+    "a norm's weight apart": {"apart": "key"},
+    "a norm's weight made in the graph": {"plus_one": True},
+    "other epsilons": {"epsilons": (1e-6, 1e-5)},
+    "one norm": {"normed": ("query",)},
+    "a norm of half a head": {"variance": D // 2},
+    "another table": {"factor": 0.5},
+    "a table apart": {"apart": "table"},
+}
+
+
+@pytest.mark.parametrize("why", STAY)
+def test_layers_that_stay(why: str):
+    layer = model(**STAY[why])
+    count, found = joined(layer)
+    assert count == 0
+    assert [apart(*pair) < 0.01 for pair in zip(found, layer.heads(*layer.inputs), strict=True)] == [True] * 3
+
+
+def test_a_layer_stays_where_that_is_set():
+    from vllm_fp8ext.compat.graphs import fusion
+
+    assert joined(model(), wanted=False)[0] == 0
+    keys = set()
+    for wanted in (True, False):
+        compilation = SimpleNamespace(inductor_compile_config={}, custom_ops=[])
+        fusion.configure(
+            SimpleNamespace(compilation_config=compilation, additional_config=None), norm_rope=wanted
+        )
+        found = compilation.inductor_compile_config[fusion.PASS]
+        assert found.norm_rope is wanted
+        keys.add(pickle.loads(pickle.dumps(found)).uuid())
+    assert len(keys) == 2

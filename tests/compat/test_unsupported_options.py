@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every combination that a server refuses at start: real configurations, made as `vllm serve` makes them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import DeepseekV2Config
+
+from vllm_fp8ext.checkpoints import EARLY
+from vllm_fp8ext.environment import ADMIN_KEY
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "pipeline parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size > 1: an exchange spans"),
+    "data parallel": ({"data_parallel_size": 2}, "--data-parallel-size > 1: run one server per replica"),
+    "API servers": ({"_api_process_count": 2}, "--api-server-count > 1: the parts of one update"),
+    "LoRA": ({"enable_lora": True}, "--enable-lora: adapters are not part of an update"),
+    "speculative": (
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 3,
+            }
+        },
+        "--speculative-config: a draft model would keep its old weights",
+    ),
+    "EPLB": ({"enable_eplb": True}, "--enable-eplb: experts would move between ranks"),
+    "EPLB without updates": (
+        {"enable_eplb": True, "additional_config": {"fp8ext": {"staging": "none"}}},
+        "--enable-eplb: experts would move between ranks",
+    ),
+    "weights of other ranks' experts": (
+        {"enable_ep_weight_filter": True},
+        "--enable-ep-weight-filter: no rank would know the names of the others' experts",
+    ),
+    "CPU offload": ({"cpu_offload_gb": 1}, "CPU offload: offloaded weights have no address"),
+    "KV transfer": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "--kv-transfer-config: K and V of other weights",
+    ),
+    "encoder transfer": (
+        {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
+        "--ec-transfer-config: outputs of other weights' encoders",
+    ),
+    "pooling": ({"runner": "pooling"}, "a pooling model: it has no logits"),
+    "MLA": ({"model": "mla"}, "multi-head latent attention (MLA): its weights are rebuilt"),
+    "MLA without updates": (
+        {"model": "mla", "additional_config": {"fp8ext": {"staging": "none"}}},
+        "blockfp8 can't be combined with:\n  multi-head latent attention (MLA)",
+    ),
+    "MLA that can be expanded": (
+        {"model": "mla"},
+        "the environment variable VLLM_MLA_DISABLE=1 expands the attention",
+    ),
+    "MLA that can't be expanded": (
+        {"model": "mla", "hf_overrides": {"index_topk": 64}},
+        "sparse attention (index_topk) needs it: no setting of blockfp8 serves this model",
+    ),
+    "dev mode": ({"VLLM_SERVER_DEV_MODE": "1"}, "it opens weight routes that need no key; expected it unset"),
+    "dev mode without updates": (
+        {"VLLM_SERVER_DEV_MODE": "1", "additional_config": {"fp8ext": {"staging": "none"}}},
+        "it opens weight routes that need no key",
+    ),
+    "a key that nobody could send": (
+        {ADMIN_KEY: "schlüssel"},
+        f"{ADMIN_KEY}: expected a key of printable ASCII characters",
+    ),
+    "scales of a 16-bit KV cache": (
+        {"additional_config": {"fp8ext": {"kv_scales": "calibrate"}}},
+        "expected --kv-cache-dtype fp8, found auto",
+    ),
+    "several at once": (
+        {"VLLM_SERVER_DEV_MODE": "1", "enable_lora": True, "pipeline_parallel_size": 2},
+        "blockfp8 can't be combined with:\n"
+        "  VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key; expected it unset\n"
+        "blockfp8 with live updates can't be combined with:\n"
+        "  --pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only\n"
+        "  --enable-lora: adapters are not part of an update\n"
+        'Without live updates (--additional-config \'{"fp8ext": {"staging": "none"}}\') the latter are not refused.',
+    ),
+    "unknown setting": ({"additional_config": {"fp8ext": {"stagign": "none"}}}, "stagign: unknown key"),
+    "wrong setting": ({"additional_config": {"fp8ext": {"canary": {}}}}, "canary.prompts"),
+}
+TAKEN: dict[str, dict[str, Any]] = {
+    "nothing special": {},
+    "scales of an FP8 KV cache": {
+        "kv_cache_dtype": "fp8",
+        "additional_config": {"fp8ext": {"kv_scales": "calibrate"}},
+    },
+    "MLA, expanded": {"model": "mla", "VLLM_MLA_DISABLE": "1"},
+    "LoRA without updates": {
+        "enable_lora": True,
+        "additional_config": {"fp8ext": {"staging": "none"}},
+    },
+}
+
+SCRIPT = """
+import json, os, sys
+from vllm.engine.arg_utils import AsyncEngineArgs
+answers = {}
+for name, options in json.load(sys.stdin).items():
+    later = {key: options.pop(key) for key in ("_api_process_count", "enable_eplb") if key in options}
+    os.environ.update({key: options.pop(key) for key in list(options) if key.isupper()})
+    try:
+        args = AsyncEngineArgs(quantization="blockfp8", max_model_len=256, **options)
+        if "_api_process_count" in later:
+            args._api_process_count = later["_api_process_count"]
+        config = args.create_engine_config()
+        if "enable_eplb" in later:  # vLLM itself takes it on GPUs only
+            from vllm_fp8ext.compat.unsupported_options import refuse_unsupported
+            from vllm_fp8ext.config import Settings
+            config.parallel_config.enable_eplb = True
+            refuse_unsupported(config, Settings.parse(config.additional_config))
+        answers[name] = ""
+    except Exception as error:
+        answers[name] = f"{type(error).__name__}: {error}"
+    for key in ("VLLM_SERVER_DEV_MODE", "VLLM_MLA_DISABLE", "FP8EXT_ADMIN_KEY"):
+        os.environ.pop(key, None)
+json.dump(answers, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What making each configuration came to, in a process where vLLM loads the plugin by itself."""
+    folder = tmp_path_factory.mktemp("refusals")
+    latent = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = DeepseekV2Config(
+        **latent, **shape, v_head_dim=16, vocab_size=128, architectures=["DeepseekV2ForCausalLM"]
+    )
+    config.save_pretrained(folder / "mla")
+    cases = {name: dict(options) for name, (options, _) in REFUSED.items()} | TAKEN
+    for options in cases.values():
+        options["model"] = str(folder / "mla" if options.get("model") == "mla" else EARLY)
+    out = folder / "answers.json"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, str(out)],
+        input=json.dumps(cases),
+        env={**os.environ, "VLLM_PLUGINS": "fp8ext"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(Path(out).read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(answers: dict[str, str], case: str):
+    assert answers[case].startswith("ConfigError"), answers[case]
+    assert REFUSED[case][1] in answers[case]
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_taken(answers: dict[str, str], case: str):
+    assert answers[case] == ""

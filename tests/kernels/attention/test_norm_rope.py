@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norm, rotary embedding and quantization of queries in one launch against the reference, bit for bit.
+
+Sums of squares depend on their order, so inputs are small integers times a power of two, as in the test of the fused norm.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+
+pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+from vllm_fp8ext.kernels.attention.norm_rope import Norms, norm_rope, norm_rope_reference
+
+POSITIONS = 64
+
+
+def cos_sin(size: int, dtype: torch.dtype) -> Tensor:
+    """As vLLM keeps it."""
+    frequencies = 1e4 ** -(torch.arange(0, size, 2) / size)
+    angles = torch.outer(torch.arange(POSITIONS), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+
+
+def on(device: str, value: Any) -> Any:
+    if isinstance(value, Norms):
+        return Norms(value.query_D.to(device), value.key_D.to(device), value.epsilon)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+@given(
+    st.integers(1, 4),
+    st.sampled_from(((1, 1), (4, 1), (8, 2), (5, 5), (12, 4), (32, 8))),
+    st.sampled_from((64, 128, 256)),
+    st.integers(-8, 4),
+    st.booleans(),
+    st.sampled_from(("none", "one", "per head")),
+    st.sampled_from((torch.bfloat16, torch.float16)),
+    st.integers(0, 2**32 - 4),
+)
+@example(1, (4, 1), 128, 0, True, "none", torch.bfloat16, 0)
+@example(3, (32, 8), 128, 0, True, "per head", torch.bfloat16, 0)
+@example(2, (12, 4), 64, 4, False, "one", torch.float16, 0)
+@settings(max_examples=40)
+def test_everything_is_the_references(
+    device: str,
+    m: int,
+    heads: tuple[int, int],
+    size: int,
+    exponent: int,
+    normed: bool,
+    scaled: str,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    columns = (heads[0] + 2 * heads[1]) * size
+    qkv = cases.integers(m, columns, exponent=exponent, dtype=dtype, seed=seed)
+    noise = torch.Generator().manual_seed(seed + 1)
+    positions = torch.randint(POSITIONS, (m,), generator=noise)
+    weights = cases.awkward(2, size, "normal", dtype, seed).clamp(-500, 500)
+    norms = Norms(weights[0], weights[1], 1e-6) if normed else None
+    scale = {
+        "none": None,
+        "one": torch.tensor(0.03),
+        "per head": torch.rand(heads[1], generator=noise) * 0.1 + 1e-3,
+    }[scaled]
+    arguments = (qkv, positions, cos_sin(size, dtype), norms, scale, *heads)
+    found = norm_rope(*(on(device, value) for value in arguments))
+    expected = norm_rope_reference(*arguments)
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+
+
+def test_rows_further_apart_and_no_tokens(device: str) -> None:
+    wide = cases.integers(3, 6 * 64 + 48, exponent=0, dtype=torch.bfloat16, seed=3).to(device)
+    qkv, table = wide[:, : 6 * 64], cos_sin(64, torch.bfloat16)
+    positions = torch.tensor([5, 0, 63])
+    found = norm_rope(qkv, positions.to(device), table.to(device), None, None, 4, 1)
+    expected = norm_rope_reference(qkv.cpu(), positions, table, None, None, 4, 1)
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+    query, key = norm_rope(qkv[:0], positions[:0].to(device), table.to(device), None, None, 4, 1)
+    assert (query.shape, key.shape) == ((0, 4, 64), (0, 1, 64))
+
+
+def test_what_is_not_a_number_stays_none_and_large_queries_saturate(device: str) -> None:
+    qkv = torch.zeros(2, 3 * 64, dtype=torch.bfloat16)
+    qkv[0, 0], qkv[1, 1] = torch.nan, 3e38
+    arguments = (qkv, torch.tensor([0, 0]), cos_sin(64, torch.bfloat16), None, torch.tensor(1.0), 1, 1)
+    query, _ = norm_rope(*(on(device, value) for value in arguments))
+    assert query.float()[0, 0, 0].isnan()
+    assert query.float()[1, 0, 1] == 448

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel takes which shape of weight."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import selection
+from vllm_fp8ext.kernels.gemm.selection import Route, crossover, crossover_alone, route
+
+ALL = ("deep_gemm", "cutlass", "triton")
+BIG, WIDE = (4096, 12288), (24576, 4096)
+AHEAD = {BIG: 32, WIDE: 64}
+"""Up to how many tokens `decode_gemm` is ahead, in these tests."""
+ODD = (200, 1000)
+"""No multiple of 128, and its rows begin at no multiple of 16 bytes."""
+
+
+KERNELS = ("decode_gemm", "deep_gemm", "cutlass")
+Times = dict[str, list[float]]
+"""Microseconds of these, or of the first of them, by tokens."""
+
+
+@pytest.fixture
+def table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[dict[tuple[int, int], Times]], None]]:
+    """Puts measured times in place of those that this project has, and what layers were the fastest with."""
+
+    def put(found: dict[tuple[int, int], Times], layers: Sequence[dict[str, Any]] = ()) -> None:
+        file = tmp_path / "crossover.json"
+        cases = [
+            {"n": n, "k": k, "us": {m: dict(zip(KERNELS, us, strict=False)) for m, us in times.items()}}
+            for (n, k), times in found.items()
+        ]
+        file.write_text(json.dumps({"cases": cases}))
+        monkeypatch.setattr(selection, "TABLE", file)
+        in_layers = tmp_path / "decode_gemm_configs_in_layers.json"
+        in_layers.write_text(json.dumps({"cases": layers}))
+        monkeypatch.setattr(decode_cuts, "_LAYERS", in_layers)
+        _forget()
+
+    yield put
+    _forget()
+
+
+def _forget() -> None:
+    selection._alone.cache_clear()
+    decode_cuts._in_layers.cache_clear()
+    decode_cuts.most_in_layers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("shape", "usable", "few", "chosen", "expected"),
+    [
+        (BIG, ALL, True, {}, Route(32, "deep_gemm")),
+        (WIDE, ALL, True, {}, Route(64, "deep_gemm")),
+        (BIG, ALL[1:], True, {}, Route(64, "cutlass")),
+        (BIG, ALL, False, {}, Route(0, "deep_gemm")),
+        (BIG, (), True, {}, Route(128, "decode_gemm")),
+        (BIG, (), False, {}, None),
+        (ODD, ("triton",), True, {}, Route(0, "triton")),
+        (ODD, (), True, {}, None),
+        (BIG, ALL, True, {"decode_tokens": 0}, Route(0, "deep_gemm")),
+        (BIG, ALL, True, {"decode_tokens": 128, "gemm": "triton"}, Route(128, "triton")),
+        (BIG, ALL, True, {"gemm": "decode_gemm"}, Route(128, "decode_gemm")),
+        (ODD, ("triton",), True, {"decode_tokens": 0}, Route(0, "triton")),
+    ],
+)
+def test_routes(shape, usable, few, chosen, expected, table) -> None:
+    table(
+        {
+            known: {str(m): [1, 2] if m <= most else [2, 1] for m in (16, 32, 64, 128)}
+            for known, most in AHEAD.items()
+        }
+    )
+    assert route(shape, usable, few=few, **chosen) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "usable", "few", "chosen", "match"),
+    [
+        (BIG, ALL, False, {"decode_tokens": 8}, "decode_tokens 8: decode_gemm does not take .* 4096x12288"),
+        (ODD, ALL, True, {"decode_tokens": 8}, "decode_gemm does not take weights of 200x1000"),
+        (BIG, ALL[2:], True, {"gemm": "cutlass"}, "gemm cutlass: .*; those that do: triton, decode_gemm"),
+        (BIG, (), False, {"gemm": "decode_gemm"}, "those that do: none"),
+    ],
+)
+def test_what_was_chosen_is_not_replaced(shape, usable, few, chosen, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        route(shape, usable, few=few, **chosen)
+
+
+@pytest.mark.parametrize(
+    ("times", "most"),
+    [
+        ({"8": [1, 2], "16": [1, 2], "32": [2, 1], "64": [1, 2]}, 16),
+        ({"8": [2, 1], "16": [1, 2]}, 0),
+        ({"16": [1, 2], "8": [1, 1]}, 16),
+    ],
+)
+def test_the_crossover_is_where_the_decode_gemm_falls_behind(
+    times: dict[str, list[float]], most: int, table: Callable[..., None]
+) -> None:
+    table({(256, 512): times})
+    assert crossover(256, 512, "deep_gemm") == most
+
+
+def in_layers(n: int, k: int, most: int) -> list[dict[str, Any]]:
+    """What a layer of these weights was the fastest with: `decode_gemm` up to so many tokens."""
+    cut = (64, 1, False, False)
+    return [
+        {"n": n, "k": k, "tokens": tokens, "cut": cut if tokens <= most else None}
+        for tokens in decode_cuts.TOKENS
+    ]
+
+
+def test_what_a_layer_is_the_fastest_with_goes_first(table: Callable[..., None]) -> None:
+    alone = {"16": [1, 2, 2], "32": [2, 1, 1]}
+    table({BIG: alone, WIDE: alone}, in_layers(*BIG, 64))
+    assert route(BIG, ALL, few=True) == Route(64, "deep_gemm")
+    assert route(WIDE, ALL, few=True) == Route(16, "deep_gemm"), "measured alone"
+    assert route(BIG, ALL[1:], few=True) == Route(16, "cutlass"), "layers are measured beside DeepGEMM"
+    assert crossover_alone(*BIG, "deep_gemm") == 16
+    assert crossover(4096, 12416, "deep_gemm") == 64, "like the shape nearest in size"
+
+
+@pytest.mark.parametrize("most", [0, 8, 64, 128])
+def test_layers_end_where_the_first_is_faster_with_deep_gemm(most: int, table: Callable[..., None]) -> None:
+    table({}, in_layers(*BIG, most))
+    assert crossover(*BIG, "deep_gemm") == most
+    later = [
+        case | {"cut": (64, 1, False, False)} if case["tokens"] == 128 else case
+        for case in in_layers(*BIG, most)
+    ]
+    table({}, later)
+    assert crossover(*BIG, "deep_gemm") == (128 if most >= 64 else most)
+
+
+@pytest.mark.parametrize("measured", [{8}, {8, 16}, {16, 32, 64, 128}, {8, 16, 64, 128}])
+def test_layers_that_were_not_measured_as_far_say_nothing(
+    measured: set[int], table: Callable[..., None]
+) -> None:
+    """Where the sweep ended early, or was asked for some numbers of tokens."""
+    known = [case for case in in_layers(*BIG, 64) if case["tokens"] in measured]
+    table({BIG: {"16": [1, 2], "32": [2, 1]}}, known)
+    assert crossover(*BIG, "deep_gemm") == 16
+
+
+def test_layers_that_were_measured_until_deep_gemm_was_faster_say_enough(table: Callable[..., None]) -> None:
+    known = [case for case in in_layers(*BIG, 32) if case["tokens"] <= 64]
+    table({BIG: {"16": [1, 2], "32": [2, 1]}}, known)
+    assert crossover(*BIG, "deep_gemm") == 32
+
+
+def test_a_shape_that_was_not_measured_is_like_the_one_nearest_in_size(table: Callable[..., None]) -> None:
+    ahead = {most: {str(m): [1, 2] if m <= most else [2, 1] for m in (16, 32, 64)} for most in (16, 32, 64)}
+    table({(1024, 1024): ahead[16], (4096, 4096): ahead[32], (512, 32768): ahead[64]})
+    assert crossover(1024, 2048, "deep_gemm") == 16
+    assert crossover(8192, 2048, "deep_gemm") == 32, "as large as two of them, and more like the first"
+    assert crossover(64, 1 << 18, "deep_gemm") == 64
+
+
+def test_one_time_that_is_off_moves_nothing(table: Callable[..., None]) -> None:
+    table({(256, 512): {"8": [1.01, 1], "16": [1, 2], "32": [1, 1.5], "64": [2, 1]}})
+    assert crossover(256, 512, "deep_gemm") == 32
+
+
+def test_each_kernel_for_many_tokens_has_its_own(table: Callable[..., None]) -> None:
+    table({BIG: {"16": [1, 2], "32": [2, 1]}, WIDE: {"16": [1, 2, 2], "32": [2, 1, 3], "64": [2, 1, 1]}})
+    assert route(WIDE, ALL, few=True) == Route(16, "deep_gemm")
+    assert route(WIDE, ALL[1:], few=True) == Route(32, "cutlass")
+    assert route(BIG, ALL[1:], few=True) == Route(32, "cutlass"), "measured for the other shape alone"
+    assert route(BIG, ALL[2:], few=True) == Route(64, "triton"), "not measured"
+    assert route(WIDE, ALL, few=True, gemm="cutlass") == Route(32, "cutlass"), "as the user wants it"
+    assert route(BIG, (), few=True) == Route(128, "decode_gemm"), "which takes the others too"
+
+
+@pytest.mark.parametrize("most", [0, 128])
+def test_a_crossover_at_either_end(most: int, table: Callable[..., None]) -> None:
+    table({(4096, 12288): {str(m): [1, 2] if most else [2, 1] for m in decode_cuts.TOKENS}})
+    assert route((4096, 12288), ("deep_gemm",), few=True) == Route(most, "deep_gemm")
+    forced = route((4096, 12288), ("deep_gemm",), few=True, gemm="decode_gemm")
+    assert forced == Route(128, "decode_gemm")
+
+
+def test_columns_that_the_widest_kernels_have_no_room_for(table: Callable[..., None]) -> None:
+    n, k = 4096, 1 << 16
+    widest = max(m for m in decode_cuts.TOKENS if decode_cuts.usable(m, n, k))
+    assert widest < 128
+    table({(n, k): {str(m): [1, 2] for m in decode_cuts.TOKENS}})
+    assert route((n, k), ("deep_gemm",), few=True) == Route(widest, "deep_gemm")
+
+
+def test_every_measured_shape_says_of_which_run_it_is() -> None:
+    measured = json.loads(selection.TABLE.read_text())
+    for case in measured["cases"]:
+        assert measured["runs"][case["run"]]["gpus"]
+        assert set(case["us"]) <= {str(tokens) for tokens in decode_cuts.TOKENS}
+        for times in case["us"].values():
+            assert {"decode_gemm", "deep_gemm"} <= set(times) <= set(KERNELS)
+            assert all(us > 0 for us in times.values())

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused norm against its reference, bit for bit.
+
+Sums of squares depend on their order, so inputs are small integers times a power of two: their squares add up exactly, in
+any order. The weights of the norm are of every kind, and so are then the values that are quantized.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
+from vllm_fp8ext.kernels.testing import kernel_cases as cases
+
+pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+from vllm_fp8ext.kernels.quantize import rmsnorm_quantize as kernel
+from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize_reference
+
+SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
+
+
+def rmsnorm_quantize(*arguments: Any, few: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and the new residual, as the reference returns them."""
+    (codes, scales), added = kernel.rmsnorm_quantize(*arguments, few=few)
+    return codes, scales, added
+
+
+@given(
+    st.integers(1, 4),
+    SIZES,
+    st.integers(-8, 8),
+    st.sampled_from(("normal", "heavy", "zeros", "floor")),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((torch.bfloat16, torch.float16)),
+    st.sampled_from(("fp32", "pow2")),
+    st.integers(0, 2**32 - 2),
+)
+@example(1, 1, 0, "normal", False, False, torch.bfloat16, "fp32", 0)
+@example(1, 300, 0, "heavy", True, True, torch.bfloat16, "pow2", 0)
+@settings(max_examples=40)
+def test_everything_is_the_references(
+    device: str,
+    m: int,
+    k: int,
+    exponent: int,
+    kind: str,
+    add: bool,
+    few: bool,
+    dtype: torch.dtype,
+    scale_format: ScaleFormat,
+    seed: int,
+) -> None:
+    x = cases.integers(m, k, exponent=exponent, dtype=dtype, seed=seed)
+    residual = cases.integers(m, k, exponent=exponent, dtype=dtype, seed=seed + 1) if add else None
+    # products with up to sqrt(k) stay finite
+    weight = cases.awkward(1, k, kind, dtype, seed)[0].clamp(-500, 500)
+    here = x.to(device), None if residual is None else residual.to(device), weight.to(device)
+    found = rmsnorm_quantize(*here, 1e-6, scale_format, few=few)
+    expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, scale_format)
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+
+
+def test_a_token_of_zeros_stays_zero(device: str) -> None:
+    x = torch.zeros(1, 200, dtype=torch.bfloat16)
+    weight = torch.ones(200, dtype=torch.bfloat16)
+    found = rmsnorm_quantize(x.to(device), None, weight.to(device), 1e-6, "fp32")
+    expected = rmsnorm_quantize_reference(x, None, weight, 1e-6, "fp32")
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+    assert not found[0].view(torch.uint8).any()
+
+
+def test_rows_may_lie_apart(device: str) -> None:
+    wide = cases.integers(3, 700, exponent=0, dtype=torch.bfloat16, seed=1)
+    x, residual = wide[:, :300], wide[:, 400:]
+    weight = cases.awkward(1, 300, "normal", torch.bfloat16)[0]
+    there = wide.to(device)
+    found = rmsnorm_quantize(there[:, :300], there[:, 400:], weight.to(device), 1e-6, "pow2")
+    expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, "pow2")
+    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_only_the_token_with_what_is_not_finite_is_lost(device: str, value: float) -> None:
+    """NaN and infinity reach the mean, hence the whole token."""
+    x = cases.integers(3, 300, exponent=0, dtype=torch.bfloat16, seed=2)
+    weight = torch.ones(300, dtype=torch.bfloat16)
+    expected = rmsnorm_quantize_reference(x, None, weight, 1e-6, "fp32")
+    x[1, 200] = value
+    found = rmsnorm_quantize(x.to(device), None, weight.to(device), 1e-6, "fp32")
+    wanted = rmsnorm_quantize_reference(x, None, weight, 1e-6, "fp32")
+    assert torch.isfinite(found[1]).tolist() == torch.isfinite(wanted[1]).tolist()
+    assert not torch.isfinite(found[1][1]).all()
+    for row in (0, 2):
+        assert cases.same(found[0][row], expected[0][row])
+        assert cases.same(found[1][row], expected[1][row])

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that are brought to the rank's device in groups, from a file or a body, against those that were sent."""
+
+import mmap
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_fp8ext.update.contract.manifest import TensorSpec
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.transports.gather import Gather, groups, reads
+from vllm_fp8ext.update.transports.memory import Placed
+from vllm_fp8ext.update.transports.read_ahead import Raw, ReadAhead, Rows, Wanted
+from vllm_fp8ext.update.transports.source import mapped_parts
+
+CPU = torch.device("cpu")
+ROOM, OFFSET = 4096, 7
+shapes = st.lists(
+    st.tuples(
+        st.one_of(
+            st.just(()), st.tuples(st.integers(0, 40)), st.tuples(st.integers(1, 40), st.integers(1, 90))
+        ),
+        st.sampled_from((torch.float32, torch.bfloat16)),
+        st.sampled_from((0, 0, 0, 1, 600)),  # a hole behind it
+    ),
+    max_size=12,
+)
+Shapes = list[tuple[tuple[int, ...], torch.dtype, int]]
+numbers = st.sets(st.sampled_from([str(index) for index in range(12)]))
+
+
+def body(of: Shapes) -> tuple[bytes, dict[str, Tensor], list[StoredTensor]]:
+    """Bytes, from some way into them tensors, what these are, and where."""
+    noise = torch.Generator().manual_seed(len(of))
+    data, tensors, stored = bytearray(bytes(OFFSET)), {}, []
+    for index, (shape, dtype, hole) in enumerate(of):
+        values = torch.randn(shape, generator=noise).to(dtype)
+        spec = TensorSpec(str(index), shape, str(dtype).removeprefix("torch."))
+        stored.append(StoredTensor(spec, len(data) - OFFSET, values.nbytes))
+        tensors[spec.name] = values
+        data += values.reshape(-1).view(torch.uint8).numpy().tobytes() + bytes(hole)
+    return bytes(data), tensors, stored
+
+
+def read(data: bytes, of: Iterable[Wanted], way: str) -> Iterable[Rows | Raw]:
+    if way == "mapped":
+        mapped = mmap.mmap(-1, max(1, len(data)))
+        mapped[: len(data)] = data
+        return mapped_parts(mapped, OFFSET, of)
+
+    def fill(buffer: memoryview, start: int) -> None:
+        buffer[:] = data[OFFSET + start : OFFSET + start + len(buffer)]
+
+    return ReadAhead(CPU, 2, 3, 1000).read(of, fill)
+
+
+@pytest.mark.parametrize("way", ["mapped", "read"])
+@given(shapes, numbers)
+def test_everything_comes_whole_and_in_order(way: str, of: Shapes, apart: set[str]) -> None:
+    data, tensors, stored = body(of)
+    gather = Gather(CPU, ROOM)
+    plan = gather.plan(stored, apart)
+    found: dict[str, Tensor] = {}
+    together = set()
+    for part in gather.gathered(read(data, reads(plan), way), plan):
+        for rows in (part,) if isinstance(part, Rows) else part:
+            name = rows.stored.spec.name
+            found[name] = torch.cat([found[name], rows.values]) if name in found else rows.values.clone()
+        if isinstance(part, Placed):
+            together |= {where.spec.name for where in part.tensors}
+    assert list(found) == list(tensors)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert together == {name for name in tensors if name not in apart and tensors[name].nbytes <= ROOM}
+
+
+@given(shapes, numbers)
+def test_groups_fit_and_are_as_large_as_they_can_be(of: Shapes, apart: set[str]) -> None:
+    _, _, stored = body(of)
+    listed = list(groups(stored, ROOM, apart))
+    for group in listed:
+        assert group.tensors
+        for where in group.tensors:
+            assert where.start % 16 == 0 or not group.stretches
+        for stretch, following in pairwise(group.stretches):
+            adjoin = stretch.stop == following.start
+            assert not adjoin or (stretch.at + stretch.stop - stretch.start) % 16, "neighbours are one"
+        for stretch in group.stretches:
+            assert stretch.at % 256 == 0
+            assert stretch.at + stretch.stop - stretch.start <= ROOM
+    for group, following in pairwise(listed):
+        if group.stretches and following.stretches:
+            end = group.tensors[-1].start + group.tensors[-1].size
+            assert -(-end // 256) * 256 + following.tensors[0].size > ROOM

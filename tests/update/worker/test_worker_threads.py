@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long work on threads: order, results, and what is left to do after them."""
+
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fp8ext.update.worker.worker_threads import TURN_SECONDS, Lanes
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def lanes() -> Lanes:
+    return Lanes(torch.device("cpu"))
+
+
+def test_jobs_of_a_lane_come_one_after_the_other_and_other_lanes_beside(lanes: Lanes) -> None:
+    go, seen = threading.Event(), []
+
+    def first() -> dict[str, int]:
+        assert go.wait(PATIENCE)
+        seen.append(1)
+        return {"value": 1}
+
+    def second() -> dict[str, int]:
+        seen.append(2)
+        return {"value": 2}
+
+    lanes.start("a", 1, first)
+    lanes.start("a", 2, second)
+    lanes.start("b", 3, lambda: {"value": 3})
+    assert lanes.take(3, PATIENCE) == {"value": 3}
+    assert lanes.take(2) is None
+    go.set()
+    assert lanes.take(2, PATIENCE) == {"value": 2}
+    assert lanes.take(1) == {"value": 1}
+    assert lanes.take(1) is None, "a result is told once"
+    assert seen == [1, 2]
+
+
+def test_an_error_is_a_result_and_the_lane_goes_on(lanes: Lanes) -> None:
+    def fails() -> dict[str, int]:
+        raise RuntimeError("no room")
+
+    lanes.start("a", 1, fails)
+    lanes.start("a", 2, dict)
+    assert "no room" in lanes.take(1, PATIENCE)["error"]["message"]
+    assert lanes.take(2, PATIENCE) == {}
+
+
+def test_what_is_left_to_do_waits_until_the_lane_is_quiet(lanes: Lanes) -> None:
+    order, over = [], threading.Event()
+
+    def after() -> None:
+        order.append("after")
+        over.set()
+        raise RuntimeError("could not be closed")
+
+    lanes.start("a", 1, dict, after)
+    lanes.start("a", 2, lambda: order.append("next") or {})
+    assert lanes.take(2, PATIENCE) == {}
+    assert over.wait(PATIENCE)
+    assert order == ["next", "after"]
+    lanes.start("a", 3, dict)
+    assert lanes.take(3, PATIENCE) == {}, "the lane goes on"
+    assert order == ["next", "after"], "once"
+
+
+def test_what_is_left_to_do_is_done_before_more_is_left(lanes: Lanes) -> None:
+    order = []
+    lanes.start("a", 1, dict, lambda: order.append("after"))
+    lanes.start("a", 2, lambda: order.append("next") or {}, lambda: None)
+    assert lanes.take(2, PATIENCE) == {}
+    assert order == ["after", "next"]
+
+
+def test_what_is_left_to_do_can_be_done_at_once(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_fp8ext.update.worker.worker_threads.QUIET_SECONDS", PATIENCE)
+    order = []
+    lanes.start("a", 1, dict, lambda: order.append("after"))
+    assert lanes.take(1, PATIENCE) == {}
+    lanes.finish()
+    assert order == ["after"]
+
+
+def test_what_is_left_to_do_is_waited_for_whoever_does_it(lanes: Lanes) -> None:
+    begun, go = threading.Event(), threading.Event()
+    order = []
+
+    def after() -> None:
+        begun.set()
+        assert go.wait(PATIENCE)
+        order.append("after")
+
+    lanes.start("a", 1, dict, after)
+    assert begun.wait(PATIENCE), "the lane is quiet, and has begun"
+    threading.Timer(0.05, go.set).start()
+    lanes.finish()
+    assert order == ["after"]
+
+
+def test_what_is_left_to_do_is_known_with_the_result(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_fp8ext.update.worker.worker_threads.QUIET_SECONDS", PATIENCE)
+    order: list[str] = []
+    tell = lanes.tell
+
+    def told(job: int, result: dict[str, Any]) -> None:
+        tell(job, result)
+        lanes.finish()  # as somebody who waited for the result
+
+    monkeypatch.setattr(lanes, "tell", told)
+    lanes.start("a", 1, dict, lambda: order.append("after"))
+    lanes.start("a", 2, dict)
+    assert lanes.take(2, PATIENCE) == {}
+    assert order == ["after"]
+
+
+def test_work_gets_inference_mode(lanes: Lanes) -> None:
+    lanes.start("a", 1, lambda: {"value": torch.is_inference_mode_enabled()})
+    assert lanes.take(1, None) == {"value": True}
+
+
+def test_threads_take_short_turns_while_a_lane_works(lanes: Lanes) -> None:
+    usual, go = sys.getswitchinterval(), threading.Event()
+    told = threading.Semaphore(0)
+
+    def work() -> dict[str, float]:
+        told.release()
+        assert go.wait(PATIENCE)
+        return {"seconds": sys.getswitchinterval()}
+
+    over = threading.Semaphore(0)
+    lanes.start("a", 1, work)
+    lanes.start("b", 2, work)
+    for _ in "ab":
+        assert told.acquire(timeout=PATIENCE)
+    assert sys.getswitchinterval() == pytest.approx(TURN_SECONDS)
+    go.set()
+    for lane in "ab":  # a lane is at its next job once it is done with the one before
+        lanes.start(lane, 3 + ord(lane), dict, over.release)
+        assert over.acquire(timeout=PATIENCE)
+    until = time.monotonic() + PATIENCE
+    while sys.getswitchinterval() != usual and time.monotonic() < until:
+        time.sleep(0.001)
+    assert sys.getswitchinterval() == pytest.approx(usual)
+    assert [lanes.take(job)["seconds"] for job in (1, 2)] == [pytest.approx(TURN_SECONDS)] * 2

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins linear layers of compiled graphs with the norm or the activation function before them, so that activations are
+quantized where they are made; and what stands between the projection to Q, K and V and attention (`fusion_rope`).
+
+A post-grad pass, added under Inductor's own key in vLLM's compilation config. vLLM's fusions do not fire for our operators;
+this can go once they take operators of a plugin.
+"""
+
+import inspect
+import logging
+import operator
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from vllm_fp8ext.compat.graphs import fusion_gelu, fusion_rope, graph_nodes
+from vllm_fp8ext.compat.graphs.graph_nodes import alike
+from vllm_fp8ext.kernels.attention import rotary
+from vllm_fp8ext.kernels.gemm import linear
+
+logger = logging.getLogger("vllm.fp8ext")
+
+PASS = "post_grad_custom_post_pass"
+GATES = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "gelu_tanh"}
+"""vLLM's operators, and what `gated_linear` calls them."""
+CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul")
+"""vLLM's layers that call them."""
+_SOURCES = (fusion_gelu, fusion_rope, graph_nodes, linear, rotary)
+"""What else decides about graphs."""
+
+
+def configure(config: Any, *, norm_rope: bool) -> None:
+    """Add the pass to a `VllmConfig` before anything is compiled; a pass of the user's stays, without ours."""
+    compilation = config.compilation_config
+    if PASS in compilation.inductor_compile_config:
+        logger.warning(
+            "fp8ext: norms and activation functions are not fused with linear layers: %s is taken", PASS
+        )
+        return
+    compilation.inductor_compile_config[PASS] = JoinLinear(norm_rope=norm_rope)
+    # vLLM's cache of compiled graphs asks for the configuration alone; `name_kernels` adds to it
+    config.additional_config = {**(config.additional_config or {}), "fp8ext_graphs": JoinLinear().uuid()}
+    for name in CUSTOM_OPS:  # each as one node, so that it is found below
+        if not any(op in compilation.custom_ops for op in (f"+{name}", f"-{name}", "all")):
+            compilation.custom_ops.append(f"+{name}")
+
+
+def compiled_with(config: Any, model: nn.Module) -> list[Any]:
+    """Every `VllmConfig` that the model is compiled with: parts of it may have copies of its own."""
+    return [config, *(part.vllm_config for part in model.modules() if hasattr(part, "vllm_config"))]
+
+
+def name_kernels(config: Any, model: nn.Module) -> None:
+    """Which kernel takes which layer of a loaded model is a constant of its graphs: what is cached with other kernels is for
+    other graphs."""
+    from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
+
+    found = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, BlockFp8LinearMethod):
+            found.add(f"{list(module.weight.shape)} {method.route}")
+    for each in compiled_with(config, model):
+        each.additional_config = {**(each.additional_config or {}), "fp8ext_kernels": sorted(found)}
+
+
+class JoinLinear(InductorPass):
+    """`fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of a gated activation function
+    `fp8ext::gated_linear`, of GELU alone `fp8ext::gelu_linear`; norms of heads and their rotary embedding become
+    `fp8ext::norm_rope`, if that is wanted."""
+
+    def __init__(self, *, norm_rope: bool = True) -> None:
+        self.norm_rope = norm_rope
+
+    def __call__(self, graph: fx.Graph) -> None:
+        found = 0
+        turned = fusion_rope.join_rope(graph) if self.norm_rope else 0
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target is torch.ops.fp8ext.linear.default:
+                found += _join_norm(graph, node) or _join_gate(graph, node) or _join_gelu(graph, node)
+        graph.eliminate_dead_code()
+        logger.debug(
+            "fp8ext: joined %d linear layers with what comes before them, %d attention layers' inputs",
+            found,
+            turned,
+        )
+
+    def uuid(self) -> str:
+        return self.hash_source(
+            *(inspect.getsource(module) for module in (sys.modules[__name__], *_SOURCES)), str(self.norm_rope)
+        )
+
+
+def _join_norm(graph: fx.Graph, node: fx.Node) -> bool:
+    """Only a norm that this layer alone reads, over whole rows, with a weight of the activations' dtype."""
+    source, ir = node.args[0], torch.ops.vllm_ir
+    if not isinstance(source, fx.Node) or len(source.users) > 1:
+        return False
+    if source.target is ir.rms_norm.default:
+        norm, residual = source, None
+        x, weight, epsilon, *rest = norm.args
+    elif source.target is operator.getitem and source.args[1] == 0:
+        norm = source.args[0]
+        if not isinstance(norm, fx.Node) or norm.target is not ir.fused_add_rms_norm.default:
+            return False
+        x, residual, weight, epsilon, *rest = norm.args
+    else:
+        return False
+    if weight is None or any(part is not None for part in rest) or norm.kwargs:
+        return False
+    if not alike(x, weight) or (residual is not None and not alike(x, residual)):
+        return False
+    with graph.inserting_before(node):
+        joined = graph.call_function(
+            torch.ops.fp8ext.rmsnorm_linear.default, (x, residual, weight, epsilon, *node.args[1:])
+        )
+        out = graph.call_function(operator.getitem, (joined, 0))
+        added = graph.call_function(operator.getitem, (joined, 1))
+    out.meta.update(node.meta)
+    if residual is not None:
+        for user in _items(norm, 1):
+            added.meta.update(user.meta)
+            user.replace_all_uses_with(added)
+    node.replace_all_uses_with(out)
+    return True
+
+
+def _join_gate(graph: fx.Graph, node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or len(source.users) > 1 or source.target is not operator.getitem:
+        return False
+    made, index = source.args
+    if index != 1 or not isinstance(made, fx.Node) or made.target is not auto_functionalized:
+        return False
+    activation = _gates().get(made.args[0]) if made.args else None
+    if activation is None:
+        return False
+    _replace(graph, node, torch.ops.fp8ext.gated_linear.default, made.kwargs["input"], activation)
+    return True
+
+
+def _join_gelu(graph: fx.Graph, node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or len(source.users) > 1:
+        return False
+    found = fusion_gelu.gelu_of(source)
+    if found is None:
+        return False
+    _replace(graph, node, torch.ops.fp8ext.gelu_linear.default, *found)
+    return True
+
+
+def _replace(graph: fx.Graph, node: fx.Node, joined_operator: Any, x: Any, activation: str) -> None:
+    """The layer by one that takes its activation function along."""
+    with graph.inserting_before(node):
+        joined = graph.call_function(joined_operator, (x, activation, *node.args[1:]))
+    joined.meta.update(node.meta)
+    joined.meta.pop("eager_input_vals", None)  # the other operator's
+    node.replace_all_uses_with(joined)
+
+
+def _gates() -> dict[Any, str]:
+    """Those of `GATES` that this vLLM is built with."""
+    return {
+        getattr(torch.ops._C, name).default: activation
+        for name, activation in GATES.items()
+        if hasattr(torch.ops._C, name)
+    }
+
+
+def _items(node: fx.Node, index: int) -> Iterator[fx.Node]:
+    yield from [user for user in node.users if user.target is operator.getitem and user.args[1] == index]

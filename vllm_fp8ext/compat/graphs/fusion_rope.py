@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the norms of query and key heads, their rotary embedding and the quantization of queries in a compiled graph, and
+puts `fp8ext::norm_rope` in their place.
+
+vLLM's own pass for the former two needs its rotary operator, which is not enabled; what it puts there neither starts before
+the kernel ahead has ended nor quantizes. This can go once it does.
+"""
+
+from collections.abc import Callable
+from operator import getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from vllm_fp8ext.compat.graphs.graph_nodes import alike, calls, value
+from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+_SIZES = (64, 128, 256)
+_DTYPES = (torch.bfloat16, torch.float16)
+_LARGEST = torch.finfo(FP8_DTYPE).max
+_SPREAD = _aten.unsqueeze.default, _aten.expand.default, _aten.clone.default, _aten.reshape.default
+"""What repeats the scales of KV heads for every column."""
+
+
+class _Heads(NamedTuple):
+    """Heads of Q or of K, turned."""
+
+    out: fx.Node
+    split: fx.Node
+    """Of the projection's columns."""
+    part: int
+    """Which of its parts."""
+    weight: Any
+    """Of their norm, or None."""
+    epsilon: float
+
+
+class _Table(NamedTuple):
+    cos_sin: fx.Node
+    positions: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+
+
+def join_rope(graph: fx.Graph) -> int:
+    """How many attention layers' inputs were joined."""
+    joined = 0
+    for node in list(graph.nodes):
+        if calls(node, _aten.index.Tensor) and (table := _table(node)):
+            found = [heads for user in _users(table.cos) if (heads := _heads(user, table))]
+            pairs = [
+                (q, k) for q in found for k in found if q.split is k.split and (q.part, k.part) == (0, 1)
+            ]
+            joined += len(pairs) == 1 and _join(graph, table, *pairs[0])
+    return joined
+
+
+def _join(graph: fx.Graph, table: _Table, query: _Heads, key: _Heads) -> bool:
+    heads, kv_heads = value(query.out).shape[1], value(key.out).shape[1]
+    size = value(table.cos_sin).shape[1]
+    projected, columns, *dimension = query.split.args
+    normed = (query.weight is None, query.epsilon) == (key.weight is None, key.epsilon)
+    if not normed or heads % kv_heads or size not in _SIZES or dimension not in ([-1], [1]):
+        return False
+    if columns != [heads * size, kv_heads * size, kv_heads * size] or value(projected).dim() != 2:
+        return False
+    weights = [weight for weight in (query.weight, key.weight) if weight is not None]
+    if any(value(weight).shape != (size,) for weight in weights):
+        return False
+    if not alike(projected, table.cos_sin, *weights) or value(projected).dtype not in _DTYPES:
+        return False
+    quantized, scale = _quantized(query.out, kv_heads) or (None, None)
+    first = min(query.out, key.out)
+    with graph.inserting_before(first):
+        arguments = (projected, table.positions, table.cos_sin, query.weight, key.weight, query.epsilon)
+        joined = graph.call_function(torch.ops.fp8ext.norm_rope.default, (*arguments, scale, heads, kv_heads))
+        parts = [graph.call_function(getitem, (joined, i)) for i in (0, 1)]
+        if quantized is not None:
+            parts[0] = graph.call_function(_aten.reshape.default, (parts[0], [-1, heads * size]))
+    for part, old in zip(parts, (quantized or query.out, key.out), strict=True):
+        part.meta.update(old.meta)
+        part.meta.pop("eager_input_vals", None)  # another operator's
+        old.replace_all_uses_with(part)
+    return True
+
+
+def _table(index: fx.Node) -> _Table | None:
+    """Rows of a table for the tokens' positions, which come from outside the graph, as cosines and sines."""
+    cos_sin, chosen = index.args
+    if len(chosen) != 1 or len(value(cos_sin).shape) != 2:
+        return None
+    positions = chosen[0]
+    if not _given(cos_sin) or not _given(positions) or value(positions).dim() != 1:
+        return None
+    halves = _halves(index)
+    return halves and _Table(cos_sin, positions, *halves)
+
+
+def _heads(cat: fx.Node, table: _Table) -> _Heads | None:
+    """`cat((low * cos - high * sin, high * cos + low * sin))` of heads `[M, heads, D]`."""
+    if not calls(cat, _aten.cat.default) or cat.args[1:] not in ((-1,), (2,)) or len(cat.args[0]) != 2:
+        return None
+    first, second = cat.args[0]
+    if not calls(first, _aten.sub.Tensor) or not calls(second, _aten.add.Tensor):
+        return None
+    if first.kwargs or second.kwargs:  # a factor of what is added
+        return None
+    low, high = _factor(first.args[0], table.cos), _factor(first.args[1], table.sin)
+    sums = [(_factor(a, table.cos), _factor(b, table.sin)) for a, b in (second.args, second.args[::-1])]
+    if low is None or high is None or (high, low) not in sums:
+        return None
+    if not (calls(low, getitem) and calls(high, getitem) and low.args[0] is high.args[0]):
+        return None
+    if not calls(low.args[0], _aten.split.Tensor):
+        return None
+    source = low.args[0].args[0]
+    if _halves(source) != (low, high) or len(value(source).shape) != 3:
+        return None
+    weight, epsilon = None, 0.0
+    if calls(source, torch.ops.vllm_ir.rms_norm.default):
+        source, weight, epsilon, *rest = source.args
+        if not _given(weight) or any(part is not None for part in rest):
+            return None
+        if value(source).shape[-1] != value(low).shape[-1] * 2:  # normed by head
+            return None
+    while calls(source, _aten.reshape.default):
+        source = source.args[0]
+    if not calls(source, getitem) or not calls(source.args[0], _aten.split_with_sizes.default):
+        return None
+    return _Heads(cat, source.args[0], source.args[1], weight, epsilon)
+
+
+def _quantized(out: fx.Node, kv_heads: int) -> tuple[fx.Node, fx.Node] | None:
+    """The codes of turned queries, `QuantFP8` with a given scale, and that scale: one, or one for each KV head. None if
+    anything else reads the queries."""
+    node, (heads, size) = out, value(out).shape[1:]
+    flat = heads * size
+    steps: tuple[tuple[Any, Callable[[fx.Node], bool]], ...] = (
+        (_aten.reshape.default, lambda node: value(node).dim() == 2 and value(node).shape[1] == flat),
+        (_prims.convert_element_type.default, lambda node: node.args[1] == torch.float32),
+        (_aten.mul.Tensor, lambda node: calls(node.args[1], _aten.reciprocal.default)),
+        (_aten.clamp_min.default, lambda node: node.args[1] == -_LARGEST),
+        (_aten.clamp_max.default, lambda node: node.args[1] == _LARGEST),
+        (_prims.convert_element_type.default, lambda node: node.args[1] == FP8_DTYPE),
+    )
+    scale: Any = None
+    for target, fits in steps:
+        users = list(node.users)
+        if len(users) != 1 or not calls(users[0], target) or users[0].args[0] is not node:
+            return None
+        node = users[0]
+        if not fits(node):
+            return None
+        if target is _aten.mul.Tensor:
+            scale = node.args[1].args[0]
+    by_head = False
+    while calls(scale, *_SPREAD):
+        spread, scale = scale, scale.args[0]
+        if calls(spread, _aten.expand.default):
+            by_head = (tuple(value(scale).shape), tuple(value(spread).shape)) == (
+                (1, kv_heads, 1),
+                (1, kv_heads, heads // kv_heads * size),
+            )
+    if not _given(scale) or value(scale).dtype != torch.float32:
+        return None
+    count = value(scale).numel()
+    return (node, scale) if count == 1 or (count == kv_heads and by_head) else None
+
+
+def _halves(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Both halves of the last dimension, if that is all that is read of a node."""
+    if len(node.users) != 1:
+        return None
+    (split,), size = node.users, value(node).shape[-1]
+    last = value(node).dim() - 1
+    if not calls(split, _aten.split.Tensor):
+        return None
+    if split.args[1] * 2 != size or split.args[2:] not in ((-1,), (last,)):
+        return None
+    parts: dict[Any, fx.Node] = {user.args[1]: user for user in split.users if calls(user, getitem)}
+    return (parts[0], parts[1]) if parts.keys() == {0, 1} and len(split.users) == 2 else None
+
+
+def _factor(product: Any, row: fx.Node) -> fx.Node | None:
+    """What is multiplied by a token's row, the same for all heads."""
+    if not calls(product, _aten.mul.Tensor):
+        return None
+    for factor, other in (product.args, product.args[::-1]):
+        if calls(other, _aten.unsqueeze.default) and other.args[0] is row and other.args[1] in (-2, 1):
+            return factor if isinstance(factor, fx.Node) else None
+    return None
+
+
+def _users(cos: fx.Node) -> list[fx.Node]:
+    """Of a row of cosines, the tensors that are put together of what was multiplied by it."""
+    found: dict[fx.Node, None] = {cos: None}
+    for _ in ("unsqueeze", "mul", "sub or add", "cat"):
+        found = dict.fromkeys(user for node in found for user in node.users)
+    return list(found)
+
+
+def _given(node: Any) -> bool:
+    """Whether it comes from outside the graph, and so before everything in it, and lies there as kernels read it."""
+    return isinstance(node, fx.Node) and node.op == "placeholder" and value(node).is_contiguous()

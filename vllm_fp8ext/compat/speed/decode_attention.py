@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has requests with one new token attend by our own kernel, which caches their K and V too in steps that decode alone;
+prompts stay with FlashAttention 3.
+
+Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation. Can go once FlashAttention
+reads caches at memory speed whatever a step has of requests.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_fp8ext.compat.graphs import fusion, fusion_attention
+from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
+from vllm_fp8ext.compat.speed.capture import is_captured
+from vllm_fp8ext.compat.update.kv_cache import FORMATS
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.kernels.attention.decode_attention import (
+    HEAD_DIMENSION,
+    MOST_GROUP,
+    DecodeAttention,
+    Step,
+    lies_well,
+)
+from vllm_fp8ext.kernels.numerics.quantized import Quantized
+from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat
+from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
+from vllm_fp8ext.log import log_once
+
+Kernels: TypeAlias = dict[tuple[int, int, int, torch.device, torch.dtype], DecodeAttention]
+"""Those of one engine, by heads, KV heads, requests, device and dtype of the cache."""
+
+
+def attach_all(model: nn.Module, config: Any) -> None:
+    """Give the layers of a model, or of several, the kernel: those that it computes."""
+    settings = Settings.parse(config.additional_config)
+    form = settings.scale_format if settings.kernels.quantized_attention else None
+    kernels: Kernels = {}
+    layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+    taken = [attach(layer, config, kernels, form) for layer in layers]
+    for each in fusion.compiled_with(config, model):
+        fusion_attention.configure(each, form if taken and all(taken) else None)
+
+
+def attach(layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | None = None) -> bool:
+    """Give a layer the kernel, if it is one that the kernel computes, and say so: the same for all layers of a shape, which
+    run one after the other, but not for those of another engine, whose memory may be given back. Compiles it: seconds, once
+    on a machine. With `form` outputs are quantized, with such scales, where a graph has room for that."""
+    reason = _beyond(layer, config)
+    if reason is None:
+        requests = max(
+            config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size or 0
+        )
+        try:
+            dtype = FP8_DTYPE if _caches_codes(layer) else torch.bfloat16
+            shape = (layer.num_heads, layer.num_kv_heads, requests, layer._k_scale.device, dtype)
+            kernel = kernels.get(shape) or kernels.setdefault(shape, DecodeAttention(*shape))
+        except (CudaError, ValueError) as error:
+            reason = str(error)
+    if reason is not None:
+        log_once(f"blockfp8: vLLM's attention decodes, for {reason}")
+        return False
+    log_once("blockfp8: requests that decode attend by our own kernel, prompts by FlashAttention 3")
+    mixed_steps.install()
+    _replace(layer, kernel, form)
+    return True
+
+
+def _beyond(layer: Attention, config: Any) -> str | None:
+    """Why a layer is not for the kernel; None if it is."""
+    impl = layer.impl
+    if layer.attn_backend.get_name() != "FLASH_ATTN":
+        return f"attention by {layer.attn_backend.get_name()}"
+    group = impl.num_queries_per_kv
+    found = {
+        f"FlashAttention {impl.vllm_flash_attn_version}": impl.vllm_flash_attn_version != 3,
+        f"heads of {layer.head_size}": (layer.head_size, layer.head_size_v) != (HEAD_DIMENSION,) * 2,
+        f"{group} query heads to a KV head": group > MOST_GROUP,
+        "a sliding window": tuple(impl.sliding_window) != (-1, -1),
+        "attention over chunks": isinstance(layer, ChunkedLocalAttention),
+        "soft-capped scores": bool(impl.logits_soft_cap),
+        "ALiBi": impl.alibi_slopes is not None,
+        "sinks": impl.sinks is not None,
+        f"{impl.attn_type} attention": impl.attn_type != AttentionType.DECODER,
+        "shared K and V": layer.kv_sharing_target_layer_name is not None,
+        "queries in 16 bits": _caches_codes(layer) and layer.query_quant is None,
+        f"K and V in {layer.kv_cache_torch_dtype}": not _caches_codes(layer)
+        and layer.kv_cache_torch_dtype != torch.bfloat16,
+        f"outputs in {layer.dtype}": layer.dtype != torch.bfloat16,
+        "VLLM_BATCH_INVARIANT": impl.batch_invariant_enabled,
+        "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
+        "microbatches": config.parallel_config.use_ubatching,
+        "a KV connector": config.kv_transfer_config is not None,
+    }
+    return next((reason for reason, is_so in found.items() if is_so), None)
+
+
+def _caches_codes(layer: Attention) -> bool:
+    return layer.kv_cache_dtype in FORMATS
+
+
+def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None = None) -> None:
+    impl = layer.impl
+    attend, cache = impl.forward, impl.do_kv_cache_update
+    scale_format: ScaleFormat = form or "fp32"
+    # a checkpoint may have a scale for queries that are not quantized; that of K is one then
+    query_scale = "_q_scale" if _caches_codes(layer) else "_k_scale"
+
+    def forward(
+        module: Any,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Tensor,
+        metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Any:
+        room = None
+        if form is not None and output_block_scale is not None:
+            room = Quantized(output.flatten(1), output_block_scale)
+        elif output_scale is not None or output_block_scale is not None:  # FlashAttention refuses it
+            asked = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
+            return attend(*asked)
+
+        def first_of(lengths: Tensor, slots: Tensor | None) -> Step:
+            """A step's first requests, with one token each."""
+            q, k, v = (_lying_well(part[: lengths.shape[0]]) for part in (query, key, value))
+            scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
+            return Step(q, k, v, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
+
+        def attend_theirs(metadata: Any, first: int, decoding: Tensor | None = None) -> Any:
+            """From this token on. `decoding`: lengths of a whole step, whose other requests the kernel attends to before,
+            however many there are of each; it makes zeros of what is theirs."""
+            plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
+            if decoding is not None:
+                kernel(first_of(decoding, None), plain[: decoding.shape[0]])
+            found = attend(module, query, key, value, kv_cache, metadata, plain)
+            if room is None:
+                return found
+            theirs, rows = room, plain.flatten(1)
+            # where scales are aligned; what is made too much of comes again, from the kernel
+            if first := first // 4 * 4:
+                theirs, rows = _rows(room, slice(first, None)), rows[first:]
+            _quantizer()(theirs, rows, scale_format)
+            return output
+
+        # a layer that is run again may come without K and V, which are cached by then
+        fresh = key is not None and value is not None
+        whole = whole_steps.apart(metadata)
+        if fresh and whole and _is_plain(metadata):
+            attend_theirs(whole.prompts, 0, whole.lengths_R)
+            return output
+        if fresh and _decodes_alone(metadata):
+            lengths, slots = metadata.seq_lens, metadata.slot_mapping
+        elif fresh and _mixes(metadata):
+            lengths, prompts = mixed_steps.apart(metadata)
+            slots = None
+            attend_theirs(prompts, lengths.shape[0])
+        else:
+            return attend_theirs(metadata, 0)
+        count = lengths.shape[0]
+        if room is None:
+            kernel(first_of(lengths, slots), output[:count])
+        else:
+            kernel(first_of(lengths, slots), _rows(room, slice(count)), scale_format)
+        return output
+
+    def do_kv_cache_update(module: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        if not _is_cached_by_attention(module, slots):
+            cache(module, key, value, kv_cache, slots)
+
+    impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
+    mixed_steps.take(impl)
+
+
+@functools.cache
+def _quantizer() -> Callable[[Quantized, Tensor, ScaleFormat], None]:
+    """Needs Triton, which CPU builds lack."""
+    from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_into
+
+    return quantize_into
+
+
+def _lying_well(part: Tensor) -> Tensor:
+    return part if lies_well(part) else part.clone(memory_format=torch.contiguous_format)
+
+
+def _rows(room: Quantized, which: slice) -> Quantized:
+    return Quantized(room.codes[which], room.scales[which])
+
+
+def _is_cached_by_attention(module: Any, slots: Tensor) -> bool:
+    """Whether what goes to these slots are the tokens that the kernel attends to, and caches, in this step. vLLM also caches
+    others: before a draft model reads them, say."""
+    if not is_forward_context_available():
+        return False
+    # a piece of a graph that is captured here may be replayed for steps that do not decode alone
+    pieces = get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
+    if pieces:
+        return False
+    metadata = get_attention_context(module.layer_name)[0]
+    return _decodes_alone(metadata) and slots.data_ptr() == metadata.slot_mapping.data_ptr()
+
+
+def _decodes_alone(metadata: Any) -> bool:
+    """Whether the step has one token of each request and asks for plain causal attention. The same when a CUDA graph is
+    captured and when it is replayed: vLLM replays a graph of such steps for such steps alone."""
+    return (
+        _is_plain(metadata)
+        and metadata.max_query_len == 1
+        and metadata.seq_lens.shape[0] == metadata.num_actual_tokens
+    )
+
+
+def _mixes(metadata: Any) -> bool:
+    """Whether the step begins with requests that have one token, before others, and asks for plain causal attention. A graph
+    that holds attention would be replayed for other numbers of them."""
+    return _is_plain(metadata) and mixed_steps.mixes(metadata) and not is_captured()
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether the step asks for causal attention and no more."""
+    return bool(
+        metadata is not None
+        and metadata.causal is True
+        and metadata.mm_prefix_query_range_tensor is None
+        and metadata.rswa_prefix_lens is None
+    )

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a step's metadata apart: requests with one new token, which a batch begins with, and others. FlashAttention's
+schedule is made for none but those that it computes, and does not split short contexts.
+
+Replaces `FlashAttentionMetadataBuilder.build`, which forgets how many tokens requests have, makes a schedule for all and has
+results of parts of any context added up. Can go once FlashAttention's metadata keeps those apart, as other backends' does.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
+from vllm_fp8ext.compat.speed.mixed_step_metadata import Apart
+from vllm_fp8ext.compat.wrapping import wrap
+
+_SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
+"""What is kept with vLLM's metadata of a step that begins with requests of one token, before others: `_Single`, and `Apart`,
+which holds for one block table."""
+_TAKEN = "fp8ext_decodes"
+"""What marks a layer's implementation whose requests that decode are ours, and tells whether all of a builder's are."""
+LEAST_TOKENS = 16384
+"""In the contexts of these requests: with fewer FlashAttention, which is launched anyway, takes them along."""
+SHORT = 4096
+"""Tokens of a context that FlashAttention does not split: with prompts there is enough to do at once."""
+
+
+def mixes(metadata: Any) -> bool:
+    """Whether the step begins with requests that have one token, before others, with enough to read for them."""
+    return hasattr(metadata, _SINGLE)
+
+
+class _Single(NamedTuple):
+    requests: int
+    schedule: Tensor | None
+    """What FlashAttention computes once in a step, of the others."""
+
+
+def apart(metadata: Any) -> Apart:
+    """Once for all layers that share the metadata."""
+    found: Apart | None = getattr(metadata, _APART, None)
+    if found is None:
+        count, schedule = getattr(metadata, _SINGLE)
+        prompts = dataclasses.replace(
+            metadata,
+            query_start_loc=metadata.query_start_loc[count:],
+            seq_lens=metadata.seq_lens[count:],
+            block_table=metadata.block_table[count:],
+            scheduler_metadata=schedule,
+        )
+        found = Apart(metadata.seq_lens[:count], prompts)
+        setattr(metadata, _APART, found)
+    return found
+
+
+def install() -> None:
+    """Have vLLM's metadata tell with how many requests of one token a step begins. Idempotent."""
+    wrap(FlashAttentionMetadataBuilder, "build", _noting)
+
+
+def take(implementation: Any) -> None:
+    """Requests of a layer that decode are ours, if a step has no others."""
+    setattr(implementation, _TAKEN, True)
+
+
+def is_taken(layer: Any) -> bool:
+    return hasattr(getattr(layer, "impl", None), _TAKEN)
+
+
+def takes_all(builder: Any) -> bool:
+    """Whether no layer of those that share the metadata asks FlashAttention for requests that decode. One that does all the
+    same computes its schedule itself. But a graph that was captured with other requests holds FlashAttention, and reads a
+    schedule that every step has to renew: one of all steps, or of drafts too."""
+    found: bool | None = getattr(builder, _TAKEN, None)
+    if found is None:
+        compilation = builder.vllm_config.compilation_config
+        layers = compilation.static_forward_context
+        alone = compilation.cudagraph_mode != CUDAGraphMode.FULL
+        found = alone and builder.vllm_config.speculative_config is None
+        found &= all(is_taken(layers[name]) for name in builder.layer_names)
+        setattr(builder, _TAKEN, found)
+    return found
+
+
+def _noting(build: Any) -> Any:
+    def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        step = common_attn_metadata
+        if step.max_query_len > 1 and whole_steps.is_one() and takes_all(self):
+            with _unsplit(self, step):
+                return whole_steps.build(
+                    self, step, _singles(step), lambda one: build(self, common_prefix_len, one, fast_build)
+                )
+        count = _leading(step)
+        # vLLM's first build finds out about windows
+        unasked = step.max_query_len == 1 and self.aot_sliding_window is not None and takes_all(self)
+        with _unsplit(self, step) if _is_short(self, step, count) else contextlib.nullcontext():
+            metadata = build(self, common_prefix_len, step, fast_build or unasked)
+        if count:
+            setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
+        return metadata
+
+    return noted
+
+
+def _is_short(builder: Any, step: Any, first: int) -> bool:
+    """Whether the contexts of requests are from the `first` on, which FlashAttention computes."""
+    lengths = step.seq_lens_cpu_upper_bound
+    known = step.max_query_len > 1 and lengths is not None
+    return known and int(lengths[first:].max()) <= SHORT and takes_all(builder)
+
+
+@contextlib.contextmanager
+def _unsplit(builder: Any, step: Any) -> Iterator[None]:
+    """Have FlashAttention compute a step's contexts in one part each: also what a graph is captured with, if one holds all of
+    them."""
+    kept = builder.max_num_splits, builder.max_cudagraph_size
+    builder.max_num_splits, builder.max_cudagraph_size = 1, step.num_actual_tokens
+    try:
+        yield
+    finally:
+        builder.max_num_splits, builder.max_cudagraph_size = kept
+
+
+def _singles(step: Any) -> int:
+    """With how many requests of one token a step begins, if others follow. Looks at what lies on the CPU."""
+    if step.max_query_len == 1:
+        return 0
+    longer = (step.query_start_loc_cpu[: step.num_reqs + 1].diff() != 1).nonzero()
+    return int(longer[0]) if len(longer) else 0
+
+
+def _leading(step: Any) -> int:
+    """The same, if there is enough to read for them."""
+    count, tokens = _singles(step), step.seq_lens_cpu_upper_bound
+    few = count and tokens is not None and int(tokens[:count].sum()) < LEAST_TOKENS
+    return 0 if few else count
+
+
+def _schedule(builder: Any, metadata: Any, count: int) -> Tensor | None:
+    if metadata.scheduler_metadata is None:
+        return None
+    found: Tensor | None = builder._get_scheduler_metadata(
+        aot_schedule=True,
+        batch_size=metadata.seq_lens.shape[0] - count,
+        cu_query_lens=metadata.query_start_loc[count:],
+        max_query_len=metadata.max_query_len,
+        seqlens=metadata.seq_lens[count:],
+        max_seq_len=metadata.max_seq_len,
+        causal=metadata.causal,
+        max_num_splits=metadata.max_num_splits,
+    )
+    return found

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepares a step of the requests of the step before, each with one new token, by one launch: vLLM makes everything anew, by
+four launches and some thirty small operations, for which such a step of a small model waits.
+
+Replaces `GPUModelRunner.prepare_inputs` and `prepare_attn` for such steps, `DefaultModelState.prepare_attn`, whose metadata
+no one reads behind a graph that holds our attention alone, and `add_requests` where there are none, which brings the
+sampler's settings to the GPU in every step. `capture_model` tries the launch, and after `_dummy_run` nothing is kept. Can go
+once vLLM keeps what does not change from step to step.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+
+from vllm_fp8ext.compat.speed.decode_prefill_split import takes_all
+from vllm_fp8ext.compat.speed.supported_engines import is_plain
+from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.config import METHOD, Settings
+from vllm_fp8ext.kernels.runtime.step_inputs import Inputs, Requests, step_inputs
+
+PROCESSORS = 3
+"""Of vLLM's own sampler. Others may have something for the GPU in every step."""
+_KEPT, _TABLES, _METADATA = "fp8ext_kept", "fp8ext_tables", "fp8ext_metadata"
+"""What is kept with a `GPUModelRunner`: `Kept`, or None where its steps are not taken; and with an `InputBatch` of them, for
+those that follow: tables and slots, and attention's metadata, each None where vLLM has to make it."""
+
+
+class Kept:
+    """The last step, if each of its requests had one new token and a graph held it."""
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        """`InputBatch`; None after another step."""
+        self._graph: Any = None
+
+    def follows(self, scheduled: Any, step: Any, graph: Any) -> bool:
+        """Whether a step is of the same requests, of which nothing changed but that they have a token more."""
+        batch = self.batch
+        return bool(
+            batch is not None
+            and graph == self._graph
+            and decodes(scheduled, step, graph)
+            and not scheduled.scheduled_new_reqs
+            and not scheduled.finished_req_ids
+            and not scheduled.preempted_req_ids
+            and not scheduled.scheduled_cached_reqs.resumed_req_ids
+            and step.req_ids == batch.req_ids
+            and np.array_equal(step.idx_mapping_np, batch.idx_mapping_np)
+        )
+
+    def take(self, batch: Any, graph: Any) -> None:
+        """A step that was prepared by vLLM."""
+        self.batch, self._graph = batch, graph
+        setattr(batch, _TABLES, None)
+        setattr(batch, _METADATA, None)
+
+    def drop(self) -> None:
+        """Another step came."""
+        self.batch = self._graph = None
+
+    def again(self, runner: Any) -> Any:
+        """The same for the step that follows: what its requests have more is written where the graph reads it."""
+        last = self.batch
+        _launch(runner, last.idx_mapping, last.num_reqs, last.num_reqs_after_padding)
+        batch = copy.copy(last)
+        batch.num_computed_tokens_np = runner.req_states.num_computed_tokens_np[last.idx_mapping_np]
+        longest = np.zeros(last.num_reqs_after_padding, dtype=np.int32)
+        np.add(batch.num_computed_tokens_np, 1, out=longest[: last.num_reqs])
+        batch.seq_lens_cpu_upper_bound = torch.from_numpy(longest)
+        self.batch = batch
+        return batch
+
+
+def install() -> None:
+    """Have the engines that were configured for it prepare them so. Idempotent."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    wrap(DefaultModelState, "prepare_attn", _describing)
+    wrap(GPUModelRunner, "capture_model", _trying)
+    wrap(GPUModelRunner, "_dummy_run", _forgetting)
+    wrap(GPUModelRunner, "add_requests", _adding)
+    wrap(GPUModelRunner, "prepare_inputs", _preparing)
+    wrap(GPUModelRunner, "prepare_attn", _attending)
+
+
+def decodes(scheduled: Any, step: Any, graph: Any) -> bool:
+    """Whether each request of a step has one new token, none of them of its prompt, and a graph holds all of it."""
+    return bool(
+        graph.cg_mode == CUDAGraphMode.FULL
+        and graph.uniform_token_count == 1
+        and not step.has_prefill
+        and step.num_draft_tokens_np is None
+        and not scheduled.has_structured_output_requests
+    )
+
+
+def kept(runner: Any) -> Kept | None:
+    """What a runner keeps; None where it is asked to keep nothing, or its steps need more than is known here."""
+    if not hasattr(runner, _KEPT):
+        setattr(runner, _KEPT, Kept() if is_taken(runner) else None)
+    found: Kept | None = getattr(runner, _KEPT)
+    return found
+
+
+def is_asked(config: Any) -> bool:
+    """Whether an engine of this `VllmConfig` is ours, and its steps may be told by its requests' tokens and pages alone."""
+    return bool(
+        config.model_config.quantization == METHOD
+        and Settings.parse(config.additional_config).kernels.takes_steady_steps
+        and config.parallel_config.tensor_parallel_size == 1
+        and is_plain(config)
+        and config.kv_transfer_config is None
+        and config.model_config.rswa_window is None
+    )
+
+
+def is_taken(runner: Any) -> bool:
+    """Of engines whose steps are told so."""
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    tables, state = runner.block_tables, runner.model_state
+    return bool(
+        is_asked(runner.vllm_config)
+        and tables.num_kv_cache_groups == 1
+        and tables.cp_size == 1
+        and all(tables._slot_mapping_enabled)
+        and type(state) is DefaultModelState
+        and state.rope_state is None
+        and state.num_new_sampled_tokens_per_step == 1
+        and runner.fast_prefill is None
+        and len(runner.sampler.logits_processors) == PROCESSORS
+    )
+
+
+def _launch(runner: Any, places_R: Tensor, count: int, padded: int) -> None:
+    states, buffers, tables = runner.req_states, runner.input_buffers, runner.block_tables
+    step_inputs(
+        places_R,
+        Requests(
+            states.num_computed_tokens.gpu,
+            states.last_sampled_tokens,
+            tables.block_tables[0].gpu,
+            tables.num_blocks.gpu[0],
+        ),
+        Inputs(
+            buffers.input_ids,
+            buffers.positions,
+            buffers.query_start_loc,
+            buffers.seq_lens,
+            tables.input_block_tables[0],
+            tables.slot_mappings[0],
+        ),
+        count,
+        padded,
+        tables.block_sizes[0],
+    )
+
+
+def _trying(original: Any) -> Any:
+    def capture_model(self: Any, *, profile_only: bool = False) -> int:
+        taken: int = original(self, profile_only=profile_only)
+        if not profile_only and kept(self) is not None:  # with no requests, so that it is compiled
+            _launch(self, torch.zeros(1, dtype=torch.int64, device=self.device), 0, 1)
+        return taken
+
+    return capture_model
+
+
+def _forgetting(original: Any) -> Any:
+    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        last: Kept | None = getattr(self, _KEPT, None)
+        if last is not None:
+            last.drop()
+        return original(self, *args, **kwargs)
+
+    return _dummy_run
+
+
+def _adding(original: Any) -> Any:
+    def add_requests(self: Any, scheduled: Any) -> None:
+        if scheduled.scheduled_new_reqs or kept(self) is None:
+            original(self, scheduled)
+
+    return add_requests
+
+
+def _preparing(original: Any) -> Any:
+    def prepare_inputs(self: Any, scheduled: Any, step: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        last = kept(self)
+        if last is not None and last.follows(scheduled, step, graph):
+            return last.again(self)
+        batch = original(self, scheduled, step, graph, *args, **kwargs)
+        if last is not None:
+            if decodes(scheduled, step, graph):
+                last.take(batch, graph)
+            else:
+                last.drop()
+        return batch
+
+    return prepare_inputs
+
+
+def _attending(original: Any) -> Any:
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        told = getattr(input_batch, _TABLES, None)
+        if told is None:
+            told = original(self, input_batch)
+            if hasattr(input_batch, _TABLES):
+                setattr(input_batch, _TABLES, told)
+        return told
+
+    return prepare_attn
+
+
+def _describing(original: Any) -> Any:
+    def prepare_attn(
+        self: Any,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: Any,
+        slot_mappings: Any,
+        attn_groups: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        told = getattr(input_batch, _METADATA, None)
+        if told is None:
+            given = input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups
+            told = original(self, *given, *args, **kwargs)
+            if hasattr(input_batch, _METADATA) and _is_ours(attn_groups):
+                setattr(input_batch, _METADATA, told)
+        return told
+
+    return prepare_attn
+
+
+def _is_ours(groups: Any) -> bool:
+    """Whether nothing is computed for attention before a graph of requests that decode."""
+    each = [one for group in groups for one in group]
+    return all(
+        one.kernel_block_size is None and all(takes_all(builder) for builder in one.metadata_builders)
+        for one in each
+    )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has steps with short prompts replay one CUDA graph, attention within: to launch attention layer by layer takes the host
+longer than such a step takes the GPU.
+
+Replaces `ModelCudaGraphManager.__init__` and `dispatch`, where graphs of whole steps are for requests that decode alone, and
+`GPUModelRunner.gather_batch_req_state`, which comes before `dispatch` and sees how long contexts are. Can go once vLLM has
+such graphs beside those that are broken at attention.
+"""
+
+import bisect
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
+from vllm_fp8ext.compat.speed import piecewise_capture_sizes as graph_sizes
+from vllm_fp8ext.compat.speed.supported_engines import is_plain
+from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.log import log_once
+
+REQUESTS = 256
+"""Most of a step, by choice: attention looks at as many in each layer, be they there or not."""
+SMALLEST = 16
+"""Tokens of the smallest graph."""
+_WHOLE, _IS_SHORT = "fp8ext_whole", "fp8ext_is_short"
+"""What is kept with a `ModelCudaGraphManager`: descriptions of our graphs, the smallest first; whether the next step that it
+is asked about is short enough for them."""
+
+
+def install() -> None:
+    """Have the engines that were configured for it capture and replay them. Idempotent."""
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    wrap(ModelCudaGraphManager, "__init__", _adding)
+    wrap(ModelCudaGraphManager, "dispatch", _choosing)
+    wrap(GPUModelRunner, "gather_batch_req_state", _looking)
+    whole_steps.install()
+
+
+def _adding(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        add(self)
+
+    return __init__
+
+
+def add(manager: Any) -> None:
+    """To what a `ModelCudaGraphManager` captures, not to what it chooses from. The largest graph comes first, which makes
+    room for the outputs of all; then vLLM's, of which it takes the first for what one more costs, when it looks for the
+    memory that all will take."""
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    requests = min(manager.max_num_reqs, REQUESTS)
+    descriptions = [
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, requests), max_query_len=size)
+        for size in _sizes(manager, requests)
+    ]
+    if not descriptions:
+        return
+    setattr(manager, _WHOLE, descriptions)
+    whole = [*manager._capture_descs[CUDAGraphMode.FULL], *reversed(descriptions)]
+    largest = max(whole, key=lambda one: one.num_tokens)
+    whole.remove(largest)
+    manager._capture_descs[CUDAGraphMode.FULL] = [largest, *whole]
+    log_once(
+        f"blockfp8: steps of up to {descriptions[-1].num_tokens} tokens of up to {requests} requests, prompts among them "
+        f"with contexts of up to {mixed_steps.SHORT}, replay one CUDA graph, attention within"
+    )
+
+
+def _sizes(manager: Any, requests: int) -> list[int]:
+    """As far as graphs that are broken at attention reach, which take what does not fit into these."""
+    config, pieces = manager.vllm_config, manager._capture_descs.get(CUDAGraphMode.PIECEWISE)
+    if not pieces or CUDAGraphMode.FULL not in manager._capture_descs or not _is_asked(config):
+        return []
+    # no step has more: as many requests as there can be, none longer than attention takes
+    longest = requests * min(mixed_steps.SHORT, config.model_config.max_model_len)
+    most = min(pieces[0].num_tokens, longest)
+    return [SMALLEST, *graph_sizes.sizes_beyond(SMALLEST, most)] if most > SMALLEST else []
+
+
+def _is_asked(config: Any) -> bool:
+    """Of engines that add sizes to vLLM's, and whose steps are told by tokens and contexts alone."""
+    if not (config.additional_config or {}).get(graph_sizes.KEY):
+        return False
+    settings = Settings.parse(config.additional_config)
+    layers = config.compilation_config.static_forward_context.values()
+    attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
+    return bool(
+        settings.kernels.whole_graphs
+        # which is seen between graphs' pieces
+        and (settings.kv_scales is None or settings.kv_scales.policy != "history")
+        and attention
+        and all(mixed_steps.is_taken(layer) for layer in attention)
+        and is_plain(config)
+    )
+
+
+def _choosing(original: Any) -> Any:
+    def dispatch(self: Any, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, _IS_SHORT, False) and self._graphs_captured:
+            whole = getattr(self, _WHOLE)
+            first = bisect.bisect_left(whole, num_tokens, key=lambda one: one.num_tokens)
+            if first < len(whole) and num_reqs <= whole[first].num_reqs:
+                return whole[first]
+        return original(self, num_reqs, num_tokens, *args, **kwargs)
+
+    return dispatch
+
+
+def _looking(original: Any) -> Any:
+    def gather_batch_req_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step, uniform = original(self, *args, **kwargs)
+        manager = self.cudagraph_manager
+        if hasattr(manager, _WHOLE):
+            setattr(manager, _IS_SHORT, step is not None and _is_short(step, self.req_states))
+        return step, uniform
+
+    return gather_batch_req_state
+
+
+def _is_short(step: Any, states: Any) -> bool:
+    """Whether contexts are, of the requests that FlashAttention takes: behind those that decode."""
+    new = step.num_scheduled_tokens
+    if not step.has_prefill or not (longer := new > 1).any():
+        return False
+    first = int(longer.argmax())
+    lengths = states.num_computed_tokens_np[step.idx_mapping_np[first:]] + new[first:]
+    return bool(lengths.max() <= mixed_steps.SHORT)

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples the tokens of a step that decodes by one CUDA graph: to launch the output layer and vLLM's sampler takes the host
+as long as a small model's step takes the GPU.
+
+Replaces `GPUModelRunner.sample` for steps whose requests change logits by their temperature alone (without penalties, masks
+and structured outputs), with none, one or two log-probabilities a token; what the graph holds is vLLM's own. And
+`capture_model`, after which it is captured, and both `add_request` of the sampler, which tell of such requests. Can go once
+vLLM's graphs of steps that decode sample.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.compat.speed import decode_step_reuse as steady_steps
+from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.log import log_once
+
+logger = logging.getLogger("vllm.fp8ext")
+
+LOGPROBS = None, 0, 1
+"""Of each token, beside its own: what trainers ask for."""
+SOME_TEMPERATURE = 0.5
+"""Any for which vLLM launches what scales logits; it reads those of requests."""
+REQUESTS = 256
+"""Most of a step, by choice: with more the GPU takes longer than the host."""
+OTHER_BYTES = 64 << 20
+"""Of graphs, beside their logits: cuBLAS's workspace, and what they are themselves."""
+_SAMPLERS = "fp8ext_samplers"
+"""What is kept with a `ModelCudaGraphManager`, whose graphs they follow: `Samplers`, once they are captured."""
+_SCALED = "fp8ext_scaled"
+"""What is kept with a sampler's `SamplingStates`: for each place whether its request changes logits by its temperature
+alone."""
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    sampled: Any
+    """`SamplerOutput` of as many rows as the graph has."""
+    batch: Any
+    """`InputBatch` with what the graph reads."""
+
+
+class Samplers:
+    """Graphs by number of rows, log-probabilities and whether logits are scaled by temperatures, and what they read of `S`
+    requests beside the model's outputs."""
+
+    def __init__(self, requests: int, device: torch.device) -> None:
+        self.places_R = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.temperature_S = torch.zeros(requests, device=device)
+        self.seeds_S = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.prompts_S = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.graphs: dict[tuple[int, int | None, bool], _Graph] = {}
+        self._places: Tensor | None = None
+        """Of the requests whose settings these tensors hold."""
+        self._chosen: _Graph | None = None
+        """What samples for them, with as many rows as they are."""
+
+    def sample(self, runner: Any, batch: Any) -> Any:
+        """Like `GPUModelRunner.sample`; None if no graph does that."""
+        if batch.idx_mapping is not self._places:
+            self._look(runner, batch)
+        if self._chosen is None:
+            return None
+        # what was sampled before may still be on its way to the host
+        runner.main_stream.wait_stream(runner.output_copy_stream)
+        self._chosen.graph.replay()
+        sampled = self._chosen.sampled
+        return sampled, sampled.num_sampled, sampled.num_rejected
+
+    def _look(self, runner: Any, batch: Any) -> None:
+        """Other requests came: find their graph, and bring what it reads."""
+        self._places, self._chosen = batch.idx_mapping, None
+        sampler = runner.sampler
+        if not scales_alone(sampler, batch.idx_mapping_np):
+            return
+        counts = sampler.get_logprobs_dims(batch.idx_mapping_np)
+        if counts is not None and counts[1]:
+            return
+        scaled = bool(sampler.needs_logits_processing[batch.idx_mapping_np].any())
+        captured = self.graphs.get((batch.num_tokens_after_padding, counts and counts[0], scaled))
+        if captured is None:
+            return
+        states = sampler.sampling_states
+        self.places_R[: batch.num_reqs].copy_(batch.idx_mapping)
+        self.temperature_S.copy_(states.temperature.gpu)
+        self.seeds_S.copy_(states.seeds.gpu)
+        self.prompts_S.copy_(runner.req_states.prefill_len.gpu)
+        self._chosen = captured._replace(sampled=first_rows(captured.sampled, batch.num_reqs))
+
+
+def install() -> None:
+    """Have the engines that were configured for it sample so. Idempotent."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+    wrap(SamplingStates, "add_request", _asking)
+    wrap(Sampler, "add_request", _adding)
+    wrap(GPUModelRunner, "capture_model", _capturing)
+    wrap(GPUModelRunner, "sample", _sampling)
+
+
+def scales_alone(sampler: Any, places: Any) -> bool:
+    """Whether tokens of the requests there are sampled from what the model says, at a temperature."""
+    states = sampler.sampling_states
+    return bool(
+        not (sampler.needs_logits_processing[places] & ~_scaled(states)[places]).any()
+        and (states.top_k.np[places] == states.vocab_size).all()
+        and (states.top_p.np[places] == 1.0).all()
+    )
+
+
+def first_rows(sampled: Any, count: int) -> Any:
+    """A `SamplerOutput` of the first requests."""
+    logprobs = sampled.logprobs_tensors
+    if logprobs is not None:
+        logprobs = logprobs._replace(
+            logprob_token_ids=logprobs.logprob_token_ids[:count],
+            logprobs=logprobs.logprobs[:count],
+            selected_token_ranks=logprobs.selected_token_ranks[:count],
+        )
+    return dataclasses.replace(
+        sampled,
+        sampled_token_ids=sampled.sampled_token_ids[:count],
+        logprobs_tensors=logprobs,
+        num_sampled=sampled.num_sampled[:count],
+        num_rejected=sampled.num_rejected[:count],
+    )
+
+
+def _scaled(states: Any) -> Any:
+    if not hasattr(states, _SCALED):
+        setattr(states, _SCALED, np.zeros(len(states.temperature.np), dtype=bool))
+    return getattr(states, _SCALED)
+
+
+def _asking(original: Any) -> Any:
+    def add_request(self: Any, place: int, params: Any) -> bool:
+        """Nothing is asked of logits here that a temperature alone asks."""
+        needs: bool = original(self, place, params)
+        masks = self.min_p.np[place] or self.top_k.np[place] != self.vocab_size or self.top_p.np[place] != 1.0
+        _scaled(self)[place] = needs and not masks
+        return bool(needs and masks)
+
+    return add_request
+
+
+def _adding(original: Any) -> Any:
+    def add_request(self: Any, place: int, params: Any) -> None:
+        original(self, place, params)
+        needs, scaled = self.needs_logits_processing, _scaled(self.sampling_states)
+        needs[place], scaled[place] = needs[place] | scaled[place], scaled[place] & ~needs[place]
+
+    return add_request
+
+
+def _is_taken(runner: Any) -> bool:
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    sampler = runner.sampler
+    return bool(
+        steady_steps.kept(runner) is not None
+        and runner.batch_sharder is None
+        and type(sampler) is Sampler
+        and sampler.trace_replay_state is None
+        and not sampler.compute_nans
+        and not sampler.return_sampling_mask
+    )
+
+
+def _bytes(runner: Any) -> int:
+    """About what the graphs will take, for which the KV cache leaves room: logits, also in FP32, which are scaled."""
+    rows = min(REQUESTS, runner.max_num_reqs)
+    return int(rows * runner.vocab_size * (runner.dtype.itemsize + 4)) + OTHER_BYTES
+
+
+def _capturing(original: Any) -> Any:
+    def capture_model(self: Any, *, profile_only: bool = False) -> int:
+        taken: int = original(self, profile_only=profile_only)
+        if profile_only:
+            return taken + (_bytes(self) if steady_steps.is_asked(self.vllm_config) else 0)
+        return taken + (_capture(self) if _is_taken(self) else 0)
+
+    return capture_model
+
+
+def _capture(runner: Any) -> int:
+    """Have the graphs beside the model's; the bytes that they take."""
+    free = torch.cuda.mem_get_info()[0]
+    try:
+        samplers = _captured(runner)
+    except Exception as error:  # out of memory, or logits that no graph can hold
+        logger.warning("blockfp8: steps are sampled without CUDA graphs: %s", error)
+        return 0
+    taken: int = free - torch.cuda.mem_get_info()[0]
+    setattr(runner.cudagraph_manager, _SAMPLERS, samplers)
+    if samplers.graphs:
+        most, gib = max(rows for rows, *_ in samplers.graphs), taken / (1 << 30)
+        log_once(f"blockfp8: steps that decode up to {most} requests sample in CUDA graphs ({gib:.2f} GiB)")
+    return taken
+
+
+def _sampling(original: Any) -> Any:
+    def sample(self: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        samplers: Samplers | None = getattr(self.cudagraph_manager, _SAMPLERS, None)
+        last = steady_steps.kept(self)
+        ours = last is not None and last.batch is input_batch and grammar_output is None
+        sampled = samplers.sample(self, input_batch) if ours and samplers is not None else None
+        return sampled or original(self, hidden_states, input_batch, grammar_output)
+
+    return sample
+
+
+@torch.inference_mode()
+def _captured(runner: Any) -> Samplers:
+    from vllm.compilation.cudagraph_pool import capture_pool
+    from vllm.distributed.parallel_state import graph_capture
+    from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    manager, buffers = runner.cudagraph_manager, runner.input_buffers
+    samplers = Samplers(runner.max_num_reqs, runner.device)
+    decode = [graph.num_tokens for graph in manager.graphs if graph.uniform_token_count == 1]
+    rows = {count for count in decode if count <= REQUESTS}
+    # The model's graphs must not compute where tokens wait to be copied to the host: a pool apart; and where vLLM has one for
+    # all, which it frees in sleep, another stream.
+    apart = torch.cuda.graph_pool_handle()
+    with freeze_gc_for_cudagraph_capture(), graph_capture(device=runner.device) as where:
+        for count in sorted(rows, reverse=True):
+            dummy = InputBatch.make_dummy(count, count, buffers)
+            places = samplers.places_R[:count]
+            batch = dataclasses.replace(
+                dummy,
+                idx_mapping=places,
+                expanded_idx_mapping=places,
+                idx_mapping_np=np.zeros(count, dtype=np.intp),  # whose settings are given
+            )
+            for logprobs, scaled in itertools.product(LOGPROBS, (False, True)):
+                with _settings(runner, samplers, logprobs, scaled=scaled):
+                    runner.sample(manager.hidden_states[:count], batch, None)
+                    graph = torch.cuda.CUDAGraph()
+                    with (
+                        capture_pool(apart, runner.vllm_config) as pool,
+                        torch.cuda.graph(graph, pool, stream=where.stream),
+                    ):
+                        sampled, _, _ = runner.sample(manager.hidden_states[:count], batch, None)
+                samplers.graphs[count, logprobs, scaled] = _Graph(graph, sampled, batch)
+    return samplers
+
+
+@contextlib.contextmanager
+def _settings(runner: Any, samplers: Samplers, logprobs: int | None, *, scaled: bool) -> Iterator[None]:
+    """The first place is of a request that leaves logits as they are, or is `scaled`: changes them by its temperature; what
+    the sampler reads on the GPU is what stays where it is: vLLM's own buffers take turns. What else could change logits is
+    not there."""
+    from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+
+    sampler = runner.sampler
+    states = sampler.sampling_states
+    values = [
+        (sampler.needs_logits_processing, scaled),
+        (states.temperature.np, SOME_TEMPERATURE),
+        (states.min_p.np, 0.0),
+        (states.top_k.np, states.vocab_size),
+        (states.top_p.np, 1.0),
+        (states.num_logprobs, NO_LOGPROBS if logprobs is None else logprobs),
+        (sampler.logprob_token_ids_state.num_token_ids.np, 0),
+    ]
+    before = [array[0] for array, _ in values]
+    attributes = [
+        (states.temperature, "gpu", samplers.temperature_S),
+        (states.seeds, "gpu", samplers.seeds_S),
+        (runner.req_states.prefill_len, "gpu", samplers.prompts_S),
+        (sampler, "logits_processors", []),
+        (sampler, "thinking_budget_state", SimpleNamespace(apply=lambda *_: None)),
+    ]
+    given = [getattr(holder, name) for holder, name, _ in attributes]
+    try:
+        for array, value in values:
+            array[0] = value
+        for holder, name, steady in attributes:
+            setattr(holder, name, steady)
+        yield
+    finally:
+        for (array, _), value in zip(values, before, strict=True):
+            array[0] = value
+        for (holder, name, _), old in zip(attributes, given, strict=True):
+            setattr(holder, name, old)

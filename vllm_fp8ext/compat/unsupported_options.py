@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combinations with vLLM's own settings that blockfp8 refuses at start, each with its reason.
+
+Replaces: `EngineArgs.create_engine_config`, so that the refusal comes before any process is started, and that graphs are
+compiled with `fusion` and captured as `graph_sizes` says. Can go once vLLM asks a quantization method whether it takes a
+configuration.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_fp8ext.compat.graphs import fusion
+from vllm_fp8ext.compat.speed import piecewise_capture_sizes as graph_sizes
+from vllm_fp8ext.compat.speed import serving_speed
+from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.config import METHOD, Settings
+from vllm_fp8ext.environment import ADMIN_KEY, key_of
+from vllm_fp8ext.errors import WITHOUT_UPDATES, ConfigError
+
+
+def install() -> None:
+    """Check every configuration that vLLM makes. Idempotent."""
+    wrap(EngineArgs, "create_engine_config", _checked)
+
+
+def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        if config.model_config.quantization == METHOD:
+            settings = Settings.parse(config.additional_config)
+            refuse_unsupported(config, settings)
+            serving_speed.install(settings.serving)
+            if current_platform.is_cuda():
+                fusion.configure(config, norm_rope=settings.kernels.norm_rope)
+                graph_sizes.configure(config, self, settings.kernels.graph_tokens)
+        return config
+
+    return create
+
+
+def refuse_unsupported(config: Any, settings: Settings) -> None:
+    """Raises `ConfigError` naming everything in a `VllmConfig` that can't be served, or not be updated live."""
+    parallel, cache_dtype = config.parallel_config, config.cache_config.cache_dtype
+    never: list[str] = []
+    reasons = []
+    if parallel.pipeline_parallel_size > 1:
+        reasons.append("--pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only")
+    if parallel.data_parallel_size > 1:
+        reasons.append("--data-parallel-size > 1: run one server per replica, each takes its own updates")
+    if getattr(parallel, "_api_process_count", 1) > 1:
+        reasons.append("--api-server-count > 1: the parts of one update would reach different processes")
+    if config.lora_config is not None:
+        reasons.append("--enable-lora: adapters are not part of an update")
+    if config.speculative_config is not None:
+        reasons.append("--speculative-config: a draft model would keep its old weights")
+    if config.kv_transfer_config is not None:
+        reasons.append("--kv-transfer-config: K and V of other weights could come back through a connector")
+    if getattr(config, "ec_transfer_config", None) is not None:
+        reasons.append(
+            "--ec-transfer-config: outputs of other weights' encoders could come through a connector"
+        )
+    if config.model_config.runner_type == "pooling":
+        reasons.append("a pooling model: it has no logits to try an update on")
+    offload = getattr(config, "offload_config", None)
+    if offload is not None and _offloads(offload):
+        reasons.append("CPU offload: offloaded weights have no address to exchange")
+    if config.model_config.use_mla:
+        never.append(f"multi-head latent attention (MLA): {_without_mla(config.model_config.hf_text_config)}")
+    if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
+        never.append("VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key; expected it unset")
+    try:
+        key_of(os.environ.get(ADMIN_KEY))
+    except ConfigError as error:
+        never.append(str(error))
+    if getattr(parallel, "enable_ep_weight_filter", False):
+        reasons.append("--enable-ep-weight-filter: no rank would know the names of the others' experts")
+    if parallel.enable_eplb:
+        never.append(
+            "--enable-eplb: experts would move between ranks, away from where updates and digests look for them; leave it out"
+        )
+    if settings.kv_scales is not None and not cache_dtype.startswith("fp8"):
+        never.append(
+            f"kv_scales {settings.kv_scales.policy}: the KV cache has no scales; expected --kv-cache-dtype fp8, found "
+            f"{cache_dtype}, or no kv_scales"
+        )
+    live = reasons if settings.staging != "none" else []
+    groups = (("blockfp8", never), ("blockfp8 with live updates", live))
+    lines = ["\n  ".join([f"{what} can't be combined with:", *found]) for what, found in groups if found]
+    if live:
+        which = "the latter" if never else "they"
+        lines.append(f"Without live updates ({WITHOUT_UPDATES}) {which} are not refused.")
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _without_mla(model: Any) -> str:
+    """Why it is not served, and which setting serves the model."""
+    why = "its weights are rebuilt after loading in a way of its own"
+    if getattr(model, "index_topk", None):
+        return f"{why}, and sparse attention (index_topk) needs it: no setting of blockfp8 serves this model"
+    return (
+        f"{why}; the environment variable VLLM_MLA_DISABLE=1 expands the attention of models that vLLM can run so "
+        "(DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash), for much more KV cache"
+    )
+
+
+def _offloads(offload: Any) -> bool:
+    uva = getattr(offload, "uva", None)
+    prefetch = getattr(offload, "prefetch", None)
+    return bool(getattr(uva, "cpu_offload_gb", 0) or getattr(prefetch, "offload_group_size", 0))
+
+
+def not_updatable(parts: Sequence[str], why: str) -> ConfigError:
+    """The error of a model with parts of which an update "would …" or "could …"."""
+    return ConfigError(
+        f"blockfp8 with live updates does not serve models with {', '.join(parts)} yet: an update {why} "
+        f"({WITHOUT_UPDATES} serves them)"
+    )

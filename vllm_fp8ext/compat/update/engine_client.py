@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls the engine core from the API server.
+
+Uses the asynchronous utility call that vLLM's own client methods use. Can go once `EngineClient` has a public way to call a
+plugin's utility method.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm_fp8ext.compat.update.engine_shutdown import EngineEnd
+from vllm_fp8ext.compat.update.heartbeat import PULSE
+from vllm_fp8ext.errors import UpdateError
+
+_LOOK_SECONDS = 0.25
+"""How often a call looks whether the engine still lives: vLLM leaves open utility calls waiting when it dies."""
+_READS = ("status", "manifest", "kv_scales")
+"""Operations that are asked for while no update is under way."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+"""Seconds between two polls of a job: a twentieth of the time that it has taken, within these."""
+
+
+class EngineCalls:
+    """Operations of the update engine, awaited; each answers within its deadline or raises. `end`: how its processes end.
+    `heard`: called at each answer with the reason why the engine is poisoned, or None.
+
+    Raises:
+        ConfigError: an engine that somebody else calls.
+    """
+
+    def __init__(
+        self,
+        engine_client: Any,
+        deadline_seconds: float,
+        heard: Callable[[str | None], None] = lambda reason: None,
+    ) -> None:
+        self._client = engine_client
+        self._heard = heard
+        self._core = engine_client.engine_core
+        self._deadline = deadline_seconds
+        self.end = EngineEnd(self._core.resources)
+        self._left = False
+
+    async def __call__(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Run an operation.
+
+        Raises:
+            UpdateError: what the operation refused, or `engine-timeout`, or `engine-dead`.
+        """
+        call = self._core.call_utility_async("fp8ext", operation, arguments)
+        watched = operation not in _READS
+        try:
+            result: dict[str, Any] = await self._answer(call, operation, self._deadline, watched=watched)
+        except UpdateError:
+            raise
+        except Exception as error:
+            raise UpdateError("engine-dead", f"the engine failed: {error}", status=500) from error
+        self._heard(result["poisoned"] if operation == "status" else result.pop("poisoned"))
+        return _unwrapped(result)
+
+    async def _answer(
+        self, call: Awaitable[Any], what: str, seconds: float = math.inf, *, watched: bool = False
+    ) -> Any:
+        """What a call of the engine returns or raises, unless the engine ends before, or that takes longer. One that is
+        `watched` then ends an engine whose process has not run for the last half of that: what is in it is frozen, too. One
+        that generates or compiles for so long goes on.
+        """
+        task, pulse, silent = asyncio.ensure_future(call), None, 0.0
+        begun = time.monotonic()
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                spent = time.monotonic() - begun
+                if self._core.resources.engine_dead:
+                    raise UpdateError("engine-dead", "the engine has ended", status=500)
+                if watched and pulse is None and spent > seconds / 2:
+                    pulse = asyncio.ensure_future(self._core.call_utility_async("fp8ext", PULSE, {}))
+                    pulse.add_done_callback(lambda done: done.cancelled() or done.exception())
+                frozen = pulse is not None and not pulse.done()
+                silent += _LOOK_SECONDS * frozen  # not by the clock: this process may not have run either
+                if spent > seconds and (silent > seconds / 4 or not frozen):
+                    message = f"the engine did not answer {what} within {seconds:g} s"
+                    if frozen:
+                        self.end.kill(f"{message}, nor did it run at all")
+                    raise UpdateError("engine-timeout", message, status=504)
+        finally:
+            task.cancel()
+            if pulse is not None:
+                pulse.cancel()
+        return task.result()
+
+    async def job(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Run an operation that may start a job (which may go on in another one), and wait for its result.
+
+        Raises:
+            UpdateError: also `engine-timeout`, when no tensor was done for the deadline.
+        """
+        return await self.ended(operation, await self(operation, **arguments))
+
+    async def ended(self, operation: str, started: dict[str, Any]) -> dict[str, Any]:
+        """Wait for the result of an operation that answered this, as `job` does."""
+        if "job" not in started:
+            return started
+        # each poll takes something from the requests beside
+        await asyncio.sleep(min(started.get("soonest", 0.0), self._deadline / 2))
+        begun, progress, until = time.monotonic(), -1, 0.0
+        while True:
+            result = await self("poll", job=started["job"])
+            if result["done"]:
+                result = _unwrapped(result)
+                if "job" not in result:
+                    return result
+                started, begun, progress = result, time.monotonic(), -1
+                continue
+            if result.get("tensors", 0) != progress:
+                progress, until = result.get("tensors", 0), time.monotonic() + self._deadline
+            if time.monotonic() > until:
+                message = f"{operation}: nothing was done for {self._deadline:g} s"
+                raise UpdateError("engine-timeout", message, status=504)
+            # what goes on in polls alone, or was waited for in this one, is polled at once: engine steps come in between
+            pause = min(_SHORTEST_PAUSE + (time.monotonic() - begun) / 20, _LONGEST_PAUSE)
+            await asyncio.sleep(0 if result.get("again") else pause)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Give memory back (`AsyncLLM.sleep`). No deadline: running requests may be waited for.
+
+        Raises:
+            UpdateError: `sleep-unavailable`, or `engine-dead`.
+        """
+        if not self._client.vllm_config.model_config.enable_sleep_mode:
+            raise UpdateError(
+                "sleep-unavailable",
+                "this server was started without --enable-sleep-mode: it can't give memory back",
+            )
+        await self._answer(self._client.sleep(level, mode), "sleep")
+
+    async def wake(self, tags: list[str] | None) -> None:
+        """Take memory again (`AsyncLLM.wake_up`).
+
+        Raises:
+            UpdateError: `engine-dead`.
+        """
+        await self._answer(self._client.wake_up(tags), "wake")
+
+    async def patiently(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """`job`, of an operation that may have to wait for running requests, which have a deadline of their own."""
+        while True:
+            result = await self.job(operation, **arguments)
+            if "waiting" not in result:
+                return result
+            if self._left:
+                raise UpdateError("wrong-state", f"{operation} was given up: its caller has left")
+            await asyncio.sleep(0.01)
+
+    async def leave(self) -> None:
+        """Wait for running requests no more, whatever was asked for."""
+        self._left = True
+        await self("leave")
+
+
+def _unwrapped(result: dict[str, Any]) -> dict[str, Any]:
+    if "error" in result:
+        raise UpdateError.from_dict(result["error"])
+    return result

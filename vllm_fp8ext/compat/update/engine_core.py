@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reaches into the engine core: one utility method for all calls of an update, and the step boundary of a commit.
+
+Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods, and to a core that is made for blockfp8
+an id of its life, which its labels have, and `held_slots`. Replaces, on an instance: `add_request` while the engine is
+poisoned; `post_step` for one step after an exchange; the scheduler's `set_pause_state` while an update is written in place or
+a commit waits; the executor's `sleep` and `wake_up`, since staging must not run into memory that is given back and what level
+2 discards must not be served. Can go once vLLM lets a plugin add an engine utility method, refuse requests, hold the
+scheduler and hear of sleep.
+"""
+
+import itertools
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import UniProcExecutor
+from vllm.v1.request import RequestStatus
+
+from vllm_fp8ext.compat.update import worker_replies as replies
+from vllm_fp8ext.compat.update.heartbeat import answer_pulse
+from vllm_fp8ext.compat.update.kv_cache import held_blocks
+from vllm_fp8ext.compat.update.kv_epochs import KvEpochs
+from vllm_fp8ext.compat.update.prefix_cache import EpochPrefixCache
+from vllm_fp8ext.compat.update.recent_tokens import RecentTokens
+from vllm_fp8ext.compat.update.watchdog import Watchdog
+from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.config import METHOD, Settings
+from vllm_fp8ext.update.contract.kv_tokens import PROMPT_TOKENS
+from vllm_fp8ext.update.contract.labels import Label, first_label
+
+logger = logging.getLogger("vllm.fp8ext")
+
+
+def install() -> None:
+    """Add our method to the engine core. Idempotent."""
+    EngineCore.fp8ext = call
+    wrap(EngineCore, "_initialize_effective_attention_block_size", _beginning)
+
+
+def _beginning(initialize: Any) -> Any:
+    """Around what a core calls once it has a scheduler. A core in a process that was not forked loads plugins when it is
+    being made: around `__init__` would be too late."""
+
+    def initialized(self: Any) -> None:
+        initialize(self)
+        config = self.vllm_config
+        if config.model_config.quantization != METHOD:
+            return
+        # no other server should need what these lean on
+        from vllm_fp8ext.compat.speed import output_interval
+        from vllm_fp8ext.compat.speed import slot_fast_path as held_slots
+
+        replies.attach(self.model_executor)
+        self.fp8ext_instance = secrets.token_hex(8)
+        settings = Settings.parse(config.additional_config)
+        if settings.kernels.held_slots:
+            held_slots.attach(self.scheduler.kv_cache_manager)
+        output_interval.attach(self, settings.serving.output_interval)
+
+    return initialized
+
+
+def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One operation of the update engine (`update.engine.engine`); made on first use. Never raises. Every answer also says
+    why the engine is `poisoned`, or None: whatever was called may have ended an update that leaves it so.
+
+    When it has not returned by the deadline a worker hangs: the process ends, and with it the server.
+    """
+    engine = _engine_of(self)
+    with self.fp8ext_watchdog.watching(operation):
+        result = engine.handle(operation, arguments)
+    assert isinstance(result, dict)
+    return {**result, "poisoned": engine.step.poisoned}
+
+
+def _engine_of(core: Any) -> Any:
+    from vllm_fp8ext.update.engine.engine import UpdateEngine
+
+    if not hasattr(core, "fp8ext_engine"):
+        access = CoreAccess(core)
+        core.fp8ext_engine, core.fp8ext_watchdog = UpdateEngine(access), access.watchdog
+        answer_pulse(core)
+        if access.quantization == METHOD:
+            _follow_asleep(core)
+    return core.fp8ext_engine
+
+
+def _follow_asleep(core: Any) -> None:
+    """Be there when memory is given back and taken again: not before, since running requests may be finished first."""
+    executor, sleeping = core.model_executor, core.fp8ext_engine.sleeping
+    give_back, take = executor.sleep, executor.wake_up
+
+    def sleep(level: int = 1) -> None:
+        if "weights" in executor.sleeping_tags:
+            return give_back(level)
+        with core.fp8ext_watchdog.watching("sleep"):
+            sleeping.before(level)
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # whatever a commit did since vLLM paused it
+        give_back(level)
+        sleeping.begun(level)
+
+    def wake_up(tags: list[str] | None = None) -> None:
+        sleeping.waking()
+        take(tags)
+        sleeping.ended()
+
+    executor.sleep, executor.wake_up = sleep, wake_up
+
+
+class CoreAccess:
+    """The few things that an update needs of an engine core."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        config = core.vllm_config
+        self.settings = Settings.parse(config.additional_config)
+        self.quantization = config.model_config.quantization
+        self.kv_cache_dtype = config.cache_config.cache_dtype
+        self.vocabulary = config.model_config.get_vocab_size()
+        self.longest_prompt = config.model_config.max_model_len
+        self.watchdog = Watchdog(self.settings.deadline_seconds, core.model_executor)
+        ours = self.quantization == METHOD
+        self._prefix_cache = EpochPrefixCache(core, 0) if ours else None
+        self._kv_epochs = KvEpochs(core) if ours else None
+        self.instance: str = getattr(core, "fp8ext_instance", "")
+        """Random: of this life of the engine."""
+        self._label = first_label(self.instance)
+        if ours and config.parallel_config.data_parallel_size == 1:  # else vLLM wants one label of all
+            core.set_weight_version(self._label.encode())
+        self._calls = itertools.count(1)
+        self.compiled: list[dict[str, int]] = []
+        """By rank, what its process had compiled when it was last called."""
+        self._add_request = core.add_request
+        self._set_pause_state = core.scheduler.set_pause_state
+        self._wishes: list[PauseState] = []
+        self._recent: RecentTokens | None = None
+        scales = self.settings.kv_scales
+        if scales is not None and scales.policy != "static" and self.quantization == METHOD:
+            self._recent = RecentTokens(core.scheduler, scales.tokens, PROMPT_TOKENS)
+
+    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Run a method of `Rank`, or `kv.…` of its `RankKv`, on every worker; one result each, which names the rank and the
+        call that it answers.
+
+        A call that failed (a worker died) leaves replies unread, and a reply to another call means that every later one is
+        shifted too: the process ends then.
+        """
+        call = next(self._calls)
+        try:
+            results: list[dict[str, Any]] = self._core.collective_rpc("fp8ext", args=(call, method, *args))
+        except Exception as error:
+            self.watchdog.end(f"call {call} of {method} failed: {error!r}")
+        told = [result.pop("compiled", None) for result in results]
+        self.compiled = [new or old for new, old in zip(told, self.compiled or told, strict=True)]
+        answers = [(result.pop("call"), result.pop("from")) for result in results]
+        if answers != [(call, rank) for rank in range(len(results))]:
+            self.watchdog.end(f"call {call} of {method} was answered by {answers}")
+        return results
+
+    def recent_tokens(self) -> list[list[int]]:
+        """Tokens of the requests that ended last, the last first."""
+        return self._recent.newest_first() if self._recent else []
+
+    def held_blocks(self) -> list[dict[str, Any]]:
+        """Blocks of K and V that running requests hold, by group of layers (fields of `HeldBlocks`)."""
+        return [asdict(group) for group in held_blocks(self._core)]
+
+    def end(self, reason: str) -> NoReturn:
+        """End the engine at once: it does not do what it must."""
+        self.watchdog.end(reason)
+
+    def stop(self) -> None:
+        """Begin no step until `resume`; those in flight go on."""
+        self._set_pause_state(PauseState.PAUSED_ALL)
+
+    def drain(self) -> None:
+        """Finish the steps in flight; their outputs leave under the version of now."""
+        while self._core.batch_queue:
+            self._step()
+
+    def begin_step(self) -> None:
+        """Queue the next step without waiting for it: where the engine queues steps, and its worker is in this process. From
+        others nothing is heard before that step has ended."""
+        core = self._core
+        if core.batch_queue is None or not isinstance(core.model_executor, UniProcExecutor):
+            return
+        if not core.batch_queue and core.scheduler.has_requests():
+            self._step()
+
+    def _step(self) -> None:
+        """As the engine's own loop does it: a step that fails ends the engine."""
+        core = self._core
+        try:
+            outputs, executed = core.step_with_batch_queue()
+        except Exception as error:
+            logger.exception("fp8ext: a step failed")
+            self.watchdog.end(f"a step failed: {error!r}")
+        for output in (outputs or {}).items():
+            core.output_queue.put_nowait(output)
+        core.post_step(executed)
+
+    def hold(self) -> None:
+        """Finish what is in flight and begin nothing until `resume` or `release`: what others ask of the scheduler meanwhile
+        comes after."""
+        self.stop()
+        self.drain()
+        self._core.scheduler.set_pause_state = self._wishes.append
+
+    def release(self) -> None:
+        """Hold no more; what others have asked for meanwhile holds."""
+        vars(self._core.scheduler).pop("set_pause_state", None)
+        for state in self._wishes[-1:]:
+            self._set_pause_state(state)
+        self._wishes.clear()
+
+    def resume(self) -> None:
+        """Schedule again, unless others have paused meanwhile; where the KV cache sleeps, vLLM does so when it wakes."""
+        if not self._wishes and not self._core.model_executor.is_sleeping:
+            self._set_pause_state(PauseState.UNPAUSED)
+        self.release()
+
+    def paused(self) -> bool:
+        """Whether somebody else has paused the engine. A KV cache that sleeps alone stops no update: colocated trainers wake
+        the weights first."""
+        paused = self._core.scheduler.pause_state != PauseState.UNPAUSED
+        return bool(paused and not self._core.model_executor.is_sleeping)
+
+    def asleep(self) -> bool:
+        """Whether the weights have given their memory back."""
+        return "weights" in self._core.model_executor.sleeping_tags
+
+    def admit_no_more(self) -> None:
+        """Go on with the requests that run; new ones wait until `resume` or `release`. When others pause the engine
+        meanwhile, it is; when they resume it, it goes on as before."""
+        self._set_pause_state(PauseState.PAUSED_NEW)
+
+        def wished(state: PauseState) -> None:
+            self._wishes.append(state)
+            self._set_pause_state(PauseState.PAUSED_NEW if state == PauseState.UNPAUSED else state)
+
+        self._core.scheduler.set_pause_state = wished
+
+    def interrupted(self) -> bool:
+        """Whether others have paused the engine since `admit_no_more`."""
+        return bool(self._wishes) and self._wishes[-1] != PauseState.UNPAUSED
+
+    def unfinished(self) -> int:
+        """Requests that have begun and hold K and V."""
+        scheduler = self._core.scheduler
+        return len(scheduler.running) + len(scheduler.kv_holding_waiting)
+
+    def irreplaceable(self) -> int:
+        """Requests whose K and V can't be computed again: those that take their input bit by bit (vLLM's `StreamingInput`),
+        whose tokens vLLM forgets with their blocks between two inputs; and those that wait for K and V from elsewhere."""
+        return sum(
+            request.resumable or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self._core.scheduler.requests.values()
+        )
+
+    def abort_running(self) -> None:
+        """End every request that has begun, with the tokens it has and finish reason `abort`; those that wait stay."""
+        scheduler = self._core.scheduler
+        holding = {request.request_id for request in scheduler.kv_holding_waiting}
+        begun = [
+            request.request_id
+            for request in scheduler.requests.values()
+            if request.status == RequestStatus.RUNNING
+            or request.num_output_tokens
+            or request.request_id in holding
+        ]
+        self._core._send_abort_outputs(scheduler.finish_requests(begun, RequestStatus.FINISHED_ABORTED))
+
+    def refuse_requests(self) -> None:
+        """End every request with an error, and each one that comes, until `accept_requests`."""
+        scheduler, core = self._core.scheduler, self._core
+
+        def refuse(request: Any, *_: Any) -> None:
+            core._send_error_outputs_to_client([request.request_id], request.client_index)
+
+        core.add_request = refuse
+        for request in scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR):
+            refuse(request)
+
+    def accept_requests(self) -> None:
+        """Undo `refuse_requests`."""
+        self._core.add_request = self._add_request
+
+    def restart_prompts(self) -> tuple[int, int]:
+        """Have requests without a token begin again, but those that did twice, or can't. Returns how many do, and how many
+        tokens of theirs are computed again."""
+        return self._kv_epochs.restart_prompts() if self._kv_epochs is not None else (0, 0)
+
+    def enter_epoch(self, label: Label, *, recompute: bool) -> None:
+        """Mark every token sampled from now on. Make cached K and V of earlier epochs unreachable, and what earlier weights
+        have made of images, say."""
+        if self._core.vllm_config.model_config.is_multimodal_model:
+            self._core.scheduler.reset_encoder_cache()
+            self._core.model_executor.reset_encoder_cache()
+        if self._prefix_cache is not None:
+            self._prefix_cache.advance(label.epoch, recompute=recompute)
+        if self._kv_epochs is not None:
+            self._kv_epochs.end(self._label)
+        self._label = label
+        self._core.set_weight_version(label.encode())
+
+    def time_next_step(self, report: Callable[[], None]) -> None:
+        """Call `report` at the end of the next engine step, which is queued or will be; never where there is none. An earlier
+        report that still waits is forgotten."""
+        core = self._core
+        vars(core).pop("post_step", None)
+        if not core.scheduler.has_requests():
+            return
+        original = core.post_step
+        queued = core.batch_queue is None or len(core.batch_queue) > 0
+        ends = 1 if queued else 2  # to queue a step ends like a step
+
+        def counted(executed: bool) -> None:
+            nonlocal ends
+            ends -= 1
+            original(executed)
+            if not ends:
+                del core.post_step
+                report()
+            elif not core.batch_queue and not core.scheduler.has_requests():
+                del core.post_step  # the next step is of another time
+
+        core.post_step = counted

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knows which weights computed the K and V that requests hold, and has prompts begin again at a commit.
+
+A prompt of many steps can meet a commit. Before its first token nothing of it was sent, so its request is preempted: its
+K and V are computed again, by the new weights. What keeps K and V of older weights says so with its next token: their
+labels travel beside the step's own (`update.contract.labels.Step`).
+
+Replaces, on an instance: `KVCacheManager.get_computed_blocks`, where a request without blocks begins; and
+`EngineCore._attach_weight_version`, which has one label for all requests of a step. Can go once vLLM preempts single requests
+at a weight update, and tells the weights of K and V.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_fp8ext.update.contract.labels import Label, Step
+
+RESTARTS = 2
+"""How often one request's prompt begins again: updates may come faster than a long prompt is computed."""
+_STATE, _RESTARTS = "fp8ext_kv", "fp8ext_restarts"
+"""What is kept with a request: `_Held`, and how often it was made to begin again."""
+
+
+@dataclass
+class _Held:
+    """K and V of one request. `labels`: of older weights that computed some of them and sampled none of its tokens then.
+    `computed`, `sampled`: its tokens with K and V, and its output tokens, at the last commit, or when it began after that."""
+
+    labels: list[Label] = field(default_factory=list)
+    computed: int = 0
+    sampled: int = 0
+
+
+class KvEpochs:
+    """The requests of one engine core."""
+
+    def __init__(self, core: Any) -> None:
+        self._scheduler = core.scheduler
+        self._to_tell: dict[str, Any] = {}
+        """Requests with labels of older weights that their next token is to tell, by id."""
+        manager = core.scheduler.kv_cache_manager
+        self._look_up, self._attach = manager.get_computed_blocks, core._attach_weight_version
+        manager.get_computed_blocks = self._begun
+        core._attach_weight_version = self._attached
+
+    def restart_prompts(self) -> tuple[int, int]:
+        """Preempt each running request that has no output token, `RESTARTS` times at most. No step may be in flight.
+
+        Requests that take their input bit by bit go on: what they have can't be computed again. Returns how many begin again,
+        and the tokens of theirs whose K and V are given up.
+        """
+        scheduler = self._scheduler
+        chosen = [
+            request
+            for request in scheduler.running
+            if not (request.num_output_tokens or request.resumable)
+            and request.num_computed_tokens
+            and getattr(request, _RESTARTS, 0) < RESTARTS
+        ]
+        tokens = sum(request.num_computed_tokens for request in chosen)
+        now = time.monotonic()
+        for request in reversed(chosen):  # each goes to the head of those that wait
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, now, drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+            setattr(request, _RESTARTS, getattr(request, _RESTARTS, 0) + 1)
+            if request.prefill_stats is not None:  # what it had found in the cache is of the old weights
+                request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
+        return len(chosen), tokens
+
+    def end(self, label: Label) -> None:
+        """Note in each request whether the weights of `label`, which compute no more, made K and V of it and no token."""
+        scheduler = self._scheduler
+        self._to_tell = {name: one for name, one in self._to_tell.items() if name in scheduler.requests}
+        for request in (*scheduler.running, *scheduler.kv_holding_waiting):
+            held = vars(request).setdefault(_STATE, _Held())
+            if request.num_computed_tokens > held.computed and request.num_output_tokens <= held.sampled:
+                held.labels.append(label)
+                self._to_tell[request.request_id] = request
+            held.computed, held.sampled = request.num_computed_tokens, request.num_output_tokens
+
+    def _begun(self, request: Any, *limit: Any) -> Any:
+        """Forget what a request held, which begins now. `limit`: of the hit's length, which vLLM 0.33 passes."""
+        setattr(request, _STATE, _Held(sampled=request.num_output_tokens))
+        self._to_tell.pop(request.request_id, None)
+        return self._look_up(request, *limit)
+
+    def _attached(self, outputs: dict[int, Any]) -> None:
+        self._attach(outputs)
+        if not self._to_tell:
+            return
+        for each in outputs.values():
+            names = [output.request_id for output in each.outputs if output.new_token_ids]
+            held = {name: self._told(name) for name in names if name in self._to_tell}
+            if held:
+                each.weight_version = Step(each.weight_version, held).encode()
+
+    def _told(self, name: str) -> list[str]:
+        held: _Held = getattr(self._to_tell.pop(name), _STATE)
+        labels, held.labels = held.labels, []
+        return [label.encode() for label in labels]

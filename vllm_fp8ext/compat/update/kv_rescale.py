@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrites what an engine has cached of K and V when scales change. Replaces nothing."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_fp8ext.compat.update.kv_cache import HeldBlocks, key_value_views
+from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, Rescaled, rescale_kv, warm_up
+
+
+class CachedCodes:
+    """The KV cache of one rank. `layers`: its attention layers by name."""
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        self._layers = layers
+
+    def warm_up(self) -> None:
+        """Compile what `rescale` launches, once the cache is there."""
+        one = {"k": [1.0], "v": [1.0]}
+        warm_up([self._cached(name, one) for name in self._layers])
+
+    def rescale(
+        self, ratios: Mapping[str, Mapping[str, list[float]]], held: Sequence[dict[str, Any]]
+    ) -> dict[str, int]:
+        """Multiply the codes of these layers by their ratios in the blocks that are `held` (fields of `HeldBlocks`, one for
+        each group of layers). Counts over the codes: `codes`, `saturated`, `flushed` to zero."""
+        total = Rescaled()
+        for group in (HeldBlocks(**fields) for fields in held):
+            layers = [self._cached(name, ratios[name]) for name in group.layers if name in ratios]
+            if layers:
+                total += rescale_kv(layers, group.rows(layers[0].k))
+        return vars(total)
+
+    def _cached(self, name: str, ratios: Mapping[str, list[float]]) -> CachedLayer:
+        layer = self._layers[name]
+        key, value = key_value_views(layer)
+        found = (torch.tensor(ratios[kind]).expand(layer.num_kv_heads) for kind in ("k", "v"))
+        return CachedLayer(key, value, *found)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a second module tree of the served model, and records what a checkpoint brought.
+
+Calls `initialize_model` a second time with a configuration whose forward context is empty, and wraps
+`DefaultModelLoader.get_all_weights` for the duration of the load. The recorder can go once vLLM tells the names, shapes and
+dtypes that a model was loaded from. Replaces, on both trees, the method of projections and embeddings that models make
+without asking any quantization (routers, gates of shared experts, the embedding that is the head too): on the CPU vLLM packs
+their weights away. Can go once it keeps them.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from vllm_fp8ext.compat.unsupported_options import not_updatable
+from vllm_fp8ext.compat.update.shadow_routing import route_alone
+from vllm_fp8ext.layers.linear import KeptEmbeddingMethod, KeptLinearMethod
+from vllm_fp8ext.update.contract.manifest import TensorSpec
+
+
+@dataclass
+class Recorded:
+    """What a checkpoint brought, in order. `heads`: output layers, in host memory, of a model that has none of its own: its
+    loader drops them."""
+
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    heads: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def recorded_checkpoint() -> Iterator[Recorded]:
+    """While entered, every tensor that the default loader reads is noted by name, in order, and the model that it reads them
+    for keeps what it does not quantize readable."""
+    recorded = Recorded()
+    specs = recorded.specs
+    original = DefaultModelLoader.get_all_weights
+
+    def get_all_weights(self: Any, of: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        _keep_readable(model)
+        has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
+        for name, tensor in original(self, of, model):
+            if name.endswith("lm_head.weight") and not has_head:
+                recorded.heads[name] = tensor.cpu()
+            specs[name] = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            yield name, tensor
+
+    DefaultModelLoader.get_all_weights = get_all_weights
+    try:
+        yield recorded
+    finally:
+        DefaultModelLoader.get_all_weights = original
+
+
+def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:
+    """A second instance of the served model, uninitialized, that no part of the engine can find by name."""
+    shadow = copy.copy(config)
+    shadow.quant_config = copy.copy(config.quant_config)
+    shadow.quant_config.shadow = True
+    shadow.compilation_config = copy.copy(config.compilation_config)
+    shadow.compilation_config.static_forward_context = {}
+    shadow.compilation_config.static_all_moe_layers = []
+    shadow.compilation_config.mode = CompilationMode.NONE
+    shadow.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    shadow.compilation_config.custom_ops = ["all"]
+    with set_default_torch_dtype(config.model_config.dtype), device:
+        model = initialize_model(vllm_config=shadow, model_config=shadow.model_config).eval()
+    _keep_readable(model)
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), KeptLinearMethod | KeptEmbeddingMethod):
+            module.quant_method.process_weights_after_loading(module)
+    route_alone(model)
+    return model
+
+
+def _keep_readable(model: nn.Module) -> None:
+    kept = {UnquantizedLinearMethod: KeptLinearMethod, UnquantizedEmbeddingMethod: KeptEmbeddingMethod}
+    for module in model.modules():
+        method = kept.get(type(getattr(module, "quant_method", None)))
+        if method is not None:
+            module.quant_method = method()
+
+
+def kept_layers(models: nn.Module) -> dict[str, list[str]]:
+    """Names of the projections that stay in 16 bits without a setting that says so, by the reason."""
+    kept: dict[str, list[str]] = defaultdict(list)
+    for module in models.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, KeptLinearMethod) and method.reason:
+            kept[method.reason].append(module.prefix)
+    return kept
+
+
+def require_no_copies(model: nn.Module) -> None:
+    """Raises `ConfigError` naming modules that copy weights at their first step: no update would reach the copies."""
+    found = {
+        "FourierRotaryEmbedding (a table made of its coefficients)": any(
+            type(module).__name__ == "FourierRotaryEmbedding" for module in model.modules()
+        ),
+        "MoERunner with a router and a gate in one (a copy of both)": any(
+            getattr(module, "_fse_fuse_gate", False) for module in model.modules()
+        ),
+    }
+    copies = [name for name, there in found.items() if there]
+    if copies:
+        raise not_updatable(copies, "would not reach all of them")
+
+
+def checkpoint_specs(recorded: dict[str, TensorSpec], dtype: torch.dtype) -> list[TensorSpec]:
+    """What an update of a model loaded from these tensors brings: values, never scales."""
+    served = str(dtype).removeprefix("torch.")
+    specs = []
+    for spec in recorded.values():
+        if spec.name.endswith(("weight_scale_inv", "_scale")):
+            continue
+        dtype_name = served if spec.dtype.startswith("float8") else spec.dtype
+        specs.append(TensorSpec(spec.name, spec.shape, dtype_name))
+    return specs

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a model that no engine schedules: plain, causal, over one prompt at a time.
+
+Replaces `Attention.forward` on the layers of a twin: vLLM's own finds the layer, its KV cache and its metadata by name in the
+process-wide forward context, which belongs to the live model. Can go once vLLM can run a second model beside the served one.
+"""
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_fp8ext.compat.unsupported_options import not_updatable
+
+_QUERY_ROWS = 256
+"""Queries attended to at once: bounds the scores to heads x 256 x tokens."""
+
+
+def require_plain_attention(model: nn.Module) -> None:
+    """Raises `ConfigError` naming layers that are not causal attention over K and V of their own."""
+    others = sorted({found for module in model.modules() if (found := _beyond(module))})
+    if others:
+        raise not_updatable(others, "could not be tried before it is served")
+
+
+def _beyond(module: nn.Module) -> str | None:
+    if not isinstance(module, Attention):
+        return type(module).__name__ if isinstance(module, AttentionLayerBase) else None
+    if module.attn_type != AttentionType.DECODER:
+        return f"{module.attn_type} attention"
+    if getattr(module.impl, "alibi_slopes", None) is not None:
+        return "ALiBi"
+    return "shared K and V" if module.kv_sharing_target_layer_name is not None else None
+
+
+def attend_plainly(
+    model: nn.Module,
+    after: Callable[[], None],
+    see: Callable[[str, Tensor, Tensor, Tensor], None] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> None:
+    """Give every attention layer of `model` a plain forward that calls `after` when it is done.
+
+    `see(layer, query, key, value)` is told what would be cached, `[tokens, heads, head dimension]` each. `lengths`: of
+    prompts that stand one after the other, none of which sees another.
+    """
+
+    def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        heads = (
+            query.view(-1, self.num_heads, self.head_size),
+            key.view(-1, self.num_kv_heads, self.head_size),
+            value.view(-1, self.num_kv_heads, self.head_size_v),
+        )
+        if see is not None:
+            see(self.layer_name, *heads)
+        parts = zip(*(part.split(list(lengths or [len(part)])) for part in heads), strict=True)
+        out = torch.cat([_attended(self, *part) for part in parts])
+        after()
+        return out.reshape(out.shape[0], -1)
+
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.forward = types.MethodType(forward, module)
+
+
+def _attended(layer: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+    return causal_attention(
+        query_THD,
+        key_TGD,
+        value_TGD,
+        scale=layer.impl.scale,
+        window=layer.sliding_window,
+        softcap=getattr(layer.impl, "logits_soft_cap", None) or 0.0,
+        sinks=getattr(layer.impl, "sinks", None),
+    )
+
+
+def causal_attention(
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of T tokens, H query heads over G key heads; returns `[T, H, Dv]` in the dtype of the query.
+
+    `window`: keys that a query sees with itself. `softcap`: scores become `softcap * tanh(scores / softcap)`. `sinks`: per
+    head, one more score that takes probability and has no value.
+    """
+    tokens, heads, _ = query_THD.shape
+    if not softcap and sinks is None and (not window or window >= tokens):
+        parts = (query_THD, key_TGD, value_TGD)
+        if query_THD.device.type == "cpu":
+            parts = (query_THD.float(), key_TGD.float(), value_TGD.float())
+        query, key, value = (part.transpose(0, 1)[None] for part in parts)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1).to(query_THD.dtype)
+    repeat = heads // key_TGD.shape[1]
+    keys = key_TGD.float().repeat_interleave(repeat, 1).transpose(0, 1)
+    values = value_TGD.float().repeat_interleave(repeat, 1).transpose(0, 1)
+    positions = torch.arange(tokens, device=query_THD.device)
+    pieces = []
+    for start in range(0, tokens, _QUERY_ROWS):
+        rows = positions[start : start + _QUERY_ROWS]
+        scores = query_THD[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        hidden = positions[None, :] > rows[:, None]
+        if window:
+            hidden |= positions[None, :] <= rows[:, None] - window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            extra = sinks.float()[:, None, None].expand(heads, rows.shape[0], 1)
+            weights = torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, -1)
+        pieces.append((weights @ values).transpose(0, 1))
+    return torch.cat(pieces).to(query_THD.dtype)

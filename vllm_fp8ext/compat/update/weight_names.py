@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other names of checkpoint tensors: those that vLLM's mapper of a model takes, and those of the same model in transformers,
+which `state_dict()` has; and names of output layers that are served as the embedding.
+
+Reads `hf_to_vllm_mapper` and transformers' conversion mapping. Can go once vLLM tells under which names a model's loader
+takes a tensor.
+"""
+
+import copy
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
+
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.worker.alias_names import Names, OtherName
+
+logger = logging.getLogger("vllm.fp8ext")
+
+_HEAD = "lm_head.weight"
+"""The name that nearly all checkpoints have for the output layer."""
+
+Shape = tuple[int, ...]
+
+
+def names_of_mapper(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """By another name that the model's mapper makes the same of, each of these names. A name that means two is left out."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if not isinstance(mapper, WeightsMapper):
+        return {}
+    names = set(names)
+    pairs = ((other, name) for name in names for other in _taken_alike(mapper, name))
+    return _unique(pairs, names)
+
+
+def _taken_alike(mapper: WeightsMapper, name: str) -> set[str]:
+    """Names that are mapped as this one is, by undoing a prefix, a part, or both."""
+    own = mapper.get_rename_mapper().map_name(name)
+    if own is None:
+        return set()
+    prefixes, parts = ([pair for pair in rules.items() if all(pair)] for rules in _rules(mapper))
+    begun = {own, *(old + own.removeprefix(new) for old, new in prefixes if own.startswith(new))}
+    found = begun | {one.replace(new, old, 1) for one in begun for old, new in parts if new in one}
+    taken = mapper._map_name_with_shard(name)
+    return {other for other in found - {name} if mapper._map_name_with_shard(other) == taken}
+
+
+def _rules(mapper: WeightsMapper) -> tuple[Mapping[str, str | None], Mapping[str, str | None]]:
+    return mapper.orig_to_new_prefix, mapper.orig_to_new_substr
+
+
+def names_in_transformers(config: Any, shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """By the name that transformers' model has for it, each tensor that it names otherwise than the checkpoint and has in
+    this shape. Fused experts count as tensors."""
+    try:
+        if not _renames(config):
+            return {}
+        own, renamings = _model_of(config)
+    except Exception as error:  # a model that transformers does not have, or not so
+        logger.info("blockfp8: names of transformers' %s are not known: %s", config.architectures, error)
+        return {}
+
+    def pairs() -> Iterator[tuple[str, str]]:
+        for name, shape in shapes.items():
+            other = name
+            for renaming in renamings:
+                other, _ = renaming.rename_source_key(other)
+            if own.get(other) == shape:
+                yield other, name
+
+    return _unique(pairs(), shapes)
+
+
+def _renames(config: Any) -> bool:
+    """Whether transformers renames anything of such a checkpoint: to make the model takes seconds."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    known = [*(config.architectures or ()), config.model_type]
+    known += [part.model_type for part in vars(config).values() if hasattr(part, "model_type")]
+    rules = [rule for name in known for rule in get_checkpoint_conversion_mapping(name) or ()]
+    return any(isinstance(rule, WeightRenaming) for rule in rules)
+
+
+def _model_of(config: Any) -> tuple[dict[str, Shape], list[Any]]:
+    """Shapes of transformers' model by name, and how it renames a checkpoint's tensors."""
+    import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    kind = getattr(transformers, config.architectures[0])
+    with torch.device("meta"):
+        model = kind(copy.deepcopy(config))
+    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, rules
+
+
+def _unique(pairs: Iterable[tuple[str, str]], names: Collection[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    twice = set()
+    for other, name in pairs:
+        if other not in names and found.setdefault(other, name) != name:
+            twice.add(other)
+    return {other: name for other, name in found.items() if other not in twice}
+
+
+def names_of(model: nn.Module, config: Any, *, tied: bool) -> Names:
+    """What the names of a model say, whose transformers configuration this is. `tied`: as in `tied_heads`."""
+
+    def others(manifest: Manifest, specs: Sequence[TensorSpec]) -> Iterator[OtherName]:
+        shapes = {spec.name: spec.shape for spec in specs}
+        shapes |= {name: whole.shape for name, whole in manifest.fused.items()}
+        for other, name in names_of_mapper(model, shapes.keys() | manifest.tied.keys()).items():
+            yield OtherName(other, name, sure=name not in manifest.tensors)
+        for other, name in names_in_transformers(config, shapes).items():
+            yield OtherName(other, name, sure=True)
+
+    return Names(heads=tied_heads(model, tied=tied), others=others)
+
+
+def tied_heads(model: nn.Module, *, tied: bool) -> dict[str, list[str]]:
+    """By the path of an embedding's weight that is the output layer's too, names that a checkpoint may have for that layer.
+    `tied`: the model is one whose output layer is its embedding, even where the class makes none."""
+    embeddings: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    heads = 0
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, VocabParallelEmbedding):
+            heads += isinstance(module, ParallelLMHead)
+            own = f"{path}.weight"
+            embedding = embeddings.setdefault(id(module.weight), own)
+            if embedding != own:
+                found[embedding] = [*sorted(names_of_mapper(model, [own])), own]
+    if tied and not heads:
+        found |= {path: [_HEAD] for path in list(embeddings.values())[:1]}
+    return {path: sorted(names, key=lambda name: name != _HEAD) for path, names in found.items()}

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows in `/v1/completions`, `/v1/chat/completions`, its `/batch` and `/inference/v1/generate` which weights sampled which
+tokens.
+
+Each finished choice gets `weight_versions`: `[{"version", "epoch", "instance", "start", "end"}, …]` over its output tokens,
+in its final chunk when streaming. Replaces: the response builders of these endpoints; `RequestState._weight_version_spans`,
+which knows no epochs; and `RequestState.track_weight_version`, which has one label for all requests of a step. vLLM 0.33 has
+the field too, without epochs, and fills it where a request asks. Can go once vLLM's spans have epochs, tell of K and V, and
+every response can have them.
+"""
+
+import inspect
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from vllm.outputs import WeightVersionSpan
+from vllm.v1.engine.output_processor import RequestState
+
+from vllm_fp8ext.compat.update import beam_versions
+from vllm_fp8ext.compat.update.beam_versions import LABEL
+from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.update.contract.labels import Label, Step
+
+_FINISHED = '"finish_reason":"'
+
+
+@dataclass
+class EpochSpan(WeightVersionSpan):
+    """vLLM's span, with the server's epoch, and the life of the engine that counts it."""
+
+    epoch: int = 0
+    instance: str | None = None
+
+    @classmethod
+    def of(cls, span: WeightVersionSpan) -> Self:
+        """Make one of vLLM's, whose version is a label. That stays with it (`label_of`), and no answer shows it."""
+        label = Label.decode(span.version)
+        made = cls(label.version, span.start, span.end, label.epoch, label.instance or None)
+        setattr(made, LABEL, label)
+        return made
+
+
+_SPANS = list[EpochSpan] | None
+
+
+def track() -> None:
+    """Read what a step says of its tokens, in the process that has the requests' states. Idempotent."""
+    wrap(RequestState, "track_weight_version", _with_held)
+
+
+def install() -> None:
+    """Idempotent."""
+    track()
+    from vllm.entrypoints.openai.chat_completion import protocol as chat
+    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion import protocol as completion
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.scale_out.token_in_token_out import protocol as generate
+
+    _declare(completion.CompletionResponseChoice, completion.CompletionResponse)
+    _declare(chat.ChatCompletionResponseChoice, chat.ChatCompletionResponse)
+    _declare(generate.GenerateTokensChoice, generate.GenerateTokensResponse)
+    _declare(generate.GenerateTextChoice, generate.GenerateTextResponse)
+    _declare(generate.GenerateTokensStreamChoice, generate.GenerateTokensStreamResponse)
+    _declare(generate.GenerateTextStreamChoice, generate.GenerateTextStreamResponse)
+    wrap(RequestState, "_weight_version_spans", _with_epochs)
+    wrap(OpenAIServingCompletion, "completion_stream_generator", _streaming)
+    wrap(OpenAIServingCompletion, "request_output_to_completion_response", _completion)
+    wrap(OpenAIServingChat, "chat_completion_stream_generator", _streaming)
+    wrap(OpenAIServingChat, "chat_completion_full_generator", _chat)
+    wrap(OpenAIServingChatBatch, "chat_completion_full_generator_batch", _batch)
+    beam_versions.install()
+
+
+def _declare(choice: Any, response: Any) -> None:
+    """Give the field, where a choice has it, its type, by which it is serialized."""
+    field = choice.model_fields.get("weight_versions")
+    if field is not None and field.annotation != _SPANS:
+        field.annotation = _SPANS
+        choice.model_rebuild(force=True)
+        response.model_rebuild(force=True)
+
+
+def _with_held(original: Any) -> Any:
+    def track_weight_version(self: Any, weight_version: str) -> None:
+        step = Step.decode(weight_version)
+        starts = self.weight_version_starts
+        for label in step.held.get(self.request_id, ()):
+            if all(label != seen for seen, _ in starts):
+                starts.append((label, self.detokenizer.num_output_tokens()))
+        original(self, step.label)
+
+    return track_weight_version
+
+
+def _with_epochs(original: Any) -> Any:
+    def spans(self: Any) -> list[EpochSpan] | None:
+        found = original(self)
+        return None if found is None else [EpochSpan.of(span) for span in found]
+
+    return spans
+
+
+def _completion(original: Any) -> Any:
+    def build(self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
+        response = original(self, final_res_batch, *args, **kwargs)
+        _attach(response, (output for result in final_res_batch for output in result.outputs))
+        return response
+
+    return build
+
+
+def _chat(original: Any) -> Any:
+    async def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs: list[Any] = []
+
+        async def tap(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for result in results:
+                outputs[:] = result.outputs
+                yield result
+
+        response = await _call(original, self, tap, args, kwargs)
+        _attach(response, outputs)
+        return response
+
+    return build
+
+
+def _batch(original: Any) -> Any:
+    async def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        generators = bound.arguments["generators"]
+        outputs: list[list[Any]] = [[] for _ in generators]
+
+        async def tap(place: int, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for result in results:
+                outputs[place] = result.outputs
+                yield result
+
+        bound.arguments["generators"] = [tap(place, results) for place, results in enumerate(generators)]
+        response = await original(*bound.args, **bound.kwargs)
+        _attach(response, (output for some in outputs for output in some))
+        return response
+
+    return build
+
+
+def _streaming(original: Any) -> Any:
+    async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+        spans: dict[int, Any] = {}
+
+        async def tap(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for item in results:
+                prompt, result = item if isinstance(item, tuple) else (0, item)
+                for output in result.outputs:
+                    if output.weight_versions is not None:
+                        spans[output.index + prompt * choices] = output.weight_versions
+                yield item
+
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        choices = bound.arguments["request"].n or 1
+        async for event in _call(original, self, tap, args, kwargs):
+            yield _annotated(event, spans) if spans and _FINISHED in event else event
+
+    return stream
+
+
+def _call(original: Any, self: Any, tap: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound.arguments["result_generator"] = tap(bound.arguments["result_generator"])
+    return original(*bound.args, **bound.kwargs)
+
+
+def _attach(response: Any, outputs: Iterable[Any]) -> None:
+    for choice, output in zip(getattr(response, "choices", ()), outputs, strict=False):
+        if output.weight_versions is not None:
+            declared = "weight_versions" in type(choice).model_fields
+            spans = output.weight_versions
+            choice.weight_versions = spans if declared else [asdict(span) for span in spans]
+
+
+def _annotated(event: str, spans: dict[int, Any]) -> str:
+    prefix, _, body = event.partition("data: ")
+    data = json.loads(body)
+    for choice in data.get("choices", ()):
+        if choice.get("finish_reason") is not None and choice["index"] in spans:
+            choice["weight_versions"] = [asdict(span) for span in spans.pop(choice["index"])]
+    return f"{prefix}data: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n"

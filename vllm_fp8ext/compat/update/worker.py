@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives each worker its twin, and a method through which the engine reaches it.
+
+Replaces: `WorkerWrapperBase.load_model`, which otherwise falls through to the worker. Can go once vLLM calls plugins after a
+model was loaded and before the KV cache is sized.
+"""
+
+import contextlib
+import logging
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from vllm_fp8ext.compat.graphs import fusion
+from vllm_fp8ext.compat.speed import piecewise_capture_sizes as graph_sizes
+from vllm_fp8ext.compat.update import foreign_loaders as doors
+from vllm_fp8ext.compat.update.owner_process import follow_engine
+from vllm_fp8ext.compat.warmup import cpu_tiles
+from vllm_fp8ext.compat.warmup.compilations import counts
+from vllm_fp8ext.config import METHOD, Settings
+from vllm_fp8ext.errors import ConfigError, UpdateError, described
+from vllm_fp8ext.layers.unquantized_layers import report
+
+logger = logging.getLogger("vllm.fp8ext")
+
+
+def install() -> None:
+    """Add our methods to the class that wraps every worker. Idempotent."""
+    WorkerWrapperBase.load_model = load_model
+    WorkerWrapperBase.fp8ext = call
+
+
+def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load the model; under blockfp8, in the same memory pool, on a GPU give its layers our attention, and with live updates
+    build its twin and account for it. On a GPU then compile what it runs on. On a CPU, its tile registers are asked for."""
+    worker, config = self.worker, self.vllm_config
+    if current_platform.is_cpu():
+        cpu_tiles.allow()
+    if config.model_config.quantization != METHOD:
+        return worker.load_model(*args, **kwargs)
+    follow_engine()
+
+    from vllm_fp8ext.compat.update import encoder_layers as encoders
+    from vllm_fp8ext.compat.update.model import kept_layers, recorded_checkpoint
+    from vllm_fp8ext.compat.update.repeated_tensors import no_tensor_twice
+
+    encoders.install()
+    settings, on_gpu = Settings.parse(config.additional_config), current_platform.is_cuda()
+    runner = worker.model_runner
+    original = runner.load_model
+
+    def load(*inner: Any, **named: Any) -> Any:
+        live = settings.staging != "none"
+        recording: Any = recorded_checkpoint() if live else contextlib.nullcontext()
+        with recording as recorded, no_tensor_twice():
+            result = original(*inner, **named)
+        if get_tensor_model_parallel_rank() == 0:
+            for line in report(kept_layers(_models(runner))):
+                logger.info(line)
+        if on_gpu:
+            models = _models(runner)
+            fusion.name_kernels(config, models)
+            if settings.kernels.takes_decode_attention:
+                from vllm_fp8ext.compat.speed.decode_attention import attach_all
+
+                attach_all(models, config)
+        if live:
+            self.fp8ext_rank = _build(worker, config, runner, recorded)
+        doors.close(worker, _models(runner))
+        return result
+
+    runner.load_model = load
+    try:
+        result = worker.load_model(*args, **kwargs)
+    finally:
+        del runner.load_model
+    if on_gpu:
+        # they import FlashAttention's backend, or Triton
+        from vllm_fp8ext.compat.speed import decode_step_reuse as steady_steps
+        from vllm_fp8ext.compat.speed import mixed_full_cudagraph as whole_graphs
+        from vllm_fp8ext.compat.speed import sampling_cudagraph as sampled_graphs
+        from vllm_fp8ext.compat.warmup import logprob_warmup
+        from vllm_fp8ext.compat.warmup.warmup import warm_up
+
+        graph_sizes.install()
+        whole_graphs.install()
+        logprob_warmup.install()
+        if settings.kernels.takes_steady_steps:
+            steady_steps.install()
+            sampled_graphs.install()
+        samples = worker.use_v2_model_runner and runner.is_last_pp_rank and not runner.is_pooling_model
+        warm_up(_models(runner), _most_tokens(settings, config), config if samples else None)
+    return result
+
+
+def _models(runner: Any) -> nn.Module:
+    """What a worker runs, the draft model too."""
+    models: list[nn.Module | None] = [runner.get_model(), runner.get_draft_model()]
+    return nn.ModuleList(model for model in models if model is not None)
+
+
+def _most_tokens(settings: Settings, config: VllmConfig) -> int:
+    """That the model is given at once: by a step, or by a calibration, all of whose prompts run together. With every policy
+    but `static` an update can ask for one."""
+    most: int = config.scheduler_config.max_num_batched_tokens
+    scales = settings.kv_scales
+    return max(most, scales.tokens) if scales is not None and scales.policy != "static" else most
+
+
+def call(self: Any, number: int, method: str, *args: Any) -> dict[str, Any]:
+    """Run one method of this worker's `Rank`; never raises. The reply names its `call` and the rank that it is `from`, and
+    what this process has `compiled` so far: not while the engine pauses, and not each time that a job is asked about."""
+    answer = _answer(getattr(self, "fp8ext_rank", None), method, args)
+    if method not in ("exchange", "settle") and answer.get("done", True):
+        answer["compiled"] = counts()
+    return {**answer, "call": number, "from": self.worker.rank}
+
+
+@described
+def _answer(rank: Any, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    if rank is None:
+        message = "this server takes no updates: it was started with staging none, or from weights that were not recorded"
+        raise UpdateError("updates-unavailable", message)
+    result = attrgetter(method)(rank)(*args)
+    assert isinstance(result, dict)
+    return result
+
+
+def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
+    from vllm_fp8ext.compat.update.model import checkpoint_specs, initialize_shadow, require_no_copies
+    from vllm_fp8ext.compat.update.shadow_attention import attend_plainly, require_plain_attention
+    from vllm_fp8ext.compat.update.tied_layers import is_tied, tie_alike
+    from vllm_fp8ext.compat.update.weight_names import names_of
+    from vllm_fp8ext.update.worker.rank import Rank
+    from vllm_fp8ext.update.worker.shadow import Twin
+
+    if not recorded.specs:
+        logger.warning(
+            "blockfp8: no live updates, because load format %r does not tell what it loaded",
+            config.load_config.load_format,
+        )
+        return None
+    model = runner.get_model()
+    device = next(model.parameters()).device
+    with torch.inference_mode(False), torch.no_grad():
+        shadow = initialize_shadow(config, device)
+        require_plain_attention(shadow)
+        require_no_copies(shadow)
+        specs = checkpoint_specs(recorded.specs, config.model_config.dtype)
+        tied = is_tied(config.model_config)
+        if tied:
+            tie_alike(model, shadow)
+        names = names_of(shadow, config.model_config.hf_config, tied=tied)
+        inplace = Settings.parse(config.additional_config).staging == "inplace"
+        twin = Twin(model, shadow, specs, worker.rank, names, inplace=inplace)
+        twin.require_equal(recorded.heads)
+        kv = _kv_cache(model, twin, config, device)
+    cost = twin.exchange.bytes
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += cost
+    per_block = sum(spec.page_size_bytes for spec in worker.get_kv_cache_spec().values())
+    blocks = -(-cost // per_block) if per_block else 0
+    if inplace:
+        logger.warning(
+            "blockfp8: staging inplace has no twin: during an update nothing is generated, an update that fails half-way "
+            "leaves the engine poisoned until a full one heals it, and there is no rollback"
+        )
+    logger.info("blockfp8: the twin takes %.2f GiB, as much as %d KV-cache blocks", cost / (1 << 30), blocks)
+    wanted = config.cache_config.kv_cache_memory_bytes
+    if wanted and device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left with the allocator
+        free, _ = torch.cuda.mem_get_info(device)
+        if wanted > free:
+            raise ConfigError(
+                f"--kv-cache-memory-bytes {wanted}: only {free} bytes are free beside the model and its twin ({cost} bytes): "
+                'expected no more, or staging inplace or none (--additional-config \'{"fp8ext": {"staging": "inplace"}}\')'
+            )
+    return Rank(twin, worker.rank, config.parallel_config.world_size, blocks, attend_plainly, kv)
+
+
+def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -> Any:
+    """The FP8 KV cache's scales, computed before anything is cached; None without one."""
+    from vllm_fp8ext.compat.update.kv_recorder import Recorder
+    from vllm_fp8ext.compat.update.kv_rescale import CachedCodes
+    from vllm_fp8ext.compat.update.kv_scales import attention_layers, gather, kv_scales_of
+    from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
+    from vllm_fp8ext.update.contract.kv_request import check_prompts
+    from vllm_fp8ext.update.contract.kv_tokens import choose
+    from vllm_fp8ext.update.worker.kv_scales import RankKv
+
+    settings = Settings.parse(config.additional_config).kv_scales
+    if settings is None or not config.cache_config.cache_dtype.startswith("fp8"):
+        return None
+    of = config.model_config
+    vocabulary, longest = of.get_vocab_size(), of.max_model_len
+    layers = {layer.layer_name: layer for layer in attention_layers(model)}
+    scales = kv_scales_of(layers, settings, of.get_total_num_kv_heads(), device)
+    recorder = Recorder(layers, settings.record_every) if settings.policy == "history" else None
+    kv = RankKv(scales, settings, CachedCodes(layers), recorder)
+    if settings.policy != "static":
+        try:
+            check_prompts(settings.prompts or (), settings, vocabulary, longest)
+        except UpdateError as error:
+            raise ConfigError(str(error)) from None
+        twin.keep_others([])
+        tokens = choose(None, settings, [], vocabulary, longest)
+        kv.begin(twin.model, device, attend_plainly, tokens, gather)
+    return kv

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was compiled in a worker process since it began, by compiler: a server whose counts stand still compiles nothing.
+
+Replaces nothing. vLLM's own monitor (`--jit-monitor-mode`) sees Triton's kernels only, and logs or raises; it does not count.
+"""
+
+import os
+from pathlib import Path
+
+import torch._dynamo.utils
+
+from vllm_fp8ext.kernels.runtime import compile_counts as compiled
+
+_DEEP_GEMM_CACHE = "DG_JIT_CACHE_DIR"
+"""vLLM sets it when it first asks for DeepGEMM."""
+
+
+def counts() -> dict[str, int]:
+    """Kernels by NVRTC and Triton, those that DeepGEMM has on disk, whoever compiled them (it tells no count), and graphs by
+    `torch.compile`."""
+    found = {"nvrtc": compiled.counts["nvrtc"], "triton": compiled.counts["triton"]}
+    found["deep_gemm"] = _deep_gemm_kernels(os.environ.get(_DEEP_GEMM_CACHE))
+    found["torch"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found
+
+
+def _deep_gemm_kernels(folder: str | None) -> int:
+    try:
+        return sum(1 for _ in os.scandir(Path(folder) / "cache")) if folder else 0
+    except OSError:
+        return 0

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles vLLM's kernels that mask logits by `top_p` and `top_k` before the server is ready: on CUDA vLLM's newer model
+runner leaves them to the first request that needs them, which all others then wait for.
+
+Replaces nothing; the kernels, and what they are compiled for, are those that vLLM registers for its other samplers. Can go
+once it registers them for this one.
+"""
+
+import logging
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+from vllm.v1.sample.ops import topk_topp_sampler
+
+from vllm_fp8ext.kernels.runtime.launch import ALIGNED, compiled_as
+
+logger = logging.getLogger("vllm.fp8ext")
+
+
+def warm_up_masks(config: VllmConfig) -> None:
+    """Compile them by vLLM's threads; from the second start on they come from Triton's cache on disk. What fails here is left
+    to the request that needs it."""
+    registry = JitWarmupRegistry(config)
+    with registry.activate():
+        topk_topp_sampler.register_top_k_top_p_warmups()
+    vocabulary = config.model_config.get_vocab_size()
+    try:
+        for kernel in registry._registrations:
+            kernel.compile_many(
+                key for key in kernel.get_warmup_keys(vllm_config=config) if _lies_so(key, vocabulary)
+            )
+    except Exception as error:  # of Triton, its compiler or the driver
+        logger.warning("blockfp8: masks for top_p and top_k are compiled when they are needed: %s", error)
+
+
+def _lies_so(key: Any, vocabulary: int) -> bool:
+    """Logits that are masked were copied: a row begins where the one before ends, and a lone row keeps the distance that it
+    had among logits of a padded vocabulary."""
+    stride = dict(key.inputs)["logits"].stride(0)
+    return compiled_as(stride) in {compiled_as(vocabulary), compiled_as(ALIGNED)}

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every kernel that the model can need, before the server says that it is ready.
+
+Replaces nothing; calls `_generate_optimal_warmup_m_values`, vLLM's list of token counts at which DeepGEMM takes another
+kernel. vLLM warms DeepGEMM up for its own linear methods only.
+"""
+
+import itertools
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+import torch
+import vllm.envs as envs
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
+
+from vllm_fp8ext.compat.warmup.deep_gemm_compile import compile_ahead
+from vllm_fp8ext.compat.warmup.deep_gemm_sizes import Sizes
+from vllm_fp8ext.compat.warmup.expert_warmup import expert_layers, expert_sizes, run_experts
+from vllm_fp8ext.compat.warmup.mask_warmup import warm_up_masks
+from vllm_fp8ext.compat.warmup.quantizer_warmup import warm_up_quantizers, warm_up_together
+from vllm_fp8ext.kernels.gemm import decode_gemm
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm.linear import GEMMS
+from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
+from vllm_fp8ext.kernels.quantize.gated_quantize import ACTIVATIONS, GELUS, gated_quantize, gelu_quantize
+from vllm_fp8ext.kernels.quantize.quantize_activation import many, quantize_activation
+from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
+from vllm_fp8ext.kernels.runtime import compile_counts as compiled
+from vllm_fp8ext.kernels.runtime.launch import compiled_as
+from vllm_fp8ext.layers.gemm import triton_sizes
+from vllm_fp8ext.layers.linear import SCALES, BlockFp8LinearMethod
+
+logger = logging.getLogger("vllm.fp8ext")
+
+Layers: TypeAlias = dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]]
+"""One layer of each shape."""
+
+
+@torch.inference_mode()
+def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None) -> None:
+    """Run each kernel once for every shape of weight in `model`, of one served model or several, for up to `max_tokens`;
+    machine code is compiled on all cores first, DeepGEMM's in processes beside this one while it makes all others. `sampler`:
+    of an engine whose masks of logits are compiled too."""
+    start = time.perf_counter()
+    layers: Layers = {}
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, BlockFp8LinearMethod) and method.route is not None:
+            layers.setdefault((module.weight.shape[0], module.weight.shape[1]), (module, method))
+    experts = expert_layers(model)
+    sizes = {**_deep_gemm_sizes(layers, max_tokens), **expert_sizes(experts, max_tokens)}
+    with ThreadPoolExecutor(1) as beside:
+        device = next(model.parameters()).device
+        ahead = beside.submit(compile_ahead, sizes, device)
+        _compile(layers)
+        for layer, method in layers.values():
+            _run(layer, method, max_tokens)
+        run_experts(experts, max_tokens, deep_gemm=False)
+        formats = {method.scale_format for _, method in layers.values()}
+        formats |= {method.scale_format for _, method, _ in experts}
+        for scale_format in formats or {"fp32"}:
+            warm_up_together(device, scale_format)
+        if sampler is not None:
+            warm_up_masks(sampler)
+        ahead.result()
+    for layer, method in layers.values():
+        _multiply(layer, method, max_tokens)
+    run_experts(experts, max_tokens, deep_gemm=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a trainer on the same GPU may need what was left with the allocator
+    if layers or experts:
+        logger.info(
+            "blockfp8: kernels for %d shapes are ready after %.1f s (compiled: %s)",
+            *(len(layers) + len(experts), time.perf_counter() - start),
+            ", ".join(f"{count} by {name}" for name, count in compiled.counts.items()) or "none",
+        )
+
+
+def _compile(layers: Layers) -> None:
+    programs = set()
+    for (n, k), (_, method) in layers.items():
+        for tokens, quantized in _decode_kernels(method):
+            cut = decode_cuts.choose(n, k, tokens, quantized=quantized)
+            form = "fp32" if quantized else method.scale_format
+            programs.add((cut.rows, cut.splits, tokens, form, quantized, cut.stream))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda program: decode_gemm.machine_code(*program), programs))
+
+
+def _decode_kernels(method: BlockFp8LinearMethod) -> list[tuple[int, bool]]:
+    """Widths of the decode GEMM that the layer can take, and whether activations come quantized."""
+    assert method.route is not None
+    few, gemm = method.route
+    quantized = decode_cuts.TOKENS if gemm == "decode_gemm" else decode_cuts.widths(few)
+    inside = decode_cuts.widths(min(few, decode_gemm.PROLOGUE_TOKENS))
+    return [(tokens, True) for tokens in quantized] + [(tokens, False) for tokens in inside]
+
+
+def _tokens(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> list[int]:
+    """Numbers of tokens at which the kernel for many tokens is another one."""
+    assert method.route is not None
+    few, name = method.route
+    counts = {max_tokens}
+    if name == "deep_gemm" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
+        found = _generate_optimal_warmup_m_values(max_tokens, layer.weight.shape[0], layer.weight.device)
+        counts |= {count for count in found if count > few}
+    if name == "triton":
+        counts |= set(_triton_tokens(triton_sizes(*layer.weight.shape), few, max_tokens))
+    return sorted(counts)
+
+
+def _triton_tokens(sizes: dict[int, str], few: int, most: int) -> list[int]:
+    """One number of tokens from `few` + 1 to `most` for each variant of vLLM's kernel: its sizes, which are those of the
+    nearest number that was tuned, and what Triton compiles apart, which is 1, multiples of 16, and all others."""
+    variants: dict[tuple[str, str], int] = {}
+    for count in range(few + 1, most + 1):
+        size = sizes[min(sizes, key=lambda tuned: abs(tuned - count))] if sizes else ""
+        variants.setdefault((size, compiled_as(count)), count)
+    return sorted(variants.values())
+
+
+def _deep_gemm_sizes(layers: Layers, max_tokens: int) -> Sizes:
+    if envs.VLLM_DEEP_GEMM_WARMUP == "skip":
+        return {}
+    return {
+        shape: _tokens(layer, method, max_tokens)
+        for shape, (layer, method) in layers.items()
+        if method.route is not None and method.route.gemm == "deep_gemm"
+    }
+
+
+def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
+    assert method.route is not None
+    weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
+    k = weight.shape[1]
+    warm_up_quantizers(weight, scales, form)
+    dtype = method.out_dtype
+    x = torch.zeros(decode_cuts.TOKENS[-1], k, dtype=dtype, device=weight.device)
+    norm = torch.ones(k, dtype=dtype, device=weight.device)
+    for few, residual in itertools.product({False, method.route.decode_tokens > 0}, (None, x[:1])):
+        rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, few=few)
+    for count in {1, min(many(k), max_tokens)}:
+        _quantize(torch.zeros(count, 2 * k, dtype=dtype, device=weight.device), form)
+    for tokens, before in _decode_kernels(method):
+        part = quantize_activation(x[:tokens], form) if before else x[:tokens]
+        decode_gemm.decode_gemm(part, weight, scales, None, form)
+
+
+def _quantize(gate_up_M2K: torch.Tensor, form: ScaleFormat) -> None:
+    """By every kernel that quantizes activations, but a norm."""
+    x_MK = gate_up_M2K[:, : gate_up_M2K.shape[1] // 2].contiguous()
+    for activation in ACTIVATIONS:
+        gated_quantize(gate_up_M2K, activation, form)
+    for gelu in GELUS:
+        gelu_quantize(x_MK, gelu, form)
+    quantize_activation(x_MK, form)
+
+
+def _multiply(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
+    assert method.route is not None
+    weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
+    x = torch.zeros(max_tokens, weight.shape[1], dtype=method.out_dtype, device=weight.device)
+    for count in _tokens(layer, method, max_tokens):
+        GEMMS[method.route.gemm](quantize_activation(x[:count], form), weight, scales, method.out_dtype)

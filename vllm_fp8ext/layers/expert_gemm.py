@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's grouped block-FP8 GEMMs for many tokens, beside our own kernel for few: which of them multiplies by the experts of a
+layer.
+
+Replaces: `select_fp8_moe_backend` and vLLM's modular kernels, which may take a kernel that lays weights out anew, choose once
+for all numbers of tokens, and write into one workspace of the whole process, where a twin would meet the served model.
+vLLM's own CUTLASS experts take no block scales. Can go once this project has kernels of its own for every number of tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+import vllm.envs as envs
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import get_mk_alignment_for_contiguous_layout, m_grouped_fp8_gemm_nt_contiguous
+
+from vllm_fp8ext.config import SECTION, KernelSettings
+from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernels.moe.expert_configs import Choice, ExpertRoute, Kernel, expert_route
+from vllm_fp8ext.kernels.numerics.quantized import Quantized
+from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
+from vllm_fp8ext.layers.deep_gemm import deep_gemm_runs
+from vllm_fp8ext.layers.gemm import varies
+from vllm_fp8ext.log import log_once
+
+_SPECIALIZED = 16
+
+
+class ExpertWeights(NamedTuple):
+    """Codes and scales of one layer as they are served (`layers/experts.py`), contiguous; E experts of this rank."""
+
+    gate_up: Tensor
+    """E4M3 `[E, 2P, K]`."""
+    gate_up_scales: Tensor
+    """fp32 `[E, 2P/128, Kb]`."""
+    down: Tensor
+    """E4M3 `[E, K, P]`."""
+    down_scales: Tensor
+    """fp32 `[E, Kb, P/128]`."""
+
+
+def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> ExpertRoute | None:
+    """What multiplies by the experts of a layer, or None where the reference runs (CPUs).
+
+    Raises:
+        ConfigError: a kernel that the settings name does not take them here, or `batch_invariant` can't be kept.
+    """
+    if not current_platform.is_cuda():
+        return None
+    usable = ["triton", "fused"]
+    if moe.in_dtype == torch.bfloat16 and hidden % BLOCK == 0 and deep_gemm_runs():
+        usable.append("deep_gemm")
+    chosen = settings.experts
+    try:
+        route = expert_route(
+            moe.num_experts,
+            moe.experts_per_token,
+            usable,
+            one_path=settings.batch_invariant,
+            fused_tokens=chosen.fused_tokens,
+            triton_tokens=chosen.triton_tokens,
+            many=chosen.gemm,
+        )
+    except ValueError as error:
+        raise ConfigError(f'--additional-config "{SECTION}": kernels.experts: {error}') from None
+    if settings.batch_invariant and route.many == "triton" and not envs.VLLM_BATCH_INVARIANT:
+        raise varies("experts")
+    _log(route)
+    return route
+
+
+def _log(route: ExpertRoute) -> None:
+    few = [f"fused up to {route.fused_tokens} tokens"] if route.fused_tokens else []
+    if route.triton_tokens > route.fused_tokens:
+        few.append(f"triton up to {route.triton_tokens} tokens")
+    kernels = ", ".join([*few, f"{route.many} beyond"])
+    log_once(f"blockfp8 multiplies by {route.experts} experts with {kernels}")
+
+
+def compute(
+    choice: Choice,
+    x_MK: Tensor,
+    weights: ExpertWeights,
+    weights_MT: Tensor,
+    experts_MT: Tensor,
+    activation: str,
+    scale_format: ScaleFormat,
+) -> Tensor:
+    """`reference_experts` by this kernel. Memory comes from torch's allocator, so that a CUDA graph of one model and another
+    model's steps share none."""
+    if not x_MK.shape[0]:
+        return torch.zeros_like(x_MK)
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    routing = weights_MT.float().contiguous(), experts_MT.int().contiguous()
+    if choice.kernel == "fused":
+        from vllm_fp8ext.kernels.moe.expert_mlp import expert_mlp
+
+        assert choice.cut is not None
+        return expert_mlp(x_MK, *weights, *routing, activation, scale_format, choice.cut)
+    return _GROUPED[choice.kernel](x_MK, weights, *routing, activation, scale_format)
+
+
+def triton(
+    x_MK: Tensor,
+    weights: ExpertWeights,
+    weights_MT: Tensor,
+    experts_MT: Tensor,
+    activation: str,
+    scale_format: ScaleFormat,
+) -> Tensor:
+    """vLLM's Triton kernel with vLLM's tuned sizes, between our own quantizers and our own sum."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
+
+    from vllm_fp8ext.kernels.moe.expert_rows import expert_rows
+    from vllm_fp8ext.kernels.moe.expert_sum import expert_sum
+    from vllm_fp8ext.kernels.quantize.gated_quantize import Activation, gated_quantize
+    from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
+
+    (m, t), (e, height, k) = experts_MT.shape, weights.gate_up.shape
+    config = try_get_optimal_moe_config(
+        weights.gate_up.size(), weights.down.size(), t, "fp8_w8a8", m, block_shape=[BLOCK, BLOCK]
+    )
+    rows = expert_rows(experts_MT, e, config["BLOCK_SIZE_M"])
+    # Triton compiles anew where sizes or distances become multiples of 16, or cease to be
+    room = -(-m // _SPECIALIZED) * _SPECIALIZED
+    gate_up = torch.empty(room, t, height, dtype=x_MK.dtype, device=x_MK.device)
+    parts = torch.empty(room, t, k, dtype=x_MK.dtype, device=x_MK.device)
+    ordered = rows.slots, rows.owners, rows.used
+    # each of a program's tokens lies somewhere else: of scales by token the cache then has those of the next columns, too
+    quantized = quantize_activation(x_MK, scale_format, room, by_token=True)
+    _triton(quantized, weights.gate_up, weights.gate_up_scales, gate_up, *ordered, t, config)
+    function = cast("Activation", activation)
+    active = gated_quantize(gate_up.view(room * t, height), function, scale_format, by_token=True)
+    _triton(active, weights.down, weights.down_scales, parts, *ordered, 1, config)
+    return expert_sum(parts.view(room * t, k), None, weights_MT, experts_MT, x_MK.dtype)
+
+
+def _triton(
+    x: Quantized,
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    slots: Tensor,
+    owners: Tensor,
+    used: Tensor,
+    each: int,
+    config: dict[str, Any],
+) -> None:
+    from vllm.model_executor.layers.fused_moe.fused_moe import invoke_fused_moe_triton_kernel
+    from vllm.triton_utils import tl
+
+    invoke_fused_moe_triton_kernel(
+        x.codes,
+        codes,
+        out,
+        x.scales,
+        scales,
+        None,
+        slots,
+        owners,
+        used,
+        mul_routed_weight=False,
+        top_k=each,
+        config=config,
+        compute_type=tl.bfloat16 if out.dtype == torch.bfloat16 else tl.float16,
+        use_fp8_w8a8=True,
+        use_int8_w8a8=False,
+        use_int8_w8a16=False,
+        use_int4_w4a16=False,
+        per_channel_quant=False,
+        block_shape=[BLOCK, BLOCK],
+    )
+
+
+def deep_gemm(
+    x_MK: Tensor,
+    weights: ExpertWeights,
+    weights_MT: Tensor,
+    experts_MT: Tensor,
+    activation: str,
+    scale_format: ScaleFormat,
+) -> Tensor:
+    """DeepGEMM's grouped kernel, between our own quantizers, which bring each expert's tokens together, and our own sum."""
+    from vllm_fp8ext.kernels.moe.expert_rows import expert_rows
+    from vllm_fp8ext.kernels.moe.expert_sum import expert_sum
+    from vllm_fp8ext.kernels.quantize.gated_quantize import Activation, gated_quantize
+    from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_to_rows
+
+    rows = expert_rows(experts_MT, weights.gate_up.shape[0], alignment())
+    places_MT = rows.places.view(experts_MT.shape)
+    quantized = quantize_to_rows(x_MK, scale_format, rows.slots.shape[0], places_MT)
+    gate_up = grouped(quantized, weights.gate_up, weights.gate_up_scales, rows.ends)
+    active = gated_quantize(gate_up, cast("Activation", activation), scale_format, rows.places)
+    parts = grouped(active, weights.down, weights.down_scales, rows.ends)
+    return expert_sum(parts, places_MT, weights_MT, experts_MT, x_MK.dtype)
+
+
+def alignment() -> int:
+    """What each expert's first row must be a multiple of for `grouped`."""
+    return int(get_mk_alignment_for_contiguous_layout()[0])
+
+
+def grouped(x: Quantized, codes: Tensor, scales: Tensor, ends_E: Tensor) -> Tensor:
+    """BF16 `[R, N]`: rows of each expert times its weight `[N, K]`. `ends_E`: where they end (`Rows.ends`)."""
+    out = torch.empty(x.codes.shape[0], codes.shape[1], dtype=torch.bfloat16, device=codes.device)
+    m_grouped_fp8_gemm_nt_contiguous(x, (codes, scales), out, ends_E, use_psum_layout=True)
+    return out
+
+
+_GROUPED: dict[Kernel, Callable[..., Tensor]] = {"triton": triton, "deep_gemm": deep_gemm}

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The canary: a few prompts through the new weights before anybody is served by them.
+
+Every update's logits must be finite; an update may also bound its perplexity on prompts of its own.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.contract.prompts import require_prompts, sample
+
+SAMPLE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Canary:
+    """`prompts`: token ids. `max_perplexity`: None when only finiteness is asked for. `built_in`: no text, whose perplexity
+    would mean nothing."""
+
+    prompts: list[list[int]]
+    max_perplexity: float | None = None
+    built_in: bool = False
+
+
+def canary_of(asked: Mapping[str, Any] | None, settings: Settings, vocabulary: int, longest: int) -> Canary:
+    """The canary of an update: what it asked for, else the server's own, else a built-in sample of token ids.
+
+    Raises:
+        UpdateError: token ids beyond the vocabulary, prompts longer than the model takes, a perplexity without prompts.
+    """
+    own = settings.canary.model_dump() if settings.canary else {}
+    chosen = {**own, **{key: value for key, value in (asked or {}).items() if value is not None}}
+    prompts, bound = chosen.get("prompts"), chosen.get("max_perplexity")
+    if not prompts:
+        if bound is not None:
+            message = "canary: max_perplexity needs prompts to measure it on"
+            raise UpdateError("invalid-request", message, status=422)
+        return Canary([sample(min(SAMPLE_TOKENS, longest), vocabulary)], built_in=True)
+    require_prompts("canary", prompts, vocabulary, longest, shortest=2)
+    return Canary([list(prompt) for prompt in prompts], bound)
+
+
+def judge(canary: Canary, results: list[dict[str, Any]]) -> float | None:
+    """Perplexity over all prompts, from each rank's summed log-probability (ranks without logits have none). None for the
+    built-in sample.
+
+    Raises:
+        UpdateError: `canary-refused`: logits that are not finite, or a perplexity above the bound.
+    """
+    if not all(result["finite"] for result in results):
+        raise UpdateError(
+            "canary-refused",
+            "the new weights' logits are not finite on the canary's prompts",
+            status=422,
+            reason="non-finite",
+        )
+    if canary.built_in:
+        return None
+    (logprob, tokens), *_ = [(r["logprob"], r["tokens"]) for r in results if r["tokens"]]
+    perplexity = math.exp(min(-logprob / tokens, 700.0))
+    if canary.max_perplexity is not None and perplexity > canary.max_perplexity:
+        raise UpdateError(
+            "canary-refused",
+            f"perplexity {perplexity:.4g} on the canary's prompts; at most {canary.max_perplexity:g} was asked for",
+            status=422,
+            reason="perplexity",
+            expected=canary.max_perplexity,
+            found=perplexity,
+        )
+    return perplexity

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens scales are calibrated with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_fp8ext.kv_settings import KvScaleSettings
+from vllm_fp8ext.update.contract.prompts import sample
+
+PROMPT_TOKENS = 1024
+"""Of each so many at most, so that several have their say."""
+ENOUGH = 8
+"""Recent traffic counts from an eighth of the wanted tokens on."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """`source`: `update`, `settings`, `recent` or `built-in`."""
+
+    prompts: list[list[int]]
+    source: str
+
+    @property
+    def count(self) -> int:
+        """Tokens in all prompts."""
+        return sum(map(len, self.prompts))
+
+
+def choose(
+    asked: Sequence[Sequence[int]] | None,
+    settings: KvScaleSettings,
+    recent: Sequence[Sequence[int]],
+    vocabulary: int,
+    longest: int,
+) -> Tokens:
+    """The tokens of an update: its own, else the server's, else `recent` ones (newest first), else a built-in sample.
+
+    The same tokens give the same scales, so a trainer that sends its own can compute them too.
+    """
+    given = asked or settings.prompts
+    if given:
+        prompts = _cut(given, settings.tokens, longest)
+        return Tokens(prompts, "update" if asked else "settings")
+    known = [prompt for prompt in recent if max(prompt, default=0) < vocabulary]
+    found = Tokens(_cut(known, settings.tokens, min(longest, PROMPT_TOKENS)), "recent")
+    if found.count * ENOUGH >= settings.tokens:
+        return found
+    return Tokens(built_in(settings.tokens, vocabulary, longest), "built-in")
+
+
+def built_in(tokens: int, vocabulary: int, longest: int) -> list[list[int]]:
+    """Token ids from all over the vocabulary, in prompts of at most `PROMPT_TOKENS`."""
+    length = min(tokens, longest, PROMPT_TOKENS)
+    ids = sample(tokens, vocabulary)
+    return [ids[start : start + length] for start in range(0, tokens, length)]
+
+
+def _cut(prompts: Sequence[Sequence[int]], tokens: int, longest: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    for prompt in prompts:
+        left = tokens - sum(map(len, found))
+        if left <= 0:
+            break
+        found.append(list(prompt[: min(left, longest)]))
+    return found

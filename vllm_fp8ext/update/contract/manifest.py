@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine takes and how it serves it, as plain data: the contract between trainer, server and digests."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kernels.numerics.layout import BLOCK, blocks
+from vllm_fp8ext.update.contract.fused import TAKEN_LAYOUT, TRANSPOSED, ExpertLayout, Fused, fused_experts
+from vllm_fp8ext.update.contract.kv_names import is_kv_scale
+from vllm_fp8ext.update.contract.name_hints import Hints
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes that an update may send; converted to the model's dtype first, as on load."""
+CODES_DTYPE = "float8_e4m3fn"
+"""The dtype of codes, for tensors that are taken quantized, together with their block scales."""
+
+
+SCALES = "_scale_inv"
+"""What the name of a weight's block scales ends with, after the name of the weight (DeepSeek's convention)."""
+
+
+def scale_name(name: str) -> str:
+    """Under which name the block scales of a weight travel: `….weight_scale_inv`."""
+    return name + SCALES
+
+
+def follows(name: str, before: str) -> bool:
+    """Whether these are the block scales of the weight that came right before: they go where it goes."""
+    return name == scale_name(before)
+
+
+def scales_beside(parts: Iterable[T], name: Callable[[T], str]) -> list[T]:
+    """Parts of a checkpoint, with the block scales of a weight right after it, wherever they are stored."""
+    parts = list(parts)
+    names = set(map(name, parts))
+    scales: dict[str, list[T]] = {}
+    others = []
+    for part in parts:
+        if name(part).endswith(SCALES) and name(part).removesuffix(SCALES) in names:
+            scales.setdefault(name(part), []).append(part)
+        else:
+            others.append(part)
+    return [found for part in others for found in (part, *scales.pop(scale_name(name(part)), ()))]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype (torch's name) of one checkpoint tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> "torch.dtype":
+        import torch
+
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one checkpoint tensor that one rank serves, and where it lies in that rank's parameter.
+
+    `source`: start and stop in each dimension of the checkpoint tensor. `origin`: its first element in the parameter
+    `target` of shape `target_shape`. `quantized`: served as codes with one scale per 128x128 block of the parameter, whose
+    blocks start at the parameter's origin; otherwise as values of `dtype`.
+    """
+
+    rank: int
+    target: str
+    target_shape: tuple[int, ...]
+    source: tuple[tuple[int, int], ...]
+    origin: tuple[int, ...]
+    quantized: bool
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that a full update must bring, and every piece that is served of it."""
+
+    tensors: Mapping[str, TensorSpec]
+    """Required tensors by name."""
+    ignored: frozenset[str]
+    """Names that are accepted and not used (an `inv_freq`, say)."""
+    pieces: Mapping[str, tuple[Piece, ...]]
+    """By name, over all ranks."""
+    scale_format: str
+    world_size: int
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """By the name of an output layer that is served as the embedding, the embedding's. It may come, and must be equal."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """By another name that the model's loader or transformers has for a tensor, its name in `tensors`, `fused` or `tied`."""
+
+    @cached_property
+    def fused(self) -> dict[str, Fused]:
+        """Tensors that may come instead of all the matrices in them, by name."""
+        return fused_experts({name: spec.shape for name, spec in self.tensors.items()})
+
+    @cached_property
+    def _wholes(self) -> dict[str, str]:
+        """By matrix, the fused tensor that it lies in."""
+        return {part: name for name, whole in self.fused.items() for part in whole.parts}
+
+    @cached_property
+    def _hints(self) -> Hints:
+        return Hints((*self.tensors, *self.fused, *self.tied), self.ignored)
+
+    def canonical(self, name: str) -> str:
+        """Return the name in `tensors`, `fused` or `tied` of what comes under this one, or the name itself. Block scales have
+        other names where their weight has."""
+        if not self.aliases:
+            return name
+        known = self.aliases.get(name)
+        if known is None and name.endswith(SCALES):
+            weight = self.aliases.get(name.removesuffix(SCALES))
+            known = weight and scale_name(weight)
+        return known or name
+
+    def renamed(self, specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+        """Yield these tensors under the names that this manifest has for them."""
+        for spec in specs:
+            name = self.canonical(spec.name)
+            yield spec if name == spec.name else replace(spec, name=name)
+
+    def other_forms(self, name: str) -> Sequence[str]:
+        """Other names under which bytes of this tensor may come: its matrices, or the fused tensor that it lies in."""
+        if name in self.fused:
+            return self.fused[name].parts
+        return (self._wholes[name],) if name in self._wholes else ()
+
+    def parts(self, names: Iterable[str]) -> list[str]:
+        """These names, with those of its matrices for each fused tensor."""
+        found: list[str] = []
+        for name in names:
+            whole = self.fused.get(name)
+            if whole:
+                found += whole.parts
+            else:
+                found.append(name)
+        return found
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape that a tensor must have, if it is taken."""
+        whole, known = self.fused.get(name), self.tensors.get(self.tied.get(name, name))
+        return whole.shape if whole else known.shape if known else None
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor is accepted and not used: scales of the KV cache come from its policy, not from checkpoints."""
+        return name in self.ignored or (is_kv_scale(name) and name not in self.tensors)
+
+    def takes_codes(self, name: str) -> bool:
+        """Whether a tensor may come as codes and block scales: everywhere its blocks are those that are served."""
+        name = self.canonical(name)
+        spec, pieces = self.tensors.get(name), self.pieces.get(name, ())
+        return spec is not None and bool(pieces) and all(_aligned(spec.shape, piece) for piece in pieces)
+
+    def dtype_of(self, name: str) -> "torch.dtype":
+        """What a tensor is converted to before it is quantized: the dtype of the model."""
+        import torch
+
+        dtype = getattr(torch, self.pieces[self.canonical(name)][0].dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def scales_among(self, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+        """By name, the scales that tensors which come as codes must have beside them."""
+        found = {}
+        for spec in specs:
+            if spec.dtype == CODES_DTYPE and spec.name in self.tensors:
+                shape = tuple(blocks(size) for size in self.tensors[spec.name].shape)
+                found[scale_name(spec.name)] = TensorSpec(scale_name(spec.name), shape, "float32")
+        return found
+
+    def problems(
+        self, specs: Iterable[TensorSpec], expert_layout: ExpertLayout | None = None
+    ) -> list[dict[str, Any]]:
+        """Everything wrong with tensors that an update brings together: unknown names, shapes and dtypes that differ, codes
+        without their scales, fused experts that do not lie as they must. `expert_layout`: how the client says they lie."""
+        specs = list(specs)
+        scales = self.scales_among(specs)
+        found: list[dict[str, Any]] = [
+            {"kind": "missing-scales", "tensor": name.removesuffix(SCALES), "expected": name}
+            for name in sorted(scales.keys() - {spec.name for spec in specs})
+        ]
+        for spec in specs:
+            if self.ignores(spec.name):
+                continue
+            scale = scales.get(spec.name)
+            known = scale.shape if scale else self.shape_of(spec.name)
+            if known is None:
+                found.append({"kind": "unknown-tensor", "tensor": spec.name})
+                meant = self._hints.meant(spec.name)
+                if meant:
+                    found[-1]["detail"] = f"is {meant} meant?"
+                continue
+            if spec.shape != known:
+                shapes = {"expected": list(known), "found": list(spec.shape)}
+                found.append({"kind": "wrong-shape", "tensor": spec.name, **shapes})
+                if spec.name in self.fused and spec.shape == (known[0], known[2], known[1]):
+                    found[-1]["detail"] = TRANSPOSED
+            elif spec.name in self.fused and (wrong := self.fused[spec.name].layout_problem(expert_layout)):
+                found.append({"tensor": spec.name, **wrong})
+            if scale is None and spec.dtype in DTYPES and spec.name not in self._others:
+                continue  # nearly all: thousands, while an engine waits
+            expected = [scale.dtype] if scale else self.dtypes_of(spec.name)
+            if spec.dtype not in expected:
+                found.append(
+                    {
+                        "kind": "wrong-dtype",
+                        "tensor": spec.name,
+                        "expected": expected,
+                        "found": spec.dtype,
+                    }
+                )
+        return found
+
+    def dtypes_of(self, name: str) -> list[str]:
+        """Dtypes in which a tensor may come: of integers, their own alone."""
+        if name in self._others:
+            return [self.tensors[name].dtype]
+        return [*DTYPES, CODES_DTYPE] if self.takes_codes(name) else list(DTYPES)
+
+    @cached_property
+    def _others(self) -> frozenset[str]:
+        """Tensors of integers."""
+        return frozenset(
+            name for name, spec in self.tensors.items() if spec.dtype.startswith(("int", "uint", "bool"))
+        )
+
+    def completed(self, names: Iterable[str]) -> set[str]:
+        """These tensors and every other one that lies in a parameter with them, on any rank."""
+        targets = {(piece.rank, piece.target) for name in names for piece in self.pieces.get(name, ())}
+        beside = {
+            name
+            for name, pieces in self.pieces.items()
+            if any((piece.rank, piece.target) in targets for piece in pieces)
+        }
+        return beside | (set(names) & self.tensors.keys())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "scale_format": self.scale_format,
+            "world_size": self.world_size,
+            "dtypes": [*DTYPES, CODES_DTYPE, *sorted({self.tensors[name].dtype for name in self._others})],
+            "ignored": sorted(self.ignored),
+            "expert_layout": TAKEN_LAYOUT,
+            "tied": dict(sorted(self.tied.items())),
+            "aliases": dict(sorted(self.aliases.items())),
+            "fused": {name: list(whole.shape) for name, whole in sorted(self.fused.items())},
+            "tensors": {
+                name: {
+                    "shape": list(spec.shape),
+                    "dtype": spec.dtype,
+                    "takes_codes": self.takes_codes(name),
+                    "pieces": [asdict(piece) for piece in self.pieces.get(name, ())],
+                }
+                for name, spec in sorted(self.tensors.items())
+            },
+        }
+
+    @classmethod
+    def from_file(cls, file: Path) -> "Manifest":
+        """A manifest that was saved as JSON.
+
+        Raises:
+            ValueError: a file that holds none.
+        """
+        try:
+            return cls.from_dict(json.loads(file.read_text()))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            message = (
+                f"{file}: expected a server's manifest (GET /fp8ext/v1/weights/manifest) as JSON: {error!r}"
+            )
+            raise ValueError(message) from error
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Manifest":
+        tensors = {
+            name: TensorSpec(name, tuple(entry["shape"]), entry["dtype"])
+            for name, entry in data["tensors"].items()
+        }
+        pieces = {
+            name: tuple(_piece(piece) for piece in entry["pieces"]) for name, entry in data["tensors"].items()
+        }
+        form, size = data["scale_format"], data["world_size"]
+        also = {key: dict(data.get(key, {})) for key in ("tied", "aliases")}
+        return cls(tensors, frozenset(data["ignored"]), pieces, form, size, **also)
+
+
+def merge(parts: Iterable[Manifest]) -> Manifest:
+    """One manifest of all ranks' own. What a rank ignores, another may take: an expert of its own.
+
+    Raises:
+        UpdateError: ranks disagree on what they are sent.
+    """
+    ranks = list(parts)
+    first = ranks[0]
+    tensors: dict[str, TensorSpec] = {}
+    for rank in ranks:
+        tensors |= rank.tensors
+    for rank in ranks:
+        if rank.scale_format != first.scale_format:
+            raise _disagree(f"scale_format {first.scale_format} and {rank.scale_format}")
+        for name in sorted(tensors):
+            found = rank.tensors.get(name, tensors[name] if name in rank.ignored else None)
+            if found != tensors[name]:
+                raise _disagree(f"{name}: {_shown(tensors[name])} and {_shown(found)}")
+    pieces = {name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in tensors}
+    for rank in ranks:
+        if rank.tied != first.tied:
+            raise _disagree(f"output layers that are served as the embedding: {first.tied} and {rank.tied}")
+    ignored = frozenset.intersection(*(rank.ignored for rank in ranks))
+    aliases = {alias: name for rank in ranks for alias, name in rank.aliases.items()}
+    return Manifest(tensors, ignored, pieces, first.scale_format, len(ranks), first.tied, aliases)
+
+
+def _disagree(what: str) -> UpdateError:
+    message = f"the ranks of this engine disagree on the tensors they take: {what}"
+    return UpdateError("rank-mismatch", message, status=500)
+
+
+def _shown(spec: TensorSpec | None) -> str:
+    return f"{spec.dtype} {list(spec.shape)}" if spec else "nothing"
+
+
+def _aligned(shape: tuple[int, ...], piece: Piece) -> bool:
+    """Whether a piece is made of whole blocks, both of its tensor and of its parameter."""
+    sides = (shape, piece.source, piece.target_shape, piece.origin)
+    if not piece.quantized or any(len(side) != 2 for side in sides):
+        return False
+    for size, (start, stop), origin, room in zip(
+        shape, piece.source, piece.origin, piece.target_shape, strict=True
+    ):
+        end = origin + stop - start
+        if (
+            start % BLOCK
+            or origin % BLOCK
+            or (stop % BLOCK and stop != size)
+            or (end % BLOCK and end != room)
+        ):
+            return False
+    return True
+
+
+def _piece(data: Mapping[str, Any]) -> Piece:
+    return Piece(
+        rank=data["rank"],
+        target=data["target"],
+        target_shape=tuple(data["target_shape"]),
+        source=tuple((start, stop) for start, stop in data["source"]),
+        origin=tuple(data["origin"]),
+        quantized=data["quantized"],
+        dtype=data["dtype"],
+    )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core: the session, preparation, the commit, verification, sleep."""

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit proper: between two engine steps, on all ranks or none."""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.log_text import shown
+from vllm_fp8ext.update.contract.labels import Label, first_label
+from vllm_fp8ext.update.engine.kv_scales import KvEngine, ScaleSet
+from vllm_fp8ext.update.engine.session import WAIT_SECONDS, Running
+from vllm_fp8ext.update.engine.totals import Totals
+
+logger = logging.getLogger("vllm.fp8ext")
+
+WAIT_GRACE_SECONDS = 10.0
+
+
+class Core(Protocol):
+    """What an update needs of an engine core (`compat.update.engine_core.CoreAccess`)."""
+
+    settings: Settings
+    quantization: str | None
+    kv_cache_dtype: str
+    vocabulary: int
+    longest_prompt: int
+    compiled: list[dict[str, int]]
+    instance: str
+
+    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
+    def stop(self) -> None: ...
+    def drain(self) -> None: ...
+    def end(self, reason: str) -> NoReturn: ...
+    def begin_step(self) -> None: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+    def resume(self) -> None: ...
+    def paused(self) -> bool: ...
+    def interrupted(self) -> bool: ...
+    def asleep(self) -> bool: ...
+    def admit_no_more(self) -> None: ...
+    def unfinished(self) -> int: ...
+    def irreplaceable(self) -> int: ...
+    def abort_running(self) -> None: ...
+    def refuse_requests(self) -> None: ...
+    def accept_requests(self) -> None: ...
+    def restart_prompts(self) -> tuple[int, int]: ...
+    def enter_epoch(self, label: Label, *, recompute: bool) -> None: ...
+    def time_next_step(self, report: Any) -> None: ...
+    def recent_tokens(self) -> list[list[int]]: ...
+    def held_blocks(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A commit, or a rollback, that lets running requests finish first."""
+
+    key: str
+    until: float
+
+
+class ExchangeStep:
+    """What is served, and the step that changes it."""
+
+    def __init__(self, core: Core, totals: Totals, kv: KvEngine) -> None:
+        self._core = core
+        self._kv = kv
+        self._totals = totals
+        self.live = first_label(core.instance)
+        self.previous: Label | None = None
+        """What the twin holds, when it holds complete weights."""
+        self.poisoned: str | None = None
+        self.exchanges = 0
+        """How often live and twin were exchanged, or were tried to be."""
+        self.stall_seconds: float | None = None
+        """From the pause for the last exchange to the end of the first engine step after it; None without requests."""
+        self.paused = (0.0, 0.0)
+        """From when to when the engine stood still for the last exchange, by `time.perf_counter()`."""
+        self._waiting: Waiting | None = None
+        self._held: float | None = None
+        """Since when the engine stands still for an update in place."""
+        self._wrote = False
+        """Whether that has overwritten anything."""
+
+    def tick(self) -> None:
+        """Forget a wait that nobody asks about any more."""
+        if self._waiting is not None and time.monotonic() > self._waiting.until + WAIT_GRACE_SECONDS:
+            self.stop_waiting(self._waiting.key)
+
+    def lose_previous(self) -> None:
+        """A tensor is about to be staged: what the twin held is gone."""
+        self.previous = None
+
+    def hold(self, running: Running) -> None:
+        """What is served is about to be overwritten: stand still until `run`, or until `give_up`."""
+        if self._held is not None:
+            return
+        self._held, self._wrote = time.perf_counter(), False
+        self._core.hold()
+        if running is Running.ABORT:
+            self._core.abort_running()
+
+    def wrote(self) -> None:
+        """Some of what is served was overwritten."""
+        self._wrote = True
+
+    def give_up(self, what: str, *, writing: bool) -> None:
+        """The update that the engine stands still for will not be committed: nobody can be served by half of it. Where
+        nothing was overwritten, nor is `writing` under way, the engine goes on as before."""
+        if self._held is None:
+            return
+        self._held = None
+        if self._wrote or writing:
+            self.condemn(f"{what} ended half-way, in place")
+        elif self.poisoned is not None:
+            self.condemn(self.poisoned)
+        else:
+            self._core.resume()
+
+    def run(
+        self,
+        key: str,
+        label: Label,
+        running: Running,
+        wait_seconds: float | None,
+        scales: ScaleSet | None = None,
+        cached: str = "rescale",
+    ) -> dict[str, float] | None:
+        """Exchange live and twin and serve `label` from then on, with these KV-cache scales (by default the previous ones;
+        `cached`: what becomes of K and V that running requests keep).
+
+        The exchange takes its turn between two steps: it is queued behind those in flight, which end under the old label,
+        and where that can be the next is queued behind it. Returns the seconds of each phase, or None while running requests
+        are waited for: call again.
+
+        Raises:
+            UpdateError: `paused`, `not-recomputable`, `wait-timeout`, `exchange-failed` (nothing has changed), or `poisoned`.
+        """
+        if running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
+            return None
+        if self._waiting is None:
+            self.require_running()
+        try:
+            self.require_recomputable(running, cached)
+        except UpdateError:
+            self.stop_waiting(key)
+            raise
+        held, self._held = self._held, None
+        self._waiting = None
+        stopped = time.perf_counter()
+        self._core.stop()
+        healing = self.poisoned is not None
+        self._swap_all()
+        self._core.drain()
+        drained = time.perf_counter()
+        if running is Running.ABORT:
+            self._core.abort_running()
+        stalls = self._core.unfinished() > 0
+        try:
+            recompute = healing or running is Running.RECOMPUTE
+            if not recompute:
+                self._totals.restarted(*self._core.restart_prompts())
+            keep = not recompute and self._core.unfinished() > 0
+            recompute |= self._kv.exchanged(scales, keep=keep, cached=cached)
+            self._core.enter_epoch(label, recompute=recompute)
+        except Exception as error:
+            self.poison(f"the caches could not be separated from the old weights: {error}")
+        self.previous, self.live = None if healing or held else self.live, label
+        if healing:
+            self._core.accept_requests()
+        self._core.resume()
+        resumed = time.perf_counter()
+        self._core.begin_step()
+        start, self.stall_seconds = held or stopped, None
+        if stalls:
+            self._core.time_next_step(lambda: self._stalled(start))
+        drain, exchange = drained - stopped, self._settle()
+        # `settle` may come late, after the host has queued the next step; the exchange began before `drained`
+        over = min(time.perf_counter(), drained + exchange)
+        self.paused = (start, max(resumed, over))
+        pause = self.paused[1] - start
+        served = shown(label.version)
+        logger.info(
+            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms", label.epoch, served, pause * 1e3
+        )
+        return {"drain": drain, "exchange": exchange, "caches": resumed - drained, "pause": pause}
+
+    def stop_waiting(self, key: str) -> None:
+        """Forget a commit that waits: new requests start again, unless somebody else has stopped the engine meanwhile."""
+        if self._waiting is not None and self._waiting.key == key:
+            self._waiting = None
+            self._core.resume()
+
+    def require_running(self) -> None:
+        """Raises `UpdateError` (`paused`) while somebody else has stopped the engine."""
+        if self._core.paused() and self._held is None and self.poisoned is None:
+            raise UpdateError("paused", "the engine is paused or asleep: resume it first")
+
+    def require_recomputable(self, running: Running, cached: str) -> None:
+        """Raises `UpdateError` (`not-recomputable`) where all K and V are to be computed again, and some can't be. What came
+        while the engine stands still has none, and a poisoned engine has no requests."""
+        recompute = running is Running.RECOMPUTE or (cached == "recompute" and self._kv.enabled)
+        if not recompute or self.held or self.poisoned:
+            return
+        count = self._core.irreplaceable()
+        if count:
+            raise UpdateError(
+                "not-recomputable",
+                f"the K and V of {count} requests can't be computed again: they take their input bit by bit, or wait for K "
+                "and V from elsewhere. End them, or let running requests keep their K and V, or abort them",
+                requests=count,
+            )
+
+    def require_healing(self, partial: bool) -> None:
+        """Raises `UpdateError` (`poisoned`) for a `partial` update while the engine is poisoned."""
+        if partial and self.poisoned:
+            raise UpdateError("poisoned", "only a full update heals a poisoned engine", status=503)
+
+    @property
+    def held(self) -> bool:
+        """Whether the engine stands still for an update in place."""
+        return self._held is not None
+
+    def require_whole(self) -> None:
+        """Raises `UpdateError` (`staging`) while an update in place has overwritten a part of what is served."""
+        if self._held is not None:
+            raise UpdateError("staging", "an update in place is under way: ask when it is committed")
+
+    def _waits(self, key: str, seconds: float | None) -> bool:
+        if self._waiting is not None and self._core.interrupted():
+            self.stop_waiting(key)
+        if self._waiting is None:
+            if self._core.paused():
+                return False
+            self._core.admit_no_more()
+            self._waiting = Waiting(key, time.monotonic() + (WAIT_SECONDS if seconds is None else seconds))
+        if self._waiting.key != key:
+            raise UpdateError("commit-waits", "another commit or rollback waits for running requests")
+        if not self._core.unfinished():
+            return False
+        if time.monotonic() < self._waiting.until:
+            return True
+        left = self._core.unfinished()
+        self.stop_waiting(key)
+        raise UpdateError(
+            "wait-timeout",
+            f"{left} requests were still running at the deadline; nothing has changed",
+            running=left,
+        )
+
+    def _stalled(self, start: float) -> None:
+        self.stall_seconds = time.perf_counter() - start
+        self._totals.stalled(self.stall_seconds)
+
+    def _settle(self) -> float:
+        """Wait until the exchange is done on every rank; the longest time that it took."""
+        results = self._core.ranks("settle")
+        if any("error" in result for result in results):
+            self.poison(f"the exchange did not end: {results}")
+        return max(result["seconds"] for result in results)
+
+    def _swap_all(self) -> None:
+        """Exchange on every rank. When some fail (each undoes its own part), the others swap back; if that fails too, no
+        rank can be trusted and the engine is poisoned: it generates nothing until a full update heals it."""
+        self.exchanges += 1
+        results = self._core.ranks("exchange")
+        failures = [result for result in results if "error" in result]
+        if not failures:
+            self.poisoned = None
+            return
+        error = UpdateError.from_dict(failures[0]["error"])
+        swapped = [rank for rank, result in enumerate(results) if "error" not in result]
+        undone = self._core.ranks("exchange", swapped) if swapped else []
+        if any(result.get("broken", True) for result in failures) or any(
+            "error" in result for result in undone
+        ):
+            self.poison(str(error))
+        if self.poisoned is None:
+            self._settle()
+            self._core.resume()
+        else:
+            self._core.ranks("settle")
+        raise error
+
+    def poison(self, reason: str) -> NoReturn:
+        """An exchange has left what nobody knows. Raises `UpdateError` (`poisoned`)."""
+        self._core.ranks("settle")  # tensors that come to heal it must not get into an exchange under way
+        self.condemn(reason)
+        raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)
+
+    def condemn(self, reason: str) -> None:
+        """Nobody knows what is served: stay paused, end every request, until a full update was staged and committed."""
+        self._core.release()
+        self._core.stop()
+        self._core.drain()
+        self._waiting = None
+        self.poisoned, self.previous = reason, None
+        logger.critical("fp8ext: the engine is poisoned and generates nothing: %s", shown(reason))
+        self._core.refuse_requests()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What updates have to do with sleep, in which an engine gives its GPU memory back."""
+
+from collections.abc import Callable
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.contract.rank_results import raise_first
+from vllm_fp8ext.update.engine.committer import Core, ExchangeStep
+from vllm_fp8ext.update.engine.jobs import Jobs, Result
+
+DISCARDING = 2
+"""The level of sleep from which on weights are not kept."""
+
+
+class Sleeping:
+    """Called as memory is given back and taken again. `give_up`: ends the open update, if there is one."""
+
+    def __init__(self, core: Core, step: ExchangeStep, jobs: Jobs, give_up: Callable[[], None]) -> None:
+        self._core = core
+        self._step = step
+        self._jobs = jobs
+        self._give_up = give_up
+        self._discarded = False
+        """Whether memory was given back without its contents, and what was in it not made anew yet."""
+
+    def allowed(self) -> Result:
+        """Require that nothing stands against giving memory back.
+
+        Raises:
+            UpdateError: `update-open`: a part of what is served has been overwritten in place.
+        """
+        if self._step.held:
+            message = "an update in place is under way: the engine can't sleep before its commit"
+            raise UpdateError("update-open", message)
+        return {}
+
+    def before(self, level: int) -> None:
+        """Memory is about to be given back: let what is under way end. Raises as `allowed` does."""
+        self.allowed()
+        if self._discards(level):
+            self._give_up()
+            raise_first(self._core.ranks("keep_constants"))
+        self._jobs.settle()
+
+    def begun(self, level: int) -> None:
+        """Memory was given back; from level 2 on, what is served is lost."""
+        if self._discards(level):
+            self._step.condemn(f"its weights were discarded by sleep level {level}")
+            self._discarded = True
+
+    def waking(self) -> None:
+        """Memory is about to be taken again, which a trainer may just have given back."""
+        if self._core.settings.staging != "none":
+            raise_first(self._core.ranks("finish"))
+
+    def ended(self) -> None:
+        """Memory is back, or a part of it."""
+        if self._discarded and not self._core.asleep():
+            raise_first(self._core.ranks("refresh"))
+            self._discarded = False
+
+    def _discards(self, level: int) -> bool:
+        return level >= DISCARDING and self._core.settings.staging != "none"

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The updates of an engine: opened one at a time, found by id, and kept for reading when they have ended."""
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.contract.canary import canary_of
+from vllm_fp8ext.update.contract.claims import Claim, opening_problems, repeated
+from vllm_fp8ext.update.contract.fused import ExpertLayout
+from vllm_fp8ext.update.contract.labels import default_version
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.contract.update_errors import refusal
+from vllm_fp8ext.update.engine.committer import Core, ExchangeStep
+from vllm_fp8ext.update.engine.kv_scales import KvEngine
+from vllm_fp8ext.update.engine.session import Running, Session
+from vllm_fp8ext.update.engine.timestamp import Moment
+
+KEPT = 16
+
+
+class Updates:
+    """`sessions`: by id, the oldest first."""
+
+    def __init__(self, core: Core, step: ExchangeStep, kv: KvEngine, clock: Callable[[], Moment]) -> None:
+        self.sessions: dict[str, Session] = {}
+        self._core = core
+        self._step = step
+        self._kv = kv
+        self._clock = clock
+
+    def open(
+        self,
+        manifest: Manifest,
+        *,
+        version: str | None = None,
+        base_epoch: int | None = None,
+        instance: str | None = None,
+        running: str = Running.KEEP,
+        wait_seconds: float | None = None,
+        partial: bool = False,
+        tensors: Mapping[str, Any] | None = None,
+        canary: Mapping[str, Any] | None = None,
+        kv_scales: Mapping[str, Any] | None = None,
+        expert_layout: ExpertLayout | None = None,
+        id: str | None = None,
+    ) -> Session:
+        """Open one. With an `id` that was opened before, that one is returned as it was opened.
+
+        Raises:
+            UpdateError: `invalid-request`, `poisoned`, `update-open`, `stale-base`, `other-instance` (than `instance`),
+                `other-update` (what has this id was opened with something else), or what is wrong with the `tensors` that
+                are announced.
+        """
+        living = self._step.live.instance
+        if instance not in (None, living):
+            message = (
+                f"the update was made for instance {instance} of the server; it was started anew, as {living}, and counts "
+                "epochs from 0 again"
+            )
+            raise UpdateError("other-instance", message, expected=instance, found=living)
+        if id is not None and id in self.sessions:
+            asked = {"version": version, "base_epoch": base_epoch, "partial": partial or None}
+            asked |= {"expert_layout": expert_layout}
+            _require_same(self.sessions[id], asked)
+            return self.sessions[id]
+        if partial and base_epoch is None:
+            raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
+        self._step.require_healing(partial)
+        core, settings = self._core, self._core.settings
+        inplace = settings.staging == "inplace"
+        if inplace and running == Running.WAIT:
+            message = (
+                "staging inplace can't wait for requests while it overwrites what they run on: expected running keep, "
+                "recompute or abort, found wait"
+            )
+            raise UpdateError("invalid-request", message, status=422)
+        busy = self.under_way
+        if busy is not None:
+            message = (
+                f"update {busy.id} (version {busy.version}) is open: one at a time. Commit it, or give it up: "
+                f"DELETE /fp8ext/v1/updates/{busy.id} (fp8ext abandon {busy.id})"
+            )
+            raise UpdateError("update-open", message, open=busy.id)
+        told = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
+        claims = {manifest.canonical(name): claim for name, claim in told.items()}
+        problems = repeated(told, manifest) + opening_problems(claims, manifest, expert_layout)
+        if problems:
+            raise refusal(problems)
+        session = Session(
+            id=id or uuid.uuid4().hex,
+            version=version if version is not None else default_version(self._step.live.epoch + 1),
+            running=Running(running),
+            manifest=manifest,
+            opened_at=self._clock(),
+            lifetime=settings.upload_idle_seconds if inplace else settings.update_lifetime_seconds,
+            canary=canary_of(canary, settings, core.vocabulary, core.longest_prompt),
+            asked=self._kv.asked(kv_scales),
+            base_epoch=base_epoch,
+            wait_seconds=wait_seconds,
+            partial=partial,
+            named=version is not None,
+            inplace=inplace,
+            claims=claims,
+            expert_layout=expert_layout,
+        )
+        session.check_base(self._step.live.epoch)
+        self.sessions[session.id] = session
+        for old in list(self.sessions)[:-KEPT]:
+            del self.sessions[old]
+        return session
+
+    def get(self, id: str) -> Session:
+        """Raises `UpdateError` (`unknown-update`) where there is none."""
+        session = self.sessions.get(id)
+        if session is None:
+            raise UpdateError("unknown-update", f"no update {id}", status=404)
+        return session
+
+    @property
+    def under_way(self) -> Session | None:
+        """The one that has not ended."""
+        return next((session for session in self.sessions.values() if session.live), None)
+
+
+def _require_same(session: Session, asked: Mapping[str, Any]) -> None:
+    """Of what says which weights these are, nothing may be said otherwise: others would be taken for those of this update."""
+    for name, value in asked.items():
+        found = getattr(session, name)
+        if value is not None and value != found:
+            message = (
+                f"update {session.id} was opened with {name} {found!r}: expected the same, found {value!r}"
+            )
+            raise UpdateError("other-update", message, expected=found, found=value)

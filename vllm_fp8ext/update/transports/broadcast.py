@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiving side of a trainer's broadcasts, in one rank: one group at a time, one buffer for its buckets.
+
+All ranks and the trainer must broadcast the same buckets in the same order. So a rank to which anything happens leaves the
+group, for good: what comes later through it would be taken for something else.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.transports.broadcast_source import MARK_BYTES, BroadcastSource
+from vllm_fp8ext.update.transports.group import Group, join
+from vllm_fp8ext.update.transports.memory import Bucket
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
+"""Seconds between two looks: a tenth of the time that has passed, within these."""
+
+
+class Receiver:
+    """Receives buckets on the rank's thread for staging; on a GPU on that thread's stream."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._device = device
+        self._id = ""
+        self._group: Group | None = None
+        self._buffer: Tensor | None = None
+
+    @contextmanager
+    def opened(self, source: BroadcastSource, wanted: Callable[[], None]) -> Iterator[Bucket]:
+        """A bucket, valid inside the context. `wanted` raises once nobody wants its tensors any more.
+
+        Raises:
+            UpdateError: `transfer-timeout`: the others, or the bytes, did not come within `source.seconds`.
+                `transfer-failed`: anything else, also when the group had failed before.
+        """
+        data = self._received(source, wanted)
+        try:
+            yield Bucket(data)
+        finally:
+            if data.is_cuda:  # the next bucket comes to the same place
+                torch.cuda.current_stream().synchronize()
+
+    def _received(self, source: BroadcastSource, wanted: Callable[[], None]) -> Tensor:
+        try:
+            wanted()
+            group = self._joined(source, wanted)
+            data = self._room(source.bytes, group.device)
+            group.begin(data)
+            _wait(group.done, source.seconds, wanted, f"no bucket of {source.bytes} bytes came")
+            mark = data[-MARK_BYTES:].cpu().numpy().tobytes().hex()
+            if mark != source.mark:
+                raise UpdateError("transfer-failed", "another bucket came than was announced")
+            return data
+        except BaseException:
+            self._leave(source.id)
+            raise
+
+    def _joined(self, source: BroadcastSource, wanted: Callable[[], None]) -> Group:
+        if source.id != self._id:
+            self._leave(source.id)
+            rank = source.first_rank + self._rank
+            group = join(source.backend, source.id, source.size, rank, self._device, source.seconds)
+            self._group = group
+            _wait(group.joined, source.seconds, wanted, f"not all {source.size} processes of the group came")
+        if self._group is None:
+            raise UpdateError("transfer-failed", "this group failed before: send through another one")
+        return self._group
+
+    def _leave(self, id: str) -> None:
+        """Leave the group, as if it were the one of this id. Its buffer goes too: something may still write to it."""
+        group, self._group, self._buffer, self._id = self._group, None, None, id
+        if group is not None:
+            group.close()
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = None  # before a larger one is made
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._buffer[:size]
+
+
+def _wait(done: Callable[[], bool], seconds: float, wanted: Callable[[], None], otherwise: str) -> None:
+    begun = time.monotonic()
+    while not done():
+        wanted()
+        spent = time.monotonic() - begun
+        if spent > seconds:
+            raise UpdateError("transfer-timeout", f"{otherwise} within {seconds:g} s", status=408)
+        time.sleep(min(_SHORTEST_PAUSE + spent / 10, _LONGEST_PAUSE))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client says of tensors that it is about to broadcast: who takes part, and what lies where in the bucket of bytes."""
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kernels.runtime.nccl import ID_BYTES
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.transports.dense_tensor import dense_tensor, lies_within
+
+MARK_BYTES = 8
+"""Last bytes of every bucket, random: by them a rank knows that what came is what was announced."""
+
+_STORE = re.compile(r"[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}/[A-Za-z0-9]{1,64}")
+
+
+@dataclass(frozen=True)
+class BroadcastSource:
+    """A bucket of `bytes` bytes, `mark` (hexadecimal) included, that rank 0 of a group broadcasts to `size - 1` others.
+
+    `id`: what they find each other by: of NCCL a unique id in base64; of Gloo `host:port/name`, a TCP store that rank 0 runs
+    and a prefix of its keys. `first_rank`: the group's rank of the server's rank 0. `seconds`: longest time to wait, for the
+    others and for the bytes.
+    """
+
+    backend: str
+    id: str
+    size: int
+    first_rank: int
+    bytes: int
+    mark: str
+    seconds: float
+
+
+def check_group(source: BroadcastSource, world_size: int) -> None:
+    """Require that a server of so many ranks can take part.
+
+    Raises:
+        UpdateError: `invalid-request`.
+    """
+    last = source.first_rank + world_size - 1
+    if last >= source.size:
+        raise _invalid(
+            f"a group of {source.size} has no ranks {source.first_rank} to {last} for a server of {world_size}"
+        )
+    if source.backend == "nccl":
+        nccl_id(source.id)
+    elif not _STORE.fullmatch(source.id):
+        raise _invalid(f"group id: expected host:port/name, found {source.id!r}")
+
+
+def nccl_id(text: str) -> bytes:
+    """The unique id that was told in base64."""
+    try:
+        found = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        found = b""
+    if len(found) != ID_BYTES:
+        raise _invalid(f"group id: expected {ID_BYTES} bytes in base64, found {text!r}")
+    return found
+
+
+def broadcast_tensor(
+    source: BroadcastSource, *, name: str, dtype: str, shape: Sequence[int], offset: int
+) -> StoredTensor:
+    """One tensor of the bucket, from its byte `offset` on.
+
+    Raises:
+        UpdateError: `invalid-request`: it lies outside the bucket. `wrong-dtype`: no dtype that an update may have.
+    """
+    tensor = dense_tensor(name, dtype, shape, offset)
+    room = source.bytes - MARK_BYTES
+    if not lies_within(tensor, room):
+        raise _invalid(
+            f"tensor {name}: {tensor.size} bytes from {offset} on do not lie in {room} bytes before the mark"
+        )
+    return tensor
+
+
+def _invalid(message: str) -> UpdateError:
+    return UpdateError("invalid-request", message, status=422)

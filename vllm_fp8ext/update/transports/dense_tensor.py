@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor that lies in memory as its elements, one after the other, as a client describes it."""
+
+import math
+from collections.abc import Sequence
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, TensorSpec
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, CODES_DTYPE: 1}
+
+
+def dense_tensor(name: str, dtype: str, shape: Sequence[int], offset: int) -> StoredTensor:
+    """The tensor from byte `offset` of some memory on.
+
+    Raises:
+        UpdateError: `wrong-dtype`: no dtype that an update may have.
+    """
+    if dtype not in ITEM_BYTES:
+        message = f"tensor {name}: expected dtype {', '.join(ITEM_BYTES)}, found {dtype}"
+        problems = [{"kind": "wrong-dtype", "tensor": name, "expected": list(ITEM_BYTES), "found": dtype}]
+        raise UpdateError("wrong-dtype", message, status=422, problems=problems)
+    size = math.prod(shape) * ITEM_BYTES[dtype]
+    return StoredTensor(TensorSpec(name, tuple(shape), dtype), offset, size)
+
+
+def lies_within(tensor: StoredTensor, room: int) -> bool:
+    """Whether the first `room` bytes of that memory hold the tensor, aligned to its elements."""
+    return tensor.start + tensor.size <= room and tensor.start % ITEM_BYTES[tensor.spec.dtype] == 0

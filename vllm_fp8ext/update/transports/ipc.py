@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that another process of this machine holds on a GPU, read where they lie: CUDA's inter-process handles, opened for
+the time of one chunk. Through the driver, with ctypes: torch's own sharing wants pickled objects and counts references."""
+
+import base64
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
+from vllm_fp8ext.update.transports.ipc_source import HANDLE_BYTES, IpcSource
+from vllm_fp8ext.update.transports.memory import Allocations
+
+_LAZY_PEER_ACCESS = 1
+
+
+class Handle(ctypes.Structure):
+    """A CUipcMemHandle."""
+
+    _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
+
+
+@contextmanager
+def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> Iterator[Allocations]:
+    """The other process's memory, valid inside the context. When it is left nothing reads there any more; the handles are
+    closed by what is given to `later`.
+
+    Raises:
+        UpdateError: `bad-handle`: a GPU that this process does not see, a handle that can't be opened, a smaller allocation.
+    """
+    index = device_index(source.device)
+    addresses: list[int] = []
+    try:
+        # only while handles are opened: what reads the tensors runs on the rank's own GPU
+        with torch.cuda.device(index):
+            for text, size in source.allocations:
+                addresses.append(_open(text))
+                _require(addresses[-1], size)
+        yield Allocations(torch.device("cuda", index), addresses, source.bounds)
+    finally:
+        torch.cuda.current_stream().synchronize()  # the rank's own: what it queued may still read
+        with torch.cuda.device(index):
+            torch.cuda.current_stream().synchronize()  # copies between GPUs
+        later(partial(_close, index, addresses))
+
+
+def _close(index: int, addresses: list[int]) -> None:
+    with torch.cuda.device(index):
+        for address in addresses:
+            cuda.call("cuIpcCloseMemHandle", ctypes.c_ulonglong(address))
+
+
+def device_index(uuid: str) -> int:
+    """Which of this process's GPUs has this UUID."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid.removeprefix("GPU-"):
+            return index
+    raise _bad(f"expected a GPU that the server sees, found {uuid}")
+
+
+def _open(text: str) -> int:
+    handle, address = Handle.from_buffer_copy(base64.b64decode(text)), ctypes.c_ulonglong()
+    try:
+        cuda.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
+    except CudaError as error:
+        raise _bad(
+            f"a handle could not be opened ({error}): is its process alive, and another one?"
+        ) from None
+    return address.value
+
+
+def _require(address: int, size: int) -> None:
+    _, found = cuda.allocation_of(address)
+    if found < size:
+        raise _bad(f"an allocation should have {size} bytes, found {found}")
+
+
+def _bad(message: str) -> UpdateError:
+    return UpdateError("bad-handle", message, status=422)

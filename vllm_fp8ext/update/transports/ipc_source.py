@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client says of tensors that it holds on a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.transports.dense_tensor import dense_tensor, lies_within
+
+HANDLE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class IpcSource:
+    """`device`: UUID of the GPU. `allocations`: handle (base64) and bytes of each; tensors' starts count through all of them,
+    one after the other."""
+
+    device: str
+    allocations: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each allocation begins, and the end of the last."""
+        return tuple(accumulate((size for _, size in self.allocations), initial=0))
+
+
+def ipc_tensor(
+    source: IpcSource, *, name: str, dtype: str, shape: Sequence[int], allocation: int, offset: int
+) -> StoredTensor:
+    """One tensor of a source, from byte `offset` of an allocation on.
+
+    Raises:
+        UpdateError: `bad-handle`: it lies outside its allocation. `wrong-dtype`: no dtype that an update may have.
+    """
+    tensor = dense_tensor(name, dtype, shape, offset)
+    room = source.allocations[allocation][1] if allocation < len(source.allocations) else -1
+    if not lies_within(tensor, room):
+        where = f"allocation {allocation} of {max(room, 0)} bytes"
+        message = f"tensor {name}: {tensor.size} bytes from {offset} on do not lie in {where}"
+        raise UpdateError("bad-handle", message, status=422)
+    return StoredTensor(tensor.spec, source.bounds[allocation] + offset, tensor.size)

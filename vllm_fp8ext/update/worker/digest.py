@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SHA-256 digests of what is served, per checkpoint tensor and rank; from a live model or from a checkpoint alone.
+
+A quantized piece's digest covers its codes (bytes, row by row) followed by the scales of every block that it touches
+(little-endian fp32, row by row); any other piece's covers its values in the served dtype, row by row. A tensor that a rank
+serves in several pieces has the SHA-256 of their hexadecimal digests, in the manifest's order. Digests are taken of the
+canonical layout, so they do not depend on the kernel that serves it. Importing this needs no vLLM.
+"""
+
+import hashlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_DTYPE, NonFiniteError, ScaleFormat
+from vllm_fp8ext.kernels.quantize import quantize_weight
+from vllm_fp8ext.layers.unquantized_layers import in_encoder, unfit
+from vllm_fp8ext.update.contract.checkpoint_files import checkpoint_files
+from vllm_fp8ext.update.contract.claims import repeated
+from vllm_fp8ext.update.contract.file_versions import Snapshot
+from vllm_fp8ext.update.contract.fused import ExpertLayout, is_fused
+from vllm_fp8ext.update.contract.kv_names import is_kv_scale
+from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, Manifest, Piece, TensorSpec, scale_name
+from vllm_fp8ext.update.contract.safetensors_header import file_tensors
+from vllm_fp8ext.update.contract.update_errors import incomplete, refusal
+from vllm_fp8ext.update.worker.staging import QuantizedTarget, ScaleError, Stager, place, settled
+
+Digests = dict[str, dict[str, str]]
+"""Hexadecimal digests by checkpoint name, then by rank (a string, as in JSON)."""
+
+QUANTIZED_SUFFIXES = tuple(
+    f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")
+)
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight$")
+"""A matrix of an expert: it has blocks of its own."""
+
+
+def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
+    """Digest of one piece of a served parameter: `values` are its codes when it is quantized."""
+    sha = hashlib.sha256(_bytes(place(values, piece)))
+    if scales is not None:
+        first = piece.origin[0]
+        last = first + piece.source[0][1] - piece.source[0][0]
+        sha.update(_bytes(scales[first // BLOCK : -(-last // BLOCK)]))
+    return sha.hexdigest()
+
+
+def checkpoint_digests(
+    directory: Path,
+    manifest: Manifest | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    expert_layout: ExpertLayout | None = None,
+) -> Digests:
+    """Digests that a server with this manifest has after it took this checkpoint: values, or codes with their block scales,
+    which stay as they are. Experts may be fused; `expert_layout` says how they lie, where their shape does not.
+
+    Without a manifest, that of a server with one rank, fp32 scales and no ignored layers is derived from the
+    checkpoint's names, in which experts must not be fused. `progress` is called with tensors done and tensors in all.
+
+    Raises:
+        UpdateError: the checkpoint is not one that the manifest takes; `file-changed`: it was changed meanwhile.
+    """
+    real = Path(os.path.realpath(directory))
+    snapshot = Snapshot.of(real)
+    found = checkpoint_index(real)
+    if manifest is None:
+        manifest = default_manifest(spec for spec, _ in found.values())
+    index = _taken_apart(found, manifest)
+    problems = repeated(found, manifest)
+    problems += manifest.problems(manifest.renamed(spec for spec, _ in found.values()), expert_layout)
+    missing = sorted(manifest.tensors.keys() - index.keys())
+    if missing:
+        raise incomplete(missing, len(manifest.tensors), problems, what=str(directory))
+    problems = problems or _tied_problems(index, manifest)
+    if problems:
+        raise refusal(problems)
+    members: dict[tuple[int, str], dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    for name, pieces in manifest.pieces.items():
+        for piece in pieces:
+            members[piece.rank, piece.target][name].append(piece)
+    by_piece: dict[tuple[str, Piece], str] = {}
+    for count, group in enumerate(members.values()):
+        by_piece |= _target_digests(group, index, manifest)
+        if progress:
+            progress(count + 1, len(members))
+    snapshot.require_unchanged()
+    return {
+        name: {
+            str(rank): combine([by_piece[name, piece] for piece in pieces if piece.rank == rank])
+            for rank in sorted({piece.rank for piece in pieces})
+        }
+        for name, pieces in sorted(manifest.pieces.items())
+    }
+
+
+def combine(digests: list[str]) -> str:
+    """The digest of a tensor from those of its pieces on one rank."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
+    """Every tensor of a checkpoint's folder (or of one safetensors file), by name.
+
+    Raises:
+        UpdateError: no such files, a broken file, or a name that occurs twice.
+    """
+    index: dict[str, tuple[TensorSpec, Path]] = {}
+    for file in checkpoint_files(directory):
+        for stored in file_tensors(file):
+            spec = stored.spec
+            if spec.name in index:
+                raise UpdateError(
+                    "duplicate-tensor", f"{spec.name} is in {index[spec.name][1]} and in {file}", status=422
+                )
+            index[spec.name] = (spec, file)
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is read: under which name of which file and, of a fused one, which of its matrices it is."""
+
+    file: Path
+    name: str
+    rows: int = 0
+    number: int | None = None
+
+    def read(self) -> Tensor:
+        with safe_open(self.file, framework="pt") as reader:
+            if self.number is None:
+                return cast("Tensor", reader.get_tensor(self.name))
+            whole = reader.get_slice(self.name)
+            expert, matrix = divmod(self.number * self.rows, whole.get_shape()[1])
+            return cast("Tensor", whole[expert : expert + 1, matrix : matrix + self.rows][0])
+
+
+def _taken_apart(index: Mapping[str, tuple[TensorSpec, Path]], manifest: Manifest) -> dict[str, _Place]:
+    """Where each tensor is read, by the manifest's name for it."""
+    places: dict[str, _Place] = {}
+    known = {manifest.canonical(name) for name in index}
+    for name, (spec, file) in index.items():
+        whole = manifest.fused.get(manifest.canonical(name))
+        if whole is None or whole.shape != spec.shape:
+            places[manifest.canonical(name)] = _Place(file, name)
+            continue
+        both = sorted(known & set(whole.parts))
+        if both:
+            raise UpdateError("duplicate-tensor", f"{both[0]} comes both alone and in {name}", status=422)
+        rows = manifest.tensors[whole.parts[0]].shape[0]
+        places |= {part: _Place(file, name, rows, number) for number, part in enumerate(whole.parts)}
+    return places
+
+
+def _tied_problems(index: Mapping[str, _Place], manifest: Manifest) -> list[dict[str, Any]]:
+    """Output layers that are not equal to the embedding that is served as them."""
+    found: list[dict[str, Any]] = []
+    for head, embedding in manifest.tied.items():
+        if head in index and embedding in index:
+            dtype = manifest.dtype_of(embedding)
+            first, second = (index[name].read().to(dtype) for name in (head, embedding))
+            if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
+                detail = f"differs from {embedding}, which is served as it"
+                found.append({"kind": "tied-differs", "tensor": head, "detail": detail})
+    return found
+
+
+def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
+    """The manifest of a one-rank server of a Llama- or Qwen-like checkpoint with default settings.
+
+    Projections are quantized, q/k/v and gate/up in one matrix each, and those of experts, each alone; everything else is
+    served as it is, and so are projections that `kept` names.
+
+    Raises:
+        UpdateError: `wrong-form`: fused experts, whose matrices only a server's manifest names.
+    """
+    listed = {spec.name: spec for spec in specs}
+    fused = sorted(name for name in listed if is_fused(name))
+    if fused:
+        message = f"{fused[0]}: what the matrices of fused experts are called only a server's manifest says: expected one"
+        raise UpdateError("wrong-form", message, status=422)
+    scales = {scale_name(name) for name, spec in listed.items() if spec.dtype == CODES_DTYPE}
+    tensors = {name: spec for name, spec in listed.items() if name not in scales and not is_kv_scale(name)}
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for name, spec in tensors.items():
+        if not name.endswith(QUANTIZED_SUFFIXES) and not EXPERT.search(name):
+            pieces[name] = (_whole(name, spec, False, spec.shape, 0),)
+            continue
+        parts = [tensors[part] for part in _fused(name) if part in tensors]
+        rows = [part.shape[0] for part in parts]
+        position = parts.index(spec)
+        shape = (sum(rows), spec.shape[1])
+        quantized = bool(EXPERT.search(name)) or scale_name(name) in scales or not _kept(name, shape, spec)
+        pieces[name] = (_whole(parts[0].name, spec, quantized, shape, sum(rows[:position])),)
+    return Manifest(tensors, frozenset(), pieces, "fp32", 1)
+
+
+def _kept(name: str, shape: tuple[int, int], spec: TensorSpec) -> bool:
+    return in_encoder(name) or unfit(*shape, _served(spec)) is not None
+
+
+def _served(spec: TensorSpec) -> str:
+    return "float16" if spec.dtype == "float16" else "bfloat16"
+
+
+def _fused(name: str) -> tuple[str, ...]:
+    if EXPERT.search(name):
+        return (name,)
+    for group in FUSED:
+        for part in group:
+            if name.endswith(f"{part}.weight"):
+                return tuple(name.replace(f"{part}.weight", f"{other}.weight") for other in group)
+    return (name,)
+
+
+def _whole(target: str, spec: TensorSpec, quantized: bool, shape: tuple[int, ...], first: int) -> Piece:
+    return Piece(
+        rank=0,
+        target=target,
+        target_shape=shape,
+        source=tuple((0, size) for size in spec.shape),
+        origin=(first, *(0 for _ in spec.shape[1:])),
+        quantized=quantized,
+        dtype=_served(spec),
+    )
+
+
+def _target_digests(
+    group: Mapping[str, list[Piece]], index: Mapping[str, _Place], manifest: Manifest
+) -> dict[tuple[str, Piece], str]:
+    """Digests of the pieces of one parameter of one rank."""
+    first = next(iter(group.values()))[0]
+    dtype = getattr(torch, first.dtype)
+    values: Tensor = torch.zeros(first.target_shape, dtype=dtype)
+    scales: Tensor | None = None
+    quantized: dict[str, QuantizedTarget] = {}
+    if first.quantized:
+        values, scales = quantize_weight.empty_like(values)
+        scale_format = cast("ScaleFormat", manifest.scale_format)
+        quantized[first.target] = QuantizedTarget(values, scales, dtype, scale_format)
+    pieces = {name: tuple(parts) for name, parts in group.items()}
+    stager = Stager(pieces, quantized, {first.target: values})
+    for name in group:
+        found = index[name].read()
+        try:
+            if found.dtype == FP8_DTYPE:
+                settled(stager.stage_codes(name, found, index[scale_name(name)].read()))
+            else:
+                settled(stager.stage(name, found))
+        except NonFiniteError as error:
+            raise UpdateError("non-finite", f"{name}: {error}", status=422) from None
+        except ScaleError as error:
+            raise UpdateError("wrong-scales", f"{name}: {error}", status=422) from None
+    return {(name, piece): digest(piece, values, scales) for name, parts in pieces.items() for piece in parts}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())

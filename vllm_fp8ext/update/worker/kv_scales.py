@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 KV cache of one rank: its scales, what it saw of queries, keys and values, and the cached codes.
+
+Part of `update.worker.rank.Rank` (`kv`), and like it called on the worker's main thread; what the engine calls does
+not raise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.errors import described
+from vllm_fp8ext.kernels.attention.kv_amax import K, Q, Seen, V
+from vllm_fp8ext.kernels.attention.kv_cache import next_scales
+from vllm_fp8ext.kv_settings import KvScaleSettings
+from vllm_fp8ext.update.contract.kv_merge import largest
+from vllm_fp8ext.update.contract.kv_tokens import Tokens
+from vllm_fp8ext.update.worker.cooperative_task import Pause
+from vllm_fp8ext.update.worker.kv_buffers import KvScales, RankScales, Scales
+from vllm_fp8ext.update.worker.kv_observer import Observer
+from vllm_fp8ext.update.worker.score_prompts import Attend, listen
+
+Result = dict[str, Any]
+Gather = Callable[[RankScales], list[RankScales]]
+"""What every rank has, given what this one has; met by all ranks."""
+
+
+class Recorder(Protocol):
+    """Notes amax where the cache is written (`compat.update.kv_recorder`)."""
+
+    def take(self) -> dict[str, Seen]: ...
+
+
+class Cache(Protocol):
+    """What is cached (`compat.update.kv_rescale`)."""
+
+    def warm_up(self) -> None: ...
+
+    def rescale(self, ratios: dict[str, dict[str, list[float]]], held: list[Result]) -> dict[str, int]: ...
+
+
+@dataclass
+class RankKv:
+    """`cache` and `recorder` reach into vLLM; without a recorder nothing is recorded."""
+
+    scales: KvScales
+    settings: KvScaleSettings
+    cache: Cache
+    recorder: Recorder | None = None
+    observer: Observer | None = None
+    calibrated: Result = field(default_factory=dict)
+    """With what the first scales were calibrated, and how well they fit (`begin`); empty when they were not."""
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each KV head has a scale of its own."""
+        return self.settings.granularity == "head"
+
+    def warm_up(self) -> None:
+        """Compile what `rescale` launches; where scales stay as they are, caches may have layouts that it doesn't know."""
+        if self.settings.policy != "static":
+            self.cache.warm_up()
+
+    def listening(
+        self, model: Any, device: torch.device, attend: Attend, prompts: list[list[int]]
+    ) -> Callable[[Pause], Result]:
+        """Work that runs prompts through a model and tells `amax` by layer."""
+        observer = self.observer = Observer(per_head=self.per_head)
+
+        def see(layer: str, *heads: Tensor) -> None:
+            if layer in self.scales:
+                observer.see(layer, *heads)
+
+        def work(pause: Pause) -> Result:
+            listen(model, prompts, device, attend, see, pause)
+            with torch.inference_mode():
+                return {"amax": observer.amax(self.scales.spread)}
+
+        return work
+
+    def begin(self, model: Any, device: torch.device, attend: Attend, tokens: Tokens, gather: Gather) -> None:
+        """Serve the scales that fit these tokens, before anything is cached."""
+        found = self.listening(model, device, attend, tokens.prompts)(lambda: None)
+        served, amax = largest(gather(self.scales.served())), largest(gather(found["amax"]))
+        scales = computed(amax, served, self.settings)
+        fits = self._staged(scales)
+        self.scales.exchange()
+        self.scales.stage(scales)
+        self.calibrated = {"amax": amax, "source": tokens.source, "tokens": tokens.count, **fits}
+
+    @described
+    def served(self) -> Result:
+        """The scales that are served, and what the first ones were calibrated with."""
+        return {"scales": self.scales.served(), "calibrated": self.calibrated}
+
+    @described
+    def stage(self, scales: Scales) -> Result:
+        """Give the twin scales, and tell how well they fit what was seen since the last time."""
+        return self._staged(scales)
+
+    def _staged(self, scales: Scales) -> Result:
+        observer, self.observer = self.observer, None
+        with torch.inference_mode():
+            self.scales.stage(scales)
+            return {"fits": observer.fits(self.scales) if observer else {}}
+
+    def refresh(self) -> None:
+        """The device's memory lost its contents: put scales back, and forget what was recorded."""
+        self.scales.refresh()
+        if self.recorder is not None:
+            self.recorder.take()
+
+    @described
+    def recorded(self) -> Result:
+        """What was written into the cache since this was asked last: `amax` by layer, and how many `elements` of K and V
+        there were and how many of them were `saturated`."""
+        with torch.inference_mode():
+            taken = self.recorder.take() if self.recorder else {}
+        amax: RankScales = {}
+        traffic: dict[str, dict[str, dict[str, int]]] = {}
+        for layer, seen in taken.items():
+            for kind, index in (("q", Q), ("k", K), ("v", V)):
+                values = seen.amax[index] if self.per_head else seen.amax[index].max()[None]
+                amax.setdefault(layer, {})[kind] = self.scales.spread(layer, values.tolist())
+                if kind != "q":
+                    elements = int(seen.elements[index]) * seen.amax.shape[1]
+                    counts = {"elements": elements, "saturated": int(seen.saturated[index].sum())}
+                    traffic.setdefault(layer, {})[kind] = counts
+        return {"amax": amax, "traffic": traffic}
+
+    @described
+    def rescale(self, held: list[Result]) -> Result:
+        """After an exchange: make what is cached in these blocks, of each group of layers, mean with the new scales what it
+        meant before."""
+        ratios = self.scales.ratios()
+        with torch.inference_mode():
+            return {**self.cache.rescale(ratios, held)} if ratios else {}
+
+
+def computed(amax: Scales, served: Scales, settings: KvScaleSettings) -> Scales:
+    """Scales for these magnitudes; those that are served where a layer has none."""
+    now: list[float] = []
+    seen: list[float] = []
+    for layer, kinds in served.items():
+        for kind, values in kinds.items():
+            now += values
+            seen += amax.get(layer, {}).get(kind, [0.0] * len(values))
+    scales = next_scales(
+        torch.tensor(seen), torch.tensor(now), margin=settings.margin, scale_format=settings.scale_format
+    )
+    left = iter(scales.tolist())
+    return {
+        layer: {kind: [next(left) for _ in values] for kind, values in kinds.items()}
+        for layer, kinds in served.items()
+    }

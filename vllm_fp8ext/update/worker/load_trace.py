@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each checkpoint tensor goes in this rank's model, learnt from the model's own `load_weights`.
+
+The model's loader runs once on tensors without storage while every `copy_` is recorded instead of done. What it does to
+names, fused layers, tensor-parallel shards and padding is thus known as a list of boxes, and an update needs to run no
+model code at all: any tensor can come at any time, in any order, on any thread.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_fp8ext.errors import ConfigError, no_live_updates
+from vllm_fp8ext.update.contract.manifest import Piece, TensorSpec
+
+LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
+Copy: TypeAlias = tuple[Tensor, Tensor]
+"""Source and destination of a `copy_`."""
+
+
+def trace(
+    load_weights: LoadWeights,
+    parameters: Mapping[str, Tensor],
+    specs: Iterable[TensorSpec],
+    *,
+    quantized: frozenset[str],
+    rank: int,
+) -> dict[str, tuple[Piece, ...]]:
+    """Pieces of each checkpoint tensor that this rank serves; none for a name that the model's loader skips.
+
+    `parameters`: contiguous parameters by path, on any device, meta included; of what is served in parts (experts), the
+    parts, each a view of rows of its own. `quantized`: the paths of those that are served as codes and scales.
+
+    Raises:
+        ConfigError: naming every tensor that the loader computes on, permutes or can't load.
+    """
+    owners = _Owners(parameters)
+    sources = {spec.name: torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta") for spec in specs}
+
+    def pieces(name: str, copies: Iterable[Copy]) -> tuple[Piece, ...]:
+        return _merged(
+            _piece(*owners.among(destination), quantized, sources[name], rank, source, destination)
+            for source, destination in copies
+            if source.numel()
+        )
+
+    try:  # all at once: loaders take milliseconds before they begin, and there may be many thousand experts
+        copies = _copies(load_weights, owners, sources)
+        return {name: pieces(name, copies[name]) for name in sources}
+    except Exception:
+        return _one_by_one(load_weights, owners, sources, pieces)
+
+
+def _one_by_one(
+    load_weights: LoadWeights,
+    owners: "_Owners",
+    sources: Mapping[str, Tensor],
+    pieces: Callable[[str, Iterable[Copy]], tuple[Piece, ...]],
+) -> dict[str, tuple[Piece, ...]]:
+    found: dict[str, tuple[Piece, ...]] = {}
+    problems: list[str] = []
+    for name, source in sources.items():
+        try:
+            found[name] = pieces(name, _copies(load_weights, owners, {name: source})[name])
+        except Exception as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise no_live_updates(problems)
+    return found
+
+
+def _copies(
+    load_weights: LoadWeights, owners: "_Owners", sources: Mapping[str, Tensor]
+) -> dict[str, list[Copy]]:
+    recorder = _Recorder(owners, sources)
+    with recorder:
+        load_weights(list(sources.items()))
+    return recorder.copies
+
+
+class _Owners:
+    """Finds the parameter, or the part of one, that a view of it belongs to."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        found: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
+        for path, tensor in parameters.items():
+            found[_storage(tensor)].setdefault(tensor.storage_offset(), (path, tensor))
+        self._parts = {storage: sorted(parts.items()) for storage, parts in found.items()}
+
+    def __contains__(self, view: Tensor) -> bool:
+        return _storage(view) in self._parts
+
+    def among(self, view: Tensor) -> tuple[str, Tensor]:
+        parts = self._parts[_storage(view)]
+        index = bisect_right(parts, view.storage_offset(), key=lambda part: part[0])
+        return parts[max(index - 1, 0)][1]
+
+
+class _Recorder(TorchDispatchMode):
+    """Records `copy_` from views of known sources into known storages instead of doing it. A whole source that is converted
+    to the dtype of its destination first is what `copy_` makes of it, too."""
+
+    def __init__(self, owners: _Owners, sources: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.owners = owners
+        self.sources = {_storage(source): name for name, source in sources.items()}
+        self.copies: dict[str, list[Copy]] = {name: [] for name in sources}
+        self._wholes = sources
+        self._converted: list[Tensor] = []
+        """Held, so that no other tensor gets the storage of one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            return self._convert(args[0], func(*args, **(kwargs or {})))
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        destination, source = args[0], args[1]
+        if destination in self.owners:
+            name = self.sources.get(_storage(source))
+            converted = name is not None and source.dtype != self._wholes[name].dtype
+            if name is None or (converted and source.dtype != destination.dtype):
+                raise ConfigError("the model's loader computes on it instead of copying it")
+            self.copies[name].append((source, destination))
+        return destination
+
+    def _convert(self, source: Tensor, result: Tensor) -> Tensor:
+        name = self.sources.get(_storage(source))
+        if (
+            name is not None
+            and source.dtype == self._wholes[name].dtype
+            and _same_place(source, self._wholes[name])
+        ):
+            self._converted.append(result)
+            self.sources[_storage(result)] = name
+        return result
+
+
+def _same_place(view: Tensor, of: Tensor) -> bool:
+    return view.shape == of.shape and view.stride() == of.stride()
+
+
+def _piece(
+    path: str,
+    parameter: Tensor,
+    quantized: frozenset[str],
+    whole: Tensor,
+    rank: int,
+    source: Tensor,
+    destination: Tensor,
+) -> Piece:
+    if source.shape != destination.shape:
+        raise ConfigError(f"shape {list(source.shape)} is broadcast to {list(destination.shape)}")
+    box, place = _box(source, whole), _box(destination, parameter)
+    if path in quantized and (len(place) != 2 or place[1] != (0, parameter.shape[1])):
+        raise ConfigError("a part of the columns of a quantized layer comes alone")
+    return Piece(
+        rank=rank,
+        target=path,
+        target_shape=tuple(parameter.shape),
+        source=box,
+        origin=tuple(start for start, _ in place),
+        quantized=path in quantized,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+    )
+
+
+def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Pieces that continue each other's rows, in the tensor and in the parameter, as one."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        rows = last.source[0][1] - last.source[0][0] if last and last.source else 0
+        if (
+            last
+            and rows
+            and (last.target, last.source[1:], last.origin[1:])
+            == (piece.target, piece.source[1:], piece.origin[1:])
+            and last.source[0][1] == piece.source[0][0]
+            and last.origin[0] + rows == piece.origin[0]
+        ):
+            merged[-1] = replace(last, source=((last.source[0][0], piece.source[0][1]), *last.source[1:]))
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def _box(view: Tensor, of: Tensor) -> tuple[tuple[int, int], ...]:
+    """Start and stop per dimension of a view of a tensor whose rows are contiguous."""
+    if view.dim() != of.dim():
+        raise ConfigError(f"shape {list(of.shape)} is reshaped to {list(view.shape)}")
+    rest = view.storage_offset() - of.storage_offset()
+    steps = torch.empty(of.shape, device="meta").stride() if of.is_contiguous() else of.stride()
+    box = []
+    for size, stride, whole, step in zip(view.shape, view.stride(), of.shape, steps, strict=True):
+        start, rest = divmod(rest, max(step, 1))
+        if (size > 1 and stride != step) or start < 0 or start + size > whole:
+            raise ConfigError(f"a view of shape {list(of.shape)} is permuted or strided")
+        box.append((start, start + size))
+    return tuple(box)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
