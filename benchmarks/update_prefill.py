@@ -7,7 +7,8 @@ Beside requests that are the same at all times, --users ask for one token after 
 the other; first without updates, then beside updates that follow each other without a break (by CUDA IPC on a GPU, else from
 files). A prompt that meets a commit begins again, twice at most. For each length it is told how long the first token takes,
 how many tokens of prompts a second are answered, what part of the computed ones was computed again (`prefill_lost`), how many
-answers name several weights, and the longest gap in one of the streams beside.
+answers name several weights, and the longest gap in one of the streams beside. Rates before and after are of these streams
+alone, so that what updates cost is the difference between two windows.
 """
 
 import argparse
@@ -86,9 +87,9 @@ def _window(
     """Prompts of so many tokens for a while, and what became of them and of the streams beside."""
     stop, answers, pauses = threading.Event(), [], []
     with ThreadPoolExecutor(options.users) as pool:
-        users = [pool.submit(_user, url, tokens, user, stop, answers) for user in range(options.users)]
         if load:
             load.settle()
+        users = [pool.submit(_user, url, tokens, user, stop, answers) for user in range(options.users)]
         while not answers and not any(user.done() for user in users):
             time.sleep(0.05)
         before, begin, first = _counted(url), time.monotonic(), len(answers)
