@@ -16,9 +16,7 @@ LINKED = ("kernels", "serve", "loadtest")
 """Top-level folders that are parts of the package."""
 FOLDERS = (PACKAGE, *LINKED, "tests", "scripts", "examples", "benchmarks", "docs")
 TOUCH_VLLM = (
-    "vllm_fp8ext.layers.experts",
-    "vllm_fp8ext.layers.linear",
-    "vllm_fp8ext.layers.quantization",
+    "vllm_fp8ext.layers",
     "vllm_fp8ext.bench.attention",
     "vllm_fp8ext.bench.engines",
     "vllm_fp8ext.bench.experts",

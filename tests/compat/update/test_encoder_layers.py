@@ -44,7 +44,13 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list
     folder = tmp_path_factory.mktemp("kept")
     asked, out = folder / "asked.json", folder / "out.json"
     asked.write_text(json.dumps(SETTINGS))
-    line = [sys.executable, "-P", str(Path(__file__).with_name("kept_story.py")), str(asked), str(out)]
+    line = [
+        sys.executable,
+        "-P",
+        str(Path(__file__).with_name("encoder_layers_story.py")),
+        str(asked),
+        str(out),
+    ]
     env = {**os.environ, "VLLM_PLUGINS": "fp8ext"}
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]

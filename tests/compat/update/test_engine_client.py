@@ -23,7 +23,7 @@ import json, multiprocessing.connection, os, signal, sys, time, zmq
 from types import SimpleNamespace
 from vllm.v1.engine.core_client import BackgroundResources
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm_fp8ext.compat import engine_end
+from vllm_fp8ext.compat.update import engine_shutdown as engine_end
 
 def end(how):
     if how.startswith("stopped"):

@@ -17,7 +17,7 @@ PROGRAM = """
 import multiprocessing, os, signal, subprocess, sys, time
 
 def owned(told):
-    from vllm_fp8ext.compat import owner
+    from vllm_fp8ext.compat.update import owner_process as owner
     owner._WORKER_GRACE_SECONDS = 0.1
     owner.follow_as("EngineCore", owner._end_engine)
     owner.follow_engine()

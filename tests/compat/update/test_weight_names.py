@@ -14,7 +14,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm_fp8ext.compat.update.weight_names import names_in_transformers, names_of_mapper
 from vllm_fp8ext.update.contract.fused import fused_experts
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 from families import FAMILIES
 
 MAPPERS = {

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from update.layers import scales
+from update.ranks import NAMES, Core
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.attention.kv_cache import next_scales
 from vllm_fp8ext.update.engine.jobs import Jobs
 from vllm_fp8ext.update.engine.kv_scales import KvEngine, ScaleSet
-
-from .layers import scales
-from .ranks import NAMES, Core
 
 TOKENS = {"prompts": [[1, 7], [3]]}
 """Of which 7 is the largest, so with the default margin a scale is at least 14 / 448 = 2**-5."""

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from update.layers import CPU, layers
 from vllm_fp8ext.kernels.attention.kv_cache import fit
 from vllm_fp8ext.update.worker.kv_buffers import HeadShare, KvScales
 from vllm_fp8ext.update.worker.kv_observer import SAMPLE_TOKENS, Observer
-
-from .layers import CPU, layers
 
 HEADS, GROUPS, SIZE = 6, 2, 4
 
