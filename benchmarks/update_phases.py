@@ -31,7 +31,7 @@ from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.client.flat import in_buffers
-from vllm_fp8ext.serve.client.handles import handles
+from vllm_fp8ext.serve.client.transports.ipc.handles import handles
 from vllm_fp8ext.update.transports.wire import stored
 
 PARTS = ("open", "stage", "stage_buckets", "prepare", "commit", "commit_buckets", "rollback", "files", "http")

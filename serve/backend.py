@@ -18,8 +18,8 @@ from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import kept, outcome
 from vllm_fp8ext.update.contract.manifest import Manifest
-from vllm_fp8ext.update.transports.broadcast_source import MARK_BYTES
 from vllm_fp8ext.update.transports.dense_tensor import ITEM_BYTES
+from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 
 _HEADER_ROOM = 4096
 _LOOK_SECONDS = 5.0

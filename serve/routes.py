@@ -23,8 +23,8 @@ from vllm_fp8ext.serve.spool import Extent
 from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import finished, kept, outcome
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, read_header
-from vllm_fp8ext.update.transports.broadcast_source import BroadcastSource, broadcast_tensor, check_group
-from vllm_fp8ext.update.transports.ipc_source import IpcSource, ipc_tensor
+from vllm_fp8ext.update.transports.ipc.message import IpcSource, ipc_tensor
+from vllm_fp8ext.update.transports.nccl.message import BroadcastSource, broadcast_tensor, check_group
 from vllm_fp8ext.update.transports.source import AnySource, Source
 
 ChunkNumber = Annotated[int, Field(ge=0, le=65_535)]

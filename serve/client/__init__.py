@@ -2,13 +2,13 @@
 """The trainer's side of `/fp8ext/v1`: the one place that knows the HTTP API. Needs neither torch nor numpy nor vLLM."""
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.client.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.client.clients import AsyncClient, AsyncReplicas, Client, Replicas
 from vllm_fp8ext.serve.client.flat import flatten
-from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.progress import Progress
 from vllm_fp8ext.serve.client.push import Transport
 from vllm_fp8ext.serve.client.source import Pushable
+from vllm_fp8ext.serve.client.transports.http.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
+from vllm_fp8ext.serve.client.transports.nccl.group import Group
 
 __all__ = [
     "CHUNKS_IN_FLIGHT",

@@ -14,16 +14,16 @@ import httpx
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
-from vllm_fp8ext.serve.client.broadcast import BUCKET_BYTES, broadcast
-from vllm_fp8ext.serve.client.chunks import CHUNKS_IN_FLIGHT, Sending, alone, send_chunks
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, work
-from vllm_fp8ext.serve.client.group import Group
-from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.lent import end
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.repeat import lost_by, undecided, unsent
 from vllm_fp8ext.serve.client.resumed import require_no_others
 from vllm_fp8ext.serve.client.source import Pushable, Source, Tensors, source_of, tensors_of
+from vllm_fp8ext.serve.client.transports.http.chunks import CHUNKS_IN_FLIGHT, Sending, alone, send_chunks
+from vllm_fp8ext.serve.client.transports.ipc.handles import batches, handles
+from vllm_fp8ext.serve.client.transports.nccl.broadcast import BUCKET_BYTES, broadcast
+from vllm_fp8ext.serve.client.transports.nccl.group import Group
 
 IPC_CHUNK_BYTES = 4 << 30
 """Bytes of tensors in a chunk that the server reads where they are, when they are made one by one: so many of them, or

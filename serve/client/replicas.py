@@ -9,15 +9,15 @@ from typing import Any, Literal, TypeVar
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
-from vllm_fp8ext.serve.client.broadcast import BUCKET_BYTES, broadcast
-from vllm_fp8ext.serve.client.chunks import CHUNKS_IN_FLIGHT, Sending, send_chunks
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, together
-from vllm_fp8ext.serve.client.group import Group
 from vllm_fp8ext.serve.client.lent import end
 from vllm_fp8ext.serve.client.progress import Progress
 from vllm_fp8ext.serve.client.push import abandon_quietly
 from vllm_fp8ext.serve.client.repeat import backoff, lost, undecided
 from vllm_fp8ext.serve.client.source import Pushable, source_of, tensors_of
+from vllm_fp8ext.serve.client.transports.http.chunks import CHUNKS_IN_FLIGHT, Sending, send_chunks
+from vllm_fp8ext.serve.client.transports.nccl.broadcast import BUCKET_BYTES, broadcast
+from vllm_fp8ext.serve.client.transports.nccl.group import Group
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from vllm_fp8ext.serve.client.driver import BlockingDriver
 from vllm_fp8ext.serve.client.flow import Endpoint
 from vllm_fp8ext.serve.client.replicas import push_everywhere
 from vllm_fp8ext.serve.schema import BroadcastGroup, DenseTensor, Receive, Update
-from vllm_fp8ext.update.transports.group import join
+from vllm_fp8ext.update.transports.nccl.group import join
 
 from .ask import state
 from .conftest import PATIENCE_SECONDS, on_early

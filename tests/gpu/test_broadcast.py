@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Broadcasts through NCCL between two GPUs: the rank on the first one, the trainer on the second, in a thread or as a process
-that dies. `tests/update/transports/test_broadcast.py` does the same through Gloo."""
+that dies. `tests/update/transports/nccl/test_broadcast.py` does the same through Gloo."""
 
 import base64
 import json
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.runtime.nccl import unique_id
-from vllm_fp8ext.serve.client.buckets import buckets
-from vllm_fp8ext.serve.client.group import Group
-from vllm_fp8ext.update.transports.broadcast import Receiver
-from vllm_fp8ext.update.transports.broadcast_source import BroadcastSource, broadcast_tensor
-from vllm_fp8ext.update.transports.group import join
+from vllm_fp8ext.serve.client.transports.nccl.buckets import buckets
+from vllm_fp8ext.serve.client.transports.nccl.group import Group
+from vllm_fp8ext.update.transports.nccl.group import join
+from vllm_fp8ext.update.transports.nccl.message import BroadcastSource, broadcast_tensor
+from vllm_fp8ext.update.transports.nccl.receiver import Receiver
 
 pytestmark = pytest.mark.gpu
 
@@ -165,8 +165,8 @@ def test_tensors_that_nobody_wants_any_more(receiver: Receiver, group: Group) ->
 DYING = """
 import json, os, sys, time, torch
 from functools import partial
-from vllm_fp8ext.serve.client.buckets import buckets
-from vllm_fp8ext.serve.client.group import Group
+from vllm_fp8ext.serve.client.transports.nccl.buckets import buckets
+from vllm_fp8ext.serve.client.transports.nccl.group import Group
 
 device, group, ranks = torch.device("cuda:1"), Group(), {"http://127.0.0.1:1": 1}
 [bucket] = buckets([("a", torch.ones(1 << 30, device=device))], 8 << 30, partial(group.room, ranks))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vllm_fp8ext.serve.client import flatten
-from vllm_fp8ext.serve.client.handles import handles
+from vllm_fp8ext.serve.client.transports.ipc.handles import handles
 
 pytestmark = pytest.mark.gpu
 

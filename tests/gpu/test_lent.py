@@ -13,9 +13,9 @@ from torch import Tensor
 
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.serve import tensors
-from vllm_fp8ext.serve.client.buckets import Room, buckets
-from vllm_fp8ext.serve.client.handles import batches, handles
 from vllm_fp8ext.serve.client.lent import Pairs
+from vllm_fp8ext.serve.client.transports.ipc.handles import batches, handles
+from vllm_fp8ext.serve.client.transports.nccl.buckets import Room, buckets
 from vllm_fp8ext.serve.tensors import LentPart, tensor_parts
 from vllm_fp8ext.update.transports.wire import stored
 

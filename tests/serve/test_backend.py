@@ -18,7 +18,7 @@ from vllm_fp8ext.serve.schema import Rollback
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import finished, outcome
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
-from vllm_fp8ext.update.transports.broadcast_source import MARK_BYTES
+from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 
 
 class Engine:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_fp8ext.serve.client.buckets import Bucket, Room
-from vllm_fp8ext.serve.client.buckets import buckets as packed
-from vllm_fp8ext.update.transports.broadcast_source import MARK_BYTES
+from vllm_fp8ext.serve.client.transports.nccl.buckets import Bucket, Room
+from vllm_fp8ext.serve.client.transports.nccl.buckets import buckets as packed
+from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 
 
 def buckets(tensors: Any, limit: int) -> Iterator[Bucket]:

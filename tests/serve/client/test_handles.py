@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_fp8ext.serve.client import handles
 from vllm_fp8ext.serve.client.lent import Pairs
+from vllm_fp8ext.serve.client.transports.ipc import handles
 
 from .conftest import Caller
 from .server import Server

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.serve.client import broadcast, buckets, handles, push
-from vllm_fp8ext.serve.client.buckets import Room
+from vllm_fp8ext.serve.client import push
 from vllm_fp8ext.serve.client.flow import Endpoint, Work
 from vllm_fp8ext.serve.client.lent import Pairs
 from vllm_fp8ext.serve.client.progress import Counter
 from vllm_fp8ext.serve.client.source import Source, Tensors
+from vllm_fp8ext.serve.client.transports.ipc import handles
+from vllm_fp8ext.serve.client.transports.nccl import broadcast, buckets
+from vllm_fp8ext.serve.client.transports.nccl.buckets import Room
 from vllm_fp8ext.serve.tensors import tensor_parts
 
 EACH, BYTES = 4, 64

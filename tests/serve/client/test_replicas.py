@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import AsyncReplicas, Replicas
-from vllm_fp8ext.serve.client.buckets import Room
+from vllm_fp8ext.serve.client.transports.nccl.buckets import Room
 from vllm_fp8ext.serve.schema import BroadcastGroup
 
 from .conftest import Caller

@@ -25,10 +25,10 @@ from vllm_fp8ext.update.contract.regular_file import (
     stamp_of,
 )
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.broadcast_source import BroadcastSource
 from vllm_fp8ext.update.transports.gather import Gather, Group, reads
-from vllm_fp8ext.update.transports.ipc_source import IpcSource
+from vllm_fp8ext.update.transports.ipc.message import IpcSource
 from vllm_fp8ext.update.transports.memory import Memory, Placed
+from vllm_fp8ext.update.transports.nccl.message import BroadcastSource
 from vllm_fp8ext.update.transports.read_ahead import (
     BUFFERS,
     READ_BYTES,
@@ -42,7 +42,7 @@ from vllm_fp8ext.update.transports.read_ahead import (
 )
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.update.transports.broadcast import Receiver
+    from vllm_fp8ext.update.transports.nccl.receiver import Receiver
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -89,9 +89,9 @@ class Sources:
     def rehearse(self) -> None:
         """Load what is loaded when it is needed first."""
         if self._device.type == "cuda":
-            from vllm_fp8ext.update.transports import ipc
+            from vllm_fp8ext.update.transports.ipc import receiver
 
-            ipc.device_index(str(torch.cuda.get_device_properties(self._device).uuid))
+            receiver.device_index(str(torch.cuda.get_device_properties(self._device).uuid))
 
     @contextmanager
     def open(
@@ -110,9 +110,9 @@ class Sources:
             UpdateError: `file-changed`, on entering, reading or leaving; what `ipc` and `broadcast` raise.
         """
         if isinstance(source, IpcSource):
-            from vllm_fp8ext.update.transports import ipc
+            from vllm_fp8ext.update.transports.ipc import receiver
 
-            with ipc.opened(source, self._later.append) as memory:
+            with receiver.opened(source, self._later.append) as memory:
                 yield self._placed(tensors, memory)
             return
         if isinstance(source, BroadcastSource):
@@ -157,7 +157,7 @@ class Sources:
 
     @cached_property
     def _receiver(self) -> "Receiver":
-        from vllm_fp8ext.update.transports.broadcast import Receiver
+        from vllm_fp8ext.update.transports.nccl.receiver import Receiver
 
         return Receiver(self._rank, self._device)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.transports.broadcast_source import BroadcastSource, broadcast_tensor, check_group
+from vllm_fp8ext.update.transports.nccl.message import BroadcastSource, broadcast_tensor, check_group
 from vllm_fp8ext.update.transports.source import source_of
 
 SOURCE = BroadcastSource("gloo", "trainer:2345/a1", 4, 1, 100 + 8, "00" * 8, 60.0)

@@ -15,7 +15,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.runtime.nccl import Communicator, NcclError
-from vllm_fp8ext.update.transports.broadcast_source import nccl_id
+from vllm_fp8ext.update.transports.nccl.message import nccl_id
 
 _CONNECT_SECONDS = 0.5
 _LOOK_SECONDS = 0.02

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 from vllm_fp8ext.kernels.runtime import nccl
 from vllm_fp8ext.kernels.runtime.nccl import NcclError
-from vllm_fp8ext.serve.client.buckets import Room
+from vllm_fp8ext.serve.client.transports.nccl.buckets import Room
 from vllm_fp8ext.serve.schema import BroadcastGroup
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.update.transports.group import Group as Joined
+    from vllm_fp8ext.update.transports.nccl.group import Group as Joined
 
 
 class Group:
@@ -80,7 +80,7 @@ class Group:
     def joined(self) -> bool:
         """Whether all are there; to be asked again and again once the servers know of the group."""
         if self._joined is None:
-            from vllm_fp8ext.update.transports.group import join
+            from vllm_fp8ext.update.transports.nccl.group import join
 
             place = next(iter(self._places.values()))
             with self._streaming():

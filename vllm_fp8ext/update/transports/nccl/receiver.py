@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.transports.broadcast_source import MARK_BYTES, BroadcastSource
-from vllm_fp8ext.update.transports.group import Group, join
 from vllm_fp8ext.update.transports.memory import Bucket
+from vllm_fp8ext.update.transports.nccl.group import Group, join
+from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES, BroadcastSource
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 """Seconds between two looks: a tenth of the time that has passed, within these."""

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.client.buckets import buckets
-from vllm_fp8ext.serve.client.group import Group
-from vllm_fp8ext.update.transports import group
-from vllm_fp8ext.update.transports.broadcast import Receiver
-from vllm_fp8ext.update.transports.broadcast_source import BroadcastSource, broadcast_tensor
+from vllm_fp8ext.serve.client.transports.nccl.buckets import buckets
+from vllm_fp8ext.serve.client.transports.nccl.group import Group
+from vllm_fp8ext.update.transports.nccl import group
+from vllm_fp8ext.update.transports.nccl.message import BroadcastSource, broadcast_tensor
+from vllm_fp8ext.update.transports.nccl.receiver import Receiver
 
 CPU = torch.device("cpu")
 URL = "http://127.0.0.1:1"
@@ -263,8 +263,8 @@ def test_another_bucket_than_was_told(receiver: Receiver, trainer: Trainer) -> N
 DYING = """
 import json, os, sys, time, torch
 from functools import partial
-from vllm_fp8ext.serve.client.buckets import buckets
-from vllm_fp8ext.serve.client.group import Group
+from vllm_fp8ext.serve.client.transports.nccl.buckets import buckets
+from vllm_fp8ext.serve.client.transports.nccl.group import Group
 
 group, ranks = Group(), {"http://127.0.0.1:1": 1}
 [bucket] = buckets([("a", torch.ones(64 << 20))], 1 << 30, partial(group.room, ranks))

@@ -5,11 +5,11 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from vllm_fp8ext.serve.client.dense import size_with_scales, torch_tensor
+from vllm_fp8ext.serve.client.transports.dense import size_with_scales, torch_tensor
 from vllm_fp8ext.serve.schema import DenseTensor
 from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.update.contract.manifest import follows
-from vllm_fp8ext.update.transports.broadcast_source import MARK_BYTES
+from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 
 ALIGNMENT = 16
 """Of each tensor in a bucket, in bytes."""

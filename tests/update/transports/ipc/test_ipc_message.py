@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.transports.ipc_source import IpcSource, ipc_tensor
+from vllm_fp8ext.update.transports.ipc.message import IpcSource, ipc_tensor
 
 SOURCE = IpcSource("gpu", (("a", 1000), ("b", 64)))
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
-from vllm_fp8ext.serve.client.dense import has_codes, size_with_scales, torch_tensor
+from vllm_fp8ext.serve.client.transports.dense import has_codes, size_with_scales, torch_tensor
 from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
 from vllm_fp8ext.serve.tensors import TensorLike, never
 from vllm_fp8ext.update.contract.manifest import follows
-from vllm_fp8ext.update.transports.ipc_source import HANDLE_BYTES
+from vllm_fp8ext.update.transports.ipc.message import HANDLE_BYTES
 
 if TYPE_CHECKING:
     from vllm_fp8ext.update.transports.buffers import Buffers

@@ -13,7 +13,7 @@ import torch
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
-from vllm_fp8ext.update.transports.ipc_source import HANDLE_BYTES, IpcSource
+from vllm_fp8ext.update.transports.ipc.message import HANDLE_BYTES, IpcSource
 from vllm_fp8ext.update.transports.memory import Allocations
 
 _LAZY_PEER_ACCESS = 1

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as the bodies of requests."""
