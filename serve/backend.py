@@ -18,6 +18,7 @@ from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import kept, outcome
 from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.transports.dense_tensor import ITEM_BYTES
 from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 
@@ -83,7 +84,7 @@ class Backend:
             ConfigError: it never could.
             UpdateError: this engine takes no updates.
         """
-        told = await self.engine("manifest")
+        told = await self.engine(Operation.MANIFEST)
         manifest = Manifest.from_dict(told)
         await self.bodies.know(told)
         sizes = {
@@ -127,13 +128,13 @@ class Backend:
     async def abandon(self, id: str) -> dict[str, Any]:
         """Give an update up; one in place may poison the engine by that, which the poison guard then knows."""
         try:
-            return await self.engine("abandon", id=id)
+            return await self.engine(Operation.ABANDON, id=id)
         finally:
             await outcome(self.look())
 
     async def look(self) -> dict[str, Any]:
         """What the engine says of itself; metrics and the poison guard tell it from now on."""
-        status: dict[str, Any] = await self.engine("status")
+        status: dict[str, Any] = await self.engine(Operation.STATUS)
         self._heard(status["poisoned"])
         self.metrics.observe(status)
         for id, gone in self._coming:
@@ -148,7 +149,7 @@ class Backend:
         Raises:
             UpdateError: it takes no chunks, or no more.
         """
-        lifetime = (await self.engine("check", id=id))["lifetime"]
+        lifetime = (await self.engine(Operation.CHECK, id=id))["lifetime"]
         coming = asyncio.current_task()
         assert coming is not None
         ended: UpdateError | None = None
@@ -162,7 +163,7 @@ class Backend:
                     async with asyncio.timeout(lifetime / 4):
                         await gone.wait()
                 gone.clear()
-                found = await outcome(self.engine("check", id=id))
+                found = await outcome(self.engine(Operation.CHECK, id=id))
                 if isinstance(found, UpdateError) and found.status in _ENDED:
                     ended = found
                     coming.cancel()
@@ -182,6 +183,6 @@ class Backend:
     async def abandon_open(self) -> None:
         """Give up the update that is open, if there is one, and a rollback that waits: nobody is left to finish them."""
         await self.engine.leave()
-        updating = (await self.engine("status"))["update"]
+        updating = (await self.engine(Operation.STATUS))["update"]
         if updating is not None:
-            await self.engine("abandon", id=updating)
+            await self.engine(Operation.ABANDON, id=updating)

@@ -11,6 +11,7 @@ from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.disk_checkpoint import DiskCheckpoint, DiskFile, look
 from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import outcome
+from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.contract.regular_file import settle
 from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED, listed
 from vllm_fp8ext.update.transports.source import Source
@@ -41,13 +42,15 @@ async def read_checkpoint(backend: Backend, id: str, place: AllowedPath) -> dict
         count = sum(error.details.get("problem_count", 1) for error in errors)
         status = max(error.status for error in errors)
         raise UpdateError("invalid-tensors", message, status=status, **listed(problems, count))
-    return await backend.engine("update", id=id)
+    return await backend.engine(Operation.UPDATE, id=id)
 
 
 async def _withdraw(backend: Backend, id: str, checkpoint: DiskCheckpoint, error: UpdateError) -> None:
     keys = [file.name for file in checkpoint.files]
     problem = {"kind": error.kind, "detail": str(error)}
-    await outcome(backend.engine("withdraw", id=id, chunks=keys, problem=problem))  # it may have ended
+    await outcome(
+        backend.engine(Operation.WITHDRAW, id=id, chunks=keys, problem=problem)
+    )  # it may have ended
 
 
 async def _stage_files(backend: Backend, id: str, files: Sequence[DiskFile]) -> list[Any]:
@@ -56,7 +59,7 @@ async def _stage_files(backend: Backend, id: str, files: Sequence[DiskFile]) -> 
     async def ended(begun: Any) -> Any:
         if isinstance(begun, UpdateError):
             return begun
-        return await outcome(backend.engine.ended("stage", begun))
+        return await outcome(backend.engine.ended(Operation.STAGE, begun))
 
     begun = [await outcome(_begin_file(backend, id, files[0]))]
     for index, file in enumerate(files[1:]):
@@ -70,4 +73,4 @@ async def _begin_file(backend: Backend, id: str, file: DiskFile) -> dict[str, An
     tensors = await asyncio.to_thread(file.tensors)
     source = Source(file.place.path, 0, file.stamp, file.place.folder)
     told = stage_arguments(id, file.name, source, tensors, file.stamp.size)
-    return await backend.engine("stage", **told)
+    return await backend.engine(Operation.STAGE, **told)

@@ -22,6 +22,7 @@ from vllm_fp8ext.serve.problems import RESPONSES, guarded_route
 from vllm_fp8ext.serve.spool import Extent
 from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import finished, kept, outcome
+from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, read_header
 from vllm_fp8ext.update.transports.ipc.message import IpcSource, ipc_tensor
 from vllm_fp8ext.update.transports.nccl.message import BroadcastSource, broadcast_tensor, check_group
@@ -43,11 +44,11 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
     @routes.get("/weights", response_model=schema.Weights, summary="What is served")
     async def weights() -> Any:
-        return await backend.engine("status")
+        return await backend.engine(Operation.STATUS)
 
     @routes.get("/weights/manifest", response_model=dict[str, Any], summary="What an update must bring")
     async def manifest() -> Any:
-        return await backend.engine("manifest")
+        return await backend.engine(Operation.MANIFEST)
 
     @routes.get(
         "/weights/kv-scales",
@@ -55,12 +56,12 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         summary="Scales of the FP8 KV cache that is served",
     )
     async def kv_scales() -> Any:
-        return await backend.engine("kv_scales")
+        return await backend.engine(Operation.KV_SCALES)
 
     @routes.get("/weights/digests", response_model=schema.Digests, summary="Digests of what is served")
     async def digests() -> Any:
         while True:
-            found = await backend.engine.job("digests")
+            found = await backend.engine.job(Operation.DIGESTS)
             if not found.get("stale"):
                 return found
 
@@ -71,19 +72,19 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     )
     async def verify() -> Any:
         while True:
-            found = await backend.engine.job("verify")
+            found = await backend.engine.job(Operation.VERIFY)
             if not found.get("stale"):
                 return found
 
     @routes.post("/updates", response_model=schema.Update, status_code=201, summary="Open an update")
     async def open_update(body: schema.OpenUpdate) -> Any:
-        opened = await backend.engine.patiently("open", **dict(body))
+        opened = await backend.engine.patiently(Operation.OPEN, **dict(body))
         limits = {"max_chunk_bytes": backend.spool.limit, "max_receive_bytes": backend.receive_bytes}
         return opened | limits | {"group": backend.group}
 
     @routes.get("/updates/{id}", response_model=schema.Update, summary="Where an update stands")
     async def get_update(id: schema.UpdateId) -> Any:
-        return await backend.engine("update", id=id)
+        return await backend.engine(Operation.UPDATE, id=id)
 
     @routes.put(
         "/updates/{id}/chunks/{n}",
@@ -120,12 +121,12 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         summary="Receive tensors that the client is about to broadcast",
     )
     async def post_receive(id: schema.UpdateId, body: schema.Receive) -> Any:
-        await backend.engine("check", id=id)
+        await backend.engine(Operation.CHECK, id=id)
         return await finished(_begin_to_receive(backend, id, dict(body)))
 
     @routes.post("/updates/{id}/prepare", response_model=schema.Update, summary="Validate the whole update")
     async def prepare(id: schema.UpdateId) -> Any:
-        return await finished(backend.engine.patiently("prepare", id=id))
+        return await finished(backend.engine.patiently(Operation.PREPARE, id=id))
 
     @routes.post("/updates/{id}/commit", response_model=schema.Update, summary="Serve the new weights")
     async def commit(id: schema.UpdateId) -> Any:
@@ -157,7 +158,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
 
 
 async def _asleep(backend: Backend, wanted: schema.Sleep) -> dict[str, Any]:
-    await backend.engine("may_sleep")
+    await backend.engine(Operation.MAY_SLEEP)
     try:
         await backend.engine.sleep(wanted.level, wanted.requests)
     except BaseException:
@@ -226,16 +227,18 @@ async def _begin_to_receive(backend: Backend, id: str, body: dict[str, Any]) -> 
         lambda: [broadcast_tensor(source, **tensor) for tensor in body["tensors"]]
     )
     size = sum(tensor.size for tensor in tensors)
-    started = await backend.engine("stage", **stage_arguments(id, str(body["n"]), source, tensors, size))
+    started = await backend.engine(
+        Operation.STAGE, **stage_arguments(id, str(body["n"]), source, tensors, size)
+    )
     backend.group = source.id
     kept(_followed(backend, started))
-    return await backend.engine("update", id=id)
+    return await backend.engine(Operation.UPDATE, id=id)
 
 
 async def _followed(backend: Backend, started: dict[str, Any]) -> None:
     """Poll a job to its end however long it takes: the ranks give a broadcast up by themselves."""
     while True:
-        found = await outcome(backend.engine.ended("stage", started))
+        found = await outcome(backend.engine.ended(Operation.STAGE, started))
         if not isinstance(found, UpdateError) or found.kind != "engine-timeout":
             return
 
@@ -250,7 +253,7 @@ async def _stage(
     sha256: str | None = None,
 ) -> dict[str, Any]:
     told = stage_arguments(id, chunk, source, tensors, size) | {"sha256": sha256}
-    return dict((await backend.engine.job("stage", **told))["update"])
+    return dict((await backend.engine.job(Operation.STAGE, **told))["update"])
 
 
 def _commit_once(backend: Backend, id: str) -> asyncio.Future[dict[str, Any]]:
@@ -264,12 +267,12 @@ def _commit_once(backend: Backend, id: str) -> asyncio.Future[dict[str, Any]]:
 
 async def _commit(backend: Backend, id: str) -> dict[str, Any]:
     async with backend.looked_at():
-        return await backend.engine.patiently("commit", id=id)
+        return await backend.engine.patiently(Operation.COMMIT, id=id)
 
 
 async def _rollback(backend: Backend, body: schema.Rollback) -> dict[str, Any]:
     async with backend.looked_at():
-        return await backend.engine.patiently("rollback", **dict(body))
+        return await backend.engine.patiently(Operation.ROLLBACK, **dict(body))
 
 
 async def _read(backend: Backend, id: str, body: schema.Files) -> dict[str, Any]:
@@ -279,7 +282,7 @@ async def _read(backend: Backend, id: str, body: schema.Files) -> dict[str, Any]
 
 async def _load(backend: Backend, body: schema.Load) -> dict[str, Any]:
     place = await asyncio.to_thread(backend.allowed_dirs.resolve, body.path)
-    opened = await backend.engine("open", **{key: value for key, value in body if key != "path"})
+    opened = await backend.engine(Operation.OPEN, **{key: value for key, value in body if key != "path"})
     try:
         await read_checkpoint(backend, opened["id"], place)
         return await _commit(backend, opened["id"])

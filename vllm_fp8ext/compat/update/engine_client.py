@@ -14,11 +14,10 @@ from typing import Any
 from vllm_fp8ext.compat.update.engine_shutdown import EngineEnd
 from vllm_fp8ext.compat.update.heartbeat import PULSE
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.contract.operations import Operation
 
 _LOOK_SECONDS = 0.25
 """How often a call looks whether the engine still lives: vLLM leaves open utility calls waiting when it dies."""
-_READS = ("status", "manifest", "kv_scales")
-"""Operations that are asked for while no update is under way."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 """Seconds between two polls of a job: a twentieth of the time that it has taken, within these."""
@@ -45,21 +44,21 @@ class EngineCalls:
         self.end = EngineEnd(self._core.resources)
         self._left = False
 
-    async def __call__(self, operation: str, **arguments: Any) -> dict[str, Any]:
+    async def __call__(self, operation: Operation, **arguments: Any) -> dict[str, Any]:
         """Run an operation.
 
         Raises:
             UpdateError: what the operation refused, or `engine-timeout`, or `engine-dead`.
         """
         call = self._core.call_utility_async("fp8ext", operation, arguments)
-        watched = operation not in _READS
+        watched = not operation.only_reads
         try:
             result: dict[str, Any] = await self._answer(call, operation, self._deadline, watched=watched)
         except UpdateError:
             raise
         except Exception as error:
             raise UpdateError("engine-dead", f"the engine failed: {error}", status=500) from error
-        self._heard(result["poisoned"] if operation == "status" else result.pop("poisoned"))
+        self._heard(result["poisoned"] if operation is Operation.STATUS else result.pop("poisoned"))
         return _unwrapped(result)
 
     async def _answer(
@@ -92,7 +91,7 @@ class EngineCalls:
                 pulse.cancel()
         return task.result()
 
-    async def job(self, operation: str, **arguments: Any) -> dict[str, Any]:
+    async def job(self, operation: Operation, **arguments: Any) -> dict[str, Any]:
         """Run an operation that may start a job (which may go on in another one), and wait for its result.
 
         Raises:
@@ -100,7 +99,7 @@ class EngineCalls:
         """
         return await self.ended(operation, await self(operation, **arguments))
 
-    async def ended(self, operation: str, started: dict[str, Any]) -> dict[str, Any]:
+    async def ended(self, operation: Operation, started: dict[str, Any]) -> dict[str, Any]:
         """Wait for the result of an operation that answered this, as `job` does."""
         if "job" not in started:
             return started
@@ -108,7 +107,7 @@ class EngineCalls:
         await asyncio.sleep(min(started.get("soonest", 0.0), self._deadline / 2))
         begun, progress, until = time.monotonic(), -1, 0.0
         while True:
-            result = await self("poll", job=started["job"])
+            result = await self(Operation.POLL, job=started["job"])
             if result["done"]:
                 result = _unwrapped(result)
                 if "job" not in result:
@@ -145,7 +144,7 @@ class EngineCalls:
         """
         await self._answer(self._client.wake_up(tags), "wake")
 
-    async def patiently(self, operation: str, **arguments: Any) -> dict[str, Any]:
+    async def patiently(self, operation: Operation, **arguments: Any) -> dict[str, Any]:
         """`job`, of an operation that may have to wait for running requests, which have a deadline of their own."""
         while True:
             result = await self.job(operation, **arguments)
@@ -158,7 +157,7 @@ class EngineCalls:
     async def leave(self) -> None:
         """Wait for running requests no more, whatever was asked for."""
         self._left = True
-        await self("leave")
+        await self(Operation.LEAVE)
 
 
 def _unwrapped(result: dict[str, Any]) -> dict[str, Any]:

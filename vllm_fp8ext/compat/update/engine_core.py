@@ -32,6 +32,7 @@ from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.update.contract.kv_tokens import PROMPT_TOKENS
 from vllm_fp8ext.update.contract.labels import Label, first_label
+from vllm_fp8ext.update.contract.operations import RankMethod
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -143,7 +144,7 @@ class CoreAccess:
         if scales is not None and scales.policy != "static" and self.quantization == METHOD:
             self._recent = RecentTokens(core.scheduler, scales.tokens, PROMPT_TOKENS)
 
-    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
+    def ranks(self, method: RankMethod, *args: Any) -> list[dict[str, Any]]:
         """Run a method of `Rank`, or `kv.…` of its `RankKv`, on every worker; one result each, which names the rank and the
         call that it answers.
 

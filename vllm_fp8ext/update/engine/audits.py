@@ -7,6 +7,7 @@ from functools import partial
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.kv_merge import largest
 from vllm_fp8ext.update.contract.labels import Label
+from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import raise_first
 from vllm_fp8ext.update.engine.committer import ExchangeStep
 from vllm_fp8ext.update.engine.jobs import Jobs, Result
@@ -26,7 +27,7 @@ class Audits:
         """Start to compute the digests of what is served."""
         self._require_known()
         return self._jobs.start(
-            "digests", finish=partial(self._digested, self._step.live, self._step.exchanges)
+            RankMethod.DIGESTS, finish=partial(self._digested, self._step.live, self._step.exchanges)
         )
 
     def verify(self) -> Result:
@@ -34,7 +35,7 @@ class Audits:
         self._require_known()
         served, exchanges = self._step.live, self._step.exchanges
         finish = partial(self._verified, served, exchanges, time.perf_counter())
-        return self._jobs.start("fingerprint", finish=finish)
+        return self._jobs.start(RankMethod.FINGERPRINT, finish=finish)
 
     def _require_known(self) -> None:
         if self._step.poisoned is not None:

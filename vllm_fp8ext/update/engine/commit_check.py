@@ -7,6 +7,7 @@ from functools import partial
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.labels import Label
+from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import raise_first
 from vllm_fp8ext.update.engine.committer import Core, ExchangeStep
 from vllm_fp8ext.update.engine.jobs import Jobs, Result
@@ -29,7 +30,7 @@ class Confirmation:
         anything else, or does not say what, `failed` is called, and the engine poisoned."""
         self._since = time.monotonic()
         finish = partial(self._judge, self._step.live, self._since, done, failed)
-        return self._jobs.start("fingerprint", finish=finish)
+        return self._jobs.start(RankMethod.FINGERPRINT, finish=finish)
 
     def pending(self) -> bool:
         """Whether it is under way, by what the ranks say now."""

@@ -10,6 +10,7 @@ from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.log_text import shown
 from vllm_fp8ext.update.contract.labels import Label, first_label
+from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.engine.kv_scales import KvEngine, ScaleSet
 from vllm_fp8ext.update.engine.session import WAIT_SECONDS, Running
 from vllm_fp8ext.update.engine.totals import Totals
@@ -30,7 +31,7 @@ class Core(Protocol):
     compiled: list[dict[str, int]]
     instance: str
 
-    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
+    def ranks(self, method: RankMethod, *args: Any) -> list[dict[str, Any]]: ...
     def stop(self) -> None: ...
     def drain(self) -> None: ...
     def end(self, reason: str) -> NoReturn: ...
@@ -257,7 +258,7 @@ class ExchangeStep:
 
     def _settle(self) -> float:
         """Wait until the exchange is done on every rank; the longest time that it took."""
-        results = self._core.ranks("settle")
+        results = self._core.ranks(RankMethod.WAIT_FOR_SWAP)
         if any("error" in result for result in results):
             self.poison(f"the exchange did not end: {results}")
         return max(result["seconds"] for result in results)
@@ -266,14 +267,14 @@ class ExchangeStep:
         """Exchange on every rank. When some fail (each undoes its own part), the others swap back; if that fails too, no
         rank can be trusted and the engine is poisoned: it generates nothing until a full update heals it."""
         self.exchanges += 1
-        results = self._core.ranks("exchange")
+        results = self._core.ranks(RankMethod.SWAP)
         failures = [result for result in results if "error" in result]
         if not failures:
             self.poisoned = None
             return
         error = UpdateError.from_dict(failures[0]["error"])
         swapped = [rank for rank, result in enumerate(results) if "error" not in result]
-        undone = self._core.ranks("exchange", swapped) if swapped else []
+        undone = self._core.ranks(RankMethod.SWAP, swapped) if swapped else []
         if any(result.get("broken", True) for result in failures) or any(
             "error" in result for result in undone
         ):
@@ -282,12 +283,13 @@ class ExchangeStep:
             self._settle()
             self._core.resume()
         else:
-            self._core.ranks("settle")
+            self._core.ranks(RankMethod.WAIT_FOR_SWAP)
         raise error
 
     def poison(self, reason: str) -> NoReturn:
         """An exchange has left what nobody knows. Raises `UpdateError` (`poisoned`)."""
-        self._core.ranks("settle")  # tensors that come to heal it must not get into an exchange under way
+        # tensors that come to heal it must not get into an exchange under way
+        self._core.ranks(RankMethod.WAIT_FOR_SWAP)
         self.condemn(reason)
         raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)
 

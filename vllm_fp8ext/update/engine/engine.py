@@ -15,6 +15,7 @@ from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.update.contract.fused import taken_apart
 from vllm_fp8ext.update.contract.labels import Label, default_version
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.operations import Operation, RankMethod
 from vllm_fp8ext.update.contract.rank_results import distinct, summed
 from vllm_fp8ext.update.contract.update_errors import refusal
 from vllm_fp8ext.update.engine.audits import Audits
@@ -35,8 +36,6 @@ ROLLBACK = "rollback"
 """By what a rollback waits, beside the ids of updates."""
 POLL_SECONDS = 0.01
 """What a request that comes to an idle engine may wait for a poll."""
-_ASLEEP = frozenset({"status", "kv_scales", "manifest", "update", "poll", "abandon", "leave", "may_sleep"})
-"""Operations that touch no weights."""
 
 
 class UpdateEngine:
@@ -62,24 +61,24 @@ class UpdateEngine:
         self._clock = clock
         self._last: Result | None = None
         self.sleeping = Sleeping(core, self.step, self.jobs, self._abandon_open)
-        self._operations: dict[str, Callable[..., Result]] = {
-            "status": self.status,
-            "manifest": self.manifest,
-            "open": self.open,
-            "check": self.check,
-            "stage": self.stage,
-            "withdraw": self.withdraw,
-            "poll": self.jobs.poll,
-            "update": self.update,
-            "prepare": self.prepare,
-            "commit": self.commit,
-            "abandon": self.abandon,
-            "rollback": self.rollback,
-            "leave": self.leave,
-            "digests": self.digests,
-            "verify": self.verify,
-            "kv_scales": self.kv_scales,
-            "may_sleep": self.sleeping.allowed,
+        self._operations: dict[Operation, Callable[..., Result]] = {
+            Operation.STATUS: self.status,
+            Operation.MANIFEST: self.manifest,
+            Operation.OPEN: self.open,
+            Operation.CHECK: self.check,
+            Operation.STAGE: self.stage,
+            Operation.WITHDRAW: self.withdraw,
+            Operation.POLL: self.jobs.poll,
+            Operation.UPDATE: self.update,
+            Operation.PREPARE: self.prepare,
+            Operation.COMMIT: self.commit,
+            Operation.ABANDON: self.abandon,
+            Operation.ROLLBACK: self.rollback,
+            Operation.LEAVE: self.leave,
+            Operation.DIGESTS: self.digests,
+            Operation.VERIFY: self.verify,
+            Operation.KV_SCALES: self.kv_scales,
+            Operation.MAY_SLEEP: self.sleeping.allowed,
         }
 
     @described
@@ -91,9 +90,10 @@ class UpdateEngine:
                 self._ended(session)
         self.step.tick()
         self._confirmation.tick()
-        if operation not in _ASLEEP and self.core.asleep():
+        called = Operation(operation)
+        if called.needs_weights and self.core.asleep():
             raise UpdateError("asleep", f"can't {operation}: the weights are asleep, wake the engine first")
-        return self._operations[operation](**arguments)
+        return self._operations[called](**arguments)
 
     def status(self) -> Result:
         """What is served, and what stands by."""
@@ -177,7 +177,9 @@ class UpdateEngine:
         beside = self.core.unfinished() > 0 and not self._inplace
         rate = self.core.settings.busy_staging_rate if beside else 0.0
         beside_it = session.tied_in_others(chunk)
-        started = self.jobs.start("stage", session.id, source, used, hashes, rate, beside_it, finish=finish)
+        started = self.jobs.start(
+            RankMethod.STAGE, session.id, source, used, hashes, rate, beside_it, finish=finish
+        )
         if rate and "job" in started:
             started["soonest"] = used_bytes / (rate * manifest.world_size)
         return started
@@ -283,7 +285,7 @@ class UpdateEngine:
         session = self.updates.get(id)
         if session.abandon():
             if session.busy:  # a chunk may wait for its tensors
-                self.core.ranks("drop", session.id)
+                self.core.ranks(RankMethod.DROP, session.id)
             self._ended(session)
         return session.as_dict()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_fp8ext.errors import UpdateError, described
+from vllm_fp8ext.update.contract.operations import RankMethod
 
 Result = dict[str, Any]
 Ranks = Callable[..., list[Result]]
@@ -44,7 +45,7 @@ class Jobs:
         self._jobs: dict[int, Job] = {}
         self._done: dict[int, Result] = {}
 
-    def start(self, method: str, *arguments: Any, finish: Callable[[list[Result]], Result]) -> Result:
+    def start(self, method: RankMethod, *arguments: Any, finish: Callable[[list[Result]], Result]) -> Result:
         """Start a `Rank` method on every rank; `finish` makes the job's result of theirs.
 
         When a rank could not start, the job is over on all: ranks that meet in collectives must not go on without it.
@@ -117,7 +118,7 @@ class Jobs:
     def _advance(self, serial: int, patience: float = 0.0) -> Result:
         job = self._jobs[serial]
         tensors, alike = 0, False
-        for rank, result in enumerate(self._ranks("poll", serial, patience)):
+        for rank, result in enumerate(self._ranks(RankMethod.POLL, serial, patience)):
             if job.outcomes[rank] is None and (result.get("done") or "error" in result):
                 job.outcomes[rank] = result
             tensors = max(tensors, result.get("tensors", 0))

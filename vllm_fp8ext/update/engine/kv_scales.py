@@ -13,6 +13,7 @@ from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.update.contract.kv_merge import largest, remembered
 from vllm_fp8ext.update.contract.kv_request import Asked, asked_of
 from vllm_fp8ext.update.contract.kv_tokens import Tokens, choose
+from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import raise_first
 from vllm_fp8ext.update.engine.jobs import Jobs, Result
 from vllm_fp8ext.update.engine.kv_report import layer_reports, traffic_reports, worst
@@ -30,7 +31,7 @@ class Core(Protocol):
     vocabulary: int
     longest_prompt: int
 
-    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
+    def ranks(self, method: RankMethod, *args: Any) -> list[dict[str, Any]]: ...
     def recent_tokens(self) -> list[list[int]]: ...
     def held_blocks(self) -> list[dict[str, Any]]: ...
 
@@ -100,7 +101,7 @@ class KvEngine:
     def served(self) -> ScaleSet:
         """What is served."""
         if self._served is None:
-            parts = self._core.ranks("kv.served")
+            parts = self._core.ranks(RankMethod.KV_SERVED)
             raise_first(parts)
             self._served = _first(parts)
             self._warn(self._served.layers, f"with scales from {self._served.source}")
@@ -134,7 +135,7 @@ class KvEngine:
         recent = core.recent_tokens()
         tokens = choose(asked.prompts, self._settings, recent, core.vocabulary, core.longest_prompt)
         finish = partial(self._observed, asked, tokens, epoch, wanted, done, then)
-        return self._jobs.start("observe", tokens.prompts, finish=finish)
+        return self._jobs.start(RankMethod.OBSERVE_KV, tokens.prompts, finish=finish)
 
     def _observed(
         self,
@@ -161,13 +162,13 @@ class KvEngine:
         return then()
 
     def _stage(self, scales: Scales) -> list[Any]:
-        results = self._core.ranks("kv.stage", scales)
+        results = self._core.ranks(RankMethod.KV_STAGE, scales)
         raise_first(results)
         return [result["fits"] for result in results]
 
     def _from_history(self, epoch: int) -> ScaleSet:
         """Scales for what was written into the cache before the commits that count, this one the last of them."""
-        results = self._core.ranks("kv.recorded")
+        results = self._core.ranks(RankMethod.KV_RECORDED)
         raise_first(results)
         parts: list[Any] = [result["amax"] for result in results]
         written = [result["traffic"] for result in results]
@@ -203,7 +204,7 @@ class KvEngine:
             return False
         if cached == "recompute":
             return True
-        results = self._core.ranks("kv.rescale", self._core.held_blocks())
+        results = self._core.ranks(RankMethod.KV_RESCALE, self._core.held_blocks())
         failed = [result["error"] for result in results if "error" in result]
         if failed:
             told = "cached K and V could not be rewritten, they are computed again"

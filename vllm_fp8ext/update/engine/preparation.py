@@ -8,6 +8,7 @@ from functools import partial
 
 from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.update.contract.canary import judge
+from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import raise_first
 from vllm_fp8ext.update.engine.committer import ExchangeStep
 from vllm_fp8ext.update.engine.jobs import Jobs, Result
@@ -60,7 +61,9 @@ class Preparations:
         scale = partial(self._scale, session, session.revision, time.perf_counter())
         if not session.partial:
             return scale([])
-        return self._jobs.start("keep_others", session.id, sorted(session.staged_names()), finish=scale)
+        return self._jobs.start(
+            RankMethod.KEEP_OTHERS, session.id, sorted(session.staged_names()), finish=scale
+        )
 
     def _scale(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
         """Find the scales of its KV cache."""
@@ -83,7 +86,7 @@ class Preparations:
     def _mark(self, session: Session, revision: int, started: float) -> Result:
         """Take the fingerprints of what is prepared."""
         finish = partial(self._sing, session, revision, started)
-        return self._jobs.start("mark", session.canary.built_in, finish=finish)
+        return self._jobs.start(RankMethod.MARK, session.canary.built_in, finish=finish)
 
     def _sing(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
         """Let the canary sing, where it has not done so already."""
@@ -93,7 +96,7 @@ class Preparations:
         finish = partial(self._sung, session, revision, started)
         if all("finite" in result for result in results):
             return finish(results)
-        return self._jobs.start("sing", session.canary.prompts, finish=finish)
+        return self._jobs.start(RankMethod.RUN_CANARY, session.canary.prompts, finish=finish)
 
     def _sung(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
         raise_first(results)

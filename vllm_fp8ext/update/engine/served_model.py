@@ -7,6 +7,7 @@ from vllm_fp8ext.config import METHOD
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.canary import canary_of
 from vllm_fp8ext.update.contract.manifest import Manifest, merge
+from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import raise_first
 from vllm_fp8ext.update.engine.committer import Core, ExchangeStep
 from vllm_fp8ext.update.engine.jobs import Result
@@ -40,10 +41,10 @@ class ServedModel:
                 raise UpdateError("updates-unavailable", message)
             if core.asleep():
                 raise UpdateError("asleep", "the weights are asleep: wake the engine first")
-            parts = core.ranks("describe")
+            parts = core.ranks(RankMethod.DESCRIBE)
             raise_first(parts)
             own = canary_of(None, core.settings, core.vocabulary, core.longest_prompt)
-            raise_first(core.ranks("rehearse", own.prompts, own.built_in))
+            raise_first(core.ranks(RankMethod.REHEARSE, own.prompts, own.built_in))
             if self._kv.enabled:
                 logger.info("fp8ext: KV-cache scales: %s", self._kv.served.summary(0))
             self._manifest = merge(Manifest.from_dict(part["manifest"]) for part in parts)

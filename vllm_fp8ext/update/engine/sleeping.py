@@ -4,6 +4,7 @@
 from collections.abc import Callable
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import raise_first
 from vllm_fp8ext.update.engine.committer import Core, ExchangeStep
 from vllm_fp8ext.update.engine.jobs import Jobs, Result
@@ -39,7 +40,7 @@ class Sleeping:
         self.allowed()
         if self._discards(level):
             self._give_up()
-            raise_first(self._core.ranks("keep_constants"))
+            raise_first(self._core.ranks(RankMethod.KEEP_CONSTANTS))
         self._jobs.settle()
 
     def begun(self, level: int) -> None:
@@ -51,12 +52,12 @@ class Sleeping:
     def waking(self) -> None:
         """Memory is about to be taken again, which a trainer may just have given back."""
         if self._core.settings.staging != "none":
-            raise_first(self._core.ranks("finish"))
+            raise_first(self._core.ranks(RankMethod.FINISH))
 
     def ended(self) -> None:
         """Memory is back, or a part of it."""
         if self._discarded and not self._core.asleep():
-            raise_first(self._core.ranks("refresh"))
+            raise_first(self._core.ranks(RankMethod.REFRESH))
             self._discarded = False
 
     def _discards(self, level: int) -> bool:

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of an update reach a method of the same name."""
+
+from operator import attrgetter
+
+import pytest
+
+from vllm_fp8ext.update.contract.operations import Operation, RankMethod
+from vllm_fp8ext.update.worker.kv_scales import RankKv
+from vllm_fp8ext.update.worker.rank import Rank
+
+
+@pytest.mark.parametrize("method", RankMethod)
+def test_every_method_of_ranks_is_there(method: RankMethod) -> None:
+    owner, _, name = method.rpartition("kv.")
+    assert callable(attrgetter(name)(RankKv if method.startswith("kv.") else Rank)), owner
+
+
+def test_what_only_reads_needs_no_weights() -> None:
+    assert {each for each in Operation if each.only_reads} == {"status", "manifest", "kv_scales"}
+    awake = {"open", "check", "stage", "withdraw", "prepare", "commit", "rollback", "digests", "verify"}
+    assert {each for each in Operation if each.needs_weights} == awake

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of an update: what the API server asks of the engine core, and what the engine core asks of its ranks."""
+
+from enum import StrEnum
+
+
+class Operation(StrEnum):
+    """Operations of the update engine, by the name under which they cross the process boundary."""
+
+    STATUS = "status"
+    MANIFEST = "manifest"
+    OPEN = "open"
+    CHECK = "check"
+    STAGE = "stage"
+    WITHDRAW = "withdraw"
+    POLL = "poll"
+    UPDATE = "update"
+    PREPARE = "prepare"
+    COMMIT = "commit"
+    ABANDON = "abandon"
+    ROLLBACK = "rollback"
+    LEAVE = "leave"
+    DIGESTS = "digests"
+    VERIFY = "verify"
+    KV_SCALES = "kv_scales"
+    MAY_SLEEP = "may_sleep"
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether it is called while no update is under way."""
+        return self in (Operation.STATUS, Operation.MANIFEST, Operation.KV_SCALES)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it touches weights, which a sleeping engine has not."""
+        return not self.only_reads and self not in (
+            Operation.UPDATE,
+            Operation.POLL,
+            Operation.ABANDON,
+            Operation.LEAVE,
+            Operation.MAY_SLEEP,
+        )
+
+
+class RankMethod(StrEnum):
+    """Methods of `update.worker.rank.Rank` that the engine calls on every rank; `kv.…` are those of its `RankKv`."""
+
+    DESCRIBE = "describe"
+    REHEARSE = "rehearse"
+    STAGE = "stage"
+    DROP = "drop"
+    KEEP_OTHERS = "keep_others"
+    MARK = "mark"
+    RUN_CANARY = "sing"
+    OBSERVE_KV = "observe"
+    POLL = "poll"
+    SWAP = "exchange"
+    WAIT_FOR_SWAP = "settle"
+    FINGERPRINT = "fingerprint"
+    DIGESTS = "digests"
+    FINISH = "finish"
+    KEEP_CONSTANTS = "keep_constants"
+    REFRESH = "refresh"
+    KV_SERVED = "kv.served"
+    KV_STAGE = "kv.stage"
+    KV_RECORDED = "kv.recorded"
+    KV_RESCALE = "kv.rescale"
