@@ -66,7 +66,7 @@ TORCH_ALONE = (
     "vllm_fp8ext.kernels.attention.kv_amax",
     "vllm_fp8ext.kv_trainer",
     "vllm_fp8ext.update.worker.digest",
-    "vllm_fp8ext.update.worker.staging",
+    "vllm_fp8ext.update.worker.stager",
     "vllm_fp8ext.update.worker.weight_swap",
     "vllm_fp8ext.update.worker.load_trace",
     "vllm_fp8ext.update.engine.engine",

@@ -19,7 +19,7 @@ def register() -> None:
 
     from vllm_fp8ext.update.engine.engine import UpdateEngine
     from vllm_fp8ext.update.worker.rank import Rank
-    from vllm_fp8ext.update.worker.staging import Stager
+    from vllm_fp8ext.update.worker.stager import Stager
     from vllm_fp8ext.update.worker.weight_swap import Exchange
 
     if hasattr(Rank, "fp8ext_faults"):

@@ -20,7 +20,8 @@ from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, parse
 from vllm_fp8ext.update.transports.gather import Gather
 from vllm_fp8ext.update.transports.source import Source
 from vllm_fp8ext.update.worker.intake import Intake
-from vllm_fp8ext.update.worker.staging import QuantizedTarget, Stager
+from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
+from vllm_fp8ext.update.worker.stager import Stager
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

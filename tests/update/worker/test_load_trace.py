@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from update.staging import stage
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import Piece, TensorSpec
 from vllm_fp8ext.update.worker.load_trace import trace
-from vllm_fp8ext.update.worker.staging import QuantizedTarget, Stager
+from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
+from vllm_fp8ext.update.worker.stager import Stager
 
 Q, K, V, WIDTH = 192, 64, 40, 96
 VOCABULARY, PADDED = 50, 64
@@ -113,7 +115,7 @@ def test_staging_by_pieces_is_what_the_loader_does() -> None:
     plain = {name: torch.zeros_like(tensor) for name, tensor in loaded.named_parameters() if name != "qkv"}
     stager = Stager(pieces, {"qkv": QuantizedTarget(codes, scales, torch.bfloat16, "fp32")}, plain)
     for name in reversed(weights):
-        stager.stage(name, weights[name])
+        stage(stager, name, weights[name])
     assert all(torch.equal(tensor, loaded.get_parameter(name)) for name, tensor in plain.items())
     expected_codes, expected_scales = quantize_weight.empty_like(loaded.qkv)
     quantize_weight.quantize_weight(loaded.qkv, expected_codes, expected_scales, "fp32")

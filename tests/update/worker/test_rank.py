@@ -19,8 +19,9 @@ from vllm_fp8ext.update.contract.manifest import Piece, scale_name
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.transports import source
+from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rank import Rank, _Told
-from vllm_fp8ext.update.worker.staging import QuantizedTarget, Stager
+from vllm_fp8ext.update.worker.stager import Stager
 
 ROWS, COLUMNS = 900, 200
 TARGETS = ("w", "c")

@@ -32,7 +32,10 @@ from vllm_fp8ext.update.contract.kv_names import is_kv_scale
 from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, Manifest, Piece, TensorSpec, scale_name
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.contract.update_errors import incomplete, refusal
-from vllm_fp8ext.update.worker.staging import QuantizedTarget, ScaleError, Stager, place, settled
+from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
+from vllm_fp8ext.update.worker.stager import Stager
+from vllm_fp8ext.update.worker.staging_steps import TensorRows, destination_of
+from vllm_fp8ext.update.worker.verdicts import ScaleError, VerdictTable
 
 Digests = dict[str, dict[str, str]]
 """Hexadecimal digests by checkpoint name, then by rank (a string, as in JSON)."""
@@ -47,7 +50,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.we
 
 def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
     """Digest of one piece of a served parameter: `values` are its codes when it is quantized."""
-    sha = hashlib.sha256(_bytes(place(values, piece)))
+    sha = hashlib.sha256(_bytes(destination_of(values, piece)))
     if scales is not None:
         first = piece.origin[0]
         last = first + piece.source[0][1] - piece.source[0][0]
@@ -250,12 +253,12 @@ def _target_digests(
     pieces = {name: tuple(parts) for name, parts in group.items()}
     stager = Stager(pieces, quantized, {first.target: values})
     for name in group:
-        found = index[name].read()
+        tensor = index[name].read()
+        block_scales = index[scale_name(name)].read() if tensor.dtype == FP8_DTYPE else None
+        table = VerdictTable()
+        stager.stage(TensorRows(name, tensor, scales=block_scales), table)
         try:
-            if found.dtype == FP8_DTYPE:
-                settled(stager.stage_codes(name, found, index[scale_name(name)].read()))
-            else:
-                settled(stager.stage(name, found))
+            table.only()
         except NonFiniteError as error:
             raise UpdateError("non-finite", f"{name}: {error}", status=422) from None
         except ScaleError as error:

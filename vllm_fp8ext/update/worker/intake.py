@@ -2,9 +2,9 @@
 """Takes in the tensors of an update on one rank: reads them from their source, checks them, and stages them into the twin."""
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,11 @@ from vllm_fp8ext.update.transports.source import AnySource, Sources
 from vllm_fp8ext.update.worker.checksums import Checksums
 from vllm_fp8ext.update.worker.rate_limiter import Pace
 from vllm_fp8ext.update.worker.shadow import Twin
-from vllm_fp8ext.update.worker.staging import Outcome, ScaleError, Stager, TiedError, Verdict, verdicts
+from vllm_fp8ext.update.worker.stager import Stager
+from vllm_fp8ext.update.worker.staging_steps import TensorRows
 from vllm_fp8ext.update.worker.tied_tensors import SharedPlaces
+from vllm_fp8ext.update.worker.verdicts import ScaleError, TiedError, Verdict, VerdictTable
 from vllm_fp8ext.update.worker.worker_threads import Result
-
-if TYPE_CHECKING:
-    from vllm_fp8ext.update.worker.at_once import AtOnce, Queued
 
 
 class _Chunk:
@@ -48,7 +47,7 @@ class _Chunk:
         self._codes = {stored.spec.name for stored in tensors if stored.spec.dtype == CODES_DTYPE}
         self.scale_names = set(map(scale_name, self._codes))
         self._scales: dict[str, Tensor] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self.table = VerdictTable()
 
     @property
     def apart(self) -> set[str]:
@@ -83,17 +82,12 @@ class _Chunk:
                 self._scales[name] = torch.empty(spec.shape, dtype=torch.float32, device=self._device)
             self._scales[name][first : first + len(rows.values)].copy_(rows.values, non_blocking=True)
             return
-        if name in self._codes:
-            outcome = self._stager.stage_codes(name, rows.values, self._scales[scale_name(name)], first)
-        elif self._places.compares(name):
-            outcome = self._stager.compare(name, rows.values, first)
+        scales = self._scales[scale_name(name)] if name in self._codes else None
+        part = TensorRows(name, rows.values, first, scales)
+        if self._places.compares(name):
+            self._stager.compare(part, self.table)
         else:
-            outcome = self._stager.stage(name, rows.values, first)
-        self._outcomes.setdefault(name, Outcome()).add(outcome)
-
-    def verdicts(self) -> dict[str, Verdict]:
-        """Wait until everything is staged, and tell what became of each tensor."""
-        return dict(zip(self._outcomes, verdicts(list(self._outcomes.values())), strict=True))
+            self._stager.stage(part, self.table)
 
 
 class Intake:
@@ -119,7 +113,7 @@ class Intake:
         stager.rehearse()
         self._sources.rehearse()
         if self._device.type == "cuda":
-            self._at_once.learn([known[name] for name in known if name in stager.pieces], self._device)
+            stager.prepare_batches([known[name] for name in known if name in stager.pieces], self._device)
 
     def want(self, session: str) -> None:
         """From now on this update's tensors are wanted, and no other's."""
@@ -171,7 +165,7 @@ class Intake:
         chunk = _Chunk(self._twin.stager, checksums, tensors, self._device, self._places, alone)
         checked = alone.union(checksums.parts)
         wanted = partial(self._require_wanted, session)
-        pace, queued, came = Pace(rate, wanted), list["Queued"](), False
+        pace, came = Pace(rate, wanted), False
         try:
             with self._sources.open(source, chunk.ordered(tensors), chunk.apart, wanted) as parts:
                 for part in parts:
@@ -179,9 +173,8 @@ class Intake:
                     came = True
                     rest: Iterable[Rows]
                     if isinstance(part, Placed):
-                        together, rest = self._at_once.stage(part, checked, pace)
-                        queued.append(together)
-                        chunk.done += len(together.names)
+                        rest = self._twin.stager.stage_batch(part, checked, pace, chunk.table)
+                        chunk.done += len(part.tensors) - len(rest.tensors)
                     else:
                         rest = (part,)
                     for rows in rest:
@@ -189,7 +182,7 @@ class Intake:
                         chunk.take(rows)
                         self.progress[job] = chunk.done
                     self.progress[job] = chunk.done
-                told = chunk.verdicts() | (self._at_once.verdicts(queued) if queued else {})
+                told = chunk.table.verdicts()
         except BaseException as error:
             self._places.end(())
             if came or not isinstance(error, UpdateError):
@@ -198,12 +191,6 @@ class Intake:
         self._places.end([name for name, verdict in told.items() if isinstance(verdict, tuple)])
         wrong, errors = self._told(told)
         return {"problems": chunk.problems + wrong, "errors": errors}
-
-    @cached_property
-    def _at_once(self) -> "AtOnce":
-        from vllm_fp8ext.update.worker.at_once import AtOnce
-
-        return AtOnce(self._twin.stager)
 
     def _require_wanted(self, session: str) -> None:
         if self._wanted != session:

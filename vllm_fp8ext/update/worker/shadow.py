@@ -24,6 +24,7 @@ from vllm_fp8ext.update.contract.manifest import Manifest, Piece, TensorSpec
 from vllm_fp8ext.update.contract.update_errors import refusal
 from vllm_fp8ext.update.worker.alias_names import Names, aliases_of
 from vllm_fp8ext.update.worker.load_trace import trace
+from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.reachable_tensors import (
     identity_of,
     lies_in,
@@ -33,7 +34,9 @@ from vllm_fp8ext.update.worker.reachable_tensors import (
     storage_of,
     tensor_at,
 )
-from vllm_fp8ext.update.worker.staging import QuantizedTarget, Stager, place, same_bytes
+from vllm_fp8ext.update.worker.same_bytes import same_bytes
+from vllm_fp8ext.update.worker.stager import Stager
+from vllm_fp8ext.update.worker.staging_steps import destination_of
 from vllm_fp8ext.update.worker.weight_swap import Exchange
 
 _KV_STATE = frozenset(
@@ -138,7 +141,7 @@ class Twin:
             if heads[head].shape != self.manifest.tensors[embedding].shape
             or not same_bytes(
                 heads[head][tuple(slice(*extent) for extent in piece.source)],
-                place(self.served(piece.target)[0], piece),
+                destination_of(self.served(piece.target)[0], piece),
             )
         ]
         if differ:
@@ -150,7 +153,8 @@ class Twin:
             for head in heads
             for piece in self.manifest.pieces[self.manifest.tied[head]]
             if not same_bytes(
-                place(self.stager.plain[piece.target], piece), place(self.served(piece.target)[0], piece)
+                destination_of(self.stager.plain[piece.target], piece),
+                destination_of(self.served(piece.target)[0], piece),
             )
         ]
         if differ:

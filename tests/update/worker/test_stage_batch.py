@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are staged by their addresses, against those that are looked at one by one."""
+"""Tensors that are staged by batched launches, against those that are staged one by one."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from update.staging import stage
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import NonFiniteError
@@ -23,12 +24,13 @@ from vllm_fp8ext.update.transports.memory import Bucket, Placed
 from vllm_fp8ext.update.transports.read_ahead import ReadAhead, Rows
 from vllm_fp8ext.update.transports.source import AnySource, Source, Sources
 from vllm_fp8ext.update.worker.intake import Intake
+from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rate_limiter import Pace
-from vllm_fp8ext.update.worker.staging import QuantizedTarget, Stager, settled
+from vllm_fp8ext.update.worker.stager import Stager
+from vllm_fp8ext.update.worker.verdicts import Verdict, VerdictTable
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.quantize import quantize_weights_batched as quantize_together
-from vllm_fp8ext.update.worker.at_once import AtOnce
 
 BF16 = torch.bfloat16
 SHAPES = {"qkv": (384, 128), "down": (256, 128), "odd": (200, 128)}
@@ -104,8 +106,17 @@ def contents(staged: Stager) -> list[Tensor]:
 
 def one_by_one(sent: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, tuple[float, float]]]:
     staged = stager()
-    found = {name: settled(staged.stage(name, tensor)) for name, tensor in sent.items()}
+    found = {name: stage(staged, name, tensor).only() for name, tensor in sent.items()}
     return contents(staged), found
+
+
+def batch(
+    staged: Stager, placed: Placed, leave: Collection[str] = (), pace: Pace | None = None
+) -> tuple[dict[str, Verdict], Placed]:
+    """Stage what can be staged together; its verdicts, and the rest."""
+    table = VerdictTable()
+    rest = staged.stage_batch(placed, leave, pace or Pace(0), table)
+    return table.verdicts(), rest
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -114,43 +125,40 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def test_everything_comes_to_where_it_comes_one_by_one() -> None:
     staged = stager()
-    at_once = AtOnce(staged)
     for seed in (1, 2):  # the same tensors elsewhere, with other values
         staged.reset()
         sent = tensors(seed=seed)
         expected, told = one_by_one(sent)
-        queued, rest = at_once.stage(bucket(sent), (), Pace(0))
+        found, rest = batch(staged, bucket(sent))
         assert [stored.spec.name for stored in rest.tensors] == ["left", "right"]
-        found = AtOnce.verdicts([queued])
         for rows in rest:
-            found[rows.stored.spec.name] = settled(staged.stage(rows.stored.spec.name, rows.values))
+            found[rows.stored.spec.name] = stage(staged, rows.stored.spec.name, rows.values).only()
         assert same(contents(staged), expected)
         assert found.keys() == told.keys()
         for name, pair in told.items():
             assert found[name] == pytest.approx(pair, rel=1e-3), name
 
 
-def test_what_was_learnt_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_tensors_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     staged, sent = stager(), tensors("k", "norm", "left", "embed", "scalar")
     expected, told = one_by_one(sent)
-    at_once = AtOnce(staged)
-    at_once.learn([stored.spec for stored in bucket(sent).tensors], torch.device("cpu"))
-    monkeypatch.setattr(at_once, "_listed", lambda _: pytest.fail("listed once more"))
-    queued, rest = at_once.stage(bucket(dict(reversed(sent.items()))), (), Pace(0))
+    staged.prepare_batches([stored.spec for stored in bucket(sent).tensors], torch.device("cpu"))
+    monkeypatch.setattr(staged._plans, "_made", lambda _: pytest.fail("planned once more"))
+    found, rest = batch(staged, bucket(dict(reversed(sent.items()))))
     for rows in rest:
-        staged.stage(rows.stored.spec.name, rows.values)
+        stage(staged, rows.stored.spec.name, rows.values)
     assert same(contents(staged), expected)
-    found = AtOnce.verdicts([queued])
-    assert all(found[name] == pytest.approx(told[name], rel=1e-3) for name in queued.names)
+    assert found.keys() == told.keys() - {"left"}
+    assert all(found[name] == pytest.approx(told[name], rel=1e-3) for name in found)
 
 
-def test_others_than_were_learnt_are_listed() -> None:
-    at_once, names = AtOnce(stager()), ("k", "norm", "embed")
-    at_once.learn([stored.spec for stored in bucket(tensors(*names)).tensors], torch.device("cpu"))
-    queued, _ = at_once.stage(bucket(tensors(*names, k=torch.float32)), (), Pace(0))
-    assert queued.names == ["norm", "embed"]
-    queued, _ = at_once.stage(bucket(tensors("k", "embed")), (), Pace(0))
-    assert queued.names == ["k", "embed"]
+def test_other_tensors_than_prepared_ones_are_planned() -> None:
+    staged, names = stager(), ("k", "norm", "embed")
+    staged.prepare_batches([stored.spec for stored in bucket(tensors(*names)).tensors], torch.device("cpu"))
+    found, _ = batch(staged, bucket(tensors(*names, k=torch.float32)))
+    assert list(found) == ["norm", "embed"]
+    found, _ = batch(staged, bucket(tensors("k", "embed")))
+    assert list(found) == ["k", "embed"]
 
 
 class Nearby(Sources):
@@ -222,13 +230,13 @@ def test_codes_and_their_scales_come_beside_other_tensors(nearby: type[Nearby]) 
 
 
 def test_codes_come_by_their_addresses_too() -> None:
-    queued, rest = AtOnce(stager()).stage(bucket(coded(tensors("q", "down"), "q", "down")), (), Pace(0))
-    assert {"q", "q_scale_inv", "down", "down_scale_inv"} <= set(queued.names)
+    found, _ = batch(stager(), bucket(coded(tensors("q", "down"), "q", "down")))
+    assert {"q", "q_scale_inv", "down", "down_scale_inv"} <= found.keys()
     alone = coded(tensors("q"), "q")
     del alone["q_scale_inv"]
-    queued, rest = AtOnce(stager()).stage(bucket(alone), (), Pace(0))
+    _, rest = batch(stager(), bucket(alone))
     assert "q" in {stored.spec.name for stored in rest.tensors}
-    queued, rest = AtOnce(stager()).stage(bucket(coded(tensors("q", "norm"), "q")), {"q"}, Pace(0))
+    _, rest = batch(stager(), bucket(coded(tensors("q", "norm"), "q")), {"q"})
     assert {"q", "q_scale_inv"} <= {stored.spec.name for stored in rest.tensors}
 
 
@@ -251,11 +259,11 @@ def test_codes_or_scales_that_can_not_be_served(spoil: Callable[[Tensor, Tensor]
 
 def test_other_dtypes_odd_addresses_and_what_is_to_be_left_are_left() -> None:
     sent = tensors(k=torch.float32, norm=torch.float16)
-    queued, rest = AtOnce(stager()).stage(bucket(sent), {"q"}, Pace(0))
-    assert queued.names == ["down", "embed", "scalar"]
+    found, rest = batch(stager(), bucket(sent), {"q"})
+    assert list(found) == ["down", "embed", "scalar"]
     assert {stored.spec.name for stored in rest.tensors} == {"q", "k", "left", "right", "norm"}
-    queued, rest = AtOnce(stager()).stage(bucket(tensors(), gap=4), (), Pace(0))
-    assert (queued.names, len(rest.tensors)) == ([], len(SENT))
+    found, rest = batch(stager(), bucket(tensors(), gap=4))
+    assert (found, len(rest.tensors)) == ({}, len(SENT))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -263,8 +271,8 @@ def test_other_dtypes_odd_addresses_and_what_is_to_be_left_are_left() -> None:
 def test_what_is_not_finite_is_told_of_its_tensor(name: str) -> None:
     sent = tensors(*{"scalar", "norm", name})
     sent[name].view(-1)[-1] = float("nan")
-    queued, _ = AtOnce(stager()).stage(bucket(sent), (), Pace(0))
-    wrong = [name for name, found in AtOnce.verdicts([queued]).items() if isinstance(found, NonFiniteError)]
+    found, _ = batch(stager(), bucket(sent))
+    wrong = [name for name, verdict in found.items() if isinstance(verdict, NonFiniteError)]
     assert wrong == [name]
 
 
@@ -272,8 +280,8 @@ def test_what_another_rank_serves_is_nothing_to_look_at() -> None:
     staged = stager()
     sent = tensors("down", "norm")
     sent["down"][:, :128] = float("nan")
-    queued, _ = AtOnce(staged).stage(bucket(sent), (), Pace(0))
-    assert not any(isinstance(found, NonFiniteError) for found in AtOnce.verdicts([queued]).values())
+    found, _ = batch(staged, bucket(sent))
+    assert not any(isinstance(verdict, NonFiniteError) for verdict in found.values())
 
 
 def test_a_slow_pace_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,12 +289,12 @@ def test_a_slow_pace_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatc
     sent, staged, sizes = tensors("q", "k", "left", "norm"), stager(), list[int]()
     pace = Pace(1e9, lambda: sizes.append(1))
     begun = time.monotonic()
-    queued, rest = AtOnce(staged).stage(bucket(sent), (), pace)
+    found, rest = batch(staged, bucket(sent), (), pace)
     spent = time.monotonic() - begun
     for rows in rest:
-        staged.stage(rows.stored.spec.name, rows.values)
+        stage(staged, rows.stored.spec.name, rows.values)
     assert same(contents(staged), one_by_one(sent)[0])
-    assert len(AtOnce.verdicts([queued])) == len(sent) - 1
+    assert len(found) == len(sent) - 1
     assert len(sizes) == 2 + 1  # three blocks, and the copies
     assert spent >= (3 * 128 * 128 * 2 + 64 * 2) / 1e9
 
@@ -296,4 +304,4 @@ def test_what_nobody_wants_any_more_is_not_gone_on_with() -> None:
         raise UpdateError("wrong-state", "given up")
 
     with pytest.raises(UpdateError, match="given up"):
-        AtOnce(stager()).stage(bucket(tensors("norm")), (), Pace(1e12, wanted))
+        batch(stager(), bucket(tensors("norm")), (), Pace(1e12, wanted))

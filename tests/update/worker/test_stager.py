@@ -9,11 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from update.staging import stage
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import Piece
-from vllm_fp8ext.update.worker.staging import Outcome, QuantizedTarget, ScaleError, Stager, settled, verdicts
+from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
+from vllm_fp8ext.update.worker.stager import Stager
+from vllm_fp8ext.update.worker.staging_steps import TensorRows
+from vllm_fp8ext.update.worker.verdicts import ScaleError, VerdictTable
 
 BF16 = torch.bfloat16
 
@@ -40,9 +44,10 @@ def holds(staged: QuantizedTarget, weight: Tensor) -> bool:
 
 
 def write(staged: QuantizedTarget, first: int, source: Tensor) -> tuple[float, float]:
-    outcome = Outcome()
-    staged.write(first, source, outcome)
-    return settled(outcome)
+    """Stage a tensor that is the rows of a parameter from `first` on."""
+    sides = tuple((0, size) for size in source.shape)
+    stager = Stager({"w": (piece("t", tuple(staged.codes.shape), sides, (first, 0)),)}, {"t": staged}, {})
+    return stage(stager, "w", source).only()
 
 
 def piece(
@@ -97,7 +102,7 @@ def test_any_pieces_in_any_order_make_the_whole(
         order.insert(data.draw(st.integers(0, order.index((index, True)))), (index, False))
     for index, final in order:
         start, stop = ranges[index]
-        stager.stage(f"part{index}", (weight if final else garbage)[start:stop])
+        stage(stager, f"part{index}", (weight if final else garbage)[start:stop])
     assert holds(staged, weight)
 
 
@@ -155,7 +160,7 @@ def test_a_value_beyond_the_served_dtype_is_refused_in_a_plain_parameter() -> No
     norm = torch.zeros(4, dtype=torch.float16)
     stager = Stager({"norm": (piece("norm", (4,), ((0, 4),), (0,)),)}, {}, {"norm": norm})
     with pytest.raises(NonFiniteError):
-        settled(stager.stage("norm", torch.tensor([1.0, 2.0, 70_000.0, 3.0])))
+        stage(stager, "norm", torch.tensor([1.0, 2.0, 70_000.0, 3.0])).only()
 
 
 def test_reset_forgets_half_filled_strips() -> None:
@@ -170,11 +175,11 @@ def test_reset_forgets_half_filled_strips() -> None:
         {"fused": staged},
         {},
     )
-    stager.stage("top", old[:50])
+    stage(stager, "top", old[:50])
     stager.reset()
-    assert settled(stager.stage("bottom", new[50:])) == (0.0, 0.0)
+    assert stage(stager, "bottom", new[50:]).only() == (0.0, 0.0)
     assert (staged.codes.view(torch.uint8) == 0x7F).all()
-    stager.stage("top", new[:50])
+    stage(stager, "top", new[:50])
     assert holds(staged, new)
 
 
@@ -183,7 +188,7 @@ def test_plain_targets_are_copied_where_the_piece_lies() -> None:
     embedding = torch.full((8, 3), -1.0, dtype=BF16)
     source = torch.arange(30.0).view(5, 6)
     stager = Stager({"embed": (piece("embed", (8, 3), ((1, 5), (3, 6)), (2, 0)),)}, {}, {"embed": embedding})
-    assert settled(stager.stage("embed", source)) == (0.0, 0.0)
+    assert stage(stager, "embed", source).only() == (0.0, 0.0)
     expected = torch.full((8, 3), -1.0, dtype=BF16)
     expected[2:6] = source[1:5, 3:6].bfloat16()
     assert torch.equal(embedding, expected)
@@ -194,8 +199,8 @@ def test_non_finite_values_of_a_plain_parameter_are_told(value: float) -> None:
     norm = torch.zeros(4, dtype=BF16)
     stager = Stager({"norm": (piece("norm", (4,), ((0, 4),), (0,)),)}, {}, {"norm": norm})
     with pytest.raises(NonFiniteError):
-        settled(stager.stage("norm", torch.tensor([1.0, value, 2.0, 3.0])))
-    assert settled(stager.stage("norm", torch.arange(4.0))) == (0.0, 0.0)
+        stage(stager, "norm", torch.tensor([1.0, value, 2.0, 3.0])).only()
+    assert stage(stager, "norm", torch.arange(4.0)).only() == (0.0, 0.0)
     assert norm.tolist() == [0, 1, 2, 3]
 
 
@@ -206,7 +211,7 @@ def test_only_the_served_part_is_read() -> None:
     stager = Stager({"down": (piece("down", (200, 32), ((0, 200), (32, 64)), (0, 0)),)}, {"down": staged}, {})
     sent = weight.clone()
     sent[:, :32] = float("nan")
-    stager.stage("down", sent)
+    stage(stager, "down", sent)
     assert holds(staged, weight[:, 32:])
 
 
@@ -226,7 +231,7 @@ def test_one_tensor_may_fill_several_parameters() -> None:
         {"first": first, "second": second},
         {"plain": plain},
     )
-    error, norm = settled(stager.stage("all", weight))
+    error, norm = stage(stager, "all", weight).only()
     assert holds(first, weight[:140])
     assert holds(second, weight[140:240])
     assert torch.equal(plain, weight[240:])
@@ -247,8 +252,9 @@ def test_codes_and_scales_are_served_as_they_are(form: ScaleFormat) -> None:
         {"t": whole},
         {},
     )
-    whole.write(0, weight[:128, :256], Outcome())
-    stager.stage_codes("w", *reference.quantize_weight(weight, form))
+    write(whole, 0, weight[:128, :256])
+    codes, scales = reference.quantize_weight(weight, form)
+    stage(stager, "w", codes, scales=scales).only()
     assert holds(whole, torch.cat([weight[:128, :256], weight[256:, 128:]]))
 
 
@@ -271,10 +277,10 @@ def test_codes_that_can_not_be_served(spoil, error: type[Exception], match: str)
     codes, scales = reference.quantize_weight(random(256, 256, 1), "pow2")
     whole = target(256, 256, "pow2")
     stager = Stager({"w": (piece("t", (256, 256), ((0, 256), (0, 256)), (0, 0)),)}, {"t": whole}, {})
-    settled(stager.stage_codes("w", codes, scales))
+    stage(stager, "w", codes, scales=scales).only()
     spoil(codes, scales)
     with pytest.raises(error, match=match):
-        settled(stager.stage_codes("w", codes, scales))
+        stage(stager, "w", codes, scales=scales).only()
 
 
 # --- tensors that come as rows
@@ -287,13 +293,15 @@ def cuts(data: st.DataObject, rows: int, unit: int = 1) -> list[tuple[int, int]]
     return list(pairwise([0, *inner, rows]))
 
 
-def stage_rows(stager: Stager, name: str, weight: Tensor, ranges: list[tuple[int, int]]) -> Outcome:
-    outcome = Outcome()
+def stage_rows(
+    stager: Stager, name: str, weight: Tensor, ranges: list[tuple[int, int]]
+) -> tuple[float, float]:
+    table = VerdictTable()
     for start, stop in ranges:
         rows = weight[start:stop].clone()
-        outcome.add(stager.stage(name, rows, start))
+        stager.stage(TensorRows(name, rows, start), table)
         rows.fill_(99)  # what was staged does not need them any more
-    return outcome
+    return table.only()
 
 
 @given(partitions(), st.data(), st.sampled_from((torch.bfloat16, torch.float32)))
@@ -322,7 +330,7 @@ def test_any_rows_of_any_pieces_make_the_whole(
             garbage = random(*tensor.shape, 99).to(sent) * 50
             begun = cuts(data, len(tensor))
             stage_rows(stager, name, garbage, begun[: data.draw(st.integers(1, len(begun)))])
-        sums = settled(stage_rows(stager, name, tensor, cuts(data, len(tensor))))
+        sums = stage_rows(stager, name, tensor, cuts(data, len(tensor)))
         error, norm = error + sums[0], norm + sums[1]
     assert holds(staged, weight)
     whole = quantize_weight.quantize_weight(weight.bfloat16(), *quantize_weight.empty_like(weight), "fp32")
@@ -335,7 +343,7 @@ def test_any_rows_of_a_plain_parameter_make_the_whole(data: st.DataObject) -> No
     embedding = torch.full((40, 3), -1.0, dtype=BF16)
     source = torch.arange(180.0).view(30, 6)
     stager = Stager({"e": (piece("e", (40, 3), ((4, 25), (3, 6)), (2, 0)),)}, {}, {"e": embedding})
-    assert settled(stage_rows(stager, "e", source, cuts(data, 30))) == (0.0, 0.0)
+    assert stage_rows(stager, "e", source, cuts(data, 30)) == (0.0, 0.0)
     expected = torch.full((40, 3), -1.0, dtype=BF16)
     expected[2:23] = source[4:25, 3:6].bfloat16()
     assert torch.equal(embedding, expected)
@@ -344,7 +352,7 @@ def test_any_rows_of_a_plain_parameter_make_the_whole(data: st.DataObject) -> No
 def test_a_scalar_is_staged() -> None:
     scalar = torch.zeros((), dtype=BF16)
     stager = Stager({"s": (piece("s", (), (), ()),)}, {}, {"s": scalar})
-    settled(stager.stage("s", torch.tensor(2.5)))
+    stage(stager, "s", torch.tensor(2.5)).only()
     assert scalar == 2.5
 
 
@@ -356,12 +364,12 @@ def test_blocks_of_codes_make_the_whole(data: st.DataObject) -> None:
     whole = target(128 + 444, 128)
     source = ((256, 700), (128, 256))
     stager = Stager({"w": (piece("t", (572, 128), source, (128, 0)),)}, {"t": whole}, {})
-    whole.write(0, weight[:128, :128], Outcome())
+    write(whole, 0, weight[:128, :128])
     codes, scales = reference.quantize_weight(weight, "fp32")
-    outcome = Outcome()
+    table = VerdictTable()
     for start, stop in cuts(data, 700, BLOCK):
-        outcome.add(stager.stage_codes("w", codes[start:stop], scales, start))
-    settled(outcome)
+        stager.stage(TensorRows("w", codes[start:stop], start, scales), table)
+    table.only()
     assert holds(whole, torch.cat([weight[:128, :128], weight[256:, 128:]]))
 
 
@@ -373,7 +381,7 @@ def test_a_non_finite_value_in_any_rows_refuses_the_tensor(data: st.DataObject, 
     staged = target(360, 20)
     stager = Stager({"w": (piece("t", (360, 20), ((0, 300), (0, 20)), (60, 0)),)}, {"t": staged}, {})
     with pytest.raises(NonFiniteError):
-        settled(stage_rows(stager, "w", weight, cuts(data, 300)))
+        stage_rows(stager, "w", weight, cuts(data, 300))
 
 
 def test_rows_that_come_again_do_not_count_until_all_have() -> None:
@@ -388,11 +396,11 @@ def test_rows_that_come_again_do_not_count_until_all_have() -> None:
         {"fused": staged},
         {},
     )
-    stager.stage("top", weight[:50])
-    stager.stage("bottom", weight[50:])
-    assert settled(stager.stage("top", again[:30])) == (0.0, 0.0)
+    stage(stager, "top", weight[:50])
+    stage(stager, "bottom", weight[50:])
+    assert stage(stager, "top", again[:30]).only() == (0.0, 0.0)
     assert holds(staged, weight)
-    stager.stage("top", again[30:50], 30)
+    stage(stager, "top", again[30:50], 30)
     assert holds(staged, torch.cat([again[:50], weight[50:]]))
 
 
@@ -417,12 +425,14 @@ def test_each_tensor_gets_its_own_verdict() -> None:
         {name: target(256, 130, "pow2") for name in "abcd"},
         {"norm": torch.zeros(4, dtype=BF16), "other": torch.zeros(4)},
     )
-    outcomes = {name: stager.stage(name, weight) for name, weight in weights.items()}
+    table = VerdictTable()
+    for name, weight in weights.items():
+        stager.stage(TensorRows(name, weight), table)
     codes, scales = reference.quantize_weight(weights["a"], "fp32")
-    outcomes["d"] = stager.stage_codes("d", codes, scales)
-    outcomes["norm"] = stager.stage("norm", torch.ones(4))
-    outcomes["other"] = stager.stage("other", torch.tensor([1.0, torch.nan, 2.0, 3.0]))
-    found = dict(zip(outcomes, verdicts(list(outcomes.values())), strict=True))
+    stager.stage(TensorRows("d", codes, scales=scales), table)
+    stager.stage(TensorRows("norm", torch.ones(4)), table)
+    stager.stage(TensorRows("other", torch.tensor([1.0, torch.nan, 2.0, 3.0])), table)
+    found = table.verdicts()
     for name in ("a", "c"):
         error, norm = found[name]
         assert 0 < error < norm
@@ -434,7 +444,7 @@ def test_each_tensor_gets_its_own_verdict() -> None:
 
 
 def test_nothing_staged_has_no_verdicts() -> None:
-    assert verdicts([]) == []
+    assert VerdictTable().verdicts() == {}
 
 
 def test_a_rehearsal_leaves_everything_as_it_is() -> None:

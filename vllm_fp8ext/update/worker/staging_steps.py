@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps by which a checkpoint tensor gets into one rank's parameters: quantize block rows, fill a strip, copy codes, copy
+values.
+
+`steps_of` is the only place that decides them. Each step can run by itself, on rows of its tensor; `batched_ops` runs steps
+of one kind, of many tensors, in one launch. Both write the same bytes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_DTYPE
+from vllm_fp8ext.update.contract.manifest import Piece
+from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
+from vllm_fp8ext.update.worker.same_bytes import same_bytes
+from vllm_fp8ext.update.worker.verdicts import COMPARED, COPIED_CODES, VerdictTable
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""Start and stop in each dimension of a checkpoint tensor; none of a scalar's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """Rows of a checkpoint tensor from `first` on, `[rows, …]`; a scalar's are itself.
+
+    `scales`: of a tensor that comes as codes, fp32 `[ceil(N/128), ceil(K/128)]`, for all of its rows.
+    """
+
+    name: str
+    values: Tensor
+    first: int = 0
+    scales: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """How many rows these are."""
+        return self.values.shape[0] if self.values.dim() else 1
+
+    def within(self, box: Box) -> Tensor:
+        """Return the values in a box, which has no other rows than these."""
+        if not box or tuple(stop - start for start, stop in box) == self.values.shape:
+            return self.values
+        (top, bottom), *others = box
+        rows = slice(top - self.first, bottom - self.first)
+        return self.values[(rows, *(slice(*extent) for extent in others))]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeBlocks:
+    """Quantize whole block rows into `target`, from its row `start` on."""
+
+    source: Box
+    target: QuantizedTarget
+    start: int
+
+    def run(self, rows: TensorRows, table: VerdictTable) -> None:
+        """Queue the step."""
+        values = rows.within(self.source).to(self.target.dtype)
+        table.add_blocks(rows.name, self.target.quantize(self.start, values))
+
+
+@dataclass(frozen=True, slots=True)
+class FillStrip:
+    """Fill a part of one block row of `target`, from its row `start` on. `tensor_rows`: as of `QuantizedTarget.fill`."""
+
+    source: Box
+    target: QuantizedTarget
+    start: int
+    tensor_rows: tuple[int, int]
+
+    def run(self, rows: TensorRows, table: VerdictTable) -> None:
+        """Queue the step, and the quantization of the block row when it is complete."""
+        values = rows.within(self.source).to(self.target.dtype)
+        waiting, sums = self.target.fill(self.start, values, self.tensor_rows)
+        table.add_values(rows.name, waiting)
+        if sums is not None:
+            table.add_blocks(rows.name, sums)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCodes:
+    """Copy whole blocks that come quantized, and their scales, into `target`, from its row `start` on."""
+
+    source: Box
+    target: QuantizedTarget
+    start: int
+
+    @property
+    def scales_source(self) -> tuple[slice, slice]:
+        """Rows and columns of the tensor's scales that go with the codes."""
+        (top, bottom), (left, right) = self.source
+        return slice(top // BLOCK, -(-bottom // BLOCK)), slice(left // BLOCK, -(-right // BLOCK))
+
+    def run(self, rows: TensorRows, table: VerdictTable) -> None:
+        """Queue the step."""
+        assert rows.scales is not None
+        values = rows.within(self.source)
+        stop = self.start + values.shape[0]
+        codes, scales = self.target.codes[self.start : stop], self.target.scales_of(self.start, stop)
+        codes.copy_(values, non_blocking=True)
+        scales.copy_(rows.scales[self.scales_source], non_blocking=True)
+        finite = ((codes.view(torch.uint8) & 0x7F) != 0x7F).all() & torch.isfinite(scales).all()
+        good = (scales > 0).all()
+        if self.target.scale_format == "pow2":
+            good &= (torch.frexp(scales).mantissa == 0.5).all()
+        table.add_flags(rows.name, COPIED_CODES, ~torch.stack([finite, good | ~finite]))
+
+
+@dataclass(frozen=True, slots=True)
+class CopyValues:
+    """Copy values into `destination`, a part of a parameter or buffer, in its dtype."""
+
+    source: Box
+    destination: Tensor
+
+    def run(self, rows: TensorRows, table: VerdictTable) -> None:
+        """Queue the step."""
+        self.destination.copy_(rows.within(self.source), non_blocking=True)
+        if self.destination.is_floating_point():
+            table.add_values(rows.name, self.destination)
+
+    def compare(self, rows: TensorRows, table: VerdictTable) -> None:
+        """Queue the comparison with what is there, as bytes of its dtype, instead of the copy."""
+        differs = ~same_bytes(rows.within(self.source), self.destination)
+        table.add_flags(rows.name, COMPARED, differs[None])
+
+
+Step: TypeAlias = QuantizeBlocks | FillStrip | CopyCodes | CopyValues
+
+
+def steps_of(
+    piece: Piece,
+    quantized: Mapping[str, QuantizedTarget],
+    plain: Mapping[str, Tensor],
+    rows: tuple[int, int],
+    dtype: torch.dtype,
+) -> Iterator[Step]:
+    """Yield the steps for a piece of a tensor that comes in this dtype: those for its rows from `rows[0]` to `rows[1]`."""
+    part = _clipped(piece, *rows)
+    if part is None:
+        return
+    target = quantized.get(part.target)
+    if target is None:
+        yield CopyValues(part.source, destination_of(plain[part.target], part))
+    elif dtype == FP8_DTYPE:
+        yield CopyCodes(part.source, target, part.origin[0])
+    else:
+        yield from _quantizing(part, target, _rows_of(piece))
+
+
+def _quantizing(part: Piece, target: QuantizedTarget, tensor_rows: tuple[int, int]) -> Iterator[Step]:
+    """Whole block rows at once; the rows before and after them in strips."""
+    start, stop = _rows_of(part)
+    begin = -(-start // BLOCK) * BLOCK
+    end = stop if stop == target.codes.shape[0] else stop // BLOCK * BLOCK
+    shift = part.source[0][0] - start
+
+    def source(first: int, last: int) -> Box:
+        return ((first + shift, last + shift), *part.source[1:])
+
+    if begin < end:
+        yield QuantizeBlocks(source(begin, end), target, begin)
+    for first, last in ((start, min(begin, stop)), (max(end, begin, start), stop)):
+        if first < last:
+            yield FillStrip(source(first, last), target, first, tensor_rows)
+
+
+def _rows_of(piece: Piece) -> tuple[int, int]:
+    """Start and stop of the rows that a piece fills in its parameter."""
+    start, stop = piece.source[0]
+    return piece.origin[0], piece.origin[0] + stop - start
+
+
+def _clipped(piece: Piece, first: int, last: int) -> Piece | None:
+    """The part of a piece that lies in rows `first` to `last` of its tensor."""
+    if not piece.source:
+        return piece
+    (start, stop), *others = piece.source
+    top, bottom = max(start, first), min(stop, last)
+    if top >= bottom:
+        return None
+    if (top, bottom) == (start, stop):
+        return piece
+    origin = (piece.origin[0] + top - start, *piece.origin[1:])
+    return replace(piece, source=((top, bottom), *others), origin=origin)
+
+
+def destination_of(parameter: Tensor, piece: Piece) -> Tensor:
+    """Return the part of a parameter that a piece fills."""
+    extents = zip(piece.origin, piece.source, strict=True)
+    return parameter[tuple(slice(origin, origin + stop - start) for origin, (start, stop) in extents)]
