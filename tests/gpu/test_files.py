@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import Piece
+from vllm_fp8ext.update.contract.manifest import ShardSlice
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, parse
 from vllm_fp8ext.update.transports.gather import Gather
@@ -46,7 +46,7 @@ def stager() -> Stager:
     pieces, quantized, plain = {}, {}, {}
     for name, shape in SHAPES.items():
         whole = tuple((0, size) for size in shape)
-        pieces[name] = (Piece(0, name, shape, whole, (0,) * len(shape), len(shape) == 2, "bfloat16"),)
+        pieces[name] = (ShardSlice(0, name, shape, whole, (0,) * len(shape), len(shape) == 2, "bfloat16"),)
         if len(shape) == 2:
             codes, scales = quantize_weight.empty_like(torch.empty(shape, device=DEVICE))
             quantized[name] = QuantizedTarget(codes, scales, torch.bfloat16, "fp32")

@@ -9,7 +9,7 @@ import torch
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import NonFiniteError
-from vllm_fp8ext.update.contract.manifest import Manifest, Piece, TensorSpec, scale_name
+from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec, scale_name
 from vllm_fp8ext.update.transports.wire import quantized
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ SHAPE = (512, 768)
 @pytest.fixture
 def manifest() -> Manifest:
     whole = tuple((0, size) for size in SHAPE)
-    pieces = {name: (Piece(0, name, SHAPE, whole, (0, 0), True, "bfloat16"),) for name in NAMES}
+    pieces = {name: (ShardSlice(0, name, SHAPE, whole, (0, 0), True, "bfloat16"),) for name in NAMES}
     tensors = {name: TensorSpec(name, SHAPE, "bfloat16") for name in NAMES}
     return Manifest(tensors, frozenset(), pieces, "fp32", 1)
 

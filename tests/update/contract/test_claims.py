@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_fp8ext.update.contract.claims import Claim, claim_problems, opening_problems
-from vllm_fp8ext.update.contract.manifest import DTYPES, Manifest, Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import DTYPES, Manifest, ShardSlice, TensorSpec
 
 SPEC = TensorSpec("a", (4, 2), "bfloat16")
 MANIFEST = Manifest({"a": SPEC}, frozenset({"tied"}), {}, "fp32", 1)
@@ -16,8 +16,8 @@ CODES = Manifest(
     {"w": TensorSpec("w", (256, 128), "bfloat16"), "n": SPEC},
     frozenset(),
     {
-        "w": (Piece(0, "w", (256, 128), ((0, 256), (0, 128)), (0, 0), True, "bfloat16"),),
-        "n": (Piece(0, "n", (4, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),),
+        "w": (ShardSlice(0, "w", (256, 128), ((0, 256), (0, 128)), (0, 0), True, "bfloat16"),),
+        "n": (ShardSlice(0, "n", (4, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),),
     },
     "fp32",
     1,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, DTYPES, Manifest, Piece, TensorSpec, merge
+from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, DTYPES, Manifest, ShardSlice, TensorSpec, merge
 
 
 def manifest(rank: int = 0, ignored: frozenset[str] = frozenset({"lm_head"})) -> Manifest:
@@ -21,18 +21,18 @@ def manifest(rank: int = 0, ignored: frozenset[str] = frozenset({"lm_head"})) ->
     }
     pieces = {
         "q": (
-            Piece(
+            ShardSlice(
                 rank, "qkv", (192, 64), ((rank * 128, rank * 128 + 128), (0, 64)), (0, 0), True, "bfloat16"
             ),
         ),
-        "norm": (Piece(rank, "norm", (64,), ((0, 64),), (0,), False, "bfloat16"),),
+        "norm": (ShardSlice(rank, "norm", (64,), ((0, 64),), (0,), False, "bfloat16"),),
     }
     return Manifest(tensors, ignored, pieces, "fp32", 1)
 
 
 BOXES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3).map(tuple)
 PIECES = st.builds(
-    Piece,
+    ShardSlice,
     rank=st.integers(0, 7),
     target=st.text(),
     target_shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
@@ -164,9 +164,9 @@ def test_every_dtype_that_may_be_sent_is_torchs(dtype: str) -> None:
     assert spec.torch_dtype == getattr(torch, dtype)
 
 
-def piece(rows: tuple[int, int], origin: int, room: int, columns: tuple[int, int] = (0, 256)) -> Piece:
+def piece(rows: tuple[int, int], origin: int, room: int, columns: tuple[int, int] = (0, 256)) -> ShardSlice:
     width = columns[1] - columns[0]
-    return Piece(0, "w", (room, width), (rows, columns), (origin, 0), True, "bfloat16")
+    return ShardSlice(0, "w", (room, width), (rows, columns), (origin, 0), True, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_codes_and_scales_come_together() -> None:
 def test_what_lies_in_one_parameter_is_completed() -> None:
     names = {name: TensorSpec(name, (4, 2), "bfloat16") for name in "qkvon"}
     pieces = {
-        name: (Piece(0, target, (12, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),)
+        name: (ShardSlice(0, target, (12, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),)
         for name, target in zip("qkvo", ("qkv", "qkv", "qkv", "o"), strict=True)
     }
     found = Manifest(names, frozenset(), pieces, "fp32", 1)
@@ -231,7 +231,9 @@ def test_targets_of_one_name_on_two_ranks_are_not_one_parameter() -> None:
     spec = TensorSpec("", (128, 64), "bfloat16")
     pieces = {
         f"experts.{expert}": (
-            Piece(rank, f"w[{expert - 2 * rank}]", (128, 64), ((0, 128), (0, 64)), (0, 0), True, "bfloat16"),
+            ShardSlice(
+                rank, f"w[{expert - 2 * rank}]", (128, 64), ((0, 128), (0, 64)), (0, 0), True, "bfloat16"
+            ),
         )
         for rank, expert in ((0, 0), (0, 1), (1, 2), (1, 3))
     }

@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.canary import Canary
 from vllm_fp8ext.update.contract.claims import Claim
-from vllm_fp8ext.update.contract.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
 from vllm_fp8ext.update.contract.update_errors import refusal
 from vllm_fp8ext.update.engine.session import Running, Session, State
 from vllm_fp8ext.update.engine.timestamp import Moment
@@ -95,7 +95,7 @@ FUSED = Manifest(
     MANIFEST.tensors,
     MANIFEST.ignored,
     {
-        name: (Piece(rank, target, (8, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),)
+        name: (ShardSlice(rank, target, (8, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),)
         for name, rank, target in (("a", 1, "ab"), ("b", 1, "ab"), ("c", 0, "c"), ("d", 0, "d"))
     },
     "fp32",

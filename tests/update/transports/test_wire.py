@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import NonFiniteError
-from vllm_fp8ext.update.contract.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
 from vllm_fp8ext.update.transports.wire import quantized, require_all_quantizable, stored
 
 
@@ -19,8 +19,8 @@ def layout(form: str = "fp32", rows: int = 256) -> Manifest:
     """A server that takes `w` as codes, if its rows are whole blocks, and `norm` as it is."""
     tensors = {"w": TensorSpec("w", (rows, 256), "float32"), "norm": TensorSpec("norm", (256,), "bfloat16")}
     pieces = {
-        "w": (Piece(0, "t", (rows + 1, 256), ((0, rows), (0, 256)), (0, 0), True, "bfloat16"),),
-        "norm": (Piece(0, "norm", (256,), ((0, 256),), (0,), False, "bfloat16"),),
+        "w": (ShardSlice(0, "t", (rows + 1, 256), ((0, rows), (0, 256)), (0, 0), True, "bfloat16"),),
+        "norm": (ShardSlice(0, "norm", (256,), ((0, 256),), (0,), False, "bfloat16"),),
     }
     return Manifest(tensors, frozenset(), pieces, form, 1)
 

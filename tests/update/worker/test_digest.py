@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.update.contract.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
 from vllm_fp8ext.update.worker.digest import (
     checkpoint_digests,
     checkpoint_index,
@@ -65,20 +65,20 @@ def sha(*tensors: Tensor) -> str:
 
 
 @pytest.fixture
-def served() -> tuple[Tensor, Tensor, Piece]:
+def served() -> tuple[Tensor, Tensor, ShardSlice]:
     """Codes and scales of a fused matrix, and a piece of it that starts and ends inside of blocks."""
     noise = torch.Generator().manual_seed(1)
     codes, scales = reference.quantize_weight(torch.randn(500, 200, generator=noise))
-    return codes, scales, Piece(0, "qkv", (500, 200), ((0, 190), (0, 200)), (150, 0), True, "bfloat16")
+    return codes, scales, ShardSlice(0, "qkv", (500, 200), ((0, 190), (0, 200)), (150, 0), True, "bfloat16")
 
 
-def test_a_quantized_digest_covers_codes_and_scales(served: tuple[Tensor, Tensor, Piece]) -> None:
+def test_a_quantized_digest_covers_codes_and_scales(served: tuple[Tensor, Tensor, ShardSlice]) -> None:
     codes, scales, piece = served
     assert digest(piece, codes, scales) == sha(codes[150:340], scales[1:3])
 
 
 @pytest.mark.parametrize(("row", "column"), [(150, 0), (339, 199), (200, 127)])
-def test_one_code_changes_a_digest(served: tuple[Tensor, Tensor, Piece], row: int, column: int) -> None:
+def test_one_code_changes_a_digest(served: tuple[Tensor, Tensor, ShardSlice], row: int, column: int) -> None:
     codes, scales, piece = served
     before = digest(piece, codes, scales)
     codes.view(torch.uint8)[row, column] ^= 1
@@ -86,14 +86,14 @@ def test_one_code_changes_a_digest(served: tuple[Tensor, Tensor, Piece], row: in
 
 
 @pytest.mark.parametrize(("row", "column"), [(1, 0), (1, 1), (2, 0), (2, 1)])
-def test_one_scale_changes_a_digest(served: tuple[Tensor, Tensor, Piece], row: int, column: int) -> None:
+def test_one_scale_changes_a_digest(served: tuple[Tensor, Tensor, ShardSlice], row: int, column: int) -> None:
     codes, scales, piece = served
     before = digest(piece, codes, scales)
     scales[row, column] = torch.nextafter(scales[row, column], torch.tensor(1.0))
     assert digest(piece, codes, scales) != before
 
 
-def test_what_a_piece_does_not_touch_leaves_its_digest(served: tuple[Tensor, Tensor, Piece]) -> None:
+def test_what_a_piece_does_not_touch_leaves_its_digest(served: tuple[Tensor, Tensor, ShardSlice]) -> None:
     codes, scales, piece = served
     before = digest(piece, codes, scales)
     codes.view(torch.uint8)[:150].zero_()
@@ -103,7 +103,7 @@ def test_what_a_piece_does_not_touch_leaves_its_digest(served: tuple[Tensor, Ten
 
 
 def test_a_plain_digest_covers_the_values() -> None:
-    piece = Piece(1, "embed", (8, 6), ((0, 4), (2, 8)), (3, 0), False, "bfloat16")
+    piece = ShardSlice(1, "embed", (8, 6), ((0, 4), (2, 8)), (3, 0), False, "bfloat16")
     values = torch.arange(48.0).view(8, 6).bfloat16()
     before = digest(piece, values, None)
     assert before == sha(values[3:7])
@@ -115,7 +115,7 @@ def test_a_plain_digest_covers_the_values() -> None:
 
 def test_a_scalar_has_a_digest() -> None:
     value = torch.tensor(3.0)
-    assert digest(Piece(0, "scale", (), (), (), False, "float32"), value, None) == sha(value)
+    assert digest(ShardSlice(0, "scale", (), (), (), False, "float32"), value, None) == sha(value)
 
 
 # --- whole checkpoints
@@ -203,7 +203,9 @@ def test_each_rank_has_its_own_digests(tmp_path: Path) -> None:
     weight = torch.randn(130, 300, generator=noise).bfloat16()
     name = "down_proj.weight"
     pieces = tuple(
-        Piece(rank, "down", (130, 150), ((0, 130), (150 * rank, 150 * rank + 150)), (0, 0), True, "bfloat16")
+        ShardSlice(
+            rank, "down", (130, 150), ((0, 130), (150 * rank, 150 * rank + 150)), (0, 0), True, "bfloat16"
+        )
         for rank in range(2)
     )
     tensors = {name: TensorSpec(name, (130, 300), "bfloat16")}
@@ -225,7 +227,7 @@ def test_a_tensor_of_several_pieces_is_covered_by_its_digest(tmp_path: Path, row
     name = "qkv_proj.weight"
     bounds = ((0, 96), (96, 136), (136, 176))
     pieces = tuple(
-        Piece(0, "qkv", (176, 64), ((start, stop), (0, 64)), (start, 0), True, "bfloat16")
+        ShardSlice(0, "qkv", (176, 64), ((start, stop), (0, 64)), (start, 0), True, "bfloat16")
         for start, stop in bounds
     )
     layout = Manifest({name: TensorSpec(name, (176, 64), "bfloat16")}, frozenset(), {name: pieces}, "fp32", 1)
@@ -292,7 +294,7 @@ def test_the_default_manifest_takes_projections_that_are_fused_already(part: str
     name = f"layers.0.{part}_proj.weight"
     layout = default_manifest([TensorSpec(name, (192, 128), "bfloat16")])
     assert layout.pieces[name] == (
-        Piece(0, name, (192, 128), ((0, 192), (0, 128)), (0, 0), True, "bfloat16"),
+        ShardSlice(0, name, (192, 128), ((0, 192), (0, 128)), (0, 0), True, "bfloat16"),
     )
 
 

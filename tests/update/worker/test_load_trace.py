@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from update.staging import stage
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
 from vllm_fp8ext.update.worker.load_trace import trace
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.stager import Stager
@@ -65,7 +65,7 @@ class Model(nn.Module):
                 dict(self.named_parameters())[name].data.copy_(weight)
 
 
-def traced(model: Model, specs: list[TensorSpec], *quantized: str) -> dict[str, tuple[Piece, ...]]:
+def traced(model: Model, specs: list[TensorSpec], *quantized: str) -> dict[str, tuple[ShardSlice, ...]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return trace(model.load_weights, parameters, specs, quantized=frozenset(quantized), rank=1)
 
@@ -74,7 +74,7 @@ def traced(model: Model, specs: list[TensorSpec], *quantized: str) -> dict[str, 
 def test_pieces_say_where_everything_goes(device: str) -> None:
     fused = Q + K + V, WIDTH
     expected = {
-        "embed": Piece(
+        "embed": ShardSlice(
             1,
             "embed",
             (PADDED, WIDTH),
@@ -83,14 +83,16 @@ def test_pieces_say_where_everything_goes(device: str) -> None:
             quantized=False,
             dtype="bfloat16",
         ),
-        "q": Piece(1, "qkv", fused, ((Q, 2 * Q), (0, WIDTH)), (0, 0), quantized=True, dtype="bfloat16"),
-        "k": Piece(1, "qkv", fused, ((K, 2 * K), (0, WIDTH)), (Q, 0), quantized=True, dtype="bfloat16"),
-        "v": Piece(1, "qkv", fused, ((V, 2 * V), (0, WIDTH)), (Q + K, 0), quantized=True, dtype="bfloat16"),
-        "down": Piece(
+        "q": ShardSlice(1, "qkv", fused, ((Q, 2 * Q), (0, WIDTH)), (0, 0), quantized=True, dtype="bfloat16"),
+        "k": ShardSlice(1, "qkv", fused, ((K, 2 * K), (0, WIDTH)), (Q, 0), quantized=True, dtype="bfloat16"),
+        "v": ShardSlice(
+            1, "qkv", fused, ((V, 2 * V), (0, WIDTH)), (Q + K, 0), quantized=True, dtype="bfloat16"
+        ),
+        "down": ShardSlice(
             1, "down", (WIDTH, 200), ((0, WIDTH), (200, 400)), (0, 0), quantized=True, dtype="bfloat16"
         ),
-        "norm": Piece(1, "norm", (WIDTH,), ((0, WIDTH),), (0,), quantized=False, dtype="bfloat16"),
-        "scale": Piece(1, "scale", (), (), (), quantized=False, dtype="bfloat16"),
+        "norm": ShardSlice(1, "norm", (WIDTH,), ((0, WIDTH),), (0,), quantized=False, dtype="bfloat16"),
+        "scale": ShardSlice(1, "scale", (), (), (), quantized=False, dtype="bfloat16"),
     }
     found = traced(Model(device), SPECS, "qkv", "down")
     assert found == {**{name: (piece,) for name, piece in expected.items()}, "rotary.inv_freq": ()}

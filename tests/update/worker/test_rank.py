@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import Piece, scale_name
+from vllm_fp8ext.update.contract.manifest import ShardSlice, scale_name
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.transports import source
@@ -39,7 +39,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     shapes = {"w": (ROWS, COLUMNS), "c": (ROWS, COLUMNS), "norm": (COLUMNS,)}
     pieces = {
         name: (
-            Piece(
+            ShardSlice(
                 0, name, shape, tuple((0, n) for n in shape), (0,) * len(shape), len(shape) == 2, "bfloat16"
             ),
         )

@@ -17,7 +17,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import NonFiniteError
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.gather import Gather, reads
 from vllm_fp8ext.update.transports.memory import Bucket, Placed
@@ -39,8 +39,10 @@ PLAIN = {"norm": (64,), "embed": (512, 32), "scalar": ()}
 
 def piece(
     target: str, source: tuple[tuple[int, int], ...], origin: tuple[int, ...], quantized: bool
-) -> Piece:
-    return Piece(0, target, SHAPES.get(target, PLAIN.get(target, ())), source, origin, quantized, "bfloat16")
+) -> ShardSlice:
+    return ShardSlice(
+        0, target, SHAPES.get(target, PLAIN.get(target, ())), source, origin, quantized, "bfloat16"
+    )
 
 
 PIECES = {

@@ -13,7 +13,7 @@ from update.staging import stage
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, NonFiniteError, ScaleFormat
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import Piece
+from vllm_fp8ext.update.contract.manifest import ShardSlice
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.stager import Stager
 from vllm_fp8ext.update.worker.staging_steps import TensorRows
@@ -52,8 +52,8 @@ def write(staged: QuantizedTarget, first: int, source: Tensor) -> tuple[float, f
 
 def piece(
     name: str, shape: tuple[int, ...], source: tuple[tuple[int, int], ...], origin: tuple[int, ...]
-) -> Piece:
-    return Piece(0, name, shape, source, origin, len(shape) == 2, "bfloat16")
+) -> ShardSlice:
+    return ShardSlice(0, name, shape, source, origin, len(shape) == 2, "bfloat16")
 
 
 @st.composite
@@ -248,7 +248,7 @@ def test_codes_and_scales_are_served_as_they_are(form: ScaleFormat) -> None:
     weight = random(512, 384, 0).to(BF16)
     whole = target(384, 256, form)
     stager = Stager(
-        {"w": (Piece(0, "t", (384, 256), ((256, 512), (128, 384)), (128, 0), True, "bfloat16"),)},
+        {"w": (ShardSlice(0, "t", (384, 256), ((256, 512), (128, 384)), (128, 0), True, "bfloat16"),)},
         {"t": whole},
         {},
     )

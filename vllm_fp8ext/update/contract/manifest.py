@@ -71,7 +71,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardSlice:
     """The part of one checkpoint tensor that one rank serves, and where it lies in that rank's parameter.
 
     `source`: start and stop in each dimension of the checkpoint tensor. `origin`: its first element in the parameter
@@ -96,7 +96,7 @@ class Manifest:
     """Required tensors by name."""
     ignored: frozenset[str]
     """Names that are accepted and not used (an `inv_freq`, say)."""
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[ShardSlice, ...]]
     """By name, over all ranks."""
     scale_format: str
     world_size: int
@@ -294,7 +294,8 @@ class Manifest:
             for name, entry in data["tensors"].items()
         }
         pieces = {
-            name: tuple(_piece(piece) for piece in entry["pieces"]) for name, entry in data["tensors"].items()
+            name: tuple(_shard_slice(piece) for piece in entry["pieces"])
+            for name, entry in data["tensors"].items()
         }
         form, size = data["scale_format"], data["world_size"]
         also = {key: dict(data.get(key, {})) for key in ("tied", "aliases")}
@@ -337,7 +338,7 @@ def _shown(spec: TensorSpec | None) -> str:
     return f"{spec.dtype} {list(spec.shape)}" if spec else "nothing"
 
 
-def _aligned(shape: tuple[int, ...], piece: Piece) -> bool:
+def _aligned(shape: tuple[int, ...], piece: ShardSlice) -> bool:
     """Whether a piece is made of whole blocks, both of its tensor and of its parameter."""
     sides = (shape, piece.source, piece.target_shape, piece.origin)
     if not piece.quantized or any(len(side) != 2 for side in sides):
@@ -356,8 +357,8 @@ def _aligned(shape: tuple[int, ...], piece: Piece) -> bool:
     return True
 
 
-def _piece(data: Mapping[str, Any]) -> Piece:
-    return Piece(
+def _shard_slice(data: Mapping[str, Any]) -> ShardSlice:
+    return ShardSlice(
         rank=data["rank"],
         target=data["target"],
         target_shape=tuple(data["target_shape"]),

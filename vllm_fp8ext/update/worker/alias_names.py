@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.update.contract.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
 from vllm_fp8ext.update.worker.reachable_tensors import identity_of
 
 _NUMBER = re.compile(r"\d+")
 
-Trace = Callable[[Iterable[TensorSpec]], Mapping[str, tuple[Piece, ...]]]
+Trace = Callable[[Iterable[TensorSpec]], Mapping[str, tuple[ShardSlice, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def aliases_of(candidates: Iterable[OtherName], manifest: Manifest, trace: Trace
             continue
         kind = _NUMBER.sub("#", other), _NUMBER.sub("#", name)
         if kind not in agreed:
-            parts: tuple[Piece, ...] = ()
+            parts: tuple[ShardSlice, ...] = ()
             if name in manifest.tensors:
                 with contextlib.suppress(ConfigError):
                     parts = trace([replace(manifest.tensors[name], name=other)])[other]

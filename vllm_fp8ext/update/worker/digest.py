@@ -29,7 +29,7 @@ from vllm_fp8ext.update.contract.claims import repeated
 from vllm_fp8ext.update.contract.file_versions import Snapshot
 from vllm_fp8ext.update.contract.fused import ExpertLayout, is_fused
 from vllm_fp8ext.update.contract.kv_names import is_kv_scale
-from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, Manifest, Piece, TensorSpec, scale_name
+from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, Manifest, ShardSlice, TensorSpec, scale_name
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.contract.update_errors import incomplete, refusal
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
@@ -48,7 +48,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.we
 """A matrix of an expert: it has blocks of its own."""
 
 
-def digest(piece: Piece, values: Tensor, scales: Tensor | None) -> str:
+def digest(piece: ShardSlice, values: Tensor, scales: Tensor | None) -> str:
     """Digest of one piece of a served parameter: `values` are its codes when it is quantized."""
     sha = hashlib.sha256(_bytes(destination_of(values, piece)))
     if scales is not None:
@@ -87,11 +87,11 @@ def checkpoint_digests(
     problems = problems or _tied_problems(index, manifest)
     if problems:
         raise refusal(problems)
-    members: dict[tuple[int, str], dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    members: dict[tuple[int, str], dict[str, list[ShardSlice]]] = defaultdict(lambda: defaultdict(list))
     for name, pieces in manifest.pieces.items():
         for piece in pieces:
             members[piece.rank, piece.target][name].append(piece)
-    by_piece: dict[tuple[str, Piece], str] = {}
+    by_piece: dict[tuple[str, ShardSlice], str] = {}
     for count, group in enumerate(members.values()):
         by_piece |= _target_digests(group, index, manifest)
         if progress:
@@ -193,7 +193,7 @@ def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
         raise UpdateError("wrong-form", message, status=422)
     scales = {scale_name(name) for name, spec in listed.items() if spec.dtype == CODES_DTYPE}
     tensors = {name: spec for name, spec in listed.items() if name not in scales and not is_kv_scale(name)}
-    pieces: dict[str, tuple[Piece, ...]] = {}
+    pieces: dict[str, tuple[ShardSlice, ...]] = {}
     for name, spec in tensors.items():
         if not name.endswith(QUANTIZED_SUFFIXES) and not EXPERT.search(name):
             pieces[name] = (_whole(name, spec, False, spec.shape, 0),)
@@ -225,8 +225,8 @@ def _fused(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-def _whole(target: str, spec: TensorSpec, quantized: bool, shape: tuple[int, ...], first: int) -> Piece:
-    return Piece(
+def _whole(target: str, spec: TensorSpec, quantized: bool, shape: tuple[int, ...], first: int) -> ShardSlice:
+    return ShardSlice(
         rank=0,
         target=target,
         target_shape=shape,
@@ -238,8 +238,8 @@ def _whole(target: str, spec: TensorSpec, quantized: bool, shape: tuple[int, ...
 
 
 def _target_digests(
-    group: Mapping[str, list[Piece]], index: Mapping[str, _Place], manifest: Manifest
-) -> dict[tuple[str, Piece], str]:
+    group: Mapping[str, list[ShardSlice]], index: Mapping[str, _Place], manifest: Manifest
+) -> dict[tuple[str, ShardSlice], str]:
     """Digests of the pieces of one parameter of one rank."""
     first = next(iter(group.values()))[0]
     dtype = getattr(torch, first.dtype)

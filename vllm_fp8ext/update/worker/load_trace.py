@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_fp8ext.errors import ConfigError, no_live_updates
-from vllm_fp8ext.update.contract.manifest import Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 Copy: TypeAlias = tuple[Tensor, Tensor]
@@ -31,7 +31,7 @@ def trace(
     *,
     quantized: frozenset[str],
     rank: int,
-) -> dict[str, tuple[Piece, ...]]:
+) -> dict[str, tuple[ShardSlice, ...]]:
     """Pieces of each checkpoint tensor that this rank serves; none for a name that the model's loader skips.
 
     `parameters`: contiguous parameters by path, on any device, meta included; of what is served in parts (experts), the
@@ -43,9 +43,9 @@ def trace(
     owners = _Owners(parameters)
     sources = {spec.name: torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta") for spec in specs}
 
-    def pieces(name: str, copies: Iterable[Copy]) -> tuple[Piece, ...]:
+    def pieces(name: str, copies: Iterable[Copy]) -> tuple[ShardSlice, ...]:
         return _merged(
-            _piece(*owners.among(destination), quantized, sources[name], rank, source, destination)
+            _shard_slice(*owners.among(destination), quantized, sources[name], rank, source, destination)
             for source, destination in copies
             if source.numel()
         )
@@ -61,9 +61,9 @@ def _one_by_one(
     load_weights: LoadWeights,
     owners: "_Owners",
     sources: Mapping[str, Tensor],
-    pieces: Callable[[str, Iterable[Copy]], tuple[Piece, ...]],
-) -> dict[str, tuple[Piece, ...]]:
-    found: dict[str, tuple[Piece, ...]] = {}
+    pieces: Callable[[str, Iterable[Copy]], tuple[ShardSlice, ...]],
+) -> dict[str, tuple[ShardSlice, ...]]:
+    found: dict[str, tuple[ShardSlice, ...]] = {}
     problems: list[str] = []
     for name, source in sources.items():
         try:
@@ -145,7 +145,7 @@ def _same_place(view: Tensor, of: Tensor) -> bool:
     return view.shape == of.shape and view.stride() == of.stride()
 
 
-def _piece(
+def _shard_slice(
     path: str,
     parameter: Tensor,
     quantized: frozenset[str],
@@ -153,13 +153,13 @@ def _piece(
     rank: int,
     source: Tensor,
     destination: Tensor,
-) -> Piece:
+) -> ShardSlice:
     if source.shape != destination.shape:
         raise ConfigError(f"shape {list(source.shape)} is broadcast to {list(destination.shape)}")
     box, place = _box(source, whole), _box(destination, parameter)
     if path in quantized and (len(place) != 2 or place[1] != (0, parameter.shape[1])):
         raise ConfigError("a part of the columns of a quantized layer comes alone")
-    return Piece(
+    return ShardSlice(
         rank=rank,
         target=path,
         target_shape=tuple(parameter.shape),
@@ -170,9 +170,9 @@ def _piece(
     )
 
 
-def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def _merged(pieces: Iterable[ShardSlice]) -> tuple[ShardSlice, ...]:
     """Pieces that continue each other's rows, in the tensor and in the parameter, as one."""
-    merged: list[Piece] = []
+    merged: list[ShardSlice] = []
     for piece in pieces:
         last = merged[-1] if merged else None
         rows = last.source[0][1] - last.source[0][0] if last and last.source else 0

@@ -20,7 +20,7 @@ from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.layers.block_matrix import holders, served_parts
 from vllm_fp8ext.layers.experts import DEQUANTIZED, BlockFp8ExpertsMethod
 from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
-from vllm_fp8ext.update.contract.manifest import Manifest, Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
 from vllm_fp8ext.update.contract.update_errors import refusal
 from vllm_fp8ext.update.worker.alias_names import Names, aliases_of
 from vllm_fp8ext.update.worker.load_trace import trace
@@ -228,7 +228,7 @@ def _trace(
     loadable = loadable_tensors(twin, _NOT_LOADED)
     plain = {path: tensor for path, tensor in loadable.items() if path not in held}
 
-    def traced(specs: Iterable[TensorSpec]) -> dict[str, tuple[Piece, ...]]:
+    def traced(specs: Iterable[TensorSpec]) -> dict[str, tuple[ShardSlice, ...]]:
         paths = frozenset(quantized)
         found = trace(twin.load_weights, quantized | plain, specs, quantized=paths, rank=rank)
         _require_same_storages(loadable, loadable_tensors(twin, _NOT_LOADED))
@@ -275,7 +275,7 @@ def _refuse(problems: list[str]) -> None:
         raise no_live_updates(problems)
 
 
-def _targets(pieces: Mapping[str, tuple[Piece, ...]]) -> frozenset[str]:
+def _targets(pieces: Mapping[str, tuple[ShardSlice, ...]]) -> frozenset[str]:
     return frozenset(piece.target for parts in pieces.values() for piece in parts)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import UNIT
-from vllm_fp8ext.update.contract.manifest import Piece, TensorSpec
+from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
 from vllm_fp8ext.update.transports.memory import Placed
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rate_limiter import Pace
@@ -38,7 +38,7 @@ class Stager:
 
     def __init__(
         self,
-        pieces: Mapping[str, tuple[Piece, ...]],
+        pieces: Mapping[str, tuple[ShardSlice, ...]],
         quantized: Mapping[str, QuantizedTarget],
         plain: Mapping[str, Tensor],
         tied: Mapping[str, str] | None = None,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_DTYPE
-from vllm_fp8ext.update.contract.manifest import Piece
+from vllm_fp8ext.update.contract.manifest import ShardSlice
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.same_bytes import same_bytes
 from vllm_fp8ext.update.worker.verdicts import COMPARED, COPIED_CODES, VerdictTable
@@ -133,7 +133,7 @@ Step: TypeAlias = QuantizeBlocks | FillStrip | CopyCodes | CopyValues
 
 
 def steps_of(
-    piece: Piece,
+    piece: ShardSlice,
     quantized: Mapping[str, QuantizedTarget],
     plain: Mapping[str, Tensor],
     rows: tuple[int, int],
@@ -152,7 +152,7 @@ def steps_of(
         yield from _quantizing(part, target, _rows_of(piece))
 
 
-def _quantizing(part: Piece, target: QuantizedTarget, tensor_rows: tuple[int, int]) -> Iterator[Step]:
+def _quantizing(part: ShardSlice, target: QuantizedTarget, tensor_rows: tuple[int, int]) -> Iterator[Step]:
     """Whole block rows at once; the rows before and after them in strips."""
     start, stop = _rows_of(part)
     begin = -(-start // BLOCK) * BLOCK
@@ -169,13 +169,13 @@ def _quantizing(part: Piece, target: QuantizedTarget, tensor_rows: tuple[int, in
             yield FillStrip(source(first, last), target, first, tensor_rows)
 
 
-def _rows_of(piece: Piece) -> tuple[int, int]:
+def _rows_of(piece: ShardSlice) -> tuple[int, int]:
     """Start and stop of the rows that a piece fills in its parameter."""
     start, stop = piece.source[0]
     return piece.origin[0], piece.origin[0] + stop - start
 
 
-def _clipped(piece: Piece, first: int, last: int) -> Piece | None:
+def _clipped(piece: ShardSlice, first: int, last: int) -> ShardSlice | None:
     """The part of a piece that lies in rows `first` to `last` of its tensor."""
     if not piece.source:
         return piece
@@ -189,7 +189,7 @@ def _clipped(piece: Piece, first: int, last: int) -> Piece | None:
     return replace(piece, source=((top, bottom), *others), origin=origin)
 
 
-def destination_of(parameter: Tensor, piece: Piece) -> Tensor:
+def destination_of(parameter: Tensor, piece: ShardSlice) -> Tensor:
     """Return the part of a parameter that a piece fills."""
     extents = zip(piece.origin, piece.source, strict=True)
     return parameter[tuple(slice(origin, origin + stop - start) for origin, (start, stop) in extents)]
