@@ -32,6 +32,7 @@ LIGHT = (
     "vllm_fp8ext.environment",
     "vllm_fp8ext.checkpoints",
     "vllm_fp8ext.config",
+    "vllm_fp8ext.kv_types",
     "vllm_fp8ext.cli",
     "vllm_fp8ext.calibrate.command",
     "vllm_fp8ext.calibrate.prompts",
@@ -163,6 +164,10 @@ from ..m import n
 def test_kernels_import_nothing_above_them() -> None:
     kernels = f"{PACKAGE}.kernels"
     assert offenders((kernels,), "vllm", PACKAGE, besides=(f"{kernels}", f"{PACKAGE}.environment")) == []
+
+
+def test_layers_import_neither_updates_nor_shims() -> None:
+    assert offenders((f"{PACKAGE}.layers",), f"{PACKAGE}.update", f"{PACKAGE}.compat") == []
 
 
 def test_only_a_few_rooms_import_vllm() -> None:

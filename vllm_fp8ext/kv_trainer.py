@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.attention.kv_cache import MARGIN, amax_by_head, next_scales
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.update.worker.kv_buffers import Scales
+from vllm_fp8ext.kv_types import Scales
 
 CachedKV = list[tuple[Tensor, Tensor]]
 """By layer, K after rotary embedding and V: `[tokens, KV heads, head dimension]` each."""

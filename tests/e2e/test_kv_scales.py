@@ -14,8 +14,8 @@ from vllm_fp8ext.demo.server import SMALL, Server
 from vllm_fp8ext.demo.traffic import accuracy, answers
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.attention.kv_cache import amax_by_head, next_scales
+from vllm_fp8ext.kv_types import scale_digests
 from vllm_fp8ext.serve.schema import KvScales, KvScalesServed, LayerScales
-from vllm_fp8ext.update.worker.kv_buffers import scale_digests
 
 from .ask import ATTEMPTS, Stream, complete, metrics, state
 from .conftest import TWO_RANKS, answering

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from vllm_fp8ext.update.worker.kv_buffers import NAMES, HeadShare, KvScales, Scales
+from vllm_fp8ext.kv_types import NAMES, HeadShare, Scales
+from vllm_fp8ext.update.worker.kv_buffers import KvScales
 
 CPU = torch.device("cpu")
 

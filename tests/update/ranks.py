@@ -12,8 +12,9 @@ from torch import Tensor
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels.attention.kv_amax import Seen
 from vllm_fp8ext.kv_settings import KvScaleSettings
+from vllm_fp8ext.kv_types import HeadShare
 from vllm_fp8ext.update.contract.kv_tokens import choose
-from vllm_fp8ext.update.worker.kv_buffers import HeadShare, KvScales
+from vllm_fp8ext.update.worker.kv_buffers import KvScales
 from vllm_fp8ext.update.worker.kv_scales import RankKv
 from vllm_fp8ext.update.worker.rank import Rank
 

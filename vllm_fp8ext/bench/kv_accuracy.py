@@ -33,9 +33,9 @@ from vllm_fp8ext.checkpoints import LATE, Problem, problems
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server, serve_options
 from vllm_fp8ext.kernels.attention.kv_cache import fit
 from vllm_fp8ext.kv_trainer import CachedKV, cached_kv, scales_of
+from vllm_fp8ext.kv_types import Scales
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.schema import KvScales
-from vllm_fp8ext.update.worker.kv_buffers import Scales
 
 console = Console(width=140, highlight=False)
 POLICIES = ("history", "calibrate", "provided", "stale", "1.0")

@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from vllm_fp8ext.kv_types import Scales
 from vllm_fp8ext.serve.safetensors_file import Range, ranges_of
 from vllm_fp8ext.update.contract.checkpoint_files import INDEX
 from vllm_fp8ext.update.contract.file_versions import opened_version
 from vllm_fp8ext.update.contract.kv_names import is_kv_scale
-from vllm_fp8ext.update.worker.kv_buffers import Scales
 
 SCALES_FILE = "kv_scales.safetensors"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".safetensors")

@@ -18,8 +18,8 @@ from vllm_fp8ext.kv_settings import CALIBRATION_TOKENS
 from vllm_fp8ext.signals import end_on_sigterm
 
 if TYPE_CHECKING:
+    from vllm_fp8ext.kv_types import Scales
     from vllm_fp8ext.serve.schema import KvScalesServed
-    from vllm_fp8ext.update.worker.kv_buffers import Scales
 
 progress = Console(stderr=True)
 _ADDITIONAL = "--additional-config"

@@ -14,14 +14,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_fp8ext.compat.update.encoder_layers import is_encoders
-from vllm_fp8ext.compat.update.kv_scales import KvCacheMethod
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.numerics.reference import BLOCK
 from vllm_fp8ext.layers.experts import IN_16_BITS, BlockFp8ExpertsMethod
+from vllm_fp8ext.layers.kv_cache_method import KvCacheMethod
 from vllm_fp8ext.layers.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
-from vllm_fp8ext.layers.unquantized_layers import ENCODER, unfit
+from vllm_fp8ext.layers.unquantized_layers import ENCODER, building_encoder, in_encoder, unfit
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -176,7 +175,8 @@ def _is_block_fp8(config: dict[str, Any]) -> bool:
 
 def _kept_because(layer: LinearBase, prefix: str, model: ModelConfig) -> str | None:
     """Why a layer stays in 16 bits where nobody asks for it; None if it does not."""
-    if is_encoders(prefix, model):
+    beside = model.is_multimodal_model or model.is_encoder_decoder
+    if building_encoder.get() or (beside and in_encoder(prefix)):
         return ENCODER
     columns = getattr(layer, "input_size_per_partition", layer.input_size)
     return unfit(sum(layer.output_partition_sizes), columns, str(model.dtype).removeprefix("torch."))

@@ -8,6 +8,7 @@ Names, shapes and settings decide, never the device: a CPU, a GPU and `fp8ext di
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 
 from vllm_fp8ext.config import SECTION
 from vllm_fp8ext.kernels.gemm.selection import COLUMNS, rows_multiple
@@ -20,6 +21,9 @@ ENCODERS = frozenset(
 )
 """What multimodal models call the modules that read images or sound."""
 ENCODER = "parts of an encoder beside the language model"
+
+building_encoder: ContextVar[bool] = ContextVar("fp8ext_building_encoder", default=False)
+"""True while a model builds an encoder; `compat.update.encoder_layers` sets it."""
 
 
 def in_encoder(name: str) -> bool:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fp8ext.compat.update.kv_scales import KvCacheMethod
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.attention.kv_cache import next_scales
 from vllm_fp8ext.kv_settings import KvScaleSettings
+from vllm_fp8ext.layers.kv_cache_method import KvCacheMethod
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "no policy": ("fp8", {}, "needs a choice of K and V scales"),

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from update.layers import CPU, copies, layers, of_ranks, scales
+from vllm_fp8ext.kv_types import NAMES, HeadShare, scale_digests
 from vllm_fp8ext.update.contract.kv_merge import largest
-from vllm_fp8ext.update.worker.kv_buffers import NAMES, HeadShare, KvScales, scale_digests
+from vllm_fp8ext.update.worker.kv_buffers import KvScales
 
 OLD = {"a": [1.0], "b": [1.0]}
 NEW = scales(a=0.5, b=0.1)

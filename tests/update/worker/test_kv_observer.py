@@ -10,7 +10,8 @@ from torch import Tensor
 
 from update.layers import CPU, layers
 from vllm_fp8ext.kernels.attention.kv_cache import fit
-from vllm_fp8ext.update.worker.kv_buffers import HeadShare, KvScales
+from vllm_fp8ext.kv_types import HeadShare
+from vllm_fp8ext.update.worker.kv_buffers import KvScales
 from vllm_fp8ext.update.worker.kv_observer import SAMPLE_TOKENS, Observer
 
 HEADS, GROUPS, SIZE = 6, 2, 4

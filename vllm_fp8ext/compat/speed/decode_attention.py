@@ -22,7 +22,6 @@ from vllm_fp8ext.compat.graphs import fusion, fusion_attention
 from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
 from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
 from vllm_fp8ext.compat.speed.capture import is_captured
-from vllm_fp8ext.compat.update.kv_cache import FORMATS
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels.attention.decode_attention import (
     HEAD_DIMENSION,
@@ -34,6 +33,7 @@ from vllm_fp8ext.kernels.attention.decode_attention import (
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
+from vllm_fp8ext.layers.kv_cache_method import FORMATS
 from vllm_fp8ext.log import log_once
 
 Kernels: TypeAlias = dict[tuple[int, int, int, torch.device, torch.dtype], DecodeAttention]

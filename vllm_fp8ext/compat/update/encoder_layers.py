@@ -7,16 +7,12 @@ method what part of a model a layer is of.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
-from vllm.config import ModelConfig
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_fp8ext.compat.wrapping import wrap
-from vllm_fp8ext.layers.unquantized_layers import in_encoder
-
-_building: ContextVar[bool] = ContextVar("fp8ext_building_an_encoder", default=False)
+from vllm_fp8ext.layers.unquantized_layers import building_encoder
 
 
 def install() -> None:
@@ -28,16 +24,12 @@ def _noticed(original: Callable[..., AbstractContextManager[None]]) -> Callable[
     @contextmanager
     def mark(self: Any, *args: Any, targets: Any = None, **kwargs: Any) -> Iterator[None]:
         with original(self, *args, targets=targets, **kwargs):
-            token = _building.set(targets is None)  # with targets, the language model is built in here, too
+            token = building_encoder.set(
+                targets is None
+            )  # with targets, the language model is built in here, too
             try:
                 yield
             finally:
-                _building.reset(token)
+                building_encoder.reset(token)
 
     return mark
-
-
-def is_encoders(prefix: str, config: ModelConfig) -> bool:
-    """Tell whether the layer of this name, which is being made, belongs to an encoder."""
-    beside = config.is_multimodal_model or config.is_encoder_decoder
-    return _building.get() or (beside and in_encoder(prefix))

@@ -13,10 +13,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_fp8ext.errors import ConfigError
-
-BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-"""Attention whose cache is known, and that reads its scales anew in every step, also inside CUDA graphs."""
-FORMATS = ("fp8", "fp8_e4m3")
+from vllm_fp8ext.layers.kv_cache_method import BACKENDS, FORMATS
 
 
 @dataclass(frozen=True)

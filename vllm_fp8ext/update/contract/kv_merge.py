@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from vllm_fp8ext.update.worker.kv_buffers import Scales
+from vllm_fp8ext.kv_types import Scales
 
 Column = Sequence[float | None]
 Part = Mapping[str, Mapping[str, Column]]

@@ -9,8 +9,8 @@ import torch
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kv_settings import LARGEST_SCALE, SMALLEST_SCALE, Cached, KvScaleSettings, Policy
+from vllm_fp8ext.kv_types import NAMES, Scales
 from vllm_fp8ext.update.contract.prompts import require_prompts
-from vllm_fp8ext.update.worker.kv_buffers import NAMES, Scales
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import time
 from functools import partial
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.kv_types import scale_digests
 from vllm_fp8ext.update.contract.kv_merge import largest
 from vllm_fp8ext.update.contract.labels import Label
 from vllm_fp8ext.update.contract.operations import RankMethod
@@ -12,7 +13,6 @@ from vllm_fp8ext.update.contract.rank_results import raise_first
 from vllm_fp8ext.update.engine.committer import ExchangeStep
 from vllm_fp8ext.update.engine.jobs import Jobs, Result
 from vllm_fp8ext.update.engine.verification import Fingerprints
-from vllm_fp8ext.update.worker.kv_buffers import scale_digests
 
 
 class Audits:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_fp8ext.kernels.numerics.reference import FP8_MAX
-from vllm_fp8ext.update.worker.kv_buffers import Scales
+from vllm_fp8ext.kv_types import Scales
 
 Fits = dict[str, dict[str, dict[str, Any]]]
 """By layer, by `k` and `v`: the sums of `kernels.attention.kv_cache.Fit`."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kv_settings import KvScaleSettings
+from vllm_fp8ext.kv_types import Scales
 from vllm_fp8ext.update.contract.kv_merge import largest, remembered
 from vllm_fp8ext.update.contract.kv_request import Asked, asked_of
 from vllm_fp8ext.update.contract.kv_tokens import Tokens, choose
@@ -17,7 +18,6 @@ from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import raise_first
 from vllm_fp8ext.update.engine.jobs import Jobs, Result
 from vllm_fp8ext.update.engine.kv_report import layer_reports, traffic_reports, worst
-from vllm_fp8ext.update.worker.kv_buffers import Scales
 from vllm_fp8ext.update.worker.kv_scales import computed
 
 logger = logging.getLogger("vllm.fp8ext")

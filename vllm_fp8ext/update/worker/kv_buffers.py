@@ -5,59 +5,18 @@ Kernels read device buffers whose addresses CUDA graphs remember, CPU attention 
 `exchange`, beside the exchange of the weights.
 """
 
-import hashlib
-import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.attention.rescale_kv import ratio_of
+from vllm_fp8ext.kv_types import NAMES, HeadShare, RankScales, Scales, write_host_copies
 
-NAMES = ("q", "k", "v")
 _ALIGNED = 4
 """Numbers in 16 bytes: compiled graphs copy inputs that begin elsewhere."""
-Scales = dict[str, dict[str, list[float]]]
-"""By layer and by one of `NAMES`: one number, or one of each KV head."""
-RankScales = dict[str, dict[str, list[float | None]]]
-"""Of one rank: None for heads that others have."""
-
-
-def scale_digests(scales: Scales) -> dict[str, dict[str, str]]:
-    """By layer and kind, the SHA-256 of the scales of all heads as little-endian fp32."""
-    return {
-        layer: {
-            kind: hashlib.sha256(struct.pack(f"<{len(values)}f", *values)).hexdigest()
-            for kind, values in kinds.items()
-        }
-        for layer, kinds in scales.items()
-    }
-
-
-def write_host_copies(layer: Any, kind: str, value: float) -> None:
-    """Give an attention layer one of its scales wherever vLLM keeps it in host memory."""
-    setattr(layer, f"_{kind}_scale_float", value)
-    copy = getattr(layer, f"_{kind}_scale_cpu", None)
-    if copy is not None:
-        copy.fill_(value)
-
-
-@dataclass(frozen=True)
-class HeadShare:
-    """Which of a layer's `total` KV heads are on this rank."""
-
-    first: int
-    count: int
-    total: int
-
-    @classmethod
-    def of(cls, rank: int, world_size: int, total: int) -> "HeadShare":
-        """Ranks share heads out, or several ranks have the same one."""
-        count = max(1, total // world_size)
-        return cls(rank * total // world_size // count * count, count, total)
 
 
 class KvScales:

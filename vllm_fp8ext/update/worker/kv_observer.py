@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.attention.kv_cache import amax_by_head, fit_all
-from vllm_fp8ext.update.worker.kv_buffers import NAMES, KvScales, RankScales
+from vllm_fp8ext.kv_types import NAMES, RankScales
+from vllm_fp8ext.update.worker.kv_buffers import KvScales
 
 SAMPLE_TOKENS = 128
 """Of each layer's K and V so many are kept, evenly chosen, to tell how well scales fit them."""

@@ -16,10 +16,11 @@ from vllm_fp8ext.errors import described
 from vllm_fp8ext.kernels.attention.kv_amax import K, Q, Seen, V
 from vllm_fp8ext.kernels.attention.kv_cache import next_scales
 from vllm_fp8ext.kv_settings import KvScaleSettings
+from vllm_fp8ext.kv_types import RankScales, Scales
 from vllm_fp8ext.update.contract.kv_merge import largest
 from vllm_fp8ext.update.contract.kv_tokens import Tokens
 from vllm_fp8ext.update.worker.cooperative_task import Pause
-from vllm_fp8ext.update.worker.kv_buffers import KvScales, RankScales, Scales
+from vllm_fp8ext.update.worker.kv_buffers import KvScales
 from vllm_fp8ext.update.worker.kv_observer import Observer
 from vllm_fp8ext.update.worker.score_prompts import Attend, listen
 
