@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One matrix whose blocks are its own.
+class BlockMatrix:
+    """A matrix with block scales of its own, as a layer holds it.
 
     `name`: below the layer. `values`: view `[N, K]` of what the layer holds under `parameter`, without its padding: codes, or
     values of the checkpoint's dtype as long as nothing is allocated. `scales`: fp32, one per 128x128 block, a view of
@@ -25,7 +25,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedPart:
+class ServedMatrix:
     """Live codes and scales, and the paths of the two tensors that they lie in."""
 
     codes: Tensor
@@ -33,20 +33,23 @@ class ServedPart:
     paths: tuple[str, str]
 
 
-def served_parts(layers: Iterable[tuple[str, Any]]) -> dict[str, ServedPart]:
-    """By target, of quantized layers that hold codes and scales, each with its path."""
-    found = {}
+def served_matrices(layers: Iterable[tuple[str, Any]]) -> dict[str, ServedMatrix]:
+    """Return the matrices of quantized layers that hold codes and scales, by target.
+
+    `layers`: each with its path.
+    """
+    served = {}
     for path, layer in layers:
-        parts: Iterable[Part] = layer.quant_method.parts(layer)
-        for part in parts:
-            assert part.scales is not None
-            paths = f"{path}.{part.parameter}", f"{path}.{part.scale_parameter}"
-            found[f"{path}.{part.name}"] = ServedPart(part.values, part.scales, paths)
-    return found
+        matrices: Iterable[BlockMatrix] = layer.quant_method.matrices(layer)
+        for matrix in matrices:
+            assert matrix.scales is not None
+            paths = f"{path}.{matrix.parameter}", f"{path}.{matrix.scale_parameter}"
+            served[f"{path}.{matrix.name}"] = ServedMatrix(matrix.values, matrix.scales, paths)
+    return served
 
 
-def holders(targets: Iterable[str], parts: Mapping[str, ServedPart]) -> frozenset[str]:
-    """Paths of the tensors that hold these targets, and of the scales of those that are quantized."""
+def tensor_paths(targets: Iterable[str], matrices: Mapping[str, ServedMatrix]) -> frozenset[str]:
+    """Return paths of the tensors that hold these targets; of quantized ones those of the scales too."""
     return frozenset(
-        path for target in targets for path in (parts[target].paths if target in parts else (target,))
+        path for target in targets for path in (matrices[target].paths if target in matrices else (target,))
     )

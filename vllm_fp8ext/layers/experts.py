@@ -24,7 +24,7 @@ from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, blocks
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.layers import expert_gemm
-from vllm_fp8ext.layers.block_matrix import Part
+from vllm_fp8ext.layers.block_matrix import BlockMatrix
 from vllm_fp8ext.layers.expert_gemm import ExpertWeights
 from vllm_fp8ext.layers.linear import require_scales
 
@@ -154,12 +154,12 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         elif layer.w13_weight.is_cuda:
             self._quantize_together(layer)
         else:
-            loaded = {part.name: part.values for part in self.parts(layer)}
+            loaded = {matrix.name: matrix.values for matrix in self.matrices(layer)}
             self.allocate(layer, layer.w13_weight.device)
-            for part in self.parts(layer):
-                assert part.scales is not None
+            for matrix in self.matrices(layer):
+                assert matrix.scales is not None
                 quantize_weight.quantize_weight(
-                    loaded[part.name], part.values, part.scales, self.scale_format
+                    loaded[matrix.name], matrix.values, matrix.scales, self.scale_format
                 )
         self.derive(layer)
         layer._already_called_process_weights_after_loading = True
@@ -195,7 +195,7 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         """Give a twin's layer the codes and scales of another one."""
         self.adopt(layer, *([getattr(served, name).data for name in names] for names in (CODES, SCALES)))
 
-    def parts(self, layer: RoutedExperts) -> Iterator[Part]:
+    def matrices(self, layer: RoutedExperts) -> Iterator[BlockMatrix]:
         """Gate, up and down of every expert that this rank has."""
         hidden = layer.moe_config.hidden_dim_unpadded
         width = layer.moe_config.intermediate_size_per_partition_unpadded
@@ -208,9 +208,9 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
                 first = top // BLOCK
                 of = None if scales[0] is None else scales[0].data[expert, first : first + blocks(width)]
                 values = gate_up[expert, top : top + width, :hidden]
-                yield Part(f"{CODES[0]}[{expert}].{name}", values, of, CODES[0], SCALES[0])
+                yield BlockMatrix(f"{CODES[0]}[{expert}].{name}", values, of, CODES[0], SCALES[0])
             of = None if scales[1] is None else scales[1].data[expert]
-            yield Part(f"{CODES[1]}[{expert}]", down[expert, :hidden, :width], of, CODES[1], SCALES[1])
+            yield BlockMatrix(f"{CODES[1]}[{expert}]", down[expert, :hidden, :width], of, CODES[1], SCALES[1])
 
     def weights(self, layer: RoutedExperts) -> ExpertWeights:
         """What the kernels of a GPU read: the parameters themselves."""

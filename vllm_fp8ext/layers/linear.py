@@ -30,7 +30,7 @@ from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.layers import gemm
-from vllm_fp8ext.layers.block_matrix import Part
+from vllm_fp8ext.layers.block_matrix import BlockMatrix
 
 CODES = "weight"
 SCALES = "weight_scale_inv"
@@ -124,10 +124,10 @@ class BlockFp8LinearMethod(OnlineLinearBase):
         """Give a twin's layer the codes and scales of another one."""
         self.adopt(layer, served.weight.data, getattr(served, SCALES).data)
 
-    def parts(self, layer: torch.nn.Module) -> Iterator[Part]:
+    def matrices(self, layer: torch.nn.Module) -> Iterator[BlockMatrix]:
         """The one matrix of the layer."""
         scales = getattr(layer, SCALES, None)
-        yield Part(CODES, layer.weight.data, None if scales is None else scales.data, CODES, SCALES)
+        yield BlockMatrix(CODES, layer.weight.data, None if scales is None else scales.data, CODES, SCALES)
 
     def derive(self, layer: torch.nn.Module) -> None:
         """Rebuild what is computed from the codes; in place, so that addresses stay. Needed after every exchange.

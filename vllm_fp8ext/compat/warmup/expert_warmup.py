@@ -78,9 +78,9 @@ def run_experts(layers: Layers, max_tokens: int, *, deep_gemm: bool) -> None:
         if deep_gemm:
             _multiply(layer, route, max_tokens)
         else:
-            for part in itertools.islice(method.parts(layer), 3):  # of one expert, without what pads it
-                assert part.scales is not None
-                warm_up_quantizers(part.values, part.scales, method.scale_format)
+            for matrix in itertools.islice(method.matrices(layer), 3):  # of one expert, without what pads it
+                assert matrix.scales is not None
+                warm_up_quantizers(matrix.values, matrix.scales, method.scale_format)
         _run(layer, method, route, max_tokens, deep_gemm)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vllm_fp8ext.errors import ConfigError, no_live_updates
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.layers.block_matrix import holders, served_parts
+from vllm_fp8ext.layers.block_matrix import served_matrices, tensor_paths
 from vllm_fp8ext.layers.experts import DEQUANTIZED, BlockFp8ExpertsMethod
 from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
 from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
@@ -73,19 +73,19 @@ class Twin:
         self.scale_format = cast("ScaleFormat", found.scale_format)
         device = next(live.parameters()).device
         for path, layer in layers.items():
-            dtypes = {part.name: part.values.dtype for part in layer.quant_method.parts(layer)}
+            dtypes = {part.name: part.values.dtype for part in layer.quant_method.matrices(layer)}
             if inplace:
                 layer.quant_method.adopt_from(layer, live.get_submodule(path))
             else:
                 layer.quant_method.allocate(layer, device)
-            for part in layer.quant_method.parts(layer):
+            for part in layer.quant_method.matrices(layer):
                 assert part.scales is not None
                 quantized[f"{path}.{part.name}"] = QuantizedTarget(
                     part.values, part.scales, dtypes[part.name], self.scale_format
                 )
         self._served = list(_quantized_layers(live))  # to look for them takes milliseconds
-        self._parts = served_parts(self._served)
-        holding = holders(self._parts, self._parts)
+        self._parts = served_matrices(self._served)
+        holding = tensor_paths(self._parts, self._parts)
         targets, parameters = _targets(pieces), parameters_of(twin)
         own = {
             path: tensor
@@ -97,7 +97,7 @@ class Twin:
                 tensor.data = tensor_at(live, path).data
         plain = {path: tensor.data for path, tensor in own.items()}
         self.stager = Stager(pieces, quantized, plain, found.tied)
-        self._holders = holders(targets, self._parts)
+        self._holders = tensor_paths(targets, self._parts)
         groups, pairs = _pairs(live, twin, self._holders, inplace)
         self._groups = groups
         self._constants: dict[str, Tensor] = {}
@@ -117,7 +117,7 @@ class Twin:
             head for head, embedding in self.manifest.tied.items() if head in names and embedding not in names
         )
         targets = {piece.target for name in names for piece in self.stager.pieces.get(name, ())}
-        touched = holders(targets, self._parts)
+        touched = tensor_paths(targets, self._parts)
         for paths, (live, twin) in zip(self._groups, self.exchange.pairs, strict=True):
             if not paths & touched:
                 twin.copy_(live)
@@ -222,7 +222,7 @@ def _trace(
     twin: nn.Module, layers: Mapping[str, nn.Module], specs: list[TensorSpec], rank: int, names: Names
 ) -> Manifest:
     """This rank's manifest, as its loader's copies tell it."""
-    parts = [(path, part) for path, layer in layers.items() for part in layer.quant_method.parts(layer)]
+    parts = [(path, part) for path, layer in layers.items() for part in layer.quant_method.matrices(layer)]
     quantized = {f"{path}.{part.name}": part.values for path, part in parts}
     held = {f"{path}.{part.parameter}" for path, part in parts}
     loadable = loadable_tensors(twin, _NOT_LOADED)
