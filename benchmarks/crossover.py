@@ -22,13 +22,11 @@ from torch import Tensor
 from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.projections import MODELS, projections
-from vllm_fp8ext.kernels.gemm import decode_gemm
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
 from vllm_fp8ext.kernels.numerics.reference import BLOCK
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 
 TOKENS = (8, 16, 32, 64, 128)
 
@@ -66,7 +64,7 @@ def _compile(shape: tuple[int, int]) -> None:
     codes = torch.zeros(n, k, device="cuda").to(torch.float8_e4m3fn)
     scales = torch.ones(-(-n // 128), -(-k // 128), device="cuda")
     for m in TOKENS:
-        x = quantize_activation(cases.activations(m, k, "cuda"), "fp32")
+        x = quantize_activation(kernel_cases.activations(m, k, "cuda"), "fp32")
         deep_gemm(x, codes, scales, torch.bfloat16)
     torch.cuda.synchronize()
 
@@ -78,10 +76,10 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
     operands = Operands(n, k)
     found: dict[str, dict[str, float]] = {}
     for m in TOKENS:
-        if not decode_cuts.usable(m, n, k):
+        if not decode_gemm_configs.usable(m, n, k):
             break
-        x = cases.activations(m, k, "cuda")
-        cut = decode_cuts.fastest_alone(n, k, decode_cuts.width(m), quantized=True)
+        x = kernel_cases.activations(m, k, "cuda")
+        cut = decode_gemm_configs.fastest_alone(n, k, decode_gemm_configs.width(m), quantized=True)
         calls: dict[str, Any] = {
             "decode_gemm": partial(_ours, operands, x, cut),
             "deep_gemm": partial(_other, deep_gemm, operands, x),
@@ -92,7 +90,7 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
             error = operands.error(x, call(0))
             if not error < 1:
                 raise SystemExit(f"{name} with {m} tokens of {n}x{k}: {error:.2f} of its bound")
-        timings = bench.measure(calls, dict.fromkeys(calls, len(operands.codes)))
+        timings = kernel_timing.measure(calls, dict.fromkeys(calls, len(operands.codes)))
         for name, timing in timings.items():
             if timing.error:
                 raise SystemExit(f"{name} with {m} tokens of {n}x{k}: {timing.error}")

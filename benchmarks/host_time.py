@@ -25,8 +25,8 @@ from torch import Tensor
 
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.kernels.gemm import linear
-from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.runtime import cuda_kernel
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 HIDDEN, WIDE, FUSED = 4096, 12288, 6144
 """Columns: of a token, of the MLP, of Q, K and V."""
@@ -103,7 +103,7 @@ def operators(device: str, tokens: int) -> dict[str, Callable[[], object]]:
         for columns in (HIDDEN, WIDE, FUSED, 2 * WIDE)
     )
     norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device=device)
-    positions, table, norms, scale = cases.rotary(tokens, device)
+    positions, table, norms, scale = kernel_cases.rotary(tokens, device)
     rest = (None, "fp32", 1, "deep_gemm" if real else "none")
     calls: dict[str, Callable[[], object]] = {
         "rmsnorm_linear, Q, K and V": lambda: ops.rmsnorm_linear.default(x, x, norm, 1e-6, *qkv, *rest),
@@ -230,9 +230,9 @@ def _without_launches() -> None:
     )
     driver.set_active(gpu)
     torch.cuda.current_stream = lambda _: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment, return-value]  # no GPU
-    cuda.compile_source = lambda *_: b""
-    cuda.call = lambda *_: None  # type: ignore[assignment]  # no driver
-    cuda.Kernel.resident_blocks = lambda *_: 132  # type: ignore[method-assign]  # an H200's
+    cuda_kernel.compile_source = lambda *_: b""
+    cuda_kernel.call = lambda *_: None  # type: ignore[assignment]  # no driver
+    cuda_kernel.Kernel.resident_blocks = lambda *_: 132  # type: ignore[method-assign]  # an H200's
     linear.GEMMS["none"] = lambda x, codes, _, dtype: torch.empty(
         x.codes.shape[0], codes.shape[0], dtype=dtype
     )

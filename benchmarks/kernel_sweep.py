@@ -23,12 +23,10 @@ from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.kernels.gemm import decode_gemm
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 
 TOKENS = (8, 16, 32, 64)
 FEWEST_BLOCKS, MOST_WAVES = 48, 12
@@ -44,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=100, help="stop after so long")
-    parser.add_argument("--tokens", type=int, nargs="+", choices=decode_cuts.TOKENS, default=TOKENS)
+    parser.add_argument("--tokens", type=int, nargs="+", choices=decode_gemm_configs.TOKENS, default=TOKENS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-8B"])
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes")
     parser.add_argument("--table", type=Path, help="put the best cuts into this file")
@@ -70,7 +68,7 @@ def main() -> int:
     compiled = dict(zip(kernels, codes, strict=True))
     decode_gemm.machine_code = lambda *kernel: compiled[kernel]
     print(f"{len(kernels)} kernels compiled, {time.perf_counter() - start:.1f} s", flush=True)
-    bandwidth = bench.copy_bandwidth()
+    bandwidth = kernel_timing.copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, {time.perf_counter() - start:.1f} s", flush=True)
     table = Measured(options.table, KEY) if options.table else None
     found: list[dict[str, Any]] = []
@@ -103,7 +101,7 @@ def _keep(table: Measured, found: list[dict[str, Any]]) -> None:
         fastest = sorted(ones, key=lambda one: one["us"])[:KEPT]
         case = dict(zip(KEY, which, strict=True)) | {"bf16_us": round(ones[0]["bf16_us"], 2)}
         case["cuts"] = [
-            [*decode_cuts.kind(Config(**one["config"]), one["m"], which[1]), round(one["us"], 2)]
+            [*decode_gemm_configs.kind(Config(**one["config"]), one["m"], which[1]), round(one["us"], 2)]
             for one in fastest
         ]
         table.put(case)
@@ -113,7 +111,7 @@ def _cuts(n: int, k: int, m: int, kind: str) -> list[Config]:
     """Those that make a sensible number of blocks."""
     return [
         cut
-        for cut in decode_cuts.cuts(n, k, m, quantized=kind == "codes")
+        for cut in decode_gemm_configs.cuts(n, k, m, quantized=kind == "codes")
         if FEWEST_BLOCKS <= -(-n // cut.rows) * cut.splits <= MOST_WAVES * 132
     ]
 
@@ -123,8 +121,8 @@ def _sweep(
 ) -> list[dict[str, Any]]:
     if not cuts:
         return []
-    x = cases.activations(m, operands.k, "cuda")
-    base = bench.measure(
+    x = kernel_cases.activations(m, operands.k, "cuda")
+    base = kernel_timing.measure(
         {"bf16": lambda i: torch.nn.functional.linear(x, operands.weights[i])},
         {"bf16": len(operands.weights)},
         5,
@@ -162,7 +160,7 @@ def _time(operands: Operands, x: torch.Tensor, config: Config, kind: str) -> dic
         bound = operands.error(x, run(0))
     except Exception as error:
         return {"error": str(error)[:200]}
-    timing = bench.measure({"ours": run}, {"ours": len(operands.codes)}, 3)["ours"]
+    timing = kernel_timing.measure({"ours": run}, {"ours": len(operands.codes)}, 3)["ours"]
     return {"us": timing.us, "bound": bound, "error": timing.error if bound < 1 else f"wrong: {bound}"}
 
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.bench.operands import Operands
-from vllm_fp8ext.kernels.gemm import decode_gemm
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.runtime import cuda_kernel
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 STAMPS = ("begins", "may read x", "x is quantized", "x is there", "first weights", "last product", "stored")
 LAUNCHES = 12
@@ -67,7 +66,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--shapes", nargs="+", choices=cases.LINEAR, default=list(cases.LINEAR))
+    parser.add_argument("--shapes", nargs="+", choices=kernel_cases.LINEAR, default=list(kernel_cases.LINEAR))
     parser.add_argument("--codes", action="store_true", help="activations that come quantized")
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
     options = parser.parse_args()
@@ -75,9 +74,11 @@ def main() -> int:
         print(len(machine_code(Config(rows=128, splits=4), 64, options.codes)), "bytes")
         return 0
     for name in options.shapes:
-        operands = Operands(*cases.LINEAR[name])
+        operands = Operands(*kernel_cases.LINEAR[name])
         for m in options.tokens:
-            config = decode_cuts.choose(operands.n, operands.k, decode_cuts.width(m), quantized=options.codes)
+            config = decode_gemm_configs.choose(
+                operands.n, operands.k, decode_gemm_configs.width(m), quantized=options.codes
+            )
             print(f"{name} {operands.n}x{operands.k} m={m} {config}", flush=True)
             _show(_trace(operands, m, config, options.codes))
     return 0
@@ -95,19 +96,19 @@ def source() -> str:
 def machine_code(config: Config, tokens: int, codes: bool) -> bytes:
     macros = {"ROWS": config.rows, "TOKENS": tokens, "SPLITS": config.splits, "POW2": 0, "CODES": int(codes)}
     macros["STREAM"] = int(config.stream)
-    return cuda.compile_source(source(), {"wgmma.cuh": decode_gemm._wgmma(tokens)}, macros)
+    return cuda_kernel.compile_source(source(), {"wgmma.cuh": decode_gemm._wgmma(tokens)}, macros)
 
 
 def _trace(operands: Operands, m: int, config: Config, codes: bool) -> Tensor:
     """`[blocks, stamps, 2]` of the last of several launches: nanoseconds, and cycles of the block's multiprocessor."""
-    tokens = decode_cuts.width(m)
-    kernel = cuda.Kernel(
+    tokens = decode_gemm_configs.width(m)
+    kernel = cuda_kernel.Kernel(
         machine_code(config, tokens, codes), "decode_gemm", config.rows * 2 + 32, config.splits
     )
     shared = config.shared_bytes(tokens, operands.k)
     tiles = -(-operands.n // config.rows)
     grid = min(tiles, kernel.resident_blocks(shared) // config.splits) * config.splits
-    x = cases.activations(m, operands.k, "cuda")
+    x = kernel_cases.activations(m, operands.k, "cuda")
     values, scales = quantize_activation(x, "fp32") if codes else (x, None)
     out = torch.empty(m, operands.n, dtype=torch.bfloat16, device="cuda")
     trace = torch.zeros(grid, 8, 2, dtype=torch.int64, device="cuda")

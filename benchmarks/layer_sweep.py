@@ -28,16 +28,14 @@ from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.projections import MODELS
 from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, Step
 from vllm_fp8ext.kernels.attention.norm_rope import norm_rope
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
-from vllm_fp8ext.kernels.gemm import selection
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs, selection
 from vllm_fp8ext.kernels.gemm.decode_gemm import decode_gemm
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
 from vllm_fp8ext.kernels.quantize.gated_quantize import gated_quantize
 from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 from vllm_fp8ext.layers.gemm import deep_gemm
 
 CONTEXT = 1536
@@ -59,7 +57,11 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-8B"])
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes")
     parser.add_argument(
-        "--tokens", type=int, nargs="+", choices=decode_cuts.TOKENS, default=decode_cuts.TOKENS
+        "--tokens",
+        type=int,
+        nargs="+",
+        choices=decode_gemm_configs.TOKENS,
+        default=decode_gemm_configs.TOKENS,
     )
     parser.add_argument("--seconds", type=float, default=300, help="begin no layer after so long")
     parser.add_argument("--table", type=Path, required=True, help="put what is found into this file")
@@ -80,7 +82,7 @@ def main() -> int:
             told = {"model": model, "tp": parts, "layer_us": times}
             for (n, k), cut in found.items():
                 settled[tokens][n, k] = cut
-                kind = cut and decode_cuts.kind(cut, tokens, k)
+                kind = cut and decode_gemm_configs.kind(cut, tokens, k)
                 table.put({"n": n, "k": k, "tokens": tokens, "cut": kind} | told)
     return 0
 
@@ -90,7 +92,7 @@ def _cuts(cases: Iterable[dict[str, Any]]) -> dict[int, Cuts]:
     found: dict[int, Cuts] = {}
     for case in cases:
         n, k, tokens, kind = case["n"], case["k"], case["tokens"], case["cut"]
-        cut = kind and decode_cuts.of_kind(n, k, tokens, tuple(kind), quantized=True)
+        cut = kind and decode_gemm_configs.of_kind(n, k, tokens, tuple(kind), quantized=True)
         if bool(cut) == bool(kind):
             found.setdefault(tokens, {})[n, k] = cut
     return found
@@ -100,15 +102,17 @@ class Batch:
     """A token of each of some requests, and where its K and V lie in the caches of some layers."""
 
     def __init__(self, requests: int, hidden: int, kv_heads: int, layers: int) -> None:
-        self.x_MK, self.residual_MK = (cases.activations(requests, hidden, "cuda", seed) for seed in (0, 1))
-        self.positions_M, self.cos_sin_PD, self.norms, _ = cases.rotary(requests, "cuda")
-        each = CONTEXT // cases.KV_BLOCK
-        shape = (requests * each, kv_heads, cases.KV_BLOCK, 2 * cases.HEAD_DIM)
+        self.x_MK, self.residual_MK = (
+            kernel_cases.activations(requests, hidden, "cuda", seed) for seed in (0, 1)
+        )
+        self.positions_M, self.cos_sin_PD, self.norms, _ = kernel_cases.rotary(requests, "cuda")
+        each = CONTEXT // kernel_cases.KV_BLOCK
+        shape = (requests * each, kv_heads, kernel_cases.KV_BLOCK, 2 * kernel_cases.HEAD_DIM)
         codes = torch.randint(0, 0x60, shape, dtype=torch.uint8, device="cuda")
         self.caches = [codes.clone() for _ in range(layers)]
         self.table_RB = torch.randperm(requests * each, device="cuda").view(requests, each).int()
         self.lengths_R = torch.full((requests,), CONTEXT, dtype=torch.int32, device="cuda")
-        self.slots_R = (self.table_RB[:, -1].long() + 1) * cases.KV_BLOCK - 1
+        self.slots_R = (self.table_RB[:, -1].long() + 1) * kernel_cases.KV_BLOCK - 1
 
 
 class Layers:
@@ -117,15 +121,15 @@ class Layers:
     def __init__(self, model: str, parts: int) -> None:
         self.hidden, intermediate, q, kv = MODELS[model]
         q, kv = q // parts, kv // parts
-        self.heads, self.kv_heads = q // cases.HEAD_DIM, kv // cases.HEAD_DIM
+        self.heads, self.kv_heads = q // kernel_cases.HEAD_DIM, kv // kernel_cases.HEAD_DIM
         self.shapes = (
             (q + 2 * kv, self.hidden),
             (self.hidden, q),
             (2 * intermediate // parts, self.hidden),
             (self.hidden, intermediate // parts),
         )
-        made = [reference.quantize_weight(cases.weight(*shape, "cuda")) for shape in self.shapes]
-        self.count = bench.copies(sum(codes.numel() for codes, _ in made))
+        made = [reference.quantize_weight(kernel_cases.weight(*shape, "cuda")) for shape in self.shapes]
+        self.count = kernel_timing.copies(sum(codes.numel() for codes, _ in made))
         self.weights = [[(codes.clone(), scales) for codes, scales in made] for _ in range(self.count)]
         self.norm = torch.ones(self.hidden, dtype=torch.bfloat16, device="cuda")
         self.normed_heads = model.startswith("Qwen3")
@@ -153,10 +157,10 @@ class Layers:
         query, key = norm_rope(
             *(qkv_MN, batch.positions_M, batch.cos_sin_PD, norms, self.scale, self.heads, self.kv_heads)
         )
-        value = qkv_MN[:, -self.kv_heads * cases.HEAD_DIM :].view(key.shape)
+        value = qkv_MN[:, -self.kv_heads * kernel_cases.HEAD_DIM :].view(key.shape)
         placed = batch.caches[index], batch.table_RB, batch.lengths_R, batch.slots_R
-        step = Step(query, key, value, *placed, (self.scale,) * 3, cases.HEAD_DIM**-0.5)
-        attended = empty(qkv_MN.shape[0], self.heads * cases.HEAD_DIM, qkv_MN.device)
+        step = Step(query, key, value, *placed, (self.scale,) * 3, kernel_cases.HEAD_DIM**-0.5)
+        attended = empty(qkv_MN.shape[0], self.heads * kernel_cases.HEAD_DIM, qkv_MN.device)
         self.attention(step, attended)
         return attended
 
@@ -190,9 +194,11 @@ def _tried(layers: Layers, tokens: int, settled: Cuts, known: Cuts) -> tuple[Cut
     return {shape: cut for shape, cut in best.items() if shape not in settled}, times
 
 
-def _us(layers: Layers, tries: dict[str, partial[None]], repeats: int = bench.REPEATS) -> dict[str, float]:
+def _us(
+    layers: Layers, tries: dict[str, partial[None]], repeats: int = kernel_timing.REPEATS
+) -> dict[str, float]:
     """Microseconds of each; infinite, where it fails."""
-    timings = bench.measure(tries, dict.fromkeys(tries, layers.count), repeats)
+    timings = kernel_timing.measure(tries, dict.fromkeys(tries, layers.count), repeats)
     errors = [timing.error for timing in timings.values() if timing.error]
     if len(errors) == len(tries):
         raise SystemExit(f"nothing runs: {errors[0]}")
@@ -201,17 +207,17 @@ def _us(layers: Layers, tries: dict[str, partial[None]], repeats: int = bench.RE
 
 def _alone(n: int, k: int, tokens: int) -> Config | None:
     """The fastest alone."""
-    if not decode_cuts.usable(tokens, n, k) or tokens > selection.crossover_alone(n, k, "deep_gemm"):
+    if not decode_gemm_configs.usable(tokens, n, k) or tokens > selection.crossover_alone(n, k, "deep_gemm"):
         return None
-    return decode_cuts.fastest_alone(n, k, tokens, quantized=True)
+    return decode_gemm_configs.fastest_alone(n, k, tokens, quantized=True)
 
 
 def _fast(shape: Shape, tokens: int) -> list[Config]:
     """The decode GEMM's fastest alone."""
     n, k = shape
-    known = decode_cuts._measured(tokens, True, decode_cuts.SPLITS[-1]).get(shape, {})
-    every = decode_cuts.cuts(n, k, tokens, quantized=True)
-    return [cut for cut in every if decode_cuts.kind(cut, tokens, k) in known]
+    known = decode_gemm_configs._measured(tokens, True, decode_gemm_configs.SPLITS[-1]).get(shape, {})
+    every = decode_gemm_configs.cuts(n, k, tokens, quantized=True)
+    return [cut for cut in every if decode_gemm_configs.kind(cut, tokens, k) in known]
 
 
 if __name__ == "__main__":

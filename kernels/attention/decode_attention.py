@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat
-from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.runtime import cuda_kernel
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 HEAD_DIMENSION = 128
@@ -67,7 +67,7 @@ def choose(kv_heads: int, requests: int = 1, dtype: torch.dtype = FP8_DTYPE) -> 
     """The cut for layers of so many KV heads, up to so many requests, and a cache of this dtype."""
     together = max(count for count in range(1, _WARPS + 1) if kv_heads % count == 0)
     cut = Cut(together, _WARPS // together, stages=3, resident=1)
-    fits = cut.shared_bytes(requests, dtype) <= cuda.MOST_SHARED_BYTES
+    fits = cut.shared_bytes(requests, dtype) <= cuda_kernel.MOST_SHARED_BYTES
     return cut if fits else replace(cut, stages=2)
 
 
@@ -124,7 +124,8 @@ class DecodeAttention:
         self.cut = cut = cut or choose(kv_heads, requests, dtype)
         code = machine_code(heads, kv_heads, dtype, cut)
         attend, combine = (
-            cuda.Kernel(code, name, cut.warps * 32, 1) for name in ("decode_attention", "combine_attention")
+            cuda_kernel.Kernel(code, name, cut.warps * 32, 1)
+            for name in ("decode_attention", "combine_attention")
         )
         self._held: tuple[object, ...] | None = None
         self._attend, self._combine = attend.launcher(_ATTEND), combine.launcher(_COMBINE)
@@ -274,7 +275,7 @@ def machine_code(heads: int, kv_heads: int, dtype: torch.dtype, cut: Cut) -> byt
     """Compile both kernels; needs no GPU."""
     macros = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "TOGETHER": cut.together}
     macros |= {"SHARES": cut.shares, "STAGES": cut.stages, "RESIDENT": cut.resident, "BYTES": dtype.itemsize}
-    return cuda.compile_source(_SOURCE.read_text(), {}, macros)
+    return cuda_kernel.compile_source(_SOURCE.read_text(), {}, macros)
 
 
 def decode_attention_reference(

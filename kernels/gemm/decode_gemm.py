@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.runtime import cuda_kernel
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _KINDS = {torch.bfloat16: "BF16", reference.FP8_DTYPE: "E4M3"}
@@ -47,7 +47,7 @@ def decode_gemm(
     values, scales = x if isinstance(x, Quantized) else (x, None)
     m, (n, k) = values.shape[0], codes_NK.shape
     _check(values, scales, codes_NK, scales_NbKb, bias_N, config)
-    tokens = decode_cuts.width(m)
+    tokens = decode_gemm_configs.width(m)
     if scales is not None:
         scale_format = "fp32"  # makes no difference then
     if config is None:
@@ -77,16 +77,16 @@ def _chosen(
     n: int, k: int, tokens: int, scale_format: ScaleFormat, quantized: bool, device: int | None
 ) -> Config:
     """The fastest cut that this GPU runs: one with fewer multiprocessors to a cluster has no room for 16 blocks together."""
-    config = decode_cuts.choose(n, k, tokens, quantized=quantized)
+    config = decode_gemm_configs.choose(n, k, tokens, quantized=quantized)
     while config.splits > 1:
         kernel = _kernel(config.rows, config.splits, tokens, scale_format, quantized, config.stream, device)
         try:
             resident = kernel.resident_blocks(config.shared_bytes(tokens, k))
-        except cuda.CudaError:
+        except cuda_kernel.CudaError:
             resident = 0
         if resident >= config.splits:
             break
-        config = decode_cuts.choose(n, k, tokens, quantized=quantized, most_splits=config.splits // 2)
+        config = decode_gemm_configs.choose(n, k, tokens, quantized=quantized, most_splits=config.splits // 2)
     return config
 
 
@@ -97,7 +97,7 @@ def machine_code(
     """Compile one kernel; needs no GPU."""
     macros = {"ROWS": rows, "TOKENS": tokens, "SPLITS": splits, "POW2": int(scale_format == "pow2")}
     macros |= {"CODES": int(quantized), "STREAM": int(stream)}
-    return cuda.compile_source(_SOURCE.read_text(), {"wgmma.cuh": _wgmma(tokens)}, macros)
+    return cuda_kernel.compile_source(_SOURCE.read_text(), {"wgmma.cuh": _wgmma(tokens)}, macros)
 
 
 @functools.cache
@@ -109,9 +109,9 @@ def _kernel(
     quantized: bool,
     stream: bool,
     _device: int | None,
-) -> cuda.Kernel:
+) -> cuda_kernel.Kernel:
     code = machine_code(rows, splits, tokens, scale_format, quantized, stream)
-    return cuda.Kernel(code, "decode_gemm", rows * 2 + 32, splits)
+    return cuda_kernel.Kernel(code, "decode_gemm", rows * 2 + 32, splits)
 
 
 def _activations(values: Tensor, scales: Tensor | None, tokens: int) -> tuple[Any, ...]:
@@ -127,9 +127,9 @@ def _activations(values: Tensor, scales: Tensor | None, tokens: int) -> tuple[An
 
 
 @functools.lru_cache(maxsize=4096)
-def _map(address: int, shape: tuple[int, int], pitch: int, rows: int) -> cuda.TensorMap:
+def _map(address: int, shape: tuple[int, int], pitch: int, rows: int) -> cuda_kernel.TensorMap:
     """For copies of `rows` rows and 128 columns of codes."""
-    return cuda.byte_matrix_map(address, shape, pitch, (rows, BLOCK))
+    return cuda_kernel.byte_matrix_map(address, shape, pitch, (rows, BLOCK))
 
 
 def _wgmma(tokens: int) -> str:
@@ -162,7 +162,10 @@ def _check(
     problems = [
         text
         for text, wrong in (
-            (f"{decode_cuts.TOKENS[-1]} tokens at most, found {m}", not 0 < m <= decode_cuts.TOKENS[-1]),
+            (
+                f"{decode_gemm_configs.TOKENS[-1]} tokens at most, found {m}",
+                not 0 < m <= decode_gemm_configs.TOKENS[-1],
+            ),
             (f"weights of {k} columns, found {codes_NK.shape[1]}", codes_NK.shape[1] != k),
             (f"columns in multiples of 16, found {k}", k % 16 != 0),
             (f"{_KINDS[dtype]} activations, found {x_MK.dtype}", x_MK.dtype != dtype),
@@ -185,8 +188,8 @@ def _check(
             (
                 f"a cut that fits, found {config}",
                 config is not None
-                and 0 < m <= decode_cuts.TOKENS[-1]
-                and not config.fits(decode_cuts.width(m), k),
+                and 0 < m <= decode_gemm_configs.TOKENS[-1]
+                and not config.fits(decode_gemm_configs.width(m), k),
             ),
             (
                 "quantized activations for the ring",

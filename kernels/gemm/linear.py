@@ -11,8 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.gemm import decode_gemm
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat, blocks
@@ -28,7 +27,7 @@ Gemm = Callable[[Quantized, Tensor, Tensor, torch.dtype], Tensor]
 def in_slices(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, _dtype: torch.dtype) -> Tensor:
     """The GEMM for few tokens, as often as many tokens need it: for shapes that no other kernel takes."""
     m, (n, k) = x.codes.shape[0], codes_NK.shape
-    step = max(tokens for tokens in decode_cuts.TOKENS if decode_cuts.usable(tokens, n, k))
+    step = max(tokens for tokens in decode_gemm_configs.TOKENS if decode_gemm_configs.usable(tokens, n, k))
     parts = [
         Quantized(x.codes[start : start + step], x.scales[start : start + step])
         for start in range(0, m, step)

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs
 from vllm_fp8ext.kernels.numerics.layout import BLOCK
 
 TABLE = Path(__file__).with_name("crossover.json")
 """By shape and number of tokens, microseconds of `decode_gemm` and of the kernels that may take the others, with activations
 that a launch before quantizes, on one H200. `benchmarks/crossover.py` writes it; it names the run of each shape.
-`decode_cuts` has what was measured in layers, beside DeepGEMM."""
+`decode_gemm_configs` has what was measured in layers, beside DeepGEMM."""
 MULTIPLES = {"deep_gemm": 64, "cutlass": BLOCK, "triton": BLOCK}
 """Multiples that the rows of a weight must have, by kernel for many tokens, fastest first."""
 COLUMNS = BLOCK
@@ -35,7 +35,7 @@ def crossover(n: int, k: int, gemm: str) -> int:
     that is nearest in size: in a model's layer, or alone where that was not measured."""
     known = _alone(gemm)
     if gemm == "deep_gemm":
-        known = known | decode_cuts.most_in_layers()
+        known = known | decode_gemm_configs.most_in_layers()
     return _nearest(known, n, k)
 
 
@@ -92,9 +92,11 @@ def route(
         ValueError: a kernel that the user chose does not take the shape here.
     """
     n, k = shape_NK
-    if decode_tokens and not (few and decode_cuts.usable(decode_tokens, n, k)):
+    if decode_tokens and not (few and decode_gemm_configs.usable(decode_tokens, n, k)):
         raise ValueError(f"decode_tokens {decode_tokens}: decode_gemm does not take weights of {n}x{k} here")
-    taken = [tokens for tokens in decode_cuts.TOKENS if few and decode_cuts.usable(tokens, n, k)]
+    taken = [
+        tokens for tokens in decode_gemm_configs.TOKENS if few and decode_gemm_configs.usable(tokens, n, k)
+    ]
     if taken:
         usable = [*usable, "decode_gemm"]
     if gemm is not None and gemm not in usable:
@@ -104,6 +106,6 @@ def route(
         return None
     chosen = gemm or usable[0]
     if decode_tokens is None:
-        most = decode_cuts.TOKENS[-1] if chosen == "decode_gemm" else crossover(n, k, chosen)
+        most = decode_gemm_configs.TOKENS[-1] if chosen == "decode_gemm" else crossover(n, k, chosen)
         decode_tokens = max((tokens for tokens in taken if tokens <= most), default=0)
     return Route(decode_tokens, chosen)

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vllm_fp8ext.kernels.runtime import compile_counts as compiled
+from vllm_fp8ext.kernels.runtime import compile_counts
 
 AMAX_FLOOR_BITS = tl.constexpr(0x2EDBE6FF)
 """1e-10 as fp32. Magnitudes compare like their bits, and NaN is larger than all of them."""
@@ -164,7 +164,7 @@ _before = triton.knobs.runtime.jit_post_compile_hook
 
 
 def _note(*args: Any, **named: Any) -> Any:
-    compiled.note("triton")
+    compile_counts.note("triton")
     return _before(*args, **named) if _before else None
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fp8ext.environment import CACHE
-from vllm_fp8ext.kernels.runtime import compile_counts as compiled
+from vllm_fp8ext.kernels.runtime import compile_counts
 
 ARCHITECTURE = "sm_90a"
 MOST_SHARED_BYTES = 227 * 1024
@@ -99,7 +99,7 @@ def _kept(name: str) -> Path | None:
 def _compiled(
     nvrtc: ctypes.CDLL, source: str, headers: Mapping[str, str], defines: Mapping[str, int]
 ) -> bytes:
-    compiled.note("nvrtc")
+    compile_counts.note("nvrtc")
     program = ctypes.c_void_p()
     names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))

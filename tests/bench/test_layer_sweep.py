@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_timing
 from vllm_fp8ext.kernels.testing.kernel_timing import Timing
 
 UP, DOWN, TOKENS = (24576, 4096), (4096, 12288), 16
@@ -20,10 +20,10 @@ UP, DOWN, TOKENS = (24576, 4096), (4096, 12288), 16
 def fast(shape: tuple[int, int]) -> Config:
     """One that is not the fastest alone."""
     n, k = shape
-    alone = decode_cuts.fastest_alone(n, k, TOKENS, quantized=True)
-    known = decode_cuts._measured(TOKENS, True, 16)[shape]
-    every = decode_cuts.cuts(n, k, TOKENS, quantized=True)
-    return next(cut for cut in every if cut != alone and decode_cuts.kind(cut, TOKENS, k) in known)
+    alone = decode_gemm_configs.fastest_alone(n, k, TOKENS, quantized=True)
+    known = decode_gemm_configs._measured(TOKENS, True, 16)[shape]
+    every = decode_gemm_configs.cuts(n, k, TOKENS, quantized=True)
+    return next(cut for cut in every if cut != alone and decode_gemm_configs.kind(cut, TOKENS, k) in known)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def tried(layer_sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[
                 for name, time in times.items()
             }
 
-        monkeypatch.setattr(bench, "measure", measure)
+        monkeypatch.setattr(kernel_timing, "measure", measure)
         layers = SimpleNamespace(shapes=(UP, DOWN), count=2, run=lambda *_: None, batch=lambda _: None)
         return layer_sweep._tried(layers, TOKENS, settled or {}, known or {})
 
@@ -53,7 +53,7 @@ def test_each_gemm_gets_the_cut_with_which_the_layer_is_the_fastest(tried: Calla
 
 
 def test_a_shape_that_is_settled_stays(tried: Callable[..., Any]) -> None:
-    up = decode_cuts.fastest_alone(*UP, TOKENS, quantized=True)
+    up = decode_gemm_configs.fastest_alone(*UP, TOKENS, quantized=True)
     found, times = tried(lambda cuts: 10.0 - (cuts[UP] != up) - (cuts[DOWN] == fast(DOWN)), {UP: up})
     assert found == {DOWN: fast(DOWN)}
     assert times == [10.0, 9.0]
@@ -61,7 +61,9 @@ def test_a_shape_that_is_settled_stays(tried: Callable[..., Any]) -> None:
 
 def test_what_brings_next_to_nothing_is_left(tried: Callable[..., Any]) -> None:
     found, times = tried(lambda cuts: 10.0 - 0.01 * (cuts[UP] == fast(UP)))
-    assert found == {shape: decode_cuts.fastest_alone(*shape, TOKENS, quantized=True) for shape in (UP, DOWN)}
+    assert found == {
+        shape: decode_gemm_configs.fastest_alone(*shape, TOKENS, quantized=True) for shape in (UP, DOWN)
+    }
     assert times == [10.0, 10.0]
 
 
@@ -77,7 +79,7 @@ def test_what_is_the_fastest_alone_is_what_others_are_compared_with(
     most: int, tried: Callable[..., Any], layer_sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer_sweep.selection, "crossover_alone", lambda *_: most)
-    alone = decode_cuts.fastest_alone(*UP, TOKENS, quantized=True) if most == TOKENS else None
+    alone = decode_gemm_configs.fastest_alone(*UP, TOKENS, quantized=True) if most == TOKENS else None
     found, times = tried(lambda cuts: 10.0 - (cuts[UP] != alone))
     assert found[UP] != alone
     assert times == [10.0, 9.0]
@@ -104,7 +106,7 @@ def test_what_the_table_has_of_the_layer_is_begun_with(tried: Callable[..., Any]
 
 
 def test_what_the_table_has_of_a_settled_shape_is_of_no_account(tried: Callable[..., Any]) -> None:
-    up = decode_cuts.fastest_alone(*UP, TOKENS, quantized=True)
+    up = decode_gemm_configs.fastest_alone(*UP, TOKENS, quantized=True)
     found, times = tried(lambda cuts: 10.0 - (cuts[UP] != up), {UP: up}, {UP: fast(UP)})
     assert times == [10.0, 10.0]
     assert found.keys() == {DOWN}
@@ -113,7 +115,7 @@ def test_what_the_table_has_of_a_settled_shape_is_of_no_account(tried: Callable[
 def test_cuts_that_a_table_has(layer_sweep: ModuleType) -> None:
     cut = fast(UP)
     case = {"n": UP[0], "k": UP[1], "tokens": TOKENS, "model": "Qwen3-8B", "tp": 1}
-    case["cut"] = list(decode_cuts.kind(cut, TOKENS, UP[1]))
+    case["cut"] = list(decode_gemm_configs.kind(cut, TOKENS, UP[1]))
     assert layer_sweep._cuts([case]) == {TOKENS: {UP: cut}}
     assert layer_sweep._cuts([case | {"cut": None}]) == {TOKENS: {UP: None}}, "DeepGEMM"
     other = case | {"cut": (64, 16, False, 5)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.moe.expert_configs import CUTS, Choice
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -32,13 +32,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def layer() -> cases.Experts:
-    return cases.experts(max(TOKENS), HIDDEN, WIDTH, EXPERTS, CHOSEN, "cuda")
+def layer() -> kernel_cases.Experts:
+    return kernel_cases.experts(max(TOKENS), HIDDEN, WIDTH, EXPERTS, CHOSEN, "cuda")
 
 
 def routed(tokens: int, kind: str) -> tuple[Tensor, Tensor]:
     """Weights and experts of each token. `ragged`: most go to a few experts; `remote`: half of the experts are elsewhere."""
-    weights, of = cases.routing(tokens, EXPERTS, CHOSEN, "cuda", seed=tokens)
+    weights, of = kernel_cases.routing(tokens, EXPERTS, CHOSEN, "cuda", seed=tokens)
     if kind == "ragged":
         noise = torch.Generator("cuda").manual_seed(tokens)
         lean = torch.linspace(0, 6, EXPERTS, device="cuda")
@@ -52,7 +52,7 @@ def routed(tokens: int, kind: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", ["uniform", "ragged", "remote"])
 @pytest.mark.parametrize(("kernel", "tokens"), CASES)
 def test_each_kernel_is_the_reference(
-    layer: cases.Experts, kernel: str | int, tokens: int, kind: str
+    layer: kernel_cases.Experts, kernel: str | int, tokens: int, kind: str
 ) -> None:
     from vllm_fp8ext.layers.expert_gemm import ExpertWeights, compute
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.gemm import decode_gemm
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -28,18 +27,18 @@ def cut(config: Config) -> str:
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
-@pytest.mark.parametrize("shape", cases.LINEAR.values(), ids=list(cases.LINEAR))
+@pytest.mark.parametrize("shape", kernel_cases.LINEAR.values(), ids=list(kernel_cases.LINEAR))
 def test_a_models_weights_are_quantized_as_the_reference_does(
     shape: tuple[int, int], scale_format: ScaleFormat
 ) -> None:
     from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
 
-    weight = cases.weight(*shape, "cuda")
+    weight = kernel_cases.weight(*shape, "cuda")
     codes, scales = empty_like(weight)
     error, norm = quantize_weight(weight, codes, scales, scale_format)
     expected = reference.quantize_weight(weight.cpu(), scale_format)
-    assert cases.same(codes, expected[0])
-    assert cases.same(scales, expected[1])
+    assert kernel_cases.same(codes, expected[0])
+    assert kernel_cases.same(scales, expected[1])
     lost = reference.dequantize_weight(codes, scales).double() - weight.double()
     assert error == pytest.approx(float(lost.square().sum()), rel=1e-3)
     assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
@@ -50,15 +49,15 @@ def test_a_models_weights_are_quantized_together_as_the_reference_does(scale_for
     from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like
     from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place, QuantizeTogether
 
-    weights = [cases.weight(*shape, "cuda") for shape in (*cases.LINEAR.values(), (304, 208))]
+    weights = [kernel_cases.weight(*shape, "cuda") for shape in (*kernel_cases.LINEAR.values(), (304, 208))]
     for part in (weights[:-1], weights):  # whole blocks, and others
         places = [Place(*empty_like(weight), weight.stride(0)) for weight in part]
         addresses = torch.tensor([weight.data_ptr() for weight in part])
         sums = QuantizeTogether(places, part[0].dtype, scale_format).queue(addresses).tolist()
         for weight, place, (error, norm, wrong) in zip(part, places, sums, strict=True):
             expected = reference.quantize_weight(weight.cpu(), scale_format)
-            assert cases.same(place.codes_NK, expected[0])
-            assert cases.same(place.scales_NbKb, expected[1])
+            assert kernel_cases.same(place.codes_NK, expected[0])
+            assert kernel_cases.same(place.scales_NbKb, expected[1])
             lost = reference.dequantize_weight(place.codes_NK, place.scales_NbKb).double() - weight.double()
             assert error == pytest.approx(float(lost.square().sum()), rel=1e-3)
             assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
@@ -88,7 +87,7 @@ def test_a_models_codes_are_copied_together(scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
     from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place
 
-    weights = [cases.weight(*shape, "cuda") for shape in (*cases.LINEAR.values(), (304, 208))]
+    weights = [kernel_cases.weight(*shape, "cuda") for shape in (*kernel_cases.LINEAR.values(), (304, 208))]
     sent = [empty_like(weight) for weight in weights]
     for weight, (codes, scales) in zip(weights, sent, strict=True):
         quantize_weight(weight, codes, scales, scale_format)
@@ -100,8 +99,8 @@ def test_a_models_codes_are_copied_together(scale_format: ScaleFormat) -> None:
         wrong = copied.queue(addresses[:count]).tolist()
         assert wrong == [[0.0, float(index == 1)] for index in range(count)]
     for (codes, scales), place in zip(sent, places, strict=True):
-        assert cases.same(place.codes_NK, codes)
-        assert cases.same(place.scales_NbKb, scales)
+        assert kernel_cases.same(place.codes_NK, codes)
+        assert kernel_cases.same(place.scales_NbKb, scales)
 
 
 def test_an_embedding_is_copied_with_norms_in_one_launch() -> None:
@@ -128,8 +127,8 @@ def test_codes_of_every_pair_of_mantissas(dtype: torch.dtype, steps: int, expone
     rest = smaller.view(1, groups, BLOCK - 1).expand(steps, -1, -1)
     x = torch.cat((mantissas[:, None, None].expand(-1, groups, 1), rest), 2).flatten(1).to(dtype)
     found, expected = quantize_activation(x, "fp32"), reference.quantize_activation(x.cpu(), "fp32")
-    assert cases.same(found[0], expected[0])
-    assert cases.same(found[1], expected[1])
+    assert kernel_cases.same(found[0], expected[0])
+    assert kernel_cases.same(found[1], expected[1])
 
 
 def _assert_nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -149,7 +148,7 @@ def test_fused_norm_of_activations(shape: tuple[int, int], few: bool, scale_form
     from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize, rmsnorm_quantize_reference
 
     noise = torch.Generator("cuda").manual_seed(3)
-    x, residual = cases.activations(*shape, "cuda"), cases.activations(*shape, "cuda", 5)
+    x, residual = kernel_cases.activations(*shape, "cuda"), kernel_cases.activations(*shape, "cuda", 5)
     scaling = torch.rand(shape[1], generator=noise, device="cuda").bfloat16() + 0.5
     quantized, added = rmsnorm_quantize(x, residual, scaling, 1e-6, scale_format, few=few)
     _assert_nearly(
@@ -164,7 +163,7 @@ def test_fused_norm_of_activations(shape: tuple[int, int], few: bool, scale_form
 def test_gated_activations(shape: tuple[int, int], activation: Any, scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.quantize.gated_quantize import gated_quantize, gated_quantize_reference
 
-    gate_up = cases.activations(shape[0], 2 * shape[1], "cuda") / 8
+    gate_up = kernel_cases.activations(shape[0], 2 * shape[1], "cuda") / 8
     _assert_nearly(
         gated_quantize(gate_up, activation, scale_format),
         gated_quantize_reference(gate_up, activation, scale_format),
@@ -179,7 +178,7 @@ def test_activations_without_a_gate(
 ) -> None:
     from vllm_fp8ext.kernels.quantize.gated_quantize import gelu_quantize, gelu_quantize_reference
 
-    x = cases.activations(*shape, "cuda") / 8
+    x = kernel_cases.activations(*shape, "cuda") / 8
     _assert_nearly(
         gelu_quantize(x, activation, scale_format), gelu_quantize_reference(x, activation, scale_format)
     )
@@ -189,9 +188,9 @@ def test_activations_without_a_gate(
     ("config", "shape"),
     [
         pytest.param(config, shape, id=f"{cut(config)}-{shape}")
-        for config in cases.CUTS
-        for shape in cases.DECODE_SHAPES
-        if config.fits(decode_cuts.width(shape[0]), shape[2])
+        for config in kernel_cases.CUTS
+        for shape in kernel_cases.DECODE_SHAPES
+        if config.fits(decode_gemm_configs.width(shape[0]), shape[2])
     ],
 )
 def test_decode_gemm_stays_within_the_bound_and_repeats(
@@ -201,18 +200,20 @@ def test_decode_gemm_stays_within_the_bound_and_repeats(
 
     m, n, k, biased = shape
     scale_format: ScaleFormat = "pow2" if m % 2 else "fp32"
-    x = cases.activations(m, k, "cuda")
-    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"), scale_format)
+    x = kernel_cases.activations(m, k, "cuda")
+    codes, scales = reference.quantize_weight(kernel_cases.weight(n, k, "cuda"), scale_format)
     noise = torch.Generator("cuda").manual_seed(4)
     bias = torch.randn(n, generator=noise, device="cuda").bfloat16() if biased else None
     outs = [decode_gemm.decode_gemm(x, codes, scales, bias, scale_format, config) for _ in range(4)]
     expected = reference.quantize_activation(x, scale_format)
-    assert cases.gemm_error(outs[0], *expected, codes, scales, bias) < 1
-    assert all(cases.same(outs[0], out) for out in outs[1:])
+    assert kernel_cases.gemm_error(outs[0], *expected, codes, scales, bias) < 1
+    assert all(kernel_cases.same(outs[0], out) for out in outs[1:])
     before = quantize_activation(x, scale_format)
     for stream in (False, True):
         cut = dataclasses.replace(config, stream=stream)
-        assert cases.same(outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, cut))
+        assert kernel_cases.same(
+            outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, cut)
+        )
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
@@ -220,23 +221,23 @@ def test_decode_gemm_stays_within_the_bound_and_repeats(
 def test_codes_of_activations(shape: tuple[int, int], scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
-    x = cases.activations(*shape, "cuda")
+    x = kernel_cases.activations(*shape, "cuda")
     found, expected = (
         quantize_activation(x, scale_format),
         reference.quantize_activation(x.cpu(), scale_format),
     )
-    assert all(cases.same(*parts) for parts in zip(found, expected, strict=True))
+    assert all(kernel_cases.same(*parts) for parts in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", cases.GEMM_KINDS)
-@pytest.mark.parametrize("m", cases.DECODE_TOKENS)
-@pytest.mark.parametrize("name", cases.LINEAR)
+@pytest.mark.parametrize("kind", kernel_cases.GEMM_KINDS)
+@pytest.mark.parametrize("m", kernel_cases.DECODE_TOKENS)
+@pytest.mark.parametrize("name", kernel_cases.LINEAR)
 def test_decode_gemm_as_it_is_chosen_for_a_model(name: str, m: int, kind: str) -> None:
-    n, k = cases.LINEAR[name]
-    x, weight = cases.gemm_inputs(m, n, k, kind, "cuda")
+    n, k = kernel_cases.LINEAR[name]
+    x, weight = kernel_cases.gemm_inputs(m, n, k, kind, "cuda")
     codes, scales = reference.quantize_weight(weight)
     out = decode_gemm.decode_gemm(x, codes, scales, None, "fp32")
-    assert cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1
+    assert kernel_cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
@@ -245,8 +246,8 @@ def test_decode_gemm_quantizes_as_the_reference_does(m: int, splits: int, scale_
     """A weight that is one on the diagonal gives the activations back, dequantized and rounded to BF16. For one token a
     bias takes that away again, and what comes is what the rounding cut."""
     k = 1040
-    x = cases.awkward(m, k, "normal", torch.float32, m)
-    x *= torch.exp(2 * cases.awkward(m, k, "normal", torch.float32, m + 1))
+    x = kernel_cases.awkward(m, k, "normal", torch.float32, m)
+    x *= torch.exp(2 * kernel_cases.awkward(m, k, "normal", torch.float32, m + 1))
     x[-1, :BLOCK] = 0
     x[-1, BLOCK : 2 * BLOCK] *= 2.0**-40
     here = x.bfloat16().cuda()
@@ -262,7 +263,7 @@ def test_decode_gemm_quantizes_as_the_reference_does(m: int, splits: int, scale_
         assert torch.equal(rest, (exact - out.float()).bfloat16())
 
 
-@pytest.mark.parametrize("kind", cases.GEMM_KINDS)
+@pytest.mark.parametrize("kind", kernel_cases.GEMM_KINDS)
 @pytest.mark.parametrize(
     ("shape", "splits"), [((1, 4096, 4096), 4), ((33, 200, 1040), 2), ((64, 4096, 12288), 1)]
 )
@@ -270,8 +271,8 @@ def test_triton_gemm_stays_within_the_bound(shape: tuple[int, int, int], splits:
     from vllm_fp8ext.kernels.gemm import decode_gemm_triton
 
     m, n, k = shape
-    x, weight = cases.gemm_inputs(m, n, k, kind, "cuda")
+    x, weight = kernel_cases.gemm_inputs(m, n, k, kind, "cuda")
     codes, scales = reference.quantize_weight(weight)
     config = decode_gemm_triton.Config(splits=splits)
     out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)
-    assert cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1
+    assert kernel_cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.attention.kv_amax import Tally, kv_amax_reference
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference, warm_up
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("ratios", [(1.5, 0.6), (500.0, 0.01), (2.0, 2.0)], ids=str)
 def test_a_models_cache_is_rewritten_as_the_reference_does(ratios: tuple[float, float]) -> None:
     """NaN of both signs included; several launches' worth of programs; a layer that stays as it is between others."""
-    memory = cases.kv_memory(5, 300, "cuda")
+    memory = kernel_cases.kv_memory(5, 300, "cuda")
     memory[1, 7, 3, 5, :40] = 0x7F
     memory[1, 7, 3, 5, 40:90] = 0xFF
     twin = memory.clone()
-    steps = torch.linspace(*ratios, cases.KV_HEADS)
+    steps = torch.linspace(*ratios, kernel_cases.KV_HEADS)
     blocks = list(range(1, 300, 2))
 
     def layers(of: Tensor) -> list[CachedLayer]:
-        one = torch.ones(cases.KV_HEADS)
+        one = torch.ones(kernel_cases.KV_HEADS)
         return [
             CachedLayer(*pair, *((one, one) if index == 2 else (steps, 1 / steps)))
-            for index, pair in enumerate(cases.kv_views(of))
+            for index, pair in enumerate(kernel_cases.kv_views(of))
         ]
 
     warm_up(layers(memory))
@@ -47,11 +47,11 @@ def test_a_models_cache_is_rewritten_as_the_reference_does(ratios: tuple[float, 
 
 @pytest.mark.parametrize("tokens", [1, 128, 8192])
 def test_amaxes_of_a_models_layer(tokens: int) -> None:
-    tally = Tally(cases.KV_HEADS, torch.device("cuda"))
+    tally = Tally(kernel_cases.KV_HEADS, torch.device("cuda"))
     scales = tuple(torch.full((), 0.01, device="cuda") for _ in range(3))
     slots = torch.arange(tokens, device="cuda")
     slots[::5] = -1
-    steps = [cases.kv_step(tokens, "cuda", seed) for seed in range(2)]
+    steps = [kernel_cases.kv_step(tokens, "cuda", seed) for seed in range(2)]
     for step in steps:
         tally.add(step, slots, scales)
     seen = tally.take()
@@ -66,17 +66,17 @@ def test_amaxes_of_a_models_layer(tokens: int) -> None:
 def test_nothing_is_recorded_into_a_graph() -> None:
     from vllm_fp8ext.compat.update.kv_recorder import Recorder
 
-    k, v, q = cases.kv_step(4, "cuda")
+    k, v, q = kernel_cases.kv_step(4, "cuda")
     scale = torch.ones((), device="cuda")
     impl = SimpleNamespace(forward=lambda module, query, key, value, cache, metadata: value + 1)
     layer: Any = SimpleNamespace(
         impl=impl,
         dtype=torch.bfloat16,
         query_quant=object(),
-        num_heads=cases.Q_HEADS,
-        num_kv_heads=cases.KV_HEADS,
-        head_size=cases.HEAD_DIM,
-        head_size_v=cases.HEAD_DIM,
+        num_heads=kernel_cases.Q_HEADS,
+        num_kv_heads=kernel_cases.KV_HEADS,
+        head_size=kernel_cases.HEAD_DIM,
+        head_size_v=kernel_cases.HEAD_DIM,
         _k_scale=scale,
         _v_scale=scale,
         _q_scale=scale,
@@ -84,7 +84,7 @@ def test_nothing_is_recorded_into_a_graph() -> None:
     metadata = SimpleNamespace(slot_mapping=torch.arange(4, device="cuda"))
     recorder = Recorder({"layer": layer}, 1)
     impl.forward(layer, q, k, v, None, metadata)
-    assert int(recorder.take()["layer"].elements[0]) == 4 * cases.HEAD_DIM
+    assert int(recorder.take()["layer"].elements[0]) == 4 * kernel_cases.HEAD_DIM
     impl.forward(layer, q, k, v, None, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.kernels.gemm import linear
 from vllm_fp8ext.kernels.numerics import reference
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def _layer(
     return layer, method
 
 
-@pytest.mark.parametrize("kind", cases.GEMM_KINDS)
+@pytest.mark.parametrize("kind", kernel_cases.GEMM_KINDS)
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 @pytest.mark.parametrize(
     ("shape", "gemm"),
@@ -69,24 +69,24 @@ def _layer(
 )
 @pytest.mark.parametrize("tokens", [1, 64, 300])
 def test_linear_stays_within_the_bound(config, shape, tokens, scale_format, kind, gemm):
-    x, weight = cases.gemm_inputs(tokens, *shape, kind, "cuda")
+    x, weight = kernel_cases.gemm_inputs(tokens, *shape, kind, "cuda")
     layer, method = _layer(config, weight, scale_format, gemm=gemm)
     codes, scales = _quantized_on_the_cpu(shape, kind, scale_format)
-    assert cases.same(layer.weight, codes)
-    assert cases.same(layer.weight_scale_inv, scales)
+    assert kernel_cases.same(layer.weight, codes)
+    assert kernel_cases.same(layer.weight_scale_inv, scales)
     out, quantized = method.apply(layer, x), reference.quantize_activation(x, scale_format)
     assert bool(torch.isfinite(out).all())
     codes, scales = codes.cuda(), scales.cuda()
-    assert cases.gemm_error(out, *quantized, codes, scales) < 1
+    assert kernel_cases.gemm_error(out, *quantized, codes, scales) < 1
     values = reference.dequantize_activation(*quantized), reference.dequantize_weight(codes, scales)
     exact = values[0].double() @ values[1].double().T
-    assert float((out.double() - exact).norm() / exact.norm()) < cases.BF16
+    assert float((out.double() - exact).norm() / exact.norm()) < kernel_cases.BF16
 
 
 @functools.cache
 def _quantized_on_the_cpu(shape, kind, scale_format):
     """The weight of every number of tokens: it depends on its own shape alone."""
-    weight = cases.gemm_inputs(1, *shape, kind, "cuda")[1]
+    weight = kernel_cases.gemm_inputs(1, *shape, kind, "cuda")[1]
     return reference.quantize_weight(weight.cpu(), scale_format)
 
 

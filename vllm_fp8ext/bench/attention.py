@@ -9,8 +9,7 @@ from vllm.vllm_flash_attn import flash_attn_varlen_func
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, Step, decode_attention_reference
 from vllm_fp8ext.kernels.attention.kv_cache import amax_by_head, next_scales, quantize
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 
 DECODES = (
     *((128, 1536), (128, 8192), (128, 20480), (256, 1536), (32, 1536)),
@@ -46,18 +45,18 @@ def attention(report: Report) -> None:
 def mixed(report: Report, requests: int, context: int) -> None:
     """Requests that decode, and a prompt behind them."""
     noise = torch.Generator("cuda").manual_seed(0)
-    each = -(-max(context, PROMPT) // cases.KV_BLOCK)
-    shape = ((requests + 1) * each, cases.KV_HEADS, cases.KV_BLOCK, 2 * cases.HEAD_DIM)
+    each = -(-max(context, PROMPT) // kernel_cases.KV_BLOCK)
+    shape = ((requests + 1) * each, kernel_cases.KV_HEADS, kernel_cases.KV_BLOCK, 2 * kernel_cases.HEAD_DIM)
     codes = torch.randint(0, 0x60, shape, dtype=torch.uint8, device="cuda", generator=noise)
     codes = codes.view(torch.float8_e4m3fn)
     table = torch.randperm(len(codes), device="cuda", generator=noise).view(requests + 1, each).int()
     tokens = requests + PROMPT
-    query = torch.randn(tokens, cases.Q_HEADS, cases.HEAD_DIM, device="cuda", generator=noise)
+    query = torch.randn(tokens, kernel_cases.Q_HEADS, kernel_cases.HEAD_DIM, device="cuda", generator=noise)
     query = query.to(torch.float8_e4m3fn)
     starts = torch.tensor([*range(requests + 1), tokens], dtype=torch.int32, device="cuda")
     lengths = torch.tensor([*[context] * requests, PROMPT], dtype=torch.int32, device="cuda")
     scale = torch.full((1,), 0.05, device="cuda")
-    softmax_scale = cases.HEAD_DIM**-0.5
+    softmax_scale = kernel_cases.HEAD_DIM**-0.5
     outs = {
         name: torch.empty(query.shape, dtype=torch.bfloat16, device="cuda") for name in ("fp8", "blockfp8")
     }
@@ -66,10 +65,10 @@ def mixed(report: Report, requests: int, context: int) -> None:
         batch = starts[first:], lengths[first:], table[first:], (PROMPT, max(context, PROMPT))
         _flash(outs[name], query, codes, *batch, (scale,) * 3)
 
-    own = DecodeAttention(cases.Q_HEADS, cases.KV_HEADS, requests, query.device)
-    last = (context - 1) // cases.KV_BLOCK
-    newest = codes[table[:requests, last].long(), :, (context - 1) % cases.KV_BLOCK].float() * scale
-    key, value = (part.bfloat16().contiguous() for part in newest.split(cases.HEAD_DIM, -1))
+    own = DecodeAttention(kernel_cases.Q_HEADS, kernel_cases.KV_HEADS, requests, query.device)
+    last = (context - 1) // kernel_cases.KV_BLOCK
+    newest = codes[table[:requests, last].long(), :, (context - 1) % kernel_cases.KV_BLOCK].float() * scale
+    key, value = (part.bfloat16().contiguous() for part in newest.split(kernel_cases.HEAD_DIM, -1))
     step = Step(
         query[:requests], key, value, codes, table, lengths[:requests], None, (scale,) * 3, softmax_scale
     )
@@ -79,12 +78,12 @@ def mixed(report: Report, requests: int, context: int) -> None:
         own(step, outs["blockfp8"][:requests])
 
     calls: Calls = {"fp8": lambda _: flash("fp8", 0), "blockfp8": apart}
-    timings = bench.measure(calls, dict.fromkeys(calls, 1))
+    timings = kernel_timing.measure(calls, dict.fromkeys(calls, 1))
     right = _is_right(outs["blockfp8"], step)
     alike, theirs = (outs[name][requests:].float() for name in ("blockfp8", "fp8"))
     prompts = bool((alike - theirs).norm() <= 2 * BOUND * theirs.norm())
     moved = dict.fromkeys(calls, codes.numel())
-    where = (context, cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM)
+    where = (context, kernel_cases.Q_HEADS, kernel_cases.KV_HEADS, kernel_cases.HEAD_DIM)
     report.add(
         "attention_mixed",
         where,
@@ -98,19 +97,24 @@ def mixed(report: Report, requests: int, context: int) -> None:
 
 def decode(report: Report, requests: int, context: int) -> None:
     """One layer of Qwen3-8B's shape, each request's blocks anywhere in the cache."""
-    blocks = requests * context // cases.KV_BLOCK
+    blocks = requests * context // kernel_cases.KV_BLOCK
     noise = torch.Generator("cuda").manual_seed(0)
-    shape = (blocks, cases.KV_HEADS, cases.KV_BLOCK, 2 * cases.HEAD_DIM)
+    shape = (blocks, kernel_cases.KV_HEADS, kernel_cases.KV_BLOCK, 2 * kernel_cases.HEAD_DIM)
     plain = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=noise)
     query = torch.randn(
-        requests, cases.Q_HEADS, cases.HEAD_DIM, dtype=torch.bfloat16, device="cuda", generator=noise
+        requests,
+        kernel_cases.Q_HEADS,
+        kernel_cases.HEAD_DIM,
+        dtype=torch.bfloat16,
+        device="cuda",
+        generator=noise,
     )
     one = torch.ones(1, device="cuda")
     scale_q = next_scales(amax_by_head(query, 1), one)
     scale_kv = next_scales(plain.abs().amax().float()[None], one)
     codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
     for part, target in zip(plain.split(4096), codes.split(4096), strict=True):
-        rows = part.reshape(-1, 1, 2 * cases.HEAD_DIM)
+        rows = part.reshape(-1, 1, 2 * kernel_cases.HEAD_DIM)
         target.copy_(quantize(rows, scale_kv).view(part.shape))
     order = torch.randperm(blocks, device="cuda", generator=noise)
     table = order.view(requests, -1).int()
@@ -118,14 +122,14 @@ def decode(report: Report, requests: int, context: int) -> None:
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
     outs = {name: torch.empty_like(query) for name in ("bf16", "blockfp8_bf16", "fp8", "blockfp8")}
     codes_q = quantize(query, scale_q)
-    shape = (cases.Q_HEADS, cases.KV_HEADS, requests, query.device)
+    shape = (kernel_cases.Q_HEADS, kernel_cases.KV_HEADS, requests, query.device)
     own, own_plain = DecodeAttention(*shape), DecodeAttention(*shape, torch.bfloat16)
     newest = plain[table[:, -1], :, -1]  # cached already
-    key, value = (part.contiguous() for part in newest.split(cases.HEAD_DIM, -1))
-    slots = table[:, -1].long() * cases.KV_BLOCK + cases.KV_BLOCK - 1
+    key, value = (part.contiguous() for part in newest.split(kernel_cases.HEAD_DIM, -1))
+    slots = table[:, -1].long() * kernel_cases.KV_BLOCK + kernel_cases.KV_BLOCK - 1
     scales = (scale_q, scale_kv, scale_kv)
     batch = starts, lengths, table, (1, context)
-    softmax_scale = cases.HEAD_DIM**-0.5
+    softmax_scale = kernel_cases.HEAD_DIM**-0.5
     step = Step(codes_q, key, value, codes, table, lengths, slots, scales, softmax_scale)
     plain_step = step._replace(query_RHD=query, cache=plain, scales=(one,) * 3)
     calls: Calls = {
@@ -134,13 +138,13 @@ def decode(report: Report, requests: int, context: int) -> None:
         "fp8": lambda _: _flash(outs["fp8"], codes_q, codes, *batch, scales),
         "blockfp8": lambda _: own(step, outs["blockfp8"]),
     }
-    timings = bench.measure(calls, dict.fromkeys(calls, 1))
+    timings = kernel_timing.measure(calls, dict.fromkeys(calls, 1))
     expected, found = outs["bf16"].float(), outs["fp8"].float()
     near = bool((found - expected).norm() <= TOLERANCE * expected.norm())
     ours = {"blockfp8": step, "blockfp8_bf16": plain_step}
     right = {"fp8": near, **{name: _is_right(outs[name], one) for name, one in ours.items()}}
     moved = {name: plain.numel() * (2 if name.endswith("bf16") else 1) for name in calls}
-    where = (context, cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM)
+    where = (context, kernel_cases.Q_HEADS, kernel_cases.KV_HEADS, kernel_cases.HEAD_DIM)
     report.add("attention_decode", where, requests, timings, moved, exact=right)
 
 
@@ -156,11 +160,11 @@ def _flash(
 ) -> None:
     """FlashAttention 3 of requests whose tokens begin at `starts`; `longest`: most new tokens of one, and tokens in a
     context. `scales`: of Q, K and V in FP8."""
-    key, value = cache.transpose(1, 2).split(cases.HEAD_DIM, -1)
+    key, value = cache.transpose(1, 2).split(kernel_cases.HEAD_DIM, -1)
     descales = {}
     if scales is not None:
         names = ("q_descale", "k_descale", "v_descale")
-        by_head = (scale.expand(len(lengths_R), cases.KV_HEADS) for scale in scales)
+        by_head = (scale.expand(len(lengths_R), kernel_cases.KV_HEADS) for scale in scales)
         descales = dict(zip(names, by_head, strict=True))
     flash_attn_varlen_func(
         *(query_THD, key, value),
@@ -168,7 +172,7 @@ def _flash(
         cu_seqlens_q=starts,
         max_seqlen_k=longest[1],
         seqused_k=lengths_R,
-        softmax_scale=cases.HEAD_DIM**-0.5,
+        softmax_scale=kernel_cases.HEAD_DIM**-0.5,
         causal=True,
         block_table=table_RB,
         out=out,

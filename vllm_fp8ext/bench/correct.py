@@ -14,8 +14,7 @@ from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.attention import norm_rope
 from vllm_fp8ext.kernels.attention.kv_amax import Tally, kv_amax_reference
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference
-from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_triton
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs, decode_gemm_triton
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
@@ -27,7 +26,7 @@ from vllm_fp8ext.kernels.quantize import (
     rmsnorm_quantize,
 )
 from vllm_fp8ext.kernels.quantize.gated_quantize import Activation, Gelu
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 FORMATS: tuple[ScaleFormat, ...] = ("fp32", "pow2")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,9 +77,9 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
     found += [(f"norm_rope {m}", partial(turned, m)) for m in (1, 7, 300)]
     for case in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
         found.append((f"triton {case}", partial(triton, *case)))
-    for config, (m, n, k, bias) in itertools.product(cases.CUTS, cases.DECODE_SHAPES):
+    for config, (m, n, k, bias) in itertools.product(kernel_cases.CUTS, kernel_cases.DECODE_SHAPES):
         form = FORMATS[m % 2]
-        if config.fits(decode_cuts.width(m), k):
+        if config.fits(decode_gemm_configs.width(m), k):
             name = f"decode {config} {form} {m}x{n}x{k}{' bias' if bias else ''}"
             found.append((name, partial(decode, form, config, m, n, k, bias)))
     for form, (m, splits) in itertools.product(FORMATS, ((1, 1), (7, 2), (33, 4), (64, 1), (100, 8))):
@@ -105,21 +104,22 @@ def weight(form: ScaleFormat, dtype: torch.dtype, shape: tuple[int, int]) -> Ver
     sums = all(
         math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-20) for a, b in zip((error, norm), wanted, strict=True)
     )
-    equal = cases.same(codes, expected[0]), cases.same(scales, expected[1])
+    equal = kernel_cases.same(codes, expected[0]), kernel_cases.same(scales, expected[1])
     return all(equal) and sums, f"codes and scales equal {equal}, sums close {sums}"
 
 
 def activation(form: ScaleFormat, m: int, k: int) -> Verdict:
-    x = cases.activations(m, k, "cuda")
+    x = kernel_cases.activations(m, k, "cuda")
     found = quantize_activation.quantize_activation(x, form)
     equal = [
-        cases.same(a, b) for a, b in zip(found, reference.quantize_activation(x.cpu(), form), strict=True)
+        kernel_cases.same(a, b)
+        for a, b in zip(found, reference.quantize_activation(x.cpu(), form), strict=True)
     ]
     return all(equal), f"codes and scales equal {equal}"
 
 
 def rmsnorm(form: ScaleFormat, m: int, k: int) -> Verdict:
-    x, residual = cases.activations(m, k, "cuda"), cases.activations(m, k, "cuda", 5)
+    x, residual = kernel_cases.activations(m, k, "cuda"), kernel_cases.activations(m, k, "cuda", 5)
     scaling = torch.rand(k, device="cuda").bfloat16() + 0.5
     return normed(
         rmsnorm_quantize.rmsnorm_quantize(x, residual, scaling, 1e-6, form, few=m < 64),
@@ -138,22 +138,22 @@ def normed(
 
 
 def gated(name: Activation, form: ScaleFormat, m: int, k: int) -> Verdict:
-    gate_up = cases.activations(m, 2 * k, "cuda") / 8
+    gate_up = kernel_cases.activations(m, 2 * k, "cuda") / 8
     found = gated_quantize.gated_quantize(gate_up, name, form)
     return nearly(found, gated_quantize.gated_quantize_reference(gate_up, name, form))
 
 
 def gelu(name: Gelu, form: ScaleFormat, m: int, k: int) -> Verdict:
-    x = cases.activations(m, k, "cuda") / 8
+    x = kernel_cases.activations(m, k, "cuda") / 8
     found = gated_quantize.gelu_quantize(x, name, form)
     return nearly(found, gated_quantize.gelu_quantize_reference(x, name, form))
 
 
 def turned(m: int) -> Verdict:
     """Queries and keys of a layer, normed, turned, the former quantized."""
-    heads, kv_heads = cases.Q_HEADS, cases.KV_HEADS
-    qkv = cases.activations(m, (heads + 2 * kv_heads) * cases.HEAD_DIM, "cuda")
-    arguments = (qkv, *cases.rotary(m, "cuda"), heads, kv_heads)
+    heads, kv_heads = kernel_cases.Q_HEADS, kernel_cases.KV_HEADS
+    qkv = kernel_cases.activations(m, (heads + 2 * kv_heads) * kernel_cases.HEAD_DIM, "cuda")
+    arguments = (qkv, *kernel_cases.rotary(m, "cuda"), heads, kv_heads)
     return alike(norm_rope.norm_rope(*arguments), norm_rope.norm_rope_reference(*arguments))
 
 
@@ -170,24 +170,27 @@ def alike(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
 
 def kv_rescale() -> Verdict:
     """Some blocks of some layers, with ratios that clamp and that flush."""
-    memory = cases.kv_memory(3, 70, "cuda")
+    memory = kernel_cases.kv_memory(3, 70, "cuda")
     twin = memory.clone()
-    ratios = torch.linspace(0.01, 3, cases.KV_HEADS), torch.linspace(500, 0.3, cases.KV_HEADS)
+    ratios = torch.linspace(0.01, 3, kernel_cases.KV_HEADS), torch.linspace(500, 0.3, kernel_cases.KV_HEADS)
     blocks = list(range(1, 70, 3))
     layers, others = (
-        [CachedLayer(*pair, *ratios) for pair in cases.kv_views(part)] for part in (memory, twin)
+        [CachedLayer(*pair, *ratios) for pair in kernel_cases.kv_views(part)] for part in (memory, twin)
     )
     counts = rescale_kv(layers, blocks)
     equal = (
         counts == rescale_kv_reference(others, torch.tensor(blocks, device="cuda")),
-        cases.same(memory, twin),
+        kernel_cases.same(memory, twin),
     )
     return all(equal), f"counts and codes equal {equal}, {counts}"
 
 
 def kv_amax(tokens: int) -> Verdict:
-    step, scales = cases.kv_step(tokens, "cuda"), tuple(torch.full((), 0.01, device="cuda") for _ in range(3))
-    tally = Tally(cases.KV_HEADS, torch.device("cuda"))
+    step, scales = (
+        kernel_cases.kv_step(tokens, "cuda"),
+        tuple(torch.full((), 0.01, device="cuda") for _ in range(3)),
+    )
+    tally = Tally(kernel_cases.KV_HEADS, torch.device("cuda"))
     tally.add(step, torch.arange(tokens, device="cuda"), scales)
     return tallied(tally, step, scales)
 
@@ -219,17 +222,17 @@ def nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
 
 
 def decode(form: ScaleFormat, config: Config, m: int, n: int, k: int, biased: bool) -> Verdict:
-    x = cases.activations(m, k, "cuda")
-    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"), form)
+    x = kernel_cases.activations(m, k, "cuda")
+    codes, scales = reference.quantize_weight(kernel_cases.weight(n, k, "cuda"), form)
     bias = torch.randn(n, device="cuda").bfloat16() if biased else None
     outs = [decode_gemm.decode_gemm(x, codes, scales, bias, form, config) for _ in range(4)]
     torch.cuda.synchronize()
     expected = reference.quantize_activation(x, form)
-    error = cases.gemm_error(outs[0], *expected, codes, scales, bias)
-    repeatable = all(cases.same(outs[0], out) for out in outs[1:])
+    error = kernel_cases.gemm_error(outs[0], *expected, codes, scales, bias)
+    repeatable = all(kernel_cases.same(outs[0], out) for out in outs[1:])
     before = quantize_activation.quantize_activation(x, form)
     outs.append(decode_gemm.decode_gemm(before, codes, scales, bias, form, config))
-    repeatable &= cases.same(outs[0], outs[-1])
+    repeatable &= kernel_cases.same(outs[0], outs[-1])
     text = f"error/bound {error:.3f} repeatable {repeatable}"
     if not error < 1:
         text += _where(outs[0], reference.gemm(*expected, codes, scales))
@@ -266,9 +269,9 @@ def _where(out: Tensor, wanted: Tensor) -> str:
 
 
 def triton(m: int, n: int, k: int, splits: int) -> Verdict:
-    x = cases.activations(m, k, "cuda")
-    codes, scales = reference.quantize_weight(cases.weight(n, k, "cuda"))
+    x = kernel_cases.activations(m, k, "cuda")
+    codes, scales = reference.quantize_weight(kernel_cases.weight(n, k, "cuda"))
     config = decode_gemm_triton.Config(splits=splits)
     out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)
-    error = cases.gemm_error(out, *reference.quantize_activation(x), codes, scales)
+    error = kernel_cases.gemm_error(out, *reference.quantize_activation(x), codes, scales)
     return error < 1, f"error/bound {error:.3f}"

@@ -22,12 +22,11 @@ from vllm_fp8ext.kernels.moe.expert_configs import CUTS, Choice, Cut
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 from vllm_fp8ext.layers import expert_gemm
 from vllm_fp8ext.layers.expert_gemm import ExpertWeights
 
-(EXPERTS, WIDTH, HIDDEN), CHOSEN = cases.EXPERTS, 8
+(EXPERTS, WIDTH, HIDDEN), CHOSEN = kernel_cases.EXPERTS, 8
 ROUTINGS = 4
 """Routings of one case."""
 CHECKED = 128
@@ -92,8 +91,8 @@ def _weights(seed: int, rows: int, columns: int) -> Tensor:
 
 def _calls(layer: Layer, m: int, names: Sequence[str] | None = None) -> tuple[Calls, list[Any], Tensor]:
     """What is timed, the routings and the tokens."""
-    x = cases.activations(m, HIDDEN, "cuda")
-    routings = [cases.routing(m, EXPERTS, CHOSEN, "cuda", seed) for seed in range(ROUTINGS)]
+    x = kernel_cases.activations(m, HIDDEN, "cuda")
+    routings = [kernel_cases.routing(m, EXPERTS, CHOSEN, "cuda", seed) for seed in range(ROUTINGS)]
     choices = {"blockfp8_triton": Choice("triton", None), "blockfp8_deep_gemm": Choice("deep_gemm", None)}
     if m <= _FUSED:
         load = m * CHOSEN / EXPERTS
@@ -143,7 +142,7 @@ def experts(report: Report, tokens: Sequence[int]) -> None:
         calls, routings, x = _calls(layer, m)
         exact = {name: _right(layer, routings, x, call, name) for name, call in calls.items()}
         moved = {name: layer.moved(m, routings, 2 if name == "bf16" else 1) for name in calls}
-        timings = bench.measure(calls, dict.fromkeys(calls, ROUTINGS), repeats=5)
+        timings = kernel_timing.measure(calls, dict.fromkeys(calls, ROUTINGS), repeats=5)
         shape = EXPERTS, 2 * WIDTH, HIDDEN
         operations = 6 * m * CHOSEN * WIDTH * HIDDEN
         report.add("experts", shape, m, timings, moved, exact=exact, operations=operations)
@@ -155,7 +154,7 @@ def experts(report: Report, tokens: Sequence[int]) -> None:
         report.say(line)
 
 
-def _line(m: int, timings: dict[str, bench.Timing]) -> str:
+def _line(m: int, timings: dict[str, kernel_timing.Timing]) -> str:
     us = {name: timing.us for name, timing in timings.items() if timing.samples}
     fused = {name: value for name, value in us.items() if "/" in name}
     best = min(fused, key=fused.__getitem__, default="-")

@@ -11,11 +11,9 @@ from torch import Tensor
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.bench.rivals import UNQUANTIZED, Call, Gemm, rivals
-from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_triton, selection
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs, decode_gemm_triton, selection
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 
 PREFILL_RIVALS = ("cutlass", "deep_gemm", "flashinfer")
 
@@ -46,19 +44,19 @@ def _compare(
         "rivals: "
         + ", ".join(f"{name} ({g if isinstance(g, str) else 'runs'})" for name, g in others.items())
     )
-    for n, k in cases.LINEAR.values():
+    for n, k in kernel_cases.LINEAR.values():
         operands = Operands(n, k)
         ready = _ready(report, operands, others)
         for m in tokens:
             if report.late(f"{kernel} {n}x{k} m={m}"):
                 return
-            x = cases.activations(m, k, "cuda")
+            x = kernel_cases.activations(m, k, "cuda")
             calls: Calls = {"bf16": partial(_bf16, operands, x), **ours(operands, x)}
             calls |= {name: partial(_copy, copies, x) for name, copies in ready.items()}
             passes = dict.fromkeys(calls, len(operands.codes)) | {"bf16": len(operands.weights)}
             moved = dict.fromkeys(calls, operands.fp8_bytes(m)) | {"bf16": operands.bf16_bytes(m)}
             exact = {name: name == "bf16" or _within(operands, name, x, call) for name, call in calls.items()}
-            timings = bench.measure(calls, passes)
+            timings = kernel_timing.measure(calls, passes)
             report.add(kernel, (n, k), m, timings, moved, exact=exact, operations=2 * m * n * k)
 
 
@@ -74,10 +72,10 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
     from vllm_fp8ext.layers.gemm import deep_gemm
 
     codes, scales, quantized = operands.codes, operands.scales, quantize_activation(x, "fp32")
-    tokens = decode_cuts.width(x.shape[0])
-    config = decode_cuts.choose(operands.n, operands.k, tokens, quantized=False)
+    tokens = decode_gemm_configs.width(x.shape[0])
+    config = decode_gemm_configs.choose(operands.n, operands.k, tokens, quantized=False)
     alone = dataclasses.replace(config, early=False)
-    apart = decode_cuts.fastest_alone(operands.n, operands.k, tokens, quantized=True)
+    apart = decode_gemm_configs.fastest_alone(operands.n, operands.k, tokens, quantized=True)
     crossover = selection.crossover(operands.n, operands.k, "deep_gemm")
     portable = decode_gemm_triton.Config(splits=max(1, min(8, 132 // -(-operands.n // 128))))
     return {

@@ -15,7 +15,7 @@ import torch
 from vllm_fp8ext.bench.options import CommandLine
 from vllm_fp8ext.bench.rivals import NAMES
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention", "experts")
 
@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_choice("--only", PARTS, PARTS, "these parts alone", metavar="PART")
     parser.add_choice("--rivals", NAMES, NAMES, "beside GEMMs of ours, where they run", nargs="*")
     for part, tokens in (
-        ("prefill", cases.PREFILL_TOKENS),
-        ("decode", cases.DECODE_TOKENS),
-        ("expert", cases.EXPERT_TOKENS),
+        ("prefill", kernel_cases.PREFILL_TOKENS),
+        ("decode", kernel_cases.DECODE_TOKENS),
+        ("expert", kernel_cases.EXPERT_TOKENS),
     ):
         parser.add_argument(
             f"--{part}-tokens",

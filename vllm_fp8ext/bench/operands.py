@@ -6,8 +6,7 @@ import functools
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics import reference
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 
 
 class Operands:
@@ -15,15 +14,15 @@ class Operands:
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k
-        weight = cases.weight(n, k, "cuda")
+        weight = kernel_cases.weight(n, k, "cuda")
         codes, self.scales = reference.quantize_weight(weight)
-        self.codes = [codes.clone() for _ in range(bench.copies(n * k))]
+        self.codes = [codes.clone() for _ in range(kernel_timing.copies(n * k))]
         self._weight = weight
 
     @functools.cached_property
     def weights(self) -> list[Tensor]:
         """Of no use to who times FP8 alone."""
-        return [self._weight.clone() for _ in range(bench.copies(2 * self.n * self.k))]
+        return [self._weight.clone() for _ in range(kernel_timing.copies(2 * self.n * self.k))]
 
     def fp8_bytes(self, m: int) -> int:
         """Fewest bytes of one FP8 GEMM."""
@@ -35,7 +34,7 @@ class Operands:
 
     def error(self, x: Tensor, out: Tensor) -> float:
         """Error of a GEMM with the first copy, as a part of its bound."""
-        return cases.gemm_error(out, *reference.quantize_activation(x), self.codes[0], self.scales)
+        return kernel_cases.gemm_error(out, *reference.quantize_activation(x), self.codes[0], self.scales)
 
     def difference(self, x: Tensor, out: Tensor) -> float:
         """Of a GEMM with the first copy that leaves activations as they are: ‖out - exact‖ / ‖exact‖."""

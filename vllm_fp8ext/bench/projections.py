@@ -4,7 +4,7 @@
 import itertools
 from collections.abc import Iterable
 
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs
 
 MODELS = {
     "Qwen3-0.6B": (1024, 3072, 2048, 1024),
@@ -30,4 +30,4 @@ def projections(models: Iterable[str], tp: Iterable[int]) -> list[tuple[int, int
             *((2 * intermediate // parts, hidden), (hidden, intermediate // parts)),
             *(((q + 2 * kv) // parts, hidden), (hidden, q // parts)),
         ]
-    return [(n, k) for n, k in dict.fromkeys(found) if decode_cuts.usable(1, n, k)]
+    return [(n, k) for n, k in dict.fromkeys(found) if decode_gemm_configs.usable(1, n, k)]

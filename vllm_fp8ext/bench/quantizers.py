@@ -26,8 +26,7 @@ from vllm_fp8ext.kernels.quantize.gated_quantize import (
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantize.quantize_weight_triton import launch
 from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 
 FORMATS: tuple[ScaleFormat, ...] = ("fp32", "pow2")
 
@@ -36,11 +35,11 @@ def weights(report: Report) -> None:
     """Each projection in both formats, a whole model, and a layer of experts. Rivals: `compiled`, the reference through
     `torch.compile`, and a `copy` of as many bytes. `blockfp8_sums`: with the sums that an update takes."""
     compiled = torch.compile(_reference, dynamic=True)
-    for (n, k), form in itertools.product(cases.LINEAR.values(), FORMATS):
+    for (n, k), form in itertools.product(kernel_cases.LINEAR.values(), FORMATS):
         if report.late(f"quantize_weight {n}x{k}"):
             return
-        weight = cases.weight(n, k, "cuda")
-        sets = [(weight.clone(), *_destination(n, k)) for _ in range(bench.copies(3 * n * k))]
+        weight = kernel_cases.weight(n, k, "cuda")
+        sets = [(weight.clone(), *_destination(n, k)) for _ in range(kernel_timing.copies(3 * n * k))]
         sums = torch.empty(blocks(n), blocks(k), 3, device="cuda")
         calls: Calls = {
             "blockfp8": partial(_quantize, sets, form, None),
@@ -50,12 +49,12 @@ def weights(report: Report) -> None:
         exact = {variant: quantizes_right(call, sets[:1], form) for variant, call in calls.items()}
         calls["copy"] = partial(_copy, sets, n * 3 // 4)
         moved = dict.fromkeys(calls, 3 * n * k + blocks(n) * blocks(k) * 4)
-        timings = bench.measure(calls, dict.fromkeys(calls, len(sets)))
+        timings = kernel_timing.measure(calls, dict.fromkeys(calls, len(sets)))
         report.add("quantize_weight", (n, k, form), None, timings, moved, baseline="compiled", exact=exact)
-    model = [*cases.LINEAR.values()] * cases.LAYERS
+    model = [*kernel_cases.LINEAR.values()] * kernel_cases.LAYERS
     for form in FORMATS:
         _together(report, "quantize_weight", ("Qwen3-8B", form), model, form, compiled)
-    experts, width, hidden = cases.EXPERTS
+    experts, width, hidden = kernel_cases.EXPERTS
     shapes = [(experts * 2 * width, hidden), (experts * hidden, width)]
     _together(report, "quantize_experts", (experts, 3 * width, hidden), shapes, "fp32", compiled)
 
@@ -71,7 +70,7 @@ def _together(
     """Weights of these shapes one after the other: of a whole model, or of all experts of a layer."""
     if report.late(kernel):
         return
-    parts = [(cases.weight(n, k, "cuda"), *_destination(n, k)) for n, k in shapes]
+    parts = [(kernel_cases.weight(n, k, "cuda"), *_destination(n, k)) for n, k in shapes]
     sums = [torch.empty(*scales.shape, 3, device="cuda") for _, _, scales in parts]
 
     def alone(_: int) -> None:
@@ -88,7 +87,9 @@ def _together(
 
     calls: Calls = {"blockfp8": alone, "blockfp8_sums": with_sums, "compiled": by_inductor}
     exact = {variant: quantizes_right(call, parts, form) for variant, call in calls.items()}
-    timings = bench.measure(calls, dict.fromkeys(calls, 1), least=2)  # each queues a launch for every weight
+    timings = kernel_timing.measure(
+        calls, dict.fromkeys(calls, 1), least=2
+    )  # each queues a launch for every weight
     total = sum(3 * codes.numel() + 4 * scales.numel() for _, codes, scales in parts)
     moved = dict.fromkeys(calls, total) | {"blockfp8_sums": total + 4 * sum(own.numel() for own in sums)}
     report.add(kernel, shape, None, timings, moved, baseline="compiled", exact=exact)
@@ -112,7 +113,7 @@ def quantizes_right(
 def fused(report: Report) -> None:
     """Norms, gated activation functions and rotary embedding that quantize, against vLLM's kernels and a launch that
     quantizes (`separate`); and that launch against vLLM's."""
-    for m in (*cases.DECODE_TOKENS, *cases.PREFILL_TOKENS):
+    for m in (*kernel_cases.DECODE_TOKENS, *kernel_cases.PREFILL_TOKENS):
         if report.late(f"fused kernels m={m}"):
             return
         _plain(report, m, 4096)
@@ -162,18 +163,18 @@ def _compare(
     moved: int,
 ) -> None:
     """`right`: what is timed as `blockfp8` was within its bound. `moved`: fewest bytes of one call."""
-    timings = bench.measure(calls, dict.fromkeys(calls, copies))
+    timings = kernel_timing.measure(calls, dict.fromkeys(calls, copies))
     everywhere = dict.fromkeys(calls, moved)
     report.add(kernel, shape, m, timings, everywhere, baseline="separate", exact={"blockfp8": right})
 
 
 def _copies(operand_bytes: int) -> int:
-    return min(64, bench.copies(operand_bytes))
+    return min(64, kernel_timing.copies(operand_bytes))
 
 
 def _plain(report: Report, m: int, k: int) -> None:
     """What no producer quantizes. Rival: vLLM's kernel (`separate`)."""
-    sets = [cases.activations(m, k, "cuda") for _ in range(_copies(m * k * 3))]
+    sets = [kernel_cases.activations(m, k, "cuda") for _ in range(_copies(m * k * 3))]
     theirs = stock_quantizer(aligned=True)
 
     def ours(i: int) -> Quantized:
@@ -181,21 +182,21 @@ def _plain(report: Report, m: int, k: int) -> None:
 
     calls: Calls = {"blockfp8": ours, "separate": lambda i: theirs(sets[i])}
     expected = reference.quantize_activation(sets[0], "fp32")
-    right = all(cases.same(a, b) for a, b in zip(ours(0), expected, strict=True))
+    right = all(kernel_cases.same(a, b) for a, b in zip(ours(0), expected, strict=True))
     moved = m * (k * 3 + blocks(k) * 4)
     _compare(report, "quantize_activation", (k,), m, calls, right=right, copies=len(sets), moved=moved)
 
 
 def _norm(report: Report, m: int, k: int) -> None:
     sets = [
-        (cases.activations(m, k, "cuda"), cases.activations(m, k, "cuda", 3))
+        (kernel_cases.activations(m, k, "cuda"), kernel_cases.activations(m, k, "cuda", 3))
         for _ in range(_copies(m * k * 7))
     ]
     others = [(x.clone(), residual.clone()) for x, residual in sets]  # vLLM's kernel writes into both
     scaling = torch.ones(k, device="cuda").bfloat16()
 
     def ours(i: int) -> tuple[Quantized, Tensor]:
-        return rmsnorm_quantize(*sets[i], scaling, 1e-6, "fp32", few=m in cases.DECODE_TOKENS)
+        return rmsnorm_quantize(*sets[i], scaling, 1e-6, "fp32", few=m in kernel_cases.DECODE_TOKENS)
 
     def separate(i: int) -> object:
         add_rms_norm(*others[i], scaling, 1e-6)
@@ -208,7 +209,7 @@ def _norm(report: Report, m: int, k: int) -> None:
 
 
 def _gate(report: Report, activation: Activation, m: int, k: int) -> None:
-    sets = [cases.activations(m, 2 * k, "cuda") / 8 for _ in range(_copies(m * k * 5))]
+    sets = [kernel_cases.activations(m, 2 * k, "cuda") / 8 for _ in range(_copies(m * k * 5))]
 
     def ours(i: int) -> Quantized:
         return gated_quantize(sets[i], activation, "fp32")
@@ -226,7 +227,7 @@ def _gate(report: Report, activation: Activation, m: int, k: int) -> None:
 
 def _gelu(report: Report, m: int, k: int) -> None:
     """Without a gate; `separate` is torch's kernel, and a launch that quantizes."""
-    sets = [cases.activations(m, k, "cuda") / 8 for _ in range(_copies(m * k * 3))]
+    sets = [kernel_cases.activations(m, k, "cuda") / 8 for _ in range(_copies(m * k * 3))]
 
     def ours(i: int) -> Quantized:
         return gelu_quantize(sets[i], "gelu", "fp32")
@@ -242,10 +243,10 @@ def _gelu(report: Report, m: int, k: int) -> None:
 
 def _heads(report: Report, m: int) -> None:
     """`compiled`: what Inductor makes of the reference, as it does in a compiled model."""
-    heads, kv_heads, size = cases.Q_HEADS, cases.KV_HEADS, cases.HEAD_DIM
+    heads, kv_heads, size = kernel_cases.Q_HEADS, kernel_cases.KV_HEADS, kernel_cases.HEAD_DIM
     columns = (heads + 2 * kv_heads) * size
-    positions, table, norms, scale = cases.rotary(m, "cuda")
-    sets = [cases.activations(m, columns, "cuda") for _ in range(_copies(m * columns * 2))]
+    positions, table, norms, scale = kernel_cases.rotary(m, "cuda")
+    sets = [kernel_cases.activations(m, columns, "cuda") for _ in range(_copies(m * columns * 2))]
     others = [qkv.clone() for qkv in sets]  # vLLM's kernel writes into them
     rest = (positions, table, norms, scale, heads, kv_heads)
     compiled = torch.compile(norm_rope_reference, dynamic=True)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.kernels.testing import kernel_timing as bench
+from vllm_fp8ext.kernels.testing import kernel_timing
 
 Calls = dict[str, Callable[[int], object]]
 """By variant: a call with the number of one of the copies of its operands."""
@@ -31,7 +31,7 @@ class Report:
         self.stop = stop
         self.provenance = provenance()
         self.cases: list[dict[str, Any]] = []
-        self.bandwidth = bench.copy_bandwidth()
+        self.bandwidth = kernel_timing.copy_bandwidth()
         self.matmul: dict[str, float] = {}
         self._console = Console(width=140, highlight=False)
         self.say(f"a copy moves {self.bandwidth / 1e12:.2f} TB/s")
@@ -42,7 +42,7 @@ class Report:
 
     def measure_matmul(self) -> None:
         """What the GPU multiplies in BF16, TFLOP/s, told beside the cases."""
-        self.matmul = {name: bench.matmul_rate(seconds) / 1e12 for name, seconds in MATMULS.items()}
+        self.matmul = {name: kernel_timing.matmul_rate(seconds) / 1e12 for name, seconds in MATMULS.items()}
         rates = ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in self.matmul.items())
         self.say(f"cuBLAS in BF16: {rates}")
 
@@ -58,7 +58,7 @@ class Report:
         kernel: str,
         shape: tuple[int | str, ...],
         m: int | None,
-        timings: Mapping[str, bench.Timing],
+        timings: Mapping[str, kernel_timing.Timing],
         moved: Mapping[str, int],
         *,
         baseline: str = "bf16",

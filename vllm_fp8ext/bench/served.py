@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_fp8ext.kernels.numerics import reference
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 from vllm_fp8ext.layers.linear import CODES, SCALES, BlockFp8LinearMethod
 
 ROWS = 64
@@ -31,8 +31,8 @@ def linear_errors(worker: Any, tokens: Sequence[int]) -> dict[str, float]:
         form = method.scale_format
         found[shape] = 0.0
         for m in tokens:
-            x = cases.activations(m, codes.shape[1], codes.device.type)
+            x = kernel_cases.activations(m, codes.shape[1], codes.device.type)
             out = method.apply(layer, x)[:ROWS]
             few = reference.quantize_activation(x[:ROWS], form)
-            found[shape] = max(found[shape], cases.gemm_error(out, *few, codes, scales))
+            found[shape] = max(found[shape], kernel_cases.gemm_error(out, *few, codes, scales))
     return found

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.kernels.gemm.selection import Route
 from vllm_fp8ext.kernels.numerics import reference
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 
@@ -46,7 +46,7 @@ def joined() -> Callable[[fx.Graph], dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def weight() -> tuple[Tensor, Tensor]:
-    return reference.quantize_weight(cases.weight(N, K, "cpu"))
+    return reference.quantize_weight(kernel_cases.weight(N, K, "cpu"))
 
 
 def linear(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:

@@ -18,11 +18,11 @@ from vllm.model_executor.layers.attention import attention as _operators  # noqa
 from vllm_fp8ext.compat.graphs.fusion_attention import configure, join_attention
 from vllm_fp8ext.kernels.gemm import linear
 from vllm_fp8ext.kernels.numerics import reference
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 HEADS, SIZE, N = 2, 128, 40
 COLUMNS = HEADS * SIZE
-WEIGHT = reference.quantize_weight(cases.weight(N, COLUMNS, "cpu"))
+WEIGHT = reference.quantize_weight(kernel_cases.weight(N, COLUMNS, "cpu"))
 BIAS = torch.arange(float(N)).bfloat16()
 
 
@@ -101,7 +101,7 @@ def joined(layer: Callable[[Tensor, Tensor], Tensor], *given: Tensor) -> tuple[T
 
 
 def inputs(tokens: int) -> tuple[Tensor, Tensor]:
-    query, key = (cases.activations(tokens, COLUMNS, "cpu", seed) for seed in (1, 2))
+    query, key = (kernel_cases.activations(tokens, COLUMNS, "cpu", seed) for seed in (1, 2))
     return query, key
 
 

@@ -17,7 +17,7 @@ from vllm_fp8ext.compat.speed import decode_attention
 from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 
 def layer(**changed: Any) -> Any:
@@ -252,7 +252,7 @@ def test_in_a_graph_of_a_whole_step_both_attend(form: Any, held: FlashAttentionM
     if form:
         pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
     given, asked = layer(), []
-    made = cases.activations(8, 256, "cpu").view(8, 2, 128)
+    made = kernel_cases.activations(8, 256, "cpu").view(8, 2, 128)
 
     def theirs(*args: Any) -> None:
         asked.append(args)
@@ -281,7 +281,7 @@ def test_in_a_graph_of_a_whole_step_both_attend(form: Any, held: FlashAttentionM
         assert torch.equal(out[:7], made[:7])
         return
     codes, by = reference.quantize_activation(made[:7].flatten(1))
-    assert cases.same(out[:7].flatten(1), codes)
+    assert kernel_cases.same(out[:7].flatten(1), codes)
     assert torch.equal(scales[:7], by)  # type: ignore[index]  # there are some
 
 
@@ -336,7 +336,7 @@ def test_quantized_outputs_of_requests_that_decode() -> None:
 def test_quantized_outputs_of_prompts(mixes: bool, mixed: FlashAttentionMetadata) -> None:
     """FlashAttention writes BF16, which is quantized then, beside what the kernel makes of requests that decode."""
     pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-    given, asked, written = layer(), [], cases.activations(9, 256, "cpu").view(9, 2, 128)
+    given, asked, written = layer(), [], kernel_cases.activations(9, 256, "cpu").view(9, 2, 128)
     given.impl.forward = lambda *args: args[6].copy_(written)
     decode_attention._replace(given, lambda *args: asked.append(args), "fp32")  # type: ignore[arg-type]  # what it is called with
     query, key, value = (torch.arange(9.0).view(9, 1, 1) for _ in range(3))
@@ -346,7 +346,7 @@ def test_quantized_outputs_of_prompts(mixes: bool, mixed: FlashAttentionMetadata
     assert out is codes
     first = 2 if mixes else 0
     expected = reference.quantize_activation(written.flatten(1))
-    assert cases.same(codes.flatten(1)[first:], expected[0][first:])
+    assert kernel_cases.same(codes.flatten(1)[first:], expected[0][first:])
     assert torch.equal(scales[first:], expected[1][first:])
     assert [len(room.codes) for _, room, _ in asked] == [2] * mixes
 

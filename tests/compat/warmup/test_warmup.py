@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.selection import Route
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
@@ -20,8 +20,8 @@ pytest.importorskip("triton", reason="needs Triton, which the CPU build does not
         (Route(64, "deep_gemm"), (8, 16, 32, 64), (8, 16)),
         (Route(8, "deep_gemm"), (8,), (8,)),
         (Route(0, "cutlass"), (), ()),
-        (Route(32, "decode_gemm"), decode_cuts.TOKENS, (8, 16)),
-        (Route(0, "decode_gemm"), decode_cuts.TOKENS, ()),
+        (Route(32, "decode_gemm"), decode_gemm_configs.TOKENS, (8, 16)),
+        (Route(0, "decode_gemm"), decode_gemm_configs.TOKENS, ()),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.attention.norm_rope import Norms, norm_rope, norm_rope_reference
@@ -59,10 +59,10 @@ def test_everything_is_the_references(
     seed: int,
 ) -> None:
     columns = (heads[0] + 2 * heads[1]) * size
-    qkv = cases.integers(m, columns, exponent=exponent, dtype=dtype, seed=seed)
+    qkv = kernel_cases.integers(m, columns, exponent=exponent, dtype=dtype, seed=seed)
     noise = torch.Generator().manual_seed(seed + 1)
     positions = torch.randint(POSITIONS, (m,), generator=noise)
-    weights = cases.awkward(2, size, "normal", dtype, seed).clamp(-500, 500)
+    weights = kernel_cases.awkward(2, size, "normal", dtype, seed).clamp(-500, 500)
     norms = Norms(weights[0], weights[1], 1e-6) if normed else None
     scale = {
         "none": None,
@@ -72,16 +72,16 @@ def test_everything_is_the_references(
     arguments = (qkv, positions, cos_sin(size, dtype), norms, scale, *heads)
     found = norm_rope(*(on(device, value) for value in arguments))
     expected = norm_rope_reference(*arguments)
-    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+    assert [kernel_cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
 
 
 def test_rows_further_apart_and_no_tokens(device: str) -> None:
-    wide = cases.integers(3, 6 * 64 + 48, exponent=0, dtype=torch.bfloat16, seed=3).to(device)
+    wide = kernel_cases.integers(3, 6 * 64 + 48, exponent=0, dtype=torch.bfloat16, seed=3).to(device)
     qkv, table = wide[:, : 6 * 64], cos_sin(64, torch.bfloat16)
     positions = torch.tensor([5, 0, 63])
     found = norm_rope(qkv, positions.to(device), table.to(device), None, None, 4, 1)
     expected = norm_rope_reference(qkv.cpu(), positions, table, None, None, 4, 1)
-    assert [cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+    assert [kernel_cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
     query, key = norm_rope(qkv[:0], positions[:0].to(device), table.to(device), None, None, 4, 1)
     assert (query.shape, key.shape) == ((0, 4, 64), (0, 1, 64))
 

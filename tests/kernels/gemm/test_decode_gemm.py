@@ -10,28 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fp8ext.kernels.gemm import decode_gemm
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_DTYPE, blocks
-from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.runtime import cuda_kernel
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("m", [*cases.DECODE_TOKENS, 100, 128])
-@pytest.mark.parametrize("shape", [*cases.LINEAR.values(), (1, 16), (20001, 1024)], ids=str)
+@pytest.mark.parametrize("m", [*kernel_cases.DECODE_TOKENS, 100, 128])
+@pytest.mark.parametrize("shape", [*kernel_cases.LINEAR.values(), (1, 16), (20001, 1024)], ids=str)
 def test_the_chosen_cut_fits(shape: tuple[int, int], m: int, quantized: bool) -> None:
     n, k = shape
-    tokens = decode_cuts.width(m)
-    assert m <= tokens <= decode_cuts.TOKENS[-1]
-    assert decode_cuts.usable(m, n, k)
-    config = decode_cuts.choose(n, k, tokens, quantized=quantized)
+    tokens = decode_gemm_configs.width(m)
+    assert m <= tokens <= decode_gemm_configs.TOKENS[-1]
+    assert decode_gemm_configs.usable(m, n, k)
+    config = decode_gemm_configs.choose(n, k, tokens, quantized=quantized)
     assert config.fits(tokens, k)
     assert config.splits <= blocks(k)
-    assert config.shared_bytes(tokens, k) <= cuda.MOST_SHARED_BYTES
+    assert config.shared_bytes(tokens, k) <= cuda_kernel.MOST_SHARED_BYTES
     assert config.ring(tokens, k) * config.rows * BLOCK < config.shared_bytes(tokens, k)
 
 
@@ -39,7 +38,7 @@ def test_the_chosen_cut_fits(shape: tuple[int, int], m: int, quantized: bool) ->
     "shape", [(0, 8, 16), (129, 8, 16), (1, 0, 16), (1, 8, 0), (1, 8, 24), (8, 8, 1 << 20)]
 )
 def test_shapes_that_it_does_not_take(shape: tuple[int, int, int]) -> None:
-    assert not decode_cuts.usable(*shape)
+    assert not decode_gemm_configs.usable(*shape)
 
 
 def test_everything_wrong_is_said_at_once() -> None:
@@ -57,10 +56,10 @@ def test_everything_wrong_is_said_at_once() -> None:
 def layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Puts cuts in place of those that this project has measured in layers: of one shape and number of tokens."""
 
-    def put(n: int, k: int, tokens: int, cut: decode_cuts.Kind | None) -> None:
+    def put(n: int, k: int, tokens: int, cut: decode_gemm_configs.Kind | None) -> None:
         file = tmp_path / "decode_gemm_configs_in_layers.json"
         file.write_text(json.dumps({"cases": [{"n": n, "k": k, "tokens": tokens, "cut": cut}]}))
-        monkeypatch.setattr(decode_cuts, "_LAYERS", file)
+        monkeypatch.setattr(decode_gemm_configs, "_LAYERS", file)
         _forget()
 
     yield put
@@ -68,30 +67,37 @@ def layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 def _forget() -> None:
-    decode_cuts._in_layers.cache_clear()
-    decode_cuts.most_in_layers.cache_clear()
-    decode_cuts.choose.cache_clear()
+    decode_gemm_configs._in_layers.cache_clear()
+    decode_gemm_configs.most_in_layers.cache_clear()
+    decode_gemm_configs.choose.cache_clear()
 
 
 def test_a_shape_that_was_measured_in_a_layer_gets_the_cut_that_was_the_fastest_there(
     layers: Callable[..., None],
 ) -> None:
     n, k = 4096, 4096
-    alone = {tokens: decode_cuts.choose(n, k, tokens, quantized=False) for tokens in decode_cuts.TOKENS}
+    alone = {
+        tokens: decode_gemm_configs.choose(n, k, tokens, quantized=False)
+        for tokens in decode_gemm_configs.TOKENS
+    }
     layers(n, k, 16, (192, 4, True, False))
-    found = decode_cuts.choose(n, k, 16, quantized=True)
-    assert decode_cuts.kind(found, 16, k) == (192, 4, True, False)
-    assert decode_cuts.choose(n, k, 16, quantized=False) == alone[16], "activations that come in BF16"
+    found = decode_gemm_configs.choose(n, k, 16, quantized=True)
+    assert decode_gemm_configs.kind(found, 16, k) == (192, 4, True, False)
+    assert decode_gemm_configs.choose(n, k, 16, quantized=False) == alone[16], "activations that come in BF16"
     for shape in ((n, k, 32), (n + 128, k, 16)):
-        assert decode_cuts.choose(*shape, quantized=True) == decode_cuts.fastest_alone(*shape, quantized=True)
-    fewer = decode_cuts.choose(n, k, 16, quantized=True, most_splits=2)
-    assert fewer == decode_cuts.fastest_alone(n, k, 16, quantized=True, most_splits=2)
+        assert decode_gemm_configs.choose(*shape, quantized=True) == decode_gemm_configs.fastest_alone(
+            *shape, quantized=True
+        )
+    fewer = decode_gemm_configs.choose(n, k, 16, quantized=True, most_splits=2)
+    assert fewer == decode_gemm_configs.fastest_alone(n, k, 16, quantized=True, most_splits=2)
 
 
 def test_a_cut_in_a_layer_that_does_not_fit_is_left(layers: Callable[..., None]) -> None:
     layers(4096, 12288, 128, (256, 1, False, False))
     shape = (4096, 12288, 128)
-    assert decode_cuts.choose(*shape, quantized=True) == decode_cuts.fastest_alone(*shape, quantized=True)
+    assert decode_gemm_configs.choose(*shape, quantized=True) == decode_gemm_configs.fastest_alone(
+        *shape, quantized=True
+    )
 
 
 def test_a_layer_that_was_faster_with_another_kernel_says_nothing_of_cuts(
@@ -99,33 +105,35 @@ def test_a_layer_that_was_faster_with_another_kernel_says_nothing_of_cuts(
 ) -> None:
     layers(4096, 4096, 16, None)
     shape = (4096, 4096, 16)
-    assert decode_cuts.choose(*shape, quantized=True) == decode_cuts.fastest_alone(*shape, quantized=True)
+    assert decode_gemm_configs.choose(*shape, quantized=True) == decode_gemm_configs.fastest_alone(
+        *shape, quantized=True
+    )
 
 
 def test_every_cut_that_was_the_fastest_in_a_layer_is_taken() -> None:
-    table = json.loads(decode_cuts._LAYERS.read_text())
+    table = json.loads(decode_gemm_configs._LAYERS.read_text())
     for case in table["cases"]:
         shape = case["n"], case["k"], case["tokens"]
         if case["cut"]:
-            found = decode_cuts.choose(*shape, quantized=True)
-            assert list(decode_cuts.kind(found, case["tokens"], case["k"])) == case["cut"]
+            found = decode_gemm_configs.choose(*shape, quantized=True)
+            assert list(decode_gemm_configs.kind(found, case["tokens"], case["k"])) == case["cut"]
         before, after = case["layer_us"]
         assert 0 < after <= before
         assert table["runs"][case["run"]]["gpus"]
 
 
 def test_a_measured_shape_gets_its_fastest_cut() -> None:
-    for case in decode_cuts._table():
+    for case in decode_gemm_configs._table():
         n, k, tokens, quantized = (case[part] for part in ("n", "k", "tokens", "quantized"))
         times = {tuple(cut): us for *cut, us in case["cuts"]}
-        cut = decode_cuts.fastest_alone(n, k, tokens, quantized=quantized)
-        assert times[decode_cuts.kind(cut, tokens, k)] == min(times.values())
+        cut = decode_gemm_configs.fastest_alone(n, k, tokens, quantized=quantized)
+        assert times[decode_gemm_configs.kind(cut, tokens, k)] == min(times.values())
 
 
 def test_a_shape_like_measured_ones_gets_what_was_fast_for_them() -> None:
-    assert decode_cuts.fastest_alone(24500, 4096, 64, quantized=True).rows >= 128
-    assert decode_cuts.fastest_alone(4000, 4096, 16, quantized=True).splits > 1
-    assert not decode_cuts.fastest_alone(24500, 4096, 64, quantized=False).stream
+    assert decode_gemm_configs.fastest_alone(24500, 4096, 64, quantized=True).rows >= 128
+    assert decode_gemm_configs.fastest_alone(4000, 4096, 16, quantized=True).splits > 1
+    assert not decode_gemm_configs.fastest_alone(24500, 4096, 64, quantized=False).stream
 
 
 def test_activations_of_the_ring_come_quantized() -> None:
@@ -161,23 +169,29 @@ def test_a_gpu_without_room_for_a_large_cluster_takes_a_smaller_one(
 
     monkeypatch.setattr(decode_gemm, "_kernel", kernel)
     shape = (4096, 12288, 16)
-    assert decode_cuts.choose(*shape, quantized=False).splits == 16
+    assert decode_gemm_configs.choose(*shape, quantized=False).splits == 16
     found = decode_gemm._chosen.__wrapped__(*shape, "fp32", False, 0)
     assert asked[0] == 16
     assert found.splits == asked[-1] <= 4
-    assert found == decode_cuts.choose(*shape, quantized=False, most_splits=found.splits)
+    assert found == decode_gemm_configs.choose(*shape, quantized=False, most_splits=found.splits)
 
 
-@pytest.mark.parametrize("most", decode_cuts.SPLITS)
+@pytest.mark.parametrize("most", decode_gemm_configs.SPLITS)
 def test_a_measured_shape_takes_the_fastest_cut_that_was_measured_with_so_few_splits(most: int) -> None:
-    for case in decode_cuts._table():
+    for case in decode_gemm_configs._table():
         n, k, tokens = case["n"], case["k"], case["tokens"]
         measured = {tuple(kind): us for *kind, us in case["cuts"] if kind[1] <= most}
         if measured:
-            found = decode_cuts.fastest_alone(n, k, tokens, quantized=case["quantized"], most_splits=most)
-            assert measured.get(decode_cuts.kind(found, tokens, k)) == min(measured.values()), (n, k, tokens)
+            found = decode_gemm_configs.fastest_alone(
+                n, k, tokens, quantized=case["quantized"], most_splits=most
+            )
+            assert measured.get(decode_gemm_configs.kind(found, tokens, k)) == min(measured.values()), (
+                n,
+                k,
+                tokens,
+            )
 
 
 def test_what_takes_more_splits_than_a_gpu_has_is_told() -> None:
     with pytest.raises(ValueError, match="no cut of 64x65536 for 16 tokens has 1 splits or fewer"):
-        decode_cuts.choose(64, 65536, 16, quantized=False, most_splits=1)
+        decode_gemm_configs.choose(64, 65536, 16, quantized=False, most_splits=1)

@@ -6,13 +6,13 @@ import torch
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.gemm.decode_gemm_triton import Config, decode_gemm_triton
 
 
-@pytest.mark.parametrize("kind", cases.GEMM_KINDS)
+@pytest.mark.parametrize("kind", kernel_cases.GEMM_KINDS)
 @pytest.mark.parametrize(
     ("m", "n", "k", "splits", "rows", "biased", "scale_format"),
     [
@@ -34,11 +34,11 @@ def test_results_stay_within_the_bound(
     scale_format: ScaleFormat,
     kind: str,
 ) -> None:
-    x, weight = cases.gemm_inputs(m, n, k, kind, device)
+    x, weight = kernel_cases.gemm_inputs(m, n, k, kind, device)
     codes, scales = reference.quantize_weight(weight, scale_format)
-    bias = cases.activations(1, n, device, 3)[0] if biased else None
+    bias = kernel_cases.activations(1, n, device, 3)[0] if biased else None
     config = Config(splits=splits, rows=rows)
     out = decode_gemm_triton(x, codes, scales, bias, scale_format, config)
     expected = reference.quantize_activation(x, scale_format)
     assert (out.shape, out.dtype) == ((m, n), torch.bfloat16)
-    assert cases.gemm_error(out, *expected, codes, scales, bias) < 1
+    assert kernel_cases.gemm_error(out, *expected, codes, scales, bias) < 1

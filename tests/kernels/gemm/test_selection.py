@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
-from vllm_fp8ext.kernels.gemm import selection
+from vllm_fp8ext.kernels.gemm import decode_gemm_configs, selection
 from vllm_fp8ext.kernels.gemm.selection import Route, crossover, crossover_alone, route
 
 ALL = ("deep_gemm", "cutlass", "triton")
@@ -41,7 +40,7 @@ def table(
         monkeypatch.setattr(selection, "TABLE", file)
         in_layers = tmp_path / "decode_gemm_configs_in_layers.json"
         in_layers.write_text(json.dumps({"cases": layers}))
-        monkeypatch.setattr(decode_cuts, "_LAYERS", in_layers)
+        monkeypatch.setattr(decode_gemm_configs, "_LAYERS", in_layers)
         _forget()
 
     yield put
@@ -50,8 +49,8 @@ def table(
 
 def _forget() -> None:
     selection._alone.cache_clear()
-    decode_cuts._in_layers.cache_clear()
-    decode_cuts.most_in_layers.cache_clear()
+    decode_gemm_configs._in_layers.cache_clear()
+    decode_gemm_configs.most_in_layers.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def in_layers(n: int, k: int, most: int) -> list[dict[str, Any]]:
     cut = (64, 1, False, False)
     return [
         {"n": n, "k": k, "tokens": tokens, "cut": cut if tokens <= most else None}
-        for tokens in decode_cuts.TOKENS
+        for tokens in decode_gemm_configs.TOKENS
     ]
 
 
@@ -182,7 +181,7 @@ def test_each_kernel_for_many_tokens_has_its_own(table: Callable[..., None]) -> 
 
 @pytest.mark.parametrize("most", [0, 128])
 def test_a_crossover_at_either_end(most: int, table: Callable[..., None]) -> None:
-    table({(4096, 12288): {str(m): [1, 2] if most else [2, 1] for m in decode_cuts.TOKENS}})
+    table({(4096, 12288): {str(m): [1, 2] if most else [2, 1] for m in decode_gemm_configs.TOKENS}})
     assert route((4096, 12288), ("deep_gemm",), few=True) == Route(most, "deep_gemm")
     forced = route((4096, 12288), ("deep_gemm",), few=True, gemm="decode_gemm")
     assert forced == Route(128, "decode_gemm")
@@ -190,9 +189,9 @@ def test_a_crossover_at_either_end(most: int, table: Callable[..., None]) -> Non
 
 def test_columns_that_the_widest_kernels_have_no_room_for(table: Callable[..., None]) -> None:
     n, k = 4096, 1 << 16
-    widest = max(m for m in decode_cuts.TOKENS if decode_cuts.usable(m, n, k))
+    widest = max(m for m in decode_gemm_configs.TOKENS if decode_gemm_configs.usable(m, n, k))
     assert widest < 128
-    table({(n, k): {str(m): [1, 2] for m in decode_cuts.TOKENS}})
+    table({(n, k): {str(m): [1, 2] for m in decode_gemm_configs.TOKENS}})
     assert route((n, k), ("deep_gemm",), few=True) == Route(widest, "deep_gemm")
 
 
@@ -200,7 +199,7 @@ def test_every_measured_shape_says_of_which_run_it_is() -> None:
     measured = json.loads(selection.TABLE.read_text())
     for case in measured["cases"]:
         assert measured["runs"][case["run"]]["gpus"]
-        assert set(case["us"]) <= {str(tokens) for tokens in decode_cuts.TOKENS}
+        assert set(case["us"]) <= {str(tokens) for tokens in decode_gemm_configs.TOKENS}
         for times in case["us"].values():
             assert {"decode_gemm", "deep_gemm"} <= set(times) <= set(KERNELS)
             assert all(us > 0 for us in times.values())

@@ -14,13 +14,13 @@ from vllm_fp8ext.kernels.moe.expert_configs import Cut
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.moe.expert_mlp import expert_mlp
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 
 def compare(
     tokens: int, sizes: tuple[int, int, int, int], cut: Cut, form: ScaleFormat, device: str, **others: object
 ) -> None:
-    case = cases.experts(tokens, *sizes, device, scale_format=form)
+    case = kernel_cases.experts(tokens, *sizes, device, scale_format=form)
     of = others.get("of")
     experts = case.experts_MT if of is None else of
     assert isinstance(experts, Tensor)
@@ -69,7 +69,7 @@ def test_other_activations(activation: str, device: str) -> None:
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_experts_of_another_rank_add_nothing(cut: Cut, device: str) -> None:
     of = torch.tensor([[-1, 2], [0, -1], [-1, -1]], dtype=torch.int32, device=device)
-    case = cases.experts(3, *SMALL, device)
+    case = kernel_cases.experts(3, *SMALL, device)
     operands = (*case.operands[:6], of, "silu", "fp32")
     out = expert_mlp(*operands, cut)
     assert experts_error(out, *operands) < 1
@@ -77,11 +77,11 @@ def test_experts_of_another_rank_add_nothing(cut: Cut, device: str) -> None:
 
 
 def test_no_tokens(device: str) -> None:
-    case = cases.experts(0, *SMALL, device)
+    case = kernel_cases.experts(0, *SMALL, device)
     assert expert_mlp(*case.operands, Cut()).shape == (0, 256)
 
 
 def test_what_it_does_not_take_is_refused(device: str) -> None:
-    case = cases.experts(1, *SMALL, device)
+    case = kernel_cases.experts(1, *SMALL, device)
     with pytest.raises(ValueError, match="parts of 64 or"):
         expert_mlp(*case.operands, Cut(rows=32))

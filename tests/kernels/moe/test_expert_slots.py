@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="needs Triton, which the CPU build does not
 from vllm_fp8ext.kernels.moe.expert_slots import ROOM, SCANNED, expert_slots
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 
 @pytest.mark.parametrize("form", ["fp32", "pow2"])
@@ -19,8 +19,8 @@ from vllm_fp8ext.kernels.testing import kernel_cases as cases
 def test_slots_of_each_expert_in_order(
     tokens: int, each: int, experts: int, hidden: int, form: ScaleFormat, device: str
 ) -> None:
-    x = cases.activations(tokens, hidden, device)
-    of = cases.routing(tokens, experts, each, device)[1]
+    x = kernel_cases.activations(tokens, hidden, device)
+    of = kernel_cases.routing(tokens, experts, each, device)[1]
     of = torch.where(of % 3 == 1, -1, of)
     found, slots = expert_slots(x, of, experts, form)
     codes, scales = reference.quantize_activation(x, form)
@@ -36,13 +36,13 @@ def test_slots_of_each_expert_in_order(
 def test_an_expert_that_everything_goes_to(device: str) -> None:
     tokens, each = SCANNED // 16 + 1, 16
     of = torch.ones(tokens, each, dtype=torch.int32, device=device)
-    slots = expert_slots(cases.activations(tokens, 128, device), of, 3, "fp32")[1]
+    slots = expert_slots(kernel_cases.activations(tokens, 128, device), of, 3, "fp32")[1]
     assert slots.counts.tolist() == [0, tokens * each, 0]
     assert slots.slots[1, : tokens * each].tolist() == list(range(tokens * each))
 
 
 def test_no_slots_where_none_are_listed(device: str) -> None:
-    x = cases.activations(2, 128, device)
+    x = kernel_cases.activations(2, 128, device)
     found, slots = expert_slots(
         x, torch.zeros(2, 1, dtype=torch.int32, device=device), 4, "fp32", listed=False
     )

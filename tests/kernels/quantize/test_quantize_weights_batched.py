@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like
-from vllm_fp8ext.kernels.testing import kernel_cases as cases
+from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.quantize import quantize_weights_batched as quantize_together
@@ -37,15 +37,15 @@ def test_each_is_what_it_is_by_itself(
     device: str, shapes: tuple[tuple[int, int], ...], dtype: torch.dtype, scale_format: ScaleFormat
 ) -> None:
     weights = [
-        cases.awkward(*shape, kind, dtype, seed).to(device)
+        kernel_cases.awkward(*shape, kind, dtype, seed).to(device)
         for seed, (shape, kind) in enumerate(zip(shapes, ("normal", "heavy", "zeros"), strict=True))
     ]
     places = [destination(weight) for weight in weights]
     sums = QuantizeTogether(places, dtype, scale_format).queue(addresses(weights))
     for weight, place, (error, norm, wrong) in zip(weights, places, sums.tolist(), strict=True):
         expected = reference.quantize_weight(weight.cpu(), scale_format)
-        assert cases.same(place.codes_NK, expected[0])
-        assert cases.same(place.scales_NbKb, expected[1])
+        assert kernel_cases.same(place.codes_NK, expected[0])
+        assert kernel_cases.same(place.scales_NbKb, expected[1])
         lost = reference.dequantize_weight(*expected).double() - weight.cpu().double()
         assert error == pytest.approx(float(lost.square().sum()), rel=1e-3)
         assert norm == pytest.approx(float(weight.double().square().sum()), rel=1e-3)
@@ -53,7 +53,7 @@ def test_each_is_what_it_is_by_itself(
 
 
 def test_several_launches_are_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = [cases.awkward(*shape, "normal", torch.bfloat16).to(device) for shape in SHAPES[0]]
+    weights = [kernel_cases.awkward(*shape, "normal", torch.bfloat16).to(device) for shape in SHAPES[0]]
     places = [[destination(weight) for weight in weights] for _ in range(2)]
     whole = QuantizeTogether(places[0], torch.bfloat16, "fp32").queue(addresses(weights))
     monkeypatch.setattr(quantize_together, "SLICE_BLOCKS", 2)
@@ -62,36 +62,36 @@ def test_several_launches_are_one(device: str, monkeypatch: pytest.MonkeyPatch) 
     assert sizes == [2 * 128 * 128 * 2, 2 * 128 * 128 * 2, 128 * 128 * 2]
     assert torch.equal(whole, sliced)
     for one, other in zip(*places, strict=True):
-        assert cases.same(one.codes_NK, other.codes_NK)
-        assert cases.same(one.scales_NbKb, other.scales_NbKb)
+        assert kernel_cases.same(one.codes_NK, other.codes_NK)
+        assert kernel_cases.same(one.scales_NbKb, other.scales_NbKb)
 
 
 def test_the_same_places_take_other_weights(device: str) -> None:
-    one, other = (cases.awkward(256, 128, "heavy", torch.bfloat16, seed).to(device) for seed in (1, 2))
+    one, other = (kernel_cases.awkward(256, 128, "heavy", torch.bfloat16, seed).to(device) for seed in (1, 2))
     place = destination(one)
     together = QuantizeTogether([place], one.dtype, "fp32")
     found = [together.queue(addresses([weight])).cpu() for weight in (one, other, one)]
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
-    assert cases.same(place.codes_NK, reference.quantize_weight(one.cpu(), "fp32")[0])
+    assert kernel_cases.same(place.codes_NK, reference.quantize_weight(one.cpu(), "fp32")[0])
 
 
 def test_what_lies_beside_a_part_stays_as_it_is(device: str) -> None:
-    weight = cases.awkward(192, 96, "heavy", torch.bfloat16).to(device)
+    weight = kernel_cases.awkward(192, 96, "heavy", torch.bfloat16).to(device)
     codes = torch.full((256, 128), 0x55, dtype=torch.uint8, device=device)
     scales = torch.zeros(2, 1, device=device)
     place = Place(codes[:192, :96].view(torch.float8_e4m3fn), scales, 96)
     assert place.takes(weight.dtype)
     QuantizeTogether([place], weight.dtype, "fp32").queue(addresses([weight]))
     expected = reference.quantize_weight(weight.cpu(), "fp32")
-    assert cases.same(place.codes_NK, expected[0])
-    assert cases.same(scales, expected[1])
+    assert kernel_cases.same(place.codes_NK, expected[0])
+    assert kernel_cases.same(scales, expected[1])
     assert (codes[192:] == 0x55).all()
     assert (codes[:, 96:] == 0x55).all()
 
 
 def test_parts_of_larger_matrices_are_read_and_written_in_place(device: str) -> None:
-    weight = cases.awkward(384, 512, "heavy", torch.bfloat16).to(device)[128:, 256:]
+    weight = kernel_cases.awkward(384, 512, "heavy", torch.bfloat16).to(device)[128:, 256:]
     codes = torch.zeros(388, 304, dtype=torch.uint8, device=device)
     scales = torch.zeros(4, 5, device=device)
     inside = codes[128:384, 32:288].view(torch.float8_e4m3fn)
@@ -99,8 +99,8 @@ def test_parts_of_larger_matrices_are_read_and_written_in_place(device: str) -> 
     assert place.takes(weight.dtype)
     QuantizeTogether([place], weight.dtype, "fp32").queue(addresses([weight]))
     expected = reference.quantize_weight(weight.cpu(), "fp32")
-    assert cases.same(inside, expected[0])
-    assert cases.same(scales[1:3, 1:3], expected[1])
+    assert kernel_cases.same(inside, expected[0])
+    assert kernel_cases.same(scales[1:3, 1:3], expected[1])
     inside.view(torch.uint8).zero_()
     scales[1:3, 1:3] = 0
     assert not codes.any()
@@ -109,7 +109,7 @@ def test_parts_of_larger_matrices_are_read_and_written_in_place(device: str) -> 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_what_is_not_finite_shows_in_its_own_weight(device: str) -> None:
-    weights = [cases.awkward(256, 128, "normal", torch.bfloat16).to(device) for _ in range(3)]
+    weights = [kernel_cases.awkward(256, 128, "normal", torch.bfloat16).to(device) for _ in range(3)]
     weights[1][130, 3] = float("nan")
     weights[1][3, 3] = float("inf")
     places = [destination(weight) for weight in weights]

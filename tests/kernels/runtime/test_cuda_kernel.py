@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.runtime import cuda_kernel
 from vllm_fp8ext.kernels.runtime.cuda_kernel import nvrtc_files
 
 
@@ -25,12 +25,12 @@ def test_the_newest_comes_first_and_of_one_version_that_of_the_first_folder(tmp_
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(cuda.CACHE, raising=False)
+    monkeypatch.delenv(cuda_kernel.CACHE, raising=False)
     monkeypatch.setenv("HOME", "/somewhere")
-    assert cuda._kept("name") == Path("/somewhere/.cache/vllm-fp8ext/name.cubin")
+    assert cuda_kernel._kept("name") == Path("/somewhere/.cache/vllm-fp8ext/name.cubin")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("os.getuid", lambda: 987654)
-    assert cuda._kept("name") is None
+    assert cuda_kernel._kept("name") is None
 
 
 def test_a_library_that_is_damaged_is_an_error_of_cuda(
@@ -41,11 +41,11 @@ def test_a_library_that_is_damaged_is_an_error_of_cuda(
     damaged.parent.mkdir(parents=True)
     damaged.write_text("no library")
     monkeypatch.syspath_prepend(tmp_path)
-    cuda._nvrtc.cache_clear()
-    with pytest.raises(cuda.CudaError, match="NVRTC can't be loaded"):
-        cuda.compile_source("", {}, {})
+    cuda_kernel._nvrtc.cache_clear()
+    with pytest.raises(cuda_kernel.CudaError, match="NVRTC can't be loaded"):
+        cuda_kernel.compile_source("", {}, {})
 
 
 def test_a_driver_without_a_function_is_too_old() -> None:
-    with pytest.raises(cuda.CudaError, match="cuNoSuchFunction: this driver is too old"):
-        cuda._call(ctypes.CDLL(None), "cuNoSuchFunction")
+    with pytest.raises(cuda_kernel.CudaError, match="cuNoSuchFunction: this driver is too old"):
+        cuda_kernel._call(ctypes.CDLL(None), "cuNoSuchFunction")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.runtime import cuda_kernel
 
 
 class Structure(ctypes.Structure):
@@ -51,18 +51,18 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             )
         )
 
-    monkeypatch.setattr(cuda, "call", call)
+    monkeypatch.setattr(cuda_kernel, "call", call)
     return calls
 
 
 def test_arguments_lie_as_c_lays_them_out(told: list[Any]) -> None:
-    kernel = cuda.Kernel.__new__(cuda.Kernel)  # what needs a GPU is left out
+    kernel = cuda_kernel.Kernel.__new__(cuda_kernel.Kernel)  # what needs a GPU is left out
     kernel.threads, kernel.cluster, kernel._function = 256, 2, ctypes.c_void_p(77)
     launch = kernel.launcher(ARGUMENTS)
     launch(12, 1000, 55, VALUES, early=False)
     launch(13, 2000, 0, (*VALUES[:-1], 10), early=True)
     launch(12, 1000, 55, VALUES, early=False)
-    cluster, programmatic = (cuda._CLUSTER, [2, 1, 1]), (cuda._PROGRAMMATIC, [1, 0, 0])
+    cluster, programmatic = (cuda_kernel._CLUSTER, [2, 1, 1]), (cuda_kernel._PROGRAMMATIC, [1, 0, 0])
     first, second, third = told
     expected = [bytes(value) for value in EXPECTED]
     assert first == ((12, 1, 1), (256, 1, 1), 1000, 55, [cluster], 77, expected)
@@ -74,7 +74,7 @@ def test_arguments_lie_as_c_lays_them_out(told: list[Any]) -> None:
 
 
 def test_values_of_another_number_are_refused() -> None:
-    kernel = cuda.Kernel.__new__(cuda.Kernel)
+    kernel = cuda_kernel.Kernel.__new__(cuda_kernel.Kernel)
     kernel.threads, kernel.cluster, kernel._function = 256, 1, ctypes.c_void_p(77)
     with pytest.raises(struct.error, match="expected 9 items"):
         kernel.launcher(ARGUMENTS)(1, 0, 0, VALUES[:-1], early=False)

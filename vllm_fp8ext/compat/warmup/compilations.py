@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch._dynamo.utils
 
-from vllm_fp8ext.kernels.runtime import compile_counts as compiled
+from vllm_fp8ext.kernels.runtime import compile_counts
 
 _DEEP_GEMM_CACHE = "DG_JIT_CACHE_DIR"
 """vLLM sets it when it first asks for DeepGEMM."""
@@ -18,7 +18,7 @@ _DEEP_GEMM_CACHE = "DG_JIT_CACHE_DIR"
 def counts() -> dict[str, int]:
     """Kernels by NVRTC and Triton, those that DeepGEMM has on disk, whoever compiled them (it tells no count), and graphs by
     `torch.compile`."""
-    found = {"nvrtc": compiled.counts["nvrtc"], "triton": compiled.counts["triton"]}
+    found = {"nvrtc": compile_counts.counts["nvrtc"], "triton": compile_counts.counts["triton"]}
     found["deep_gemm"] = _deep_gemm_kernels(os.environ.get(_DEEP_GEMM_CACHE))
     found["torch"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return found

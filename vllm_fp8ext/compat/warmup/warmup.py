@@ -22,14 +22,13 @@ from vllm_fp8ext.compat.warmup.deep_gemm_sizes import Sizes
 from vllm_fp8ext.compat.warmup.expert_warmup import expert_layers, expert_sizes, run_experts
 from vllm_fp8ext.compat.warmup.mask_warmup import warm_up_masks
 from vllm_fp8ext.compat.warmup.quantizer_warmup import warm_up_quantizers, warm_up_together
-from vllm_fp8ext.kernels.gemm import decode_gemm
-from vllm_fp8ext.kernels.gemm import decode_gemm_configs as decode_cuts
+from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.linear import GEMMS
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.kernels.quantize.gated_quantize import ACTIVATIONS, GELUS, gated_quantize, gelu_quantize
 from vllm_fp8ext.kernels.quantize.quantize_activation import many, quantize_activation
 from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
-from vllm_fp8ext.kernels.runtime import compile_counts as compiled
+from vllm_fp8ext.kernels.runtime import compile_counts
 from vllm_fp8ext.kernels.runtime.launch import compiled_as
 from vllm_fp8ext.layers.gemm import triton_sizes
 from vllm_fp8ext.layers.linear import SCALES, BlockFp8LinearMethod
@@ -76,7 +75,7 @@ def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None
         logger.info(
             "blockfp8: kernels for %d shapes are ready after %.1f s (compiled: %s)",
             *(len(layers) + len(experts), time.perf_counter() - start),
-            ", ".join(f"{count} by {name}" for name, count in compiled.counts.items()) or "none",
+            ", ".join(f"{count} by {name}" for name, count in compile_counts.counts.items()) or "none",
         )
 
 
@@ -84,7 +83,7 @@ def _compile(layers: Layers) -> None:
     programs = set()
     for (n, k), (_, method) in layers.items():
         for tokens, quantized in _decode_kernels(method):
-            cut = decode_cuts.choose(n, k, tokens, quantized=quantized)
+            cut = decode_gemm_configs.choose(n, k, tokens, quantized=quantized)
             form = "fp32" if quantized else method.scale_format
             programs.add((cut.rows, cut.splits, tokens, form, quantized, cut.stream))
     with ThreadPoolExecutor() as pool:
@@ -95,8 +94,8 @@ def _decode_kernels(method: BlockFp8LinearMethod) -> list[tuple[int, bool]]:
     """Widths of the decode GEMM that the layer can take, and whether activations come quantized."""
     assert method.route is not None
     few, gemm = method.route
-    quantized = decode_cuts.TOKENS if gemm == "decode_gemm" else decode_cuts.widths(few)
-    inside = decode_cuts.widths(min(few, decode_gemm.PROLOGUE_TOKENS))
+    quantized = decode_gemm_configs.TOKENS if gemm == "decode_gemm" else decode_gemm_configs.widths(few)
+    inside = decode_gemm_configs.widths(min(few, decode_gemm.PROLOGUE_TOKENS))
     return [(tokens, True) for tokens in quantized] + [(tokens, False) for tokens in inside]
 
 
@@ -139,7 +138,7 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     k = weight.shape[1]
     warm_up_quantizers(weight, scales, form)
     dtype = method.out_dtype
-    x = torch.zeros(decode_cuts.TOKENS[-1], k, dtype=dtype, device=weight.device)
+    x = torch.zeros(decode_gemm_configs.TOKENS[-1], k, dtype=dtype, device=weight.device)
     norm = torch.ones(k, dtype=dtype, device=weight.device)
     for few, residual in itertools.product({False, method.route.decode_tokens > 0}, (None, x[:1])):
         rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, few=few)

@@ -230,12 +230,12 @@ class _Shared:
         del self.content
 
     def _driver(self, function: str, *arguments: Any) -> bool:
-        from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+        from vllm_fp8ext.kernels.runtime import cuda_kernel
 
         address = torch.frombuffer(self.content, dtype=torch.uint8).data_ptr()
         try:
-            cuda.call(function, ctypes.c_void_p(address), *arguments)
-        except cuda.CudaError as error:
+            cuda_kernel.call(function, ctypes.c_void_p(address), *arguments)
+        except cuda_kernel.CudaError as error:
             size = len(self.content)
             logger.warning("fp8ext: the shared buffer of %d bytes can't be page-locked: %s", size, error)
             return False

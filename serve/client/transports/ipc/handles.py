@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.runtime import cuda_kernel
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
 from vllm_fp8ext.serve.client.transports.dense import has_codes, size_with_scales, torch_tensor
 from vllm_fp8ext.serve.schema import Allocation, Handles, IpcTensor
@@ -93,7 +93,7 @@ def handles(group: list[tuple[str, Any]], n: int) -> Handles:
     listed = []
     with torch.cuda.device(device):
         for name, tensor in group:
-            base, size = cuda.allocation_of(tensor.data_ptr())
+            base, size = cuda_kernel.allocation_of(tensor.data_ptr())
             if base not in numbers:
                 numbers[base] = len(allocations)
                 allocations.append(Allocation(handle=_handle(name, base), bytes=size))
@@ -113,7 +113,7 @@ def handles(group: list[tuple[str, Any]], n: int) -> Handles:
 def _handle(name: str, base: int) -> str:
     handle = (ctypes.c_byte * HANDLE_BYTES)()
     try:
-        cuda.call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_ulonglong(base))
+        cuda_kernel.call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_ulonglong(base))
     except CudaError as error:
         raise ValueError(
             f"tensor {name}: its memory can't be shared ({error}): with torch's allocator this needs "

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.kernels.runtime import cuda_kernel as cuda
+from vllm_fp8ext.kernels.runtime import cuda_kernel
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
 from vllm_fp8ext.update.transports.ipc.message import HANDLE_BYTES, IpcSource
 from vllm_fp8ext.update.transports.memory import Allocations
@@ -52,7 +52,7 @@ def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> It
 def _close(index: int, addresses: list[int]) -> None:
     with torch.cuda.device(index):
         for address in addresses:
-            cuda.call("cuIpcCloseMemHandle", ctypes.c_ulonglong(address))
+            cuda_kernel.call("cuIpcCloseMemHandle", ctypes.c_ulonglong(address))
 
 
 def device_index(uuid: str) -> int:
@@ -66,7 +66,7 @@ def device_index(uuid: str) -> int:
 def _open(text: str) -> int:
     handle, address = Handle.from_buffer_copy(base64.b64decode(text)), ctypes.c_ulonglong()
     try:
-        cuda.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
+        cuda_kernel.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
     except CudaError as error:
         raise _bad(
             f"a handle could not be opened ({error}): is its process alive, and another one?"
@@ -75,7 +75,7 @@ def _open(text: str) -> int:
 
 
 def _require(address: int, size: int) -> None:
-    _, found = cuda.allocation_of(address)
+    _, found = cuda_kernel.allocation_of(address)
     if found < size:
         raise _bad(f"an allocation should have {size} bytes, found {found}")
 
