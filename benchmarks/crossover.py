@@ -3,7 +3,7 @@
 
     python benchmarks/crossover.py --models Qwen3-8B --table kernels/gemm/crossover.json
 
-Activations are quantized by a launch before, as in a layer, `decode_gemm` has the cut that is the fastest alone
+Activations are quantized by a launch before, as in a layer, `decode_gemm` has the tile config that is the fastest alone
 (`kernel_sweep.py`), results are checked, and the weights are more than the L2 cache holds. The table keeps what it has of
 other shapes, and is written after each. DeepGEMM's kernels are compiled first, in several processes.
 """
@@ -23,7 +23,7 @@ from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
-from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.numerics.reference import BLOCK
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
@@ -79,9 +79,9 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
         if not decode_gemm_configs.usable(m, n, k):
             break
         x = kernel_cases.activations(m, k, "cuda")
-        cut = decode_gemm_configs.fastest_alone(n, k, decode_gemm_configs.width(m), quantized=True)
+        config = decode_gemm_configs.fastest_alone(n, k, decode_gemm_configs.width(m), quantized=True)
         calls: dict[str, Any] = {
-            "decode_gemm": partial(_ours, operands, x, cut),
+            "decode_gemm": partial(_ours, operands, x, config),
             "deep_gemm": partial(_other, deep_gemm, operands, x),
         }
         if n % BLOCK == 0:
@@ -98,9 +98,9 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def _ours(operands: Operands, x: Tensor, cut: Config, index: int) -> Tensor:
+def _ours(operands: Operands, x: Tensor, config: TileConfig, index: int) -> Tensor:
     quantized = quantize_activation(x, "fp32")
-    return decode_gemm.decode_gemm(quantized, operands.codes[index], operands.scales, None, "fp32", cut)
+    return decode_gemm.decode_gemm(quantized, operands.codes[index], operands.scales, None, "fp32", config)
 
 
 def _other(gemm: Any, operands: Operands, x: Tensor, index: int) -> Tensor:

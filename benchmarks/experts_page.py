@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fp8ext.bench import pages
-from vllm_fp8ext.kernels.moe.expert_configs import Choice, expert_route
+from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice, expert_route
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "moe.md"
@@ -29,7 +29,7 @@ def cases() -> Cases:
 
 
 def table(cases: Cases) -> str:
-    """By number of tokens; of blockfp8 the kernel, and the cut, that is chosen for so many."""
+    """By number of tokens; of blockfp8 the kernel, and the tile config, that is chosen for so many."""
     route = expert_route(EXPERTS, CHOSEN, ("deep_gemm", "triton", "fused"))
     found: dict[int, dict[str, dict[str, Any]]] = {}
     for case in cases:
@@ -55,9 +55,9 @@ def _quantizing(cases: list[dict[str, Any]], variant: str) -> str:
     return f"{case['us']:.0f} us, at {100 * case['ratio_copy']:.0f} % of copy bandwidth"
 
 
-def variant(choice: Choice) -> str:
+def variant(choice: ExpertChoice) -> str:
     """As `fp8ext bench kernels --only experts` calls it."""
-    return f"blockfp8_{choice.cut.name if choice.cut else choice.kernel}"
+    return f"blockfp8_{choice.config.name if choice.config else choice.kernel}"
 
 
 def _cell(case: dict[str, Any]) -> str:

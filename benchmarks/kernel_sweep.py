@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best cut of the decode GEMM for each shape on this GPU.
+"""The best tile config of the decode GEMM for each shape on this GPU.
 
     python benchmarks/kernel_sweep.py --models Qwen3-8B --table kernels/gemm/decode_gemm_configs.json
 
@@ -24,18 +24,18 @@ from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
-from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 
 TOKENS = (8, 16, 32, 64)
 FEWEST_BLOCKS, MOST_WAVES = 48, 12
-"""Cuts into fewer blocks, or into more for each multiprocessor, are not tried."""
+"""Tile configs into fewer blocks, or into more for each multiprocessor, are not tried."""
 KINDS = ("BF16", "codes")
 KEY = ("n", "k", "tokens", "quantized")
 """What the table tells apart."""
 KEPT = 8
-"""Cuts of a case that the table keeps."""
+"""Tile configs of a case that the table keeps."""
 
 
 def main() -> int:
@@ -45,21 +45,21 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", choices=decode_gemm_configs.TOKENS, default=TOKENS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-8B"])
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes")
-    parser.add_argument("--table", type=Path, help="put the best cuts into this file")
+    parser.add_argument("--table", type=Path, help="put the best tile configs into this file")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of activations")
     options = parser.parse_args()
     start = time.perf_counter()
     faulthandler.dump_traceback_later(options.seconds + 20, exit=True)
     chosen = projections(options.models, options.tp)
     work = {
-        (shape, m, kind): _cuts(*shape, m, kind)
+        (shape, m, kind): _tile_configs(*shape, m, kind)
         for shape, m, kind in itertools.product(chosen, options.tokens, options.kinds)
     }
     kernels = sorted(
         {
-            (cut.rows, cut.splits, m, "fp32", kind == "codes", cut.stream)
-            for (_, m, kind), cuts in work.items()
-            for cut in cuts
+            (config.rows, config.splits, m, "fp32", kind == "codes", config.stream)
+            for (_, m, kind), configs in work.items()
+            for config in configs
         }
     )
     # before CUDA starts: forked processes have torch already, and NVRTC needs no GPU
@@ -92,7 +92,7 @@ def _compile(kernel: tuple[Any, ...]) -> bytes:
 
 
 def _keep(table: Measured, found: list[dict[str, Any]]) -> None:
-    """Put the fastest cuts of each case into the table."""
+    """Put the fastest tile configs of each case into the table."""
     swept: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in found:
         if not one["error"]:
@@ -100,26 +100,29 @@ def _keep(table: Measured, found: list[dict[str, Any]]) -> None:
     for which, ones in swept.items():
         fastest = sorted(ones, key=lambda one: one["us"])[:KEPT]
         case = dict(zip(KEY, which, strict=True)) | {"bf16_us": round(ones[0]["bf16_us"], 2)}
-        case["cuts"] = [
-            [*decode_gemm_configs.kind(Config(**one["config"]), one["m"], which[1]), round(one["us"], 2)]
+        case["configs"] = [
+            [
+                *decode_gemm_configs.config_key(TileConfig(**one["config"]), one["m"], which[1]),
+                round(one["us"], 2),
+            ]
             for one in fastest
         ]
         table.put(case)
 
 
-def _cuts(n: int, k: int, m: int, kind: str) -> list[Config]:
+def _tile_configs(n: int, k: int, m: int, kind: str) -> list[TileConfig]:
     """Those that make a sensible number of blocks."""
     return [
-        cut
-        for cut in decode_gemm_configs.cuts(n, k, m, quantized=kind == "codes")
-        if FEWEST_BLOCKS <= -(-n // cut.rows) * cut.splits <= MOST_WAVES * 132
+        config
+        for config in decode_gemm_configs.tile_configs(n, k, m, quantized=kind == "codes")
+        if FEWEST_BLOCKS <= -(-n // config.rows) * config.splits <= MOST_WAVES * 132
     ]
 
 
 def _sweep(
-    operands: Operands, m: int, cuts: list[Config], bandwidth: float, kind: str
+    operands: Operands, m: int, configs: list[TileConfig], bandwidth: float, kind: str
 ) -> list[dict[str, Any]]:
-    if not cuts:
+    if not configs:
         return []
     x = kernel_cases.activations(m, operands.k, "cuda")
     base = kernel_timing.measure(
@@ -131,7 +134,7 @@ def _sweep(
     name = f"{operands.n}x{operands.k}"
     print(f"{name} m={m} {kind} bf16 {base:.2f} us, at copy bandwidth {floor:.2f} us", flush=True)
     found = []
-    for config in cuts:
+    for config in configs:
         streamed = "streamed" if config.stream else ""
         print(
             f"    {config.rows:3} x {config.splits:2}, {config.stages:2} deep {streamed} ", end="", flush=True
@@ -150,7 +153,7 @@ def _sweep(
     return found
 
 
-def _time(operands: Operands, x: torch.Tensor, config: Config, kind: str) -> dict[str, Any]:
+def _time(operands: Operands, x: torch.Tensor, config: TileConfig, kind: str) -> dict[str, Any]:
     values = quantize_activation(x, "fp32") if kind == "codes" else x
 
     def run(index: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
-from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.runtime import cuda_kernel
 from vllm_fp8ext.kernels.testing import kernel_cases
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
     options = parser.parse_args()
     if options.compile_only:
-        print(len(machine_code(Config(rows=128, splits=4), 64, options.codes)), "bytes")
+        print(len(machine_code(TileConfig(rows=128, splits=4), 64, options.codes)), "bytes")
         return 0
     for name in options.shapes:
         operands = Operands(*kernel_cases.LINEAR[name])
@@ -93,13 +93,13 @@ def source() -> str:
     return text
 
 
-def machine_code(config: Config, tokens: int, codes: bool) -> bytes:
+def machine_code(config: TileConfig, tokens: int, codes: bool) -> bytes:
     macros = {"ROWS": config.rows, "TOKENS": tokens, "SPLITS": config.splits, "POW2": 0, "CODES": int(codes)}
     macros["STREAM"] = int(config.stream)
     return cuda_kernel.compile_source(source(), {"wgmma.cuh": decode_gemm._wgmma(tokens)}, macros)
 
 
-def _trace(operands: Operands, m: int, config: Config, codes: bool) -> Tensor:
+def _trace(operands: Operands, m: int, config: TileConfig, codes: bool) -> Tensor:
     """`[blocks, stamps, 2]` of the last of several launches: nanoseconds, and cycles of the block's multiprocessor."""
     tokens = decode_gemm_configs.width(m)
     kernel = cuda_kernel.Kernel(

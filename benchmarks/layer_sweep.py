@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With which kernels and cuts a layer is the fastest on this GPU: DeepGEMM, or the decode GEMM with one of the cuts that are
-the fastest alone (`kernel_sweep.py`), which also decide how early the launches behind it begin.
+"""Finds the kernels and tile configs with which a layer is the fastest on this GPU.
+
+Candidates are DeepGEMM, and the decode GEMM with one of the tile configs that are the fastest alone (`kernel_sweep.py`),
+which also decide how early the launches behind it begin.
 
     python benchmarks/layer_sweep.py --models Qwen3-8B --table kernels/gemm/decode_gemm_configs_in_layers.json
 
@@ -30,7 +32,7 @@ from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, Step
 from vllm_fp8ext.kernels.attention.norm_rope import norm_rope
 from vllm_fp8ext.kernels.gemm import decode_gemm_configs, selection
 from vllm_fp8ext.kernels.gemm.decode_gemm import decode_gemm
-from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
 from vllm_fp8ext.kernels.quantize.gated_quantize import gated_quantize
@@ -44,9 +46,9 @@ MOST_REQUESTS = 256
 """That attention has room for."""
 ROUNDS, REPEATS = 3, 7
 GAIN = 0.003
-"""Of a layer's time, for which other cuts are taken than those that are the fastest alone."""
+"""Of a layer's time, for which other tile configs are taken than those that are the fastest alone."""
 Shape = tuple[int, int]
-Cuts = dict[Shape, Config | None]
+TileConfigs = dict[Shape, TileConfig | None]
 """None: DeepGEMM."""
 
 
@@ -69,10 +71,10 @@ def main() -> int:
     chosen = [(model, parts) for parts in options.tp for model in options.models]
     start, table = time.monotonic(), Measured(options.table, ("n", "k", "tokens"))
     known = table.cases
-    settled = _cuts(case for case in known if (case["model"], case["tp"]) not in chosen)
+    settled = _tile_configs(case for case in known if (case["model"], case["tp"]) not in chosen)
     for model, parts in chosen:
         layers = Layers(model, parts)
-        own = _cuts(case for case in known if (case["model"], case["tp"]) == (model, parts))
+        own = _tile_configs(case for case in known if (case["model"], case["tp"]) == (model, parts))
         for tokens in options.tokens:
             if time.monotonic() - start > options.seconds:
                 print(f"no time left for {model} of {parts} with {tokens} tokens")
@@ -80,21 +82,21 @@ def main() -> int:
             print(f"{model} of {parts}, {tokens} tokens: ", end="", flush=True)
             found, times = _tried(layers, tokens, settled.setdefault(tokens, {}), own.get(tokens, {}))
             told = {"model": model, "tp": parts, "layer_us": times}
-            for (n, k), cut in found.items():
-                settled[tokens][n, k] = cut
-                kind = cut and decode_gemm_configs.kind(cut, tokens, k)
-                table.put({"n": n, "k": k, "tokens": tokens, "cut": kind} | told)
+            for (n, k), config in found.items():
+                settled[tokens][n, k] = config
+                kind = config and decode_gemm_configs.config_key(config, tokens, k)
+                table.put({"n": n, "k": k, "tokens": tokens, "config": kind} | told)
     return 0
 
 
-def _cuts(cases: Iterable[dict[str, Any]]) -> dict[int, Cuts]:
-    """By tokens, what a table has; without cuts that there are no more."""
-    found: dict[int, Cuts] = {}
+def _tile_configs(cases: Iterable[dict[str, Any]]) -> dict[int, TileConfigs]:
+    """By tokens, what a table has; without tile configs that there are no more."""
+    found: dict[int, TileConfigs] = {}
     for case in cases:
-        n, k, tokens, kind = case["n"], case["k"], case["tokens"], case["cut"]
-        cut = kind and decode_gemm_configs.of_kind(n, k, tokens, tuple(kind), quantized=True)
-        if bool(cut) == bool(kind):
-            found.setdefault(tokens, {})[n, k] = cut
+        n, k, tokens, kind = case["n"], case["k"], case["tokens"], case["config"]
+        config = kind and decode_gemm_configs.find_config(n, k, tokens, tuple(kind), quantized=True)
+        if bool(config) == bool(kind):
+            found.setdefault(tokens, {})[n, k] = config
     return found
 
 
@@ -140,17 +142,17 @@ class Layers:
         """For `run`."""
         return Batch(requests, self.hidden, self.kv_heads, self.count)
 
-    def run(self, batch: Batch, cuts: Cuts, index: int) -> None:
+    def run(self, batch: Batch, configs: TileConfigs, index: int) -> None:
         """The launches of one layer."""
         qkv, out, gate_up, down = self.weights[index]
-        x, residual = self._norm(batch.x_MK, batch.residual_MK, cuts[self.shapes[0]])
-        attended = self._attend(batch, _multiply(x, qkv, cuts), index)
-        x, residual = self._norm(_multiply(attended, out, cuts), residual, cuts[self.shapes[2]])
-        gated = gated_quantize(_multiply(x, gate_up, cuts), "silu", "fp32")
-        _multiply(gated, down, cuts)
+        x, residual = self._norm(batch.x_MK, batch.residual_MK, configs[self.shapes[0]])
+        attended = self._attend(batch, _multiply(x, qkv, configs), index)
+        x, residual = self._norm(_multiply(attended, out, configs), residual, configs[self.shapes[2]])
+        gated = gated_quantize(_multiply(x, gate_up, configs), "silu", "fp32")
+        _multiply(gated, down, configs)
 
-    def _norm(self, x_MK: Tensor, residual_MK: Tensor, cut: Config | None) -> tuple[Quantized, Tensor]:
-        return rmsnorm_quantize(x_MK, residual_MK, self.norm, 1e-6, "fp32", few=cut is not None)
+    def _norm(self, x_MK: Tensor, residual_MK: Tensor, config: TileConfig | None) -> tuple[Quantized, Tensor]:
+        return rmsnorm_quantize(x_MK, residual_MK, self.norm, 1e-6, "fp32", few=config is not None)
 
     def _attend(self, batch: Batch, qkv_MN: Tensor, index: int) -> Quantized:
         norms = batch.norms if self.normed_heads else None
@@ -165,33 +167,39 @@ class Layers:
         return attended
 
 
-def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], cuts: Cuts) -> Tensor:
+def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], configs: TileConfigs) -> Tensor:
     codes, scales = weight
-    cut = cuts[codes.shape[0], codes.shape[1]]
-    if cut is None:
+    config = configs[codes.shape[0], codes.shape[1]]
+    if config is None:
         return deep_gemm(x, codes, scales, torch.bfloat16)
-    return decode_gemm(x, codes, scales, None, "fp32", cut)
+    return decode_gemm(x, codes, scales, None, "fp32", config)
 
 
-def _tried(layers: Layers, tokens: int, settled: Cuts, known: Cuts) -> tuple[Cuts, list[float]]:
-    """Cuts for the shapes that are not settled, and the layer's microseconds with what is the fastest alone in their place,
+def _tried(
+    layers: Layers, tokens: int, settled: TileConfigs, known: TileConfigs
+) -> tuple[TileConfigs, list[float]]:
+    """Return tile configs for the shapes that are not settled, and the layer's microseconds with what is the fastest alone,
     and with these. `known`: what to begin with."""
     calls = partial(layers.run, layers.batch(tokens))
     usual = {shape: settled[shape] if shape in settled else _alone(*shape, tokens) for shape in layers.shapes}
-    before = usual | {shape: cut for shape, cut in known.items() if shape in usual and shape not in settled}
+    before = usual | {
+        shape: config for shape, config in known.items() if shape in usual and shape not in settled
+    }
     found = dict(before)
     for _ in range(ROUNDS):
         for shape in [shape for shape in found if shape not in settled]:
-            cuts = list(dict.fromkeys([found[shape], *_fast(shape, tokens), None]))
-            us = _us(layers, {str(cut): partial(calls, found | {shape: cut}) for cut in cuts}, REPEATS)
-            found[shape] = min(cuts, key=lambda cut: us[str(cut)])
-    us = _us(layers, {str(cuts): partial(calls, cuts) for cuts in (usual, before, found)})
-    best = min((before, found), key=lambda cuts: us[str(cuts)])
+            configs = list(dict.fromkeys([found[shape], *_fast(shape, tokens), None]))
+            us = _us(
+                layers, {str(config): partial(calls, found | {shape: config}) for config in configs}, REPEATS
+            )
+            found[shape] = min(configs, key=lambda config: us[str(config)])
+    us = _us(layers, {str(configs): partial(calls, configs) for configs in (usual, before, found)})
+    best = min((before, found), key=lambda configs: us[str(configs)])
     print(f"{us[str(usual)]:.2f} us, {us[str(best)]:.2f} as the layer wants it", flush=True)
     if us[str(best)] > us[str(usual)] * (1 - GAIN):
         best = usual
-    times = [round(us[str(cuts)], 2) for cuts in (usual, best)]
-    return {shape: cut for shape, cut in best.items() if shape not in settled}, times
+    times = [round(us[str(configs)], 2) for configs in (usual, best)]
+    return {shape: config for shape, config in best.items() if shape not in settled}, times
 
 
 def _us(
@@ -205,19 +213,19 @@ def _us(
     return {name: math.inf if timing.error else timing.us for name, timing in timings.items()}
 
 
-def _alone(n: int, k: int, tokens: int) -> Config | None:
+def _alone(n: int, k: int, tokens: int) -> TileConfig | None:
     """The fastest alone."""
     if not decode_gemm_configs.usable(tokens, n, k) or tokens > selection.crossover_alone(n, k, "deep_gemm"):
         return None
     return decode_gemm_configs.fastest_alone(n, k, tokens, quantized=True)
 
 
-def _fast(shape: Shape, tokens: int) -> list[Config]:
+def _fast(shape: Shape, tokens: int) -> list[TileConfig]:
     """The decode GEMM's fastest alone."""
     n, k = shape
     known = decode_gemm_configs._measured(tokens, True, decode_gemm_configs.SPLITS[-1]).get(shape, {})
-    every = decode_gemm_configs.cuts(n, k, tokens, quantized=True)
-    return [cut for cut in every if decode_gemm_configs.kind(cut, tokens, k) in known]
+    every = decode_gemm_configs.tile_configs(n, k, tokens, quantized=True)
+    return [config for config in every if decode_gemm_configs.config_key(config, tokens, k) in known]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ _COMBINE = ("P", "P", "P", "I", "P", "I", _OUT, "I", "I")
 
 
 @dataclass(frozen=True)
-class Cut:
+class AttentionTileConfig:
     """How the kernel is built: `together` KV heads and `shares` shares of the work in a block, `stages` tiles in flight for
     each warp, `resident` blocks on a multiprocessor."""
 
@@ -63,12 +63,12 @@ class Cut:
         )
 
 
-def choose(kv_heads: int, requests: int = 1, dtype: torch.dtype = FP8_DTYPE) -> Cut:
-    """The cut for layers of so many KV heads, up to so many requests, and a cache of this dtype."""
+def choose(kv_heads: int, requests: int = 1, dtype: torch.dtype = FP8_DTYPE) -> AttentionTileConfig:
+    """Choose the tile config for layers of `kv_heads`, up to so many requests, and a cache of this dtype."""
     together = max(count for count in range(1, _WARPS + 1) if kv_heads % count == 0)
-    cut = Cut(together, _WARPS // together, stages=3, resident=1)
-    fits = cut.shared_bytes(requests, dtype) <= cuda_kernel.MOST_SHARED_BYTES
-    return cut if fits else replace(cut, stages=2)
+    config = AttentionTileConfig(together, _WARPS // together, stages=3, resident=1)
+    fits = config.shared_bytes(requests, dtype) <= cuda_kernel.MOST_SHARED_BYTES
+    return config if fits else replace(config, stages=2)
 
 
 class Step(NamedTuple):
@@ -112,7 +112,7 @@ class DecodeAttention:
         requests: int,
         device: torch.device,
         dtype: torch.dtype = FP8_DTYPE,
-        cut: Cut | None = None,
+        config: AttentionTileConfig | None = None,
     ) -> None:
         if kv_heads < 1 or heads % kv_heads or heads // kv_heads > MOST_GROUP:
             raise ValueError(
@@ -121,21 +121,21 @@ class DecodeAttention:
         if dtype not in DTYPES:
             raise ValueError(f"expected a cache in {' or '.join(map(str, DTYPES))}, found {dtype}")
         self.heads, self.kv_heads, self.requests, self.dtype = heads, kv_heads, requests, dtype
-        self.cut = cut = cut or choose(kv_heads, requests, dtype)
-        code = machine_code(heads, kv_heads, dtype, cut)
+        self.config = config = config or choose(kv_heads, requests, dtype)
+        code = machine_code(heads, kv_heads, dtype, config)
         attend, combine = (
-            cuda_kernel.Kernel(code, name, cut.warps * 32, 1)
+            cuda_kernel.Kernel(code, name, config.warps * 32, 1)
             for name in ("decode_attention", "combine_attention")
         )
         self._held: tuple[object, ...] | None = None
         self._attend, self._combine = attend.launcher(_ATTEND), combine.launcher(_COMBINE)
-        across = kv_heads // cut.together
-        self._shared = cut.shared_bytes(requests, dtype)
+        across = kv_heads // config.together
+        self._shared = config.shared_bytes(requests, dtype)
         resident = attend.resident_blocks(self._shared)
         if not resident:
             raise ValueError(f"expected fewer requests, found {requests}: they take {self._shared} bytes")
         self._blocks = max(1, resident // across) * across
-        self.shares = self._blocks // across * cut.shares
+        self.shares = self._blocks // across * config.shares
         slots = self.shares + requests
         self._parts = torch.empty(slots, heads, HEAD_DIMENSION, dtype=torch.float32, device=device)
         self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
@@ -176,8 +176,8 @@ class DecodeAttention:
         )
         spread = self._spread(requests)
         self._combine(
-            -(-requests * self.heads * spread // self.cut.warps),
-            128 + self.cut.warps * (512 + 8) + 4 * (requests + 1),
+            -(-requests * self.heads * spread // self.config.warps),
+            128 + self.config.warps * (512 + 8) + 4 * (requests + 1),
             stream,
             (parts, sums, lengths, requests, v, scale_stride, *to, self.shares, spread),
             early=True,
@@ -185,7 +185,7 @@ class DecodeAttention:
 
     def _spread(self, requests: int) -> int:
         """Warps that add up one head's parts: more where few requests have many parts each."""
-        most = self.cut.warps & -self.cut.warps
+        most = self.config.warps & -self.config.warps
         wanted = self.shares // requests // 4
         return min(most, 1 << max(0, wanted.bit_length() - 1)) if wanted else 1
 
@@ -271,10 +271,15 @@ def lies_well(part: Tensor, align: int = 16) -> bool:
 
 
 @functools.cache
-def machine_code(heads: int, kv_heads: int, dtype: torch.dtype, cut: Cut) -> bytes:
+def machine_code(heads: int, kv_heads: int, dtype: torch.dtype, config: AttentionTileConfig) -> bytes:
     """Compile both kernels; needs no GPU."""
-    macros = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "TOGETHER": cut.together}
-    macros |= {"SHARES": cut.shares, "STAGES": cut.stages, "RESIDENT": cut.resident, "BYTES": dtype.itemsize}
+    macros = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "TOGETHER": config.together}
+    macros |= {
+        "SHARES": config.shares,
+        "STAGES": config.stages,
+        "RESIDENT": config.resident,
+        "BYTES": dtype.itemsize,
+    }
     return cuda_kernel.compile_source(_SOURCE.read_text(), {}, macros)
 
 

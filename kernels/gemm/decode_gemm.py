@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.gemm import decode_gemm_configs
-from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
@@ -34,12 +34,12 @@ def decode_gemm(
     scales_NbKb: Tensor,
     bias_N: Tensor | None,
     scale_format: ScaleFormat,
-    config: Config | None = None,
+    config: TileConfig | None = None,
 ) -> Tensor:
     """`x @ weight.T (+ bias)`, BF16 `[M, N]`.
 
     `x`: BF16 `[M, K]`, quantized inside as `reference.quantize_activation` does, or quantized already (in `scale_format`,
-    which then makes no difference). `config`: another cut than `choose`'s.
+    which then makes no difference). `config`: another one than `choose`'s.
 
     Raises:
         ValueError: a shape, layout or dtype that the kernel does not take.
@@ -75,8 +75,11 @@ def decode_gemm(
 @functools.cache
 def _chosen(
     n: int, k: int, tokens: int, scale_format: ScaleFormat, quantized: bool, device: int | None
-) -> Config:
-    """The fastest cut that this GPU runs: one with fewer multiprocessors to a cluster has no room for 16 blocks together."""
+) -> TileConfig:
+    """Return the fastest tile config that this GPU runs.
+
+    One with fewer multiprocessors to a cluster has no room for 16 blocks together.
+    """
     config = decode_gemm_configs.choose(n, k, tokens, quantized=quantized)
     while config.splits > 1:
         kernel = _kernel(config.rows, config.splits, tokens, scale_format, quantized, config.stream, device)
@@ -155,7 +158,7 @@ def _check(
     codes_NK: Tensor,
     scales_NbKb: Tensor,
     bias_N: Tensor | None,
-    config: Config | None,
+    config: TileConfig | None,
 ) -> None:
     (m, k), n = x_MK.shape, codes_NK.shape[0]
     dtype = torch.bfloat16 if x_scales_MKb is None else reference.FP8_DTYPE
@@ -186,7 +189,7 @@ def _check(
                 or not scales_NbKb.is_contiguous(),
             ),
             (
-                f"a cut that fits, found {config}",
+                f"a tile config that fits, found {config}",
                 config is not None
                 and 0 < m <= decode_gemm_configs.TOKENS[-1]
                 and not config.fits(decode_gemm_configs.width(m), k),
@@ -214,7 +217,7 @@ def _check(
 
 
 def _columns_aligned(scales_MKb: Tensor) -> bool:
-    """Whether columns are contiguous and begin at multiples of 16 bytes."""
+    """Tell whether columns are contiguous and begin at multiples of 16 bytes."""
     m, columns = scales_MKb.shape
     adjacent = m == 1 or scales_MKb.stride(0) == 1
     apart = columns == 1 or (scales_MKb.stride(1) % 4 == 0 and scales_MKb.stride(1) >= m)
@@ -222,6 +225,6 @@ def _columns_aligned(scales_MKb: Tensor) -> bool:
 
 
 def aligned(matrix: Tensor) -> bool:
-    """Whether rows are contiguous and begin at multiples of 16 bytes."""
+    """Tell whether rows are contiguous and begin at multiples of 16 bytes."""
     size = matrix.element_size()
     return matrix.stride(1) == 1 and matrix.stride(0) * size % 16 == 0 and matrix.data_ptr() % 16 == 0

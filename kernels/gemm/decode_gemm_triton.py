@@ -17,8 +17,8 @@ from vllm_fp8ext.kernels.numerics.triton_numerics import quantized, rounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How one GEMM is cut."""
+class TritonTileConfig:
+    """Tile sizes of one GEMM."""
 
     rows: int = 128
     """Weight rows of a program: 64 or 128, so that they share one scale."""
@@ -110,7 +110,7 @@ def decode_gemm_triton(
     scales_NbKb: Tensor,
     bias_N: Tensor | None,
     scale_format: ScaleFormat,
-    config: Config,
+    config: TritonTileConfig,
 ) -> Tensor:
     """`x @ weight.T (+ bias)`, `[M, N]` in the dtype of `x_MK` (BF16 or FP16), quantized as
     `reference.quantize_activation` does; columns contiguous, scales contiguous."""

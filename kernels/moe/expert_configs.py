@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple, cast
 
 Kernel = Literal["fused", "triton", "deep_gemm"]
 """`fused`: ours (`expert_mlp`). `triton` and `deep_gemm`: vLLM's grouped GEMMs between kernels of ours."""
-MANY: tuple[Kernel, ...] = ("deep_gemm", "triton", "fused")
+LARGE_M_KERNELS: tuple[Kernel, ...] = ("deep_gemm", "triton", "fused")
 """For many tokens, the fastest first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class ExpertTileConfig:
     """How the two GEMMs of `expert_mlp` are cut."""
 
     tokens: int = 16
@@ -37,11 +37,11 @@ class Cut:
         return f"{self.tokens}x{self.rows}/{self.down_rows}s{self.stages}w{self.warps}{marks}"
 
 
-CUTS: tuple[tuple[float, Cut], ...] = (
-    (0.5, Cut(down_rows=128, stages=3, alone=True)),
-    (8.0, Cut(down_rows=128, stages=3)),
-    (32.0, Cut(tokens=32, rows=128, down_rows=128, stages=3, ahead=2)),
-    (float("inf"), Cut(tokens=64, rows=128, down_rows=128, stages=3, warps=8)),
+TILE_CONFIGS: tuple[tuple[float, ExpertTileConfig], ...] = (
+    (0.5, ExpertTileConfig(down_rows=128, stages=3, alone=True)),
+    (8.0, ExpertTileConfig(down_rows=128, stages=3)),
+    (32.0, ExpertTileConfig(tokens=32, rows=128, down_rows=128, stages=3, ahead=2)),
+    (float("inf"), ExpertTileConfig(tokens=64, rows=128, down_rows=128, stages=3, warps=8)),
 )
 """By the most slots for each expert of the model: up to 32 within 4 % of the fastest that `fp8ext bench kernels --only
 experts` finds for each number of tokens. The last one is for users who want `fused` beyond."""
@@ -49,11 +49,11 @@ FUSED, TRITON = 16.0, 48.0
 """Most slots for each expert that go to `fused`, and to `triton` beyond; `deep_gemm` takes the others."""
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """A kernel, and its cut if it is `fused`."""
 
     kernel: Kernel
-    cut: Cut | None
+    config: ExpertTileConfig | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,18 +71,18 @@ class ExpertRoute:
     triton_tokens: int
     """Most tokens that go to `triton`, beyond these."""
 
-    def choose(self, tokens: int) -> Choice:
+    def choose(self, tokens: int) -> ExpertChoice:
         """The kernel for so many tokens."""
         if tokens <= self.fused_tokens or self.many == "fused":
             load = tokens * self.chosen / self.experts
-            return Choice("fused", next(cut for most, cut in CUTS if load <= most))
-        return Choice("triton" if tokens <= self.triton_tokens else self.many, None)
+            return ExpertChoice("fused", next(config for most, config in TILE_CONFIGS if load <= most))
+        return ExpertChoice("triton" if tokens <= self.triton_tokens else self.many, None)
 
     def boundaries(self, most: int) -> list[int]:
         """Up to `most` tokens, the largest number of each kernel and cut."""
         ends = {self.fused_tokens, self.triton_tokens, most}
         if self.many == "fused" or self.fused_tokens:
-            ends |= {int(load * self.experts / self.chosen) for load, _ in CUTS[:-1]}
+            ends |= {int(load * self.experts / self.chosen) for load, _ in TILE_CONFIGS[:-1]}
         return sorted(end for end in ends if 0 < end <= most)
 
 
@@ -109,7 +109,7 @@ def expert_route(
         if wanted and kernel not in usable:
             able = ", ".join(usable) or "none"
             raise ValueError(f"{kernel}: does not take these experts here; those that do: {able}")
-    order = [name for name in MANY if name in usable and not (one_path and name == "fused")]
+    order = [name for name in LARGE_M_KERNELS if name in usable and not (one_path and name == "fused")]
     if not order:
         raise ValueError("no FP8 kernel takes these experts here")
     last = cast("Kernel", many or order[0])

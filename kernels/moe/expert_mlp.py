@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fp8ext.kernels.memory.prefetch import prefetch_rows
-from vllm_fp8ext.kernels.moe.expert_configs import Cut
+from vllm_fp8ext.kernels.moe.expert_configs import ExpertTileConfig
 from vllm_fp8ext.kernels.moe.expert_slots import SCANNED, expert_slots, has_slot, taken
 from vllm_fp8ext.kernels.moe.expert_sum import expert_sum
 from vllm_fp8ext.kernels.numerics.quantized import empty
@@ -224,60 +224,65 @@ def expert_mlp(
     experts_MT: Tensor,
     activation: str,
     scale_format: ScaleFormat,
-    cut: Cut,
+    config: ExpertTileConfig,
 ) -> Tensor:
     """`reference_experts` of codes and scales; everything contiguous, rows of `x_MK` (BF16 or FP16) may lie apart.
 
     Raises:
-        ValueError: sizes or a cut that it does not take.
+        ValueError: sizes or a tile config that it does not take.
     """
     (m, k), (e, height, _), t = x_MK.shape, gate_up_E2PK.shape, experts_MT.shape[1]
     p, s = height // 2, m * t
-    if p % BLOCK or cut.rows not in (64, BLOCK) or cut.down_rows not in (64, BLOCK) or x_MK.stride(1) != 1:
+    if (
+        p % BLOCK
+        or config.rows not in (64, BLOCK)
+        or config.down_rows not in (64, BLOCK)
+        or x_MK.stride(1) != 1
+    ):
         raise ValueError(
             f"expert_mlp: expected an intermediate size in multiples of {BLOCK}, contiguous columns and parts of 64 or "
-            f"{BLOCK} rows, found {p}, strides {x_MK.stride()} and {cut}"
+            f"{BLOCK} rows, found {p}, strides {x_MK.stride()} and {config}"
         )
     if not s:
         return torch.zeros_like(x_MK)
     device, early = x_MK.device, x_MK.is_cuda
-    whole = cut.rows == BLOCK
-    quantized, listed = expert_slots(x_MK, experts_MT, e, scale_format, listed=not cut.alone)
+    whole = config.rows == BLOCK
+    quantized, listed = expert_slots(x_MK, experts_MT, e, scale_format, listed=not config.alone)
     lists = experts_MT, listed.slots, listed.counts
-    count = s if cut.alone else e
+    count = s if config.alone else e
     middle, middle_scales = empty(s, p, device)
     if not whole:
         middle = torch.empty(s, p, dtype=x_MK.dtype, device=device)
     parts = torch.empty(s, k, dtype=torch.float32, device=device)
     common = {
-        "ALONE": cut.alone,
-        "AHEAD": cut.ahead,
+        "ALONE": config.alone,
+        "AHEAD": config.ahead,
         "POW2": scale_format == "pow2",
         "EVEN": k % BLOCK == 0,
-        "TOKENS": cut.tokens,
+        "TOKENS": config.tokens,
         "SIZE": BLOCK,
         "HARDWARE": early,
         "EARLY": early,
-        "num_warps": cut.warps,
-        "num_stages": cut.stages,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
         **({"launch_pdl": True} if early else {}),
     }
     room = listed.slots.shape[1]
-    _gate_up[(count, p // cut.rows)](
+    _gate_up[(count, p // config.rows)](
         *(_codes(quantized.codes), quantized.scales, _codes(gate_up_E2PK), gate_up_scales, *lists),
         *(_codes(middle), middle_scales, s, room, k, p, quantized.scales.stride(1), middle_scales.stride(1)),
         CHOSEN=t,
         ACTIVATION=activation,
         DTYPE=_TYPES[x_MK.dtype],
-        ROWS=cut.rows,
+        ROWS=config.rows,
         SCANNED=SCANNED,
         **common,
     )
-    _down[(count, -(-k // cut.down_rows))](
+    _down[(count, -(-k // config.down_rows))](
         *(_codes(middle), middle_scales, _codes(down_EKP), down_scales, *lists, parts),
         *(s, room, k, p, middle_scales.stride(1)),
         QUANTIZED=whole,
-        ROWS=cut.down_rows,
+        ROWS=config.down_rows,
         **common,
     )
     return expert_sum(parts, None, weights_MT, experts_MT, x_MK.dtype)

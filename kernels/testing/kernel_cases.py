@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK
 
@@ -26,19 +26,19 @@ DECODE_TOKENS = (1, 8, 16, 32, 64)
 PREFILL_TOKENS = (4096, 8192)
 EXPERT_TOKENS = tuple(1 << power for power in range(14))
 
-CUTS = (
-    Config(rows=128, splits=1),
-    Config(rows=64, splits=1, early=True),
-    Config(rows=64, splits=2, stages=3),
-    Config(rows=64, splits=1, stages=5),
-    Config(rows=192, splits=2, early=True),
-    Config(rows=128, splits=4, early=True),
-    Config(rows=192, splits=4),
-    Config(rows=256, splits=8),
-    Config(rows=64, splits=8, early=True),
-    Config(rows=128, splits=16),
+TILE_CONFIGS = (
+    TileConfig(rows=128, splits=1),
+    TileConfig(rows=64, splits=1, early=True),
+    TileConfig(rows=64, splits=2, stages=3),
+    TileConfig(rows=64, splits=1, stages=5),
+    TileConfig(rows=192, splits=2, early=True),
+    TileConfig(rows=128, splits=4, early=True),
+    TileConfig(rows=192, splits=4),
+    TileConfig(rows=256, splits=8),
+    TileConfig(rows=64, splits=8, early=True),
+    TileConfig(rows=128, splits=16),
 )
-"""Of every kind that `decode_gemm` can be cut by."""
+"""Tile configs of every kind that `decode_gemm` takes."""
 DECODE_SHAPES = (
     (8, 128, 128, False),
     (1, 4096, 4096, False),

@@ -18,7 +18,7 @@ def test_the_page_has_the_numbers_of_the_result(experts_page: ModuleType) -> Non
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_what_is_chosen_was_measured_to_be_fast(experts_page: ModuleType, tokens: int) -> None:
-    """No other kernel or cut of ours is faster by more than a twenty-fifth, nor is one that was not right chosen."""
+    """No other kernel or tile config of ours is faster by more than a twenty-fifth, nor is one that was not right chosen."""
     us = {
         case["variant"]: case["us"]
         for case in experts_page.cases()

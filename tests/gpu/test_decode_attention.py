@@ -329,12 +329,12 @@ def test_what_joins_is_rounded_as_vllm_does() -> None:
 
 @BOTH
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_cut(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_every_tile_config(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for stages in (2, 3) if dtype == torch.bfloat16 else (2, 3, 5):
-        cut = replace(decode_attention.choose(shape[1]), stages=stages)
+        config = replace(decode_attention.choose(shape[1]), stages=stages)
         given = batch(*shape, [1, 17, 300, 1000], dtype=dtype)
-        attend = DecodeAttention(*shape, 4, torch.device("cuda"), dtype, cut)
-        assert error(given.run(attend), given) < 4e-3, cut
+        attend = DecodeAttention(*shape, 4, torch.device("cuda"), dtype, config)
+        assert error(given.run(attend), given) < 4e-3, config
 
 
 def test_refusals() -> None:

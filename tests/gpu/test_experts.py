@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.moe.expert_configs import CUTS, Choice
+from vllm_fp8ext.kernels.moe.expert_configs import TILE_CONFIGS, ExpertChoice
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.testing import kernel_cases
 
@@ -24,8 +24,8 @@ EXPERTS, CHOSEN, HIDDEN, WIDTH = 128, 8, 2048, 768
 TOKENS = (1, 3, 8, 64, 256, 2048)
 WIDTHS = 768, 192
 """Of experts in an engine."""
-KERNELS = ("triton", "deep_gemm", *range(len(CUTS)))
-"""vLLM's by name, ours by the number of its cut."""
+KERNELS = ("triton", "deep_gemm", *range(len(TILE_CONFIGS)))
+"""vLLM's by name, ours by the number of its tile config."""
 CASES = [
     (kernel, tokens) for kernel in KERNELS for tokens in TOKENS if tokens <= 256 or isinstance(kernel, str)
 ]
@@ -56,7 +56,11 @@ def test_each_kernel_is_the_reference(
 ) -> None:
     from vllm_fp8ext.layers.expert_gemm import ExpertWeights, compute
 
-    choice = Choice("fused", CUTS[kernel][1]) if isinstance(kernel, int) else Choice(kernel, None)
+    choice = (
+        ExpertChoice("fused", TILE_CONFIGS[kernel][1])
+        if isinstance(kernel, int)
+        else ExpertChoice(kernel, None)
+    )
     x, routing, weights = layer.x_MK[:tokens], routed(tokens, kind), ExpertWeights(*layer[1:5])
     outs = [compute(choice, x, weights, *routing, "silu", "fp32") for _ in range(2)]
     assert experts_error(outs[0], x, *weights, *routing, "silu", "fp32") < 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
-from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.testing import kernel_cases
@@ -22,7 +22,7 @@ SHAPES = ((64, 4096), (3, 200), (7, 5120), (3, 18944), (2051, 5000))
 """Of activations: of the last, programs take several tokens."""
 
 
-def cut(config: Config) -> str:
+def config_id(config: TileConfig) -> str:
     return f"{config.rows}x{config.splits}"
 
 
@@ -187,14 +187,14 @@ def test_activations_without_a_gate(
 @pytest.mark.parametrize(
     ("config", "shape"),
     [
-        pytest.param(config, shape, id=f"{cut(config)}-{shape}")
-        for config in kernel_cases.CUTS
+        pytest.param(config, shape, id=f"{config_id(config)}-{shape}")
+        for config in kernel_cases.TILE_CONFIGS
         for shape in kernel_cases.DECODE_SHAPES
         if config.fits(decode_gemm_configs.width(shape[0]), shape[2])
     ],
 )
 def test_decode_gemm_stays_within_the_bound_and_repeats(
-    config: Config, shape: tuple[int, int, int, bool]
+    config: TileConfig, shape: tuple[int, int, int, bool]
 ) -> None:
     from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
@@ -210,9 +210,9 @@ def test_decode_gemm_stays_within_the_bound_and_repeats(
     assert all(kernel_cases.same(outs[0], out) for out in outs[1:])
     before = quantize_activation(x, scale_format)
     for stream in (False, True):
-        cut = dataclasses.replace(config, stream=stream)
+        config = dataclasses.replace(config, stream=stream)
         assert kernel_cases.same(
-            outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, cut)
+            outs[0], decode_gemm.decode_gemm(before, codes, scales, bias, scale_format, config)
         )
 
 
@@ -253,7 +253,7 @@ def test_decode_gemm_quantizes_as_the_reference_does(m: int, splits: int, scale_
     here = x.bfloat16().cuda()
     codes = torch.eye(k, device="cuda").to(reference.FP8_DTYPE)
     scales = torch.ones(blocks(k), blocks(k), device="cuda")
-    config = Config(rows=128, splits=splits)
+    config = TileConfig(rows=128, splits=splits)
     out = decode_gemm.decode_gemm(here, codes, scales, None, scale_format, config)
     expected = reference.quantize_activation(here.cpu(), scale_format)
     exact = reference.dequantize_activation(*expected).cuda()
@@ -273,6 +273,6 @@ def test_triton_gemm_stays_within_the_bound(shape: tuple[int, int, int], splits:
     m, n, k = shape
     x, weight = kernel_cases.gemm_inputs(m, n, k, kind, "cuda")
     codes, scales = reference.quantize_weight(weight)
-    config = decode_gemm_triton.Config(splits=splits)
+    config = decode_gemm_triton.TritonTileConfig(splits=splits)
     out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)
     assert kernel_cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.moe.expert_configs import Choice, Kernel
+from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice, Kernel
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
@@ -74,7 +74,7 @@ def test_tokens_find_their_experts_and_back(
     of = torch.where(case.experts_MT % 2 == 1, -1, case.experts_MT) if remote else case.experts_MT
     weights = ExpertWeights(*case[1:5])
     operands = case.x_MK, weights, case.weights_MT, of, "silu", "fp32"
-    out = compute(Choice(kernel, None), *operands)
+    out = compute(ExpertChoice(kernel, None), *operands)
     assert experts_error(out, case.x_MK, *weights, case.weights_MT, of, "silu", "fp32") < 1
     assert torch.equal(out[(of < 0).all(1)], torch.zeros_like(out[(of < 0).all(1)]))
 
@@ -82,4 +82,4 @@ def test_tokens_find_their_experts_and_back(
 def test_no_tokens() -> None:
     case = kernel_cases.experts(1, 256, 128, 4, 2, "cpu")
     none = (case.x_MK[:0], ExpertWeights(*case[1:5]), case.weights_MT[:0], case.experts_MT[:0])
-    assert compute(Choice("triton", None), *none, "silu", "fp32").shape == (0, 256)
+    assert compute(ExpertChoice("triton", None), *none, "silu", "fp32").shape == (0, 256)

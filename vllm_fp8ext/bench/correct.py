@@ -15,7 +15,7 @@ from vllm_fp8ext.kernels.attention import norm_rope
 from vllm_fp8ext.kernels.attention.kv_amax import Tally, kv_amax_reference
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs, decode_gemm_triton
-from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
@@ -77,7 +77,7 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
     found += [(f"norm_rope {m}", partial(turned, m)) for m in (1, 7, 300)]
     for case in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
         found.append((f"triton {case}", partial(triton, *case)))
-    for config, (m, n, k, bias) in itertools.product(kernel_cases.CUTS, kernel_cases.DECODE_SHAPES):
+    for config, (m, n, k, bias) in itertools.product(kernel_cases.TILE_CONFIGS, kernel_cases.DECODE_SHAPES):
         form = FORMATS[m % 2]
         if config.fits(decode_gemm_configs.width(m), k):
             name = f"decode {config} {form} {m}x{n}x{k}{' bias' if bias else ''}"
@@ -221,7 +221,7 @@ def nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
     return good, f"differing {[f'{part:.1e}' for part in differing]} distance {distance:.1e}"
 
 
-def decode(form: ScaleFormat, config: Config, m: int, n: int, k: int, biased: bool) -> Verdict:
+def decode(form: ScaleFormat, config: TileConfig, m: int, n: int, k: int, biased: bool) -> Verdict:
     x = kernel_cases.activations(m, k, "cuda")
     codes, scales = reference.quantize_weight(kernel_cases.weight(n, k, "cuda"), form)
     bias = torch.randn(n, device="cuda").bfloat16() if biased else None
@@ -251,7 +251,7 @@ def prologue(form: ScaleFormat, m: int, splits: int) -> Verdict:
     x[-1, BLOCK : 2 * BLOCK] *= 2.0**-40
     codes = torch.eye(k, device="cuda").to(reference.FP8_DTYPE)
     scales = torch.ones(blocks(k), blocks(k), device="cuda")
-    config = Config(rows=128, splits=splits)
+    config = TileConfig(rows=128, splits=splits)
     out = decode_gemm.decode_gemm(x, codes, scales, None, form, config)
     exact = reference.dequantize_activation(*reference.quantize_activation(x.cpu(), form)).cuda()
     equal = [torch.equal(out, exact.bfloat16())]
@@ -271,7 +271,7 @@ def _where(out: Tensor, wanted: Tensor) -> str:
 def triton(m: int, n: int, k: int, splits: int) -> Verdict:
     x = kernel_cases.activations(m, k, "cuda")
     codes, scales = reference.quantize_weight(kernel_cases.weight(n, k, "cuda"))
-    config = decode_gemm_triton.Config(splits=splits)
+    config = decode_gemm_triton.TritonTileConfig(splits=splits)
     out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)
     error = kernel_cases.gemm_error(out, *reference.quantize_activation(x), codes, scales)
     return error < 1, f"error/bound {error:.3f}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_fp8ext.bench.report import Calls, Report
 from vllm_fp8ext.environment import cores
-from vllm_fp8ext.kernels.moe.expert_configs import CUTS, Choice, Cut
+from vllm_fp8ext.kernels.moe.expert_configs import TILE_CONFIGS, ExpertChoice, ExpertTileConfig
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
@@ -39,27 +39,27 @@ _FUSED = 512
 """Most tokens of our kernel for few."""
 
 TRIED = (
-    *(cut for _, cut in CUTS),
-    Cut(alone=True),
-    Cut(alone=True, ahead=4),
-    Cut(alone=True, down_rows=128, stages=3, ahead=2),
-    Cut(alone=True, down_rows=128, stages=3, ahead=8),
-    Cut(down_rows=128, stages=3, ahead=2),
-    Cut(down_rows=128, stages=3, ahead=4),
-    Cut(rows=128, down_rows=64, stages=3, ahead=2),
-    Cut(rows=128, down_rows=128, stages=3),
-    Cut(rows=128, down_rows=128, stages=3, ahead=2),
-    Cut(rows=128, down_rows=128, stages=3, warps=8),
-    Cut(tokens=32, down_rows=128, stages=3),
-    Cut(tokens=32, down_rows=128, stages=3, ahead=2),
-    Cut(tokens=32, rows=128, down_rows=128, stages=3),
-    Cut(tokens=64, stages=3),
-    Cut(tokens=64, stages=3, ahead=4),
-    Cut(tokens=64),
-    Cut(tokens=64, rows=128, stages=3, warps=8),
-    Cut(tokens=64, rows=128, down_rows=128, stages=3, warps=8, ahead=2),
+    *(config for _, config in TILE_CONFIGS),
+    ExpertTileConfig(alone=True),
+    ExpertTileConfig(alone=True, ahead=4),
+    ExpertTileConfig(alone=True, down_rows=128, stages=3, ahead=2),
+    ExpertTileConfig(alone=True, down_rows=128, stages=3, ahead=8),
+    ExpertTileConfig(down_rows=128, stages=3, ahead=2),
+    ExpertTileConfig(down_rows=128, stages=3, ahead=4),
+    ExpertTileConfig(rows=128, down_rows=64, stages=3, ahead=2),
+    ExpertTileConfig(rows=128, down_rows=128, stages=3),
+    ExpertTileConfig(rows=128, down_rows=128, stages=3, ahead=2),
+    ExpertTileConfig(rows=128, down_rows=128, stages=3, warps=8),
+    ExpertTileConfig(tokens=32, down_rows=128, stages=3),
+    ExpertTileConfig(tokens=32, down_rows=128, stages=3, ahead=2),
+    ExpertTileConfig(tokens=32, rows=128, down_rows=128, stages=3),
+    ExpertTileConfig(tokens=64, stages=3),
+    ExpertTileConfig(tokens=64, stages=3, ahead=4),
+    ExpertTileConfig(tokens=64),
+    ExpertTileConfig(tokens=64, rows=128, stages=3, warps=8),
+    ExpertTileConfig(tokens=64, rows=128, down_rows=128, stages=3, warps=8, ahead=2),
 )
-"""Cuts that are timed."""
+"""Tile configs that are timed."""
 
 
 class Layer:
@@ -93,18 +93,21 @@ def _calls(layer: Layer, m: int, names: Sequence[str] | None = None) -> tuple[Ca
     """What is timed, the routings and the tokens."""
     x = kernel_cases.activations(m, HIDDEN, "cuda")
     routings = [kernel_cases.routing(m, EXPERTS, CHOSEN, "cuda", seed) for seed in range(ROUTINGS)]
-    choices = {"blockfp8_triton": Choice("triton", None), "blockfp8_deep_gemm": Choice("deep_gemm", None)}
+    choices = {
+        "blockfp8_triton": ExpertChoice("triton", None),
+        "blockfp8_deep_gemm": ExpertChoice("deep_gemm", None),
+    }
     if m <= _FUSED:
         load = m * CHOSEN / EXPERTS
         choices |= {
-            f"blockfp8_{cut.name}": Choice("fused", cut)
-            for cut in TRIED
-            if (load <= 0.5 or not cut.alone)
-            and (load > 2 or cut.tokens == 16)
-            and (load > 8 or cut.tokens < 64)
+            f"blockfp8_{config.name}": ExpertChoice("fused", config)
+            for config in TRIED
+            if (load <= 0.5 or not config.alone)
+            and (load > 2 or config.tokens == 16)
+            and (load > 8 or config.tokens < 64)
         }
 
-    def ours(choice: Choice, i: int) -> Tensor:
+    def ours(choice: ExpertChoice, i: int) -> Tensor:
         return expert_gemm.compute(choice, x, layer.quantized, *routings[i], "silu", "fp32")
 
     calls: Calls = {"bf16": partial(_vllm, layer, x, routings, None)}
@@ -148,7 +151,7 @@ def experts(report: Report, tokens: Sequence[int]) -> None:
         report.add("experts", shape, m, timings, moved, exact=exact, operations=operations)
         lines.append(_line(m, timings))
     report.say(
-        f"{'tokens':>6} {'bf16':>8} {'stock':>8} {'triton':>8} {'deep':>8} {'fused':>8} us, the best cut"
+        f"{'tokens':>6} {'bf16':>8} {'stock':>8} {'triton':>8} {'deep':>8} {'fused':>8} us, the best tile config"
     )
     for line in lines:
         report.say(line)
@@ -187,9 +190,9 @@ def _compile(report: Report, tokens: Sequence[int]) -> None:
     layered: dict[str, list[int]] = {"bf16": list(tokens), "stock": list(tokens)}
     layered |= {"blockfp8_triton": list(tokens), "blockfp8_deep_gemm": list(tokens)}
     tasks = [(name, m) for name, counts in layered.items() for m in counts]
-    for cut in TRIED:
-        m = 4 if cut.alone else 256
-        tasks.append((f"blockfp8_{cut.name}", m))
+    for config in TRIED:
+        m = 4 if config.alone else 256
+        tasks.append((f"blockfp8_{config.name}", m))
     count = min(_PROCESSES, cores())
     started = [
         subprocess.Popen(

@@ -77,7 +77,7 @@ def _decode(operands: Operands, x: Tensor) -> Calls:
     alone = dataclasses.replace(config, early=False)
     apart = decode_gemm_configs.fastest_alone(operands.n, operands.k, tokens, quantized=True)
     crossover = selection.crossover(operands.n, operands.k, "deep_gemm")
-    portable = decode_gemm_triton.Config(splits=max(1, min(8, 132 // -(-operands.n // 128))))
+    portable = decode_gemm_triton.TritonTileConfig(splits=max(1, min(8, 132 // -(-operands.n // 128))))
     return {
         "blockfp8": lambda i: torch.ops.fp8ext.linear(
             x, codes[i], scales, None, "fp32", crossover, "deep_gemm"

@@ -19,7 +19,7 @@ from vllm.utils.deep_gemm import get_mk_alignment_for_contiguous_layout, m_group
 
 from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kernels.moe.expert_configs import Choice, ExpertRoute, Kernel, expert_route
+from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice, ExpertRoute, Kernel, expert_route
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.layers.deep_gemm import deep_gemm_runs
@@ -81,7 +81,7 @@ def _log(route: ExpertRoute) -> None:
 
 
 def compute(
-    choice: Choice,
+    choice: ExpertChoice,
     x_MK: Tensor,
     weights: ExpertWeights,
     weights_MT: Tensor,
@@ -98,8 +98,8 @@ def compute(
     if choice.kernel == "fused":
         from vllm_fp8ext.kernels.moe.expert_mlp import expert_mlp
 
-        assert choice.cut is not None
-        return expert_mlp(x_MK, *weights, *routing, activation, scale_format, choice.cut)
+        assert choice.config is not None
+        return expert_mlp(x_MK, *weights, *routing, activation, scale_format, choice.config)
     return _GROUPED[choice.kernel](x_MK, weights, *routing, activation, scale_format)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the decode GEMM is cut and what it refuses; its results are tested in `tests/gpu`."""
+"""How the decode GEMM is tiled and what it refuses; its results are tested in `tests/gpu`."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
-from vllm_fp8ext.kernels.gemm.decode_gemm_configs import Config
+from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_DTYPE, blocks
 from vllm_fp8ext.kernels.runtime import cuda_kernel
@@ -22,7 +22,7 @@ from vllm_fp8ext.kernels.testing import kernel_cases
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("m", [*kernel_cases.DECODE_TOKENS, 100, 128])
 @pytest.mark.parametrize("shape", [*kernel_cases.LINEAR.values(), (1, 16), (20001, 1024)], ids=str)
-def test_the_chosen_cut_fits(shape: tuple[int, int], m: int, quantized: bool) -> None:
+def test_the_chosen_config_fits(shape: tuple[int, int], m: int, quantized: bool) -> None:
     n, k = shape
     tokens = decode_gemm_configs.width(m)
     assert m <= tokens <= decode_gemm_configs.TOKENS[-1]
@@ -45,7 +45,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     x, codes, scales = torch.zeros(1, 40), torch.zeros(8, 24, dtype=torch.uint8), torch.zeros(2, 1)
     bias = torch.zeros(7)
     with pytest.raises(ValueError, match="decode_gemm: expected") as caught:
-        decode_gemm.decode_gemm(x, codes, scales, bias, "fp32", Config(rows=64, splits=1))
+        decode_gemm.decode_gemm(x, codes, scales, bias, "fp32", TileConfig(rows=64, splits=1))
     for text in ("weights of 40 columns", "multiples of 16, found 40", "BF16 activations", "E4M3 codes"):
         assert text in str(caught.value)
     for text in ("fp32 scales [1, 1], found [2, 1]", "rows of weights that begin", "BF16 bias [8]"):
@@ -54,11 +54,11 @@ def test_everything_wrong_is_said_at_once() -> None:
 
 @pytest.fixture
 def layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Puts cuts in place of those that this project has measured in layers: of one shape and number of tokens."""
+    """Puts tile configs in place of those that this project has measured in layers: of one shape and number of tokens."""
 
-    def put(n: int, k: int, tokens: int, cut: decode_gemm_configs.Kind | None) -> None:
+    def put(n: int, k: int, tokens: int, config: decode_gemm_configs.ConfigKey | None) -> None:
         file = tmp_path / "decode_gemm_configs_in_layers.json"
-        file.write_text(json.dumps({"cases": [{"n": n, "k": k, "tokens": tokens, "cut": cut}]}))
+        file.write_text(json.dumps({"cases": [{"n": n, "k": k, "tokens": tokens, "config": config}]}))
         monkeypatch.setattr(decode_gemm_configs, "_LAYERS", file)
         _forget()
 
@@ -72,7 +72,7 @@ def _forget() -> None:
     decode_gemm_configs.choose.cache_clear()
 
 
-def test_a_shape_that_was_measured_in_a_layer_gets_the_cut_that_was_the_fastest_there(
+def test_a_shape_that_was_measured_in_a_layer_gets_the_config_that_was_the_fastest_there(
     layers: Callable[..., None],
 ) -> None:
     n, k = 4096, 4096
@@ -82,7 +82,7 @@ def test_a_shape_that_was_measured_in_a_layer_gets_the_cut_that_was_the_fastest_
     }
     layers(n, k, 16, (192, 4, True, False))
     found = decode_gemm_configs.choose(n, k, 16, quantized=True)
-    assert decode_gemm_configs.kind(found, 16, k) == (192, 4, True, False)
+    assert decode_gemm_configs.config_key(found, 16, k) == (192, 4, True, False)
     assert decode_gemm_configs.choose(n, k, 16, quantized=False) == alone[16], "activations that come in BF16"
     for shape in ((n, k, 32), (n + 128, k, 16)):
         assert decode_gemm_configs.choose(*shape, quantized=True) == decode_gemm_configs.fastest_alone(
@@ -92,7 +92,7 @@ def test_a_shape_that_was_measured_in_a_layer_gets_the_cut_that_was_the_fastest_
     assert fewer == decode_gemm_configs.fastest_alone(n, k, 16, quantized=True, most_splits=2)
 
 
-def test_a_cut_in_a_layer_that_does_not_fit_is_left(layers: Callable[..., None]) -> None:
+def test_a_config_in_a_layer_that_does_not_fit_is_left(layers: Callable[..., None]) -> None:
     layers(4096, 12288, 128, (256, 1, False, False))
     shape = (4096, 12288, 128)
     assert decode_gemm_configs.choose(*shape, quantized=True) == decode_gemm_configs.fastest_alone(
@@ -100,7 +100,7 @@ def test_a_cut_in_a_layer_that_does_not_fit_is_left(layers: Callable[..., None])
     )
 
 
-def test_a_layer_that_was_faster_with_another_kernel_says_nothing_of_cuts(
+def test_a_layer_that_was_faster_with_another_kernel_says_nothing_of_configs(
     layers: Callable[..., None],
 ) -> None:
     layers(4096, 4096, 16, None)
@@ -110,24 +110,24 @@ def test_a_layer_that_was_faster_with_another_kernel_says_nothing_of_cuts(
     )
 
 
-def test_every_cut_that_was_the_fastest_in_a_layer_is_taken() -> None:
+def test_every_config_that_was_the_fastest_in_a_layer_is_taken() -> None:
     table = json.loads(decode_gemm_configs._LAYERS.read_text())
     for case in table["cases"]:
         shape = case["n"], case["k"], case["tokens"]
-        if case["cut"]:
+        if case["config"]:
             found = decode_gemm_configs.choose(*shape, quantized=True)
-            assert list(decode_gemm_configs.kind(found, case["tokens"], case["k"])) == case["cut"]
+            assert list(decode_gemm_configs.config_key(found, case["tokens"], case["k"])) == case["config"]
         before, after = case["layer_us"]
         assert 0 < after <= before
         assert table["runs"][case["run"]]["gpus"]
 
 
-def test_a_measured_shape_gets_its_fastest_cut() -> None:
+def test_a_measured_shape_gets_its_fastest_config() -> None:
     for case in decode_gemm_configs._table():
         n, k, tokens, quantized = (case[part] for part in ("n", "k", "tokens", "quantized"))
-        times = {tuple(cut): us for *cut, us in case["cuts"]}
-        cut = decode_gemm_configs.fastest_alone(n, k, tokens, quantized=quantized)
-        assert times[decode_gemm_configs.kind(cut, tokens, k)] == min(times.values())
+        times = {tuple(config): us for *config, us in case["configs"]}
+        config = decode_gemm_configs.fastest_alone(n, k, tokens, quantized=quantized)
+        assert times[decode_gemm_configs.config_key(config, tokens, k)] == min(times.values())
 
 
 def test_a_shape_like_measured_ones_gets_what_was_fast_for_them() -> None:
@@ -138,9 +138,9 @@ def test_a_shape_like_measured_ones_gets_what_was_fast_for_them() -> None:
 
 def test_activations_of_the_ring_come_quantized() -> None:
     x, codes, scales = torch.zeros(8, 128).bfloat16(), torch.zeros(8, 128).to(FP8_DTYPE), torch.zeros(1, 1)
-    cut = Config(rows=64, splits=1, stream=True)
+    config = TileConfig(rows=64, splits=1, stream=True)
     with pytest.raises(ValueError, match="quantized activations for the ring"):
-        decode_gemm.decode_gemm(x, codes, scales, None, "fp32", cut)
+        decode_gemm.decode_gemm(x, codes, scales, None, "fp32", config)
 
 
 def test_scales_of_activations_are_laid_out_for_the_copy_engine() -> None:
@@ -177,15 +177,15 @@ def test_a_gpu_without_room_for_a_large_cluster_takes_a_smaller_one(
 
 
 @pytest.mark.parametrize("most", decode_gemm_configs.SPLITS)
-def test_a_measured_shape_takes_the_fastest_cut_that_was_measured_with_so_few_splits(most: int) -> None:
+def test_a_measured_shape_takes_the_fastest_config_that_was_measured_with_so_few_splits(most: int) -> None:
     for case in decode_gemm_configs._table():
         n, k, tokens = case["n"], case["k"], case["tokens"]
-        measured = {tuple(kind): us for *kind, us in case["cuts"] if kind[1] <= most}
+        measured = {tuple(kind): us for *kind, us in case["configs"] if kind[1] <= most}
         if measured:
             found = decode_gemm_configs.fastest_alone(
                 n, k, tokens, quantized=case["quantized"], most_splits=most
             )
-            assert measured.get(decode_gemm_configs.kind(found, tokens, k)) == min(measured.values()), (
+            assert measured.get(decode_gemm_configs.config_key(found, tokens, k)) == min(measured.values()), (
                 n,
                 k,
                 tokens,
@@ -193,5 +193,5 @@ def test_a_measured_shape_takes_the_fastest_cut_that_was_measured_with_so_few_sp
 
 
 def test_what_takes_more_splits_than_a_gpu_has_is_told() -> None:
-    with pytest.raises(ValueError, match="no cut of 64x65536 for 16 tokens has 1 splits or fewer"):
+    with pytest.raises(ValueError, match="no tile config of 64x65536 for 16 tokens has 1 splits or fewer"):
         decode_gemm_configs.choose(64, 65536, 16, quantized=False, most_splits=1)

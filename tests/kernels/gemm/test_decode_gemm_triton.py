@@ -9,7 +9,7 @@ from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.gemm.decode_gemm_triton import Config, decode_gemm_triton
+from vllm_fp8ext.kernels.gemm.decode_gemm_triton import TritonTileConfig, decode_gemm_triton
 
 
 @pytest.mark.parametrize("kind", kernel_cases.GEMM_KINDS)
@@ -37,7 +37,7 @@ def test_results_stay_within_the_bound(
     x, weight = kernel_cases.gemm_inputs(m, n, k, kind, device)
     codes, scales = reference.quantize_weight(weight, scale_format)
     bias = kernel_cases.activations(1, n, device, 3)[0] if biased else None
-    config = Config(splits=splits, rows=rows)
+    config = TritonTileConfig(splits=splits, rows=rows)
     out = decode_gemm_triton(x, codes, scales, bias, scale_format, config)
     expected = reference.quantize_activation(x, scale_format)
     assert (out.shape, out.dtype) == ((m, n), torch.bfloat16)

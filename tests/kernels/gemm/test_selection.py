@@ -111,9 +111,9 @@ def test_the_crossover_is_where_the_decode_gemm_falls_behind(
 
 def in_layers(n: int, k: int, most: int) -> list[dict[str, Any]]:
     """What a layer of these weights was the fastest with: `decode_gemm` up to so many tokens."""
-    cut = (64, 1, False, False)
+    config = (64, 1, False, False)
     return [
-        {"n": n, "k": k, "tokens": tokens, "cut": cut if tokens <= most else None}
+        {"n": n, "k": k, "tokens": tokens, "config": config if tokens <= most else None}
         for tokens in decode_gemm_configs.TOKENS
     ]
 
@@ -133,7 +133,7 @@ def test_layers_end_where_the_first_is_faster_with_deep_gemm(most: int, table: C
     table({}, in_layers(*BIG, most))
     assert crossover(*BIG, "deep_gemm") == most
     later = [
-        case | {"cut": (64, 1, False, False)} if case["tokens"] == 128 else case
+        case | {"config": (64, 1, False, False)} if case["tokens"] == 128 else case
         for case in in_layers(*BIG, most)
     ]
     table({}, later)

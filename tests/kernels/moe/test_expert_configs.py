@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_fp8ext.kernels.moe.expert_configs import CUTS, MANY, Choice, expert_route
+from vllm_fp8ext.kernels.moe.expert_configs import LARGE_M_KERNELS, TILE_CONFIGS, ExpertChoice, expert_route
 
 ALL = ("triton", "deep_gemm", "fused")
 COUNTS = st.integers(1, 10_000)
@@ -30,15 +30,15 @@ def test_the_choice_changes_at_the_boundaries_alone(experts: int, chosen: int, t
 
 def test_blocks_of_single_slots_only_where_experts_rarely_meet() -> None:
     """With a block for each slot an expert's weights are read once for each of its tokens."""
-    assert all(most <= 0.5 for most, cut in CUTS if cut.alone)
-    assert all(not expert_route(8, 2, ALL).choose(tokens).cut.alone for tokens in (4, 8))  # type: ignore[union-attr]  # fused has one
+    assert all(most <= 0.5 for most, config in TILE_CONFIGS if config.alone)
+    assert all(not expert_route(8, 2, ALL).choose(tokens).config.alone for tokens in (4, 8))  # type: ignore[union-attr]  # fused has one
 
 
 @pytest.mark.parametrize("usable", [("triton",), ("triton", "fused"), ALL])
 def test_one_path_is_one_kernel(usable: tuple[str, ...]) -> None:
     route = expert_route(128, 8, usable, one_path=True)
-    assert {route.choose(tokens) for tokens in (1, 8, 100, 500, 9000)} == {Choice(route.many, None)}
-    assert route.many == next(name for name in MANY if name in usable)
+    assert {route.choose(tokens) for tokens in (1, 8, 100, 500, 9000)} == {ExpertChoice(route.many, None)}
+    assert route.many == next(name for name in LARGE_M_KERNELS if name in usable)
 
 
 def test_what_a_user_chose_is_taken() -> None:
@@ -47,7 +47,7 @@ def test_what_a_user_chose_is_taken() -> None:
     route = expert_route(128, 8, ALL, fused_tokens=5000)
     assert route.choose(5000).kernel == "fused"
     assert route.choose(5001).kernel == "deep_gemm"
-    assert expert_route(128, 8, ALL, many="fused").choose(9000).cut == CUTS[-1][1]
+    assert expert_route(128, 8, ALL, many="fused").choose(9000).config == TILE_CONFIGS[-1][1]
 
 
 @pytest.mark.parametrize("asked", [{"many": "deep_gemm"}, {"fused_tokens": 8}])

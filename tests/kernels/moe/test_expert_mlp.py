@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.moe.expert_configs import Cut
+from vllm_fp8ext.kernels.moe.expert_configs import ExpertTileConfig
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.moe.expert_mlp import expert_mlp
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
@@ -18,70 +18,75 @@ from vllm_fp8ext.kernels.testing import kernel_cases
 
 
 def compare(
-    tokens: int, sizes: tuple[int, int, int, int], cut: Cut, form: ScaleFormat, device: str, **others: object
+    tokens: int,
+    sizes: tuple[int, int, int, int],
+    config: ExpertTileConfig,
+    form: ScaleFormat,
+    device: str,
+    **others: object,
 ) -> None:
     case = kernel_cases.experts(tokens, *sizes, device, scale_format=form)
     of = others.get("of")
     experts = case.experts_MT if of is None else of
     assert isinstance(experts, Tensor)
     operands = (case.x_MK, *case.operands[1:6], experts, str(others.get("activation", "silu")), form)
-    out = expert_mlp(*operands, cut)
+    out = expert_mlp(*operands, config)
     assert torch.isfinite(out).all()
     assert experts_error(out, *operands) < 1
-    assert torch.equal(out, expert_mlp(*operands, cut))
+    assert torch.equal(out, expert_mlp(*operands, config))
 
 
 SMALL = (256, 128, 4, 2)
 """Hidden size, intermediate size, experts, experts of a token."""
-CUTS = [
-    Cut(),
-    Cut(rows=128, down_rows=128),
-    Cut(ahead=1),
-    Cut(rows=128, alone=True, ahead=2),
-    Cut(tokens=32, down_rows=128, alone=True),
+TILE_CONFIGS = [
+    ExpertTileConfig(),
+    ExpertTileConfig(rows=128, down_rows=128),
+    ExpertTileConfig(ahead=1),
+    ExpertTileConfig(rows=128, alone=True, ahead=2),
+    ExpertTileConfig(tokens=32, down_rows=128, alone=True),
 ]
 
 
 @pytest.mark.parametrize("form", ["fp32", "pow2"])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_cut(cut: Cut, form: ScaleFormat, device: str) -> None:
-    compare(3, SMALL, cut, form, device)
+@pytest.mark.parametrize("config", TILE_CONFIGS, ids=str)
+def test_every_tile_config(config: ExpertTileConfig, form: ScaleFormat, device: str) -> None:
+    compare(3, SMALL, config, form, device)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_more_tokens_of_an_expert_than_a_program_takes(cut: Cut, device: str) -> None:
-    tokens = (1 if cut.alone else cut.tokens) + 3
+@pytest.mark.parametrize("config", TILE_CONFIGS, ids=str)
+def test_more_tokens_of_an_expert_than_a_program_takes(config: ExpertTileConfig, device: str) -> None:
+    tokens = (1 if config.alone else config.tokens) + 3
     of = torch.tensor([[1, 3]], dtype=torch.int32, device=device).repeat(tokens, 1)
-    compare(tokens, SMALL, cut, "fp32", device, of=of)
+    compare(tokens, SMALL, config, "fp32", device, of=of)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_widths_that_are_no_multiples(cut: Cut, device: str) -> None:
-    compare(5, (200, 256, 3, 2), cut, "fp32", device)
+@pytest.mark.parametrize("config", TILE_CONFIGS, ids=str)
+def test_widths_that_are_no_multiples(config: ExpertTileConfig, device: str) -> None:
+    compare(5, (200, 256, 3, 2), config, "fp32", device)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_other_activations(activation: str, device: str) -> None:
-    compare(2, SMALL, Cut(rows=128), "fp32", device, activation=activation)
+    compare(2, SMALL, ExpertTileConfig(rows=128), "fp32", device, activation=activation)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_experts_of_another_rank_add_nothing(cut: Cut, device: str) -> None:
+@pytest.mark.parametrize("config", TILE_CONFIGS, ids=str)
+def test_experts_of_another_rank_add_nothing(config: ExpertTileConfig, device: str) -> None:
     of = torch.tensor([[-1, 2], [0, -1], [-1, -1]], dtype=torch.int32, device=device)
     case = kernel_cases.experts(3, *SMALL, device)
     operands = (*case.operands[:6], of, "silu", "fp32")
-    out = expert_mlp(*operands, cut)
+    out = expert_mlp(*operands, config)
     assert experts_error(out, *operands) < 1
     assert not out[2].any()
 
 
 def test_no_tokens(device: str) -> None:
     case = kernel_cases.experts(0, *SMALL, device)
-    assert expert_mlp(*case.operands, Cut()).shape == (0, 256)
+    assert expert_mlp(*case.operands, ExpertTileConfig()).shape == (0, 256)
 
 
 def test_what_it_does_not_take_is_refused(device: str) -> None:
     case = kernel_cases.experts(1, *SMALL, device)
     with pytest.raises(ValueError, match="parts of 64 or"):
-        expert_mlp(*case.operands, Cut(rows=32))
+        expert_mlp(*case.operands, ExpertTileConfig(rows=32))

@@ -83,9 +83,9 @@ def _compile(layers: Layers) -> None:
     programs = set()
     for (n, k), (_, method) in layers.items():
         for tokens, quantized in _decode_kernels(method):
-            cut = decode_gemm_configs.choose(n, k, tokens, quantized=quantized)
+            config = decode_gemm_configs.choose(n, k, tokens, quantized=quantized)
             form = "fp32" if quantized else method.scale_format
-            programs.add((cut.rows, cut.splits, tokens, form, quantized, cut.stream))
+            programs.add((config.rows, config.splits, tokens, form, quantized, config.stream))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda program: decode_gemm.machine_code(*program), programs))
 
