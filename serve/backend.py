@@ -21,6 +21,7 @@ from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.transports.dense_tensor import ITEM_BYTES
 from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
+from vllm_fp8ext.update.transports.transport import ServerLimits
 
 _HEADER_ROOM = 4096
 _LOOK_SECONDS = 5.0
@@ -36,12 +37,12 @@ class Backend:
         """Id of the group of broadcasts that the ranks were told of last."""
         self.engine: EngineCalls
         self.spool: Spool
-        self.world_size: int
-        self.receive_bytes: int
+        self.world_size = 1
+        self.receive_bytes = 0
         """To which buckets of broadcasts are filled."""
         self.largest_bytes = 0
         """Of a tensor in any dtype and form in which it may come: by itself a bucket may have as many, if that is more."""
-        self.receive_seconds: float
+        self.receive_seconds = 0.0
         self.allowed_dirs = AllowedDirs()
         self.bodies = BodyProcess()
         self.poisoned: str | None = None
@@ -69,6 +70,15 @@ class Backend:
         self._held.callback(self.bodies.close)
         self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
         self.allowed_dirs = AllowedDirs(settings.allowed_dirs)
+
+    @property
+    def limits(self) -> ServerLimits:
+        """What is taken of a chunk that the ranks fetch themselves."""
+        return ServerLimits(
+            world_size=self.world_size,
+            chunk_bytes=max(self.receive_bytes, self.largest_bytes),
+            seconds=self.receive_seconds,
+        )
 
     def _heard(self, poisoned: str | None) -> None:
         self.poisoned = poisoned

@@ -14,7 +14,7 @@ from vllm_fp8ext.serve.work import outcome
 from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.contract.regular_file import settle
 from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED, listed
-from vllm_fp8ext.update.transports.source import Source
+from vllm_fp8ext.update.transports.files.message import FileSource
 
 
 async def read_checkpoint(backend: Backend, id: str, place: AllowedPath) -> dict[str, Any]:
@@ -71,6 +71,6 @@ async def _stage_files(backend: Backend, id: str, files: Sequence[DiskFile]) -> 
 async def _begin_file(backend: Backend, id: str, file: DiskFile) -> dict[str, Any]:
     """Have the ranks stage a file; returns what `engine.ended` waits for."""
     tensors = await asyncio.to_thread(file.tensors)
-    source = Source(file.place.path, 0, file.stamp, file.place.folder)
+    source = FileSource(file.place.path, file.stamp, file.place.folder)
     told = stage_arguments(id, file.name, source, tensors, file.stamp.size)
     return await backend.engine(Operation.STAGE, **told)

@@ -3,7 +3,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -24,9 +24,9 @@ from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import finished, kept, outcome
 from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, read_header
-from vllm_fp8ext.update.transports.ipc.message import IpcSource, ipc_tensor
-from vllm_fp8ext.update.transports.nccl.message import BroadcastSource, broadcast_tensor, check_group
-from vllm_fp8ext.update.transports.source import AnySource, Source
+from vllm_fp8ext.update.transports import ipc, nccl
+from vllm_fp8ext.update.transports.http.message import UploadSource
+from vllm_fp8ext.update.transports.transport import Source, Transport
 
 ChunkNumber = Annotated[int, Field(ge=0, le=65_535)]
 
@@ -112,7 +112,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
         summary="Read tensors where they are on a GPU of this machine",
     )
     async def post_handles(id: schema.UpdateId, body: schema.Handles) -> Any:
-        return await finished(_read_there(backend, id, dict(body)))
+        return await finished(_announced(backend, id, ipc.TRANSPORT, dict(body)))
 
     @routes.post(
         "/updates/{id}/receive",
@@ -122,7 +122,7 @@ def router(key: AdminKey, backend: Backend) -> APIRouter:
     )
     async def post_receive(id: schema.UpdateId, body: schema.Receive) -> Any:
         await backend.engine(Operation.CHECK, id=id)
-        return await finished(_begin_to_receive(backend, id, dict(body)))
+        return await finished(_announced(backend, id, nccl.TRANSPORT, dict(body)))
 
     @routes.post("/updates/{id}/prepare", response_model=schema.Update, summary="Validate the whole update")
     async def prepare(id: schema.UpdateId) -> Any:
@@ -185,7 +185,7 @@ async def _receive(backend: Backend, id: str, chunk: str, request: Request) -> d
         name, limit = f"chunk {chunk}", backend.bodies.limits.header_bytes
         header = read_header(read, extent.length, name, limit)
         tensors = await backend.bodies.header(header, extent.length, name)
-        source = Source(extent.path, extent.offset)
+        source = UploadSource(extent.path, extent.offset)
         sha256 = digest.sha256 if digest else None
         return await _stage(backend, id, chunk, source, tensors, extent.length, sha256)
 
@@ -204,33 +204,17 @@ def _room(
     return backend.spool.receive(_body(request), size, digest, connection)
 
 
-async def _read_there(backend: Backend, id: str, body: dict[str, Any]) -> dict[str, Any]:
-    """`body`: fields of `schema.Handles`."""
-    source = IpcSource(
-        body["device"], tuple((found["handle"], found["bytes"]) for found in body["allocations"])
-    )
-    tensors = await asyncio.to_thread(lambda: [ipc_tensor(source, **tensor) for tensor in body["tensors"]])
-    return await _stage(backend, id, str(body["n"]), source, tensors, sum(tensor.size for tensor in tensors))
-
-
-async def _begin_to_receive(backend: Backend, id: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Have the ranks wait for a broadcast; what becomes of it is told by the update. `body`: fields of `schema.Receive`."""
-    limit = max(backend.receive_bytes, backend.largest_bytes)
-    if body["bytes"] > limit:
-        message = f"a bucket may have {limit} bytes, found {body['bytes']}"
-        raise UpdateError("chunk-too-large", message, status=413, limit=limit)
-    source = BroadcastSource(
-        **body["group"], bytes=body["bytes"], mark=body["mark"], seconds=backend.receive_seconds
-    )
-    check_group(source, backend.world_size)
-    tensors = await asyncio.to_thread(
-        lambda: [broadcast_tensor(source, **tensor) for tensor in body["tensors"]]
-    )
-    size = sum(tensor.size for tensor in tensors)
-    started = await backend.engine(
-        Operation.STAGE, **stage_arguments(id, str(body["n"]), source, tensors, size)
-    )
-    backend.group = source.id
+async def _announced(backend: Backend, id: str, transport: Transport, body: dict[str, Any]) -> dict[str, Any]:
+    """Have the ranks fetch a chunk that the client has announced. `body`: fields of the route's body."""
+    route = transport.route
+    assert route is not None
+    chunk = await asyncio.to_thread(route.announce, body, backend.limits)
+    size = sum(tensor.size for tensor in chunk.tensors)
+    if route.waits:
+        return await _stage(backend, id, str(body["n"]), chunk.source, chunk.tensors, size)
+    arguments = stage_arguments(id, str(body["n"]), chunk.source, chunk.tensors, size)
+    started = await backend.engine(Operation.STAGE, **arguments)
+    backend.group = chunk.group or backend.group
     kept(_followed(backend, started))
     return await backend.engine(Operation.UPDATE, id=id)
 
@@ -247,8 +231,8 @@ async def _stage(
     backend: Backend,
     id: str,
     chunk: str,
-    source: AnySource,
-    tensors: list[StoredTensor],
+    source: Source,
+    tensors: Sequence[StoredTensor],
     size: int,
     sha256: str | None = None,
 ) -> dict[str, Any]:

@@ -5,6 +5,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm_fp8ext.update.contract.fields import Body as Body
+from vllm_fp8ext.update.contract.fields import Name, Path, Size, Version
+from vllm_fp8ext.update.transports.dense_tensor import DenseTensor as DenseTensor
+from vllm_fp8ext.update.transports.files.body import Files as Files
+from vllm_fp8ext.update.transports.ipc.body import Allocation as Allocation
+from vllm_fp8ext.update.transports.ipc.body import Handles as Handles
+from vllm_fp8ext.update.transports.ipc.body import IpcTensor as IpcTensor
+from vllm_fp8ext.update.transports.nccl.body import BroadcastGroup as BroadcastGroup
+from vllm_fp8ext.update.transports.nccl.body import Receive as Receive
+
 PREFIX = "/fp8ext/v1"
 PROBLEM = "urn:fp8ext:problem:"
 """Prefix of every problem type (RFC 9457)."""
@@ -12,21 +22,10 @@ PROBLEM = "urn:fp8ext:problem:"
 ExpertLayout = Literal["out_in", "in_out"]
 Running = Literal["keep", "recompute", "wait", "abort"]
 WaitSeconds = Annotated[float, Field(gt=0, le=3600)]
-Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
 UpdateId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
-Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
-"""Of a tensor or a layer: no model has longer ones, or any with control characters."""
 Epoch = Annotated[int, Field(ge=0, le=2**53)]
 Instance = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[0-9a-f]+$")]
-Size = Annotated[int, Field(ge=0, le=2**53)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
-
-
-class Body(BaseModel):
-    """A request body: unknown fields are errors, and nothing is taken for what it is not (`true` for 1, say)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class TensorClaim(Body):
@@ -116,72 +115,6 @@ class OpenUpdate(Body):
     kv_scales: KvScales | None = Field(
         None, description="Overrides the server's policy for the FP8 KV cache."
     )
-
-
-class Files(Body):
-    """`POST /updates/{id}/files`."""
-
-    path: Path = Field(
-        description="A safetensors file, or a folder of them, under a folder that the operator allowed."
-    )
-
-
-class Allocation(Body):
-    """A piece of GPU memory of another process."""
-
-    handle: str = Field(
-        pattern=r"^[A-Za-z0-9+/]{86}==$", description="Its CUDA IPC handle, 64 bytes in base64."
-    )
-    bytes: Size = Field(gt=0)
-
-
-class DenseTensor(Body):
-    """A dense tensor somewhere in memory."""
-
-    name: Name
-    dtype: Annotated[str, Field(max_length=32)] = Field(description="torch's name, such as `bfloat16`.")
-    shape: Annotated[list[Size], Field(max_length=64)]
-    offset: Size = Field(description="Bytes from the begin of the memory that it lies in.")
-
-
-class IpcTensor(DenseTensor):
-    """A dense tensor in one of the allocations."""
-
-    allocation: Size = Field(description="Which of `allocations`, from 0 on.")
-
-
-class Handles(Body):
-    """`POST /updates/{id}/handles`: tensors on a GPU of the server's machine. They must stay as they are until it answers."""
-
-    n: Annotated[int, Field(ge=0, le=65_535)] = Field(description="Number of the chunk that they make.")
-    device: Annotated[str, Field(min_length=1, max_length=64)] = Field(description="UUID of the GPU.")
-    allocations: Annotated[list[Allocation], Field(min_length=1, max_length=65_536)]
-    tensors: Annotated[list[IpcTensor], Field(min_length=1, max_length=1 << 20)]
-
-
-class BroadcastGroup(Body):
-    """Who takes part in a broadcast. The sender is rank 0; several servers may share one group."""
-
-    backend: Literal["nccl", "gloo"]
-    id: Annotated[str, Field(min_length=1, max_length=512)] = Field(
-        description="`nccl`: a unique id, 128 bytes in base64. `gloo`: `host:port/name`, of a TCP store of torch that the "
-        "sender runs, and a prefix of its keys. A new group needs a new one."
-    )
-    size: int = Field(ge=2, le=65_536)
-    first_rank: int = Field(ge=1, description="Rank of the server's first rank; the others follow.")
-
-
-class Receive(Body):
-    """`POST /updates/{id}/receive`: a bucket of bytes with tensors in it, which is ready to be broadcast. Chunks are received
-    in the order in which they are told."""
-
-    n: Annotated[int, Field(ge=0, le=65_535)] = Field(description="Number of the chunk that they make.")
-    group: BroadcastGroup
-    bytes: Size = Field(gt=8, description="Of the bucket: 8 more than those before the mark.")
-    mark: str = Field(
-        pattern=r"^[0-9a-f]{16}$", description="The bucket's last 8 bytes, in hexadecimal: random ones."
-    )
-    tensors: Annotated[list[DenseTensor], Field(min_length=1, max_length=1 << 20)]
 
 
 class Load(Body):

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine is told of a chunk that it is to stage."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.source import AnySource
+from vllm_fp8ext.update.transports.transport import Source
 
 
 def stage_arguments(
-    id: str, chunk: str, source: AnySource, tensors: list[StoredTensor], size: int
+    id: str, chunk: str, source: Source, tensors: Sequence[StoredTensor], size: int
 ) -> dict[str, Any]:
     """Arguments of `UpdateEngine.stage`, as plain data; `size` in bytes."""
     listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in tensors]
-    return {"id": id, "chunk": chunk, "source": asdict(source), "tensors": listed, "size": size}
+    return {"id": id, "chunk": chunk, "source": source.as_dict(), "tensors": listed, "size": size}

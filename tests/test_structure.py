@@ -71,7 +71,7 @@ TORCH_ALONE = (
     "vllm_fp8ext.update.worker.weight_swap",
     "vllm_fp8ext.update.worker.load_trace",
     "vllm_fp8ext.update.engine.engine",
-    "vllm_fp8ext.update.transports.source",
+    "vllm_fp8ext.update.transports.receiver",
     "vllm_fp8ext.update.worker.score_prompts",
 )
 """Modules that need neither vLLM nor Triton: a trainer computes codes and digests with them."""

@@ -21,7 +21,8 @@ from vllm_fp8ext.serve.client.transports.nccl.buckets import buckets
 from vllm_fp8ext.serve.client.transports.nccl.group import Group
 from vllm_fp8ext.update.transports.nccl.group import join
 from vllm_fp8ext.update.transports.nccl.message import BroadcastSource, broadcast_tensor
-from vllm_fp8ext.update.transports.nccl.receiver import Receiver
+from vllm_fp8ext.update.transports.nccl.receiver import BroadcastReceiver
+from vllm_fp8ext.update.transports.receiver import RankDevice
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +47,8 @@ def on_a_stream_of_its_own() -> Iterator[None]:
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    found = Receiver(0, RANK)
+def receiver() -> Iterator[BroadcastReceiver]:
+    found = BroadcastReceiver(RankDevice(0, RANK))
     yield found
     found._leave("")
 
@@ -75,7 +76,7 @@ def announced(group: Group, n: int, tensors: dict[str, Tensor]) -> tuple[Broadca
     return source, [broadcast_tensor(source, **dict(listed)) for listed in bucket.listed], data
 
 
-def received(receiver: Receiver, group: Group, n: int, tensors: dict[str, Tensor]) -> None:
+def received(receiver: BroadcastReceiver, group: Group, n: int, tensors: dict[str, Tensor]) -> None:
     source, listed, data = announced(group, n, tensors)
     failures: list[BaseException] = []
 
@@ -101,7 +102,9 @@ def received(receiver: Receiver, group: Group, n: int, tensors: dict[str, Tensor
     assert failures == []
 
 
-def refused(receiver: Receiver, source: BroadcastSource, asked: Callable[[], None] = wanted) -> UpdateError:
+def refused(
+    receiver: BroadcastReceiver, source: BroadcastSource, asked: Callable[[], None] = wanted
+) -> UpdateError:
     """How the rank gives up, in time, and with nothing left on its GPU."""
     begun = time.monotonic()
     with pytest.raises(UpdateError) as error, receiver.opened(source, asked):
@@ -112,7 +115,7 @@ def refused(receiver: Receiver, source: BroadcastSource, asked: Callable[[], Non
 
 
 @pytest.mark.multigpu
-def test_what_is_sent_is_received(receiver: Receiver, group: Group) -> None:
+def test_what_is_sent_is_received(receiver: BroadcastReceiver, group: Group) -> None:
     """Small and large buckets through one group, of every dtype."""
     weight = torch.randn(8192, 65_536, device=TRAINER).bfloat16()
     seen: set[int] = set()
@@ -133,7 +136,7 @@ def test_what_is_sent_is_received(receiver: Receiver, group: Group) -> None:
 
 
 @pytest.mark.multigpu
-def test_a_trainer_that_never_sends(receiver: Receiver, group: Group) -> None:
+def test_a_trainer_that_never_sends(receiver: BroadcastReceiver, group: Group) -> None:
     """The kernel that waits on the rank's GPU ends; the next group works."""
     source, _, _ = announced(group, 0, {"a": torch.ones(1 << 20, device=TRAINER)})
     joining = threading.Thread(target=until, args=(group.joined,))
@@ -148,7 +151,7 @@ def test_a_trainer_that_never_sends(receiver: Receiver, group: Group) -> None:
 
 
 @pytest.mark.multigpu
-def test_tensors_that_nobody_wants_any_more(receiver: Receiver, group: Group) -> None:
+def test_tensors_that_nobody_wants_any_more(receiver: BroadcastReceiver, group: Group) -> None:
     source, _, _ = announced(group, 0, {"a": torch.ones(1 << 20, device=TRAINER)})
     joining = threading.Thread(target=until, args=(group.joined,))
     joining.start()
@@ -183,7 +186,7 @@ os._exit(9)
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("when", ["joined", "0", "0.002"])
-def test_a_trainer_that_dies(receiver: Receiver, group: Group, when: str) -> None:
+def test_a_trainer_that_dies(receiver: BroadcastReceiver, group: Group, when: str) -> None:
     """Once it has joined, or while it sends 4 GiB (which may have come all the same)."""
     with subprocess.Popen([sys.executable, "-c", DYING, when], stdout=subprocess.PIPE) as process:
         assert process.stdout
@@ -199,7 +202,7 @@ def test_a_trainer_that_dies(receiver: Receiver, group: Group, when: str) -> Non
     received(receiver, group, 0, {"a": torch.randn(9, device=TRAINER)})
 
 
-def test_others_that_never_come(receiver: Receiver) -> None:
+def test_others_that_never_come(receiver: BroadcastReceiver) -> None:
     id = base64.b64encode(unique_id()).decode()
     error = refused(receiver, BroadcastSource("nccl", id, 2, 1, 1024, "00" * 8, 3.0))
     assert error.kind == "transfer-timeout"
@@ -207,7 +210,7 @@ def test_others_that_never_come(receiver: Receiver) -> None:
     assert torch.ones(3, device=RANK).sum() == 3
 
 
-def test_two_ranks_on_one_gpu_are_refused(receiver: Receiver) -> None:
+def test_two_ranks_on_one_gpu_are_refused(receiver: BroadcastReceiver) -> None:
     """By NCCL. (CUDA IPC is for that.)"""
     id = base64.b64encode(unique_id()).decode()
     other = join("nccl", id, 2, 0, RANK, SECONDS)

@@ -17,8 +17,10 @@ from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import ShardSlice
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, parse
+from vllm_fp8ext.update.transports.files.message import FileSource
 from vllm_fp8ext.update.transports.gather import Gather
-from vllm_fp8ext.update.transports.source import Source
+from vllm_fp8ext.update.transports.http.message import UploadSource
+from vllm_fp8ext.update.transports.transport import Source
 from vllm_fp8ext.update.worker.intake import Intake
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.stager import Stager
@@ -63,7 +65,7 @@ def intake_of(targets: Stager) -> Intake:
     intake = Intake(SimpleNamespace(stager=targets), 0, 1, DEVICE)  # type: ignore[arg-type]  # all that it looks at
     KEPT.append(intake)
     torch.cuda.synchronize()  # what is staged comes after what made its place
-    intake._sources._gather = Gather(DEVICE, ROOM)
+    intake._receivers._rank.gather = Gather(DEVICE, ROOM)
     intake.want("u")
     return intake
 
@@ -89,7 +91,7 @@ def test_a_checkpoint_is_staged_as_the_reference_quantizes_it(way: str, tmp_path
     for seed in (1, 2):
         path = (memory if way == "buffer" else tmp_path) / f"{seed}.safetensors"
         weights, tensors = save(path, seed)
-        source = Source(str(path), 0, stamp_of(path.stat()) if way == "file" else None)
+        source = FileSource(str(path), stamp_of(path.stat())) if way == "file" else UploadSource(str(path))
         told = staged(intake, source, tensors)
         assert not told["problems"]
         assert intake.progress == {1: len(SHAPES)}

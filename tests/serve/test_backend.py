@@ -18,6 +18,7 @@ from vllm_fp8ext.serve.schema import Rollback
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import finished, outcome
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.transports import nccl
 from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 
 
@@ -284,4 +285,4 @@ def test_a_bucket_may_be_the_largest_tensor_in_any_form(tmp_path: Path) -> None:
     for size, said in sizes.items():  # what is looked at next is the group
         body = schema.Receive(n=0, group=group, bytes=size, mark="00" * 8, tensors=[tensor])
         with pytest.raises(UpdateError, match=said):
-            asyncio.run(routes._begin_to_receive(backend, "u", body.model_dump()))
+            asyncio.run(routes._announced(backend, "u", nccl.TRANSPORT, body.model_dump()))

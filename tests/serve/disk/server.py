@@ -21,7 +21,8 @@ from vllm_fp8ext.serve.routes import router
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.engine.engine import UpdateEngine
-from vllm_fp8ext.update.transports.source import Sources, source_of
+from vllm_fp8ext.update.transports.receiver import Receivers
+from vllm_fp8ext.update.transports.registry import source_from_dict
 
 Result = dict[str, Any]
 _HEADERS = {"Authorization": "Bearer key", "Content-Type": "application/json"}
@@ -34,7 +35,7 @@ class Ranks:
         self.after: Callable[[Path], None] = lambda path: None
         self.staged: dict[str, list[float]] = {}
         self.served: dict[str, list[float]] = {}
-        self._sources = (Sources(0), Sources(1))
+        self._receivers = (Receivers(0), Receivers(1))
         self._outcomes: dict[int, list[Result]] = {}
 
     def __call__(self, method: str, *arguments: Any) -> list[Result]:
@@ -49,20 +50,20 @@ class Ranks:
         outcomes = [{"done": True, "fingerprint": 1, "seconds": 0.0, **sung}] * 2
         if method == "stage":
             job, _, source, tensors, *_ = arguments
-            outcomes = [self._read(sources, source, tensors) for sources in self._sources]
+            outcomes = [self._read(receivers, source, tensors) for receivers in self._receivers]
             self.after(Path(source["path"]))
             self._outcomes[job] = outcomes
         elif arguments:
             self._outcomes[arguments[0]] = outcomes
         return [{}] * 2
 
-    def _read(self, sources: Sources, source: Result, tensors: list[Any]) -> Result:
+    def _read(self, receivers: Receivers, source: Result, tensors: list[Any]) -> Result:
         stored = [
             StoredTensor(TensorSpec(n, tuple(shape), dtype), *place) for n, shape, dtype, *place in tensors
         ]
         found: dict[str, list[float]] = {}
         try:
-            with sources.open(source_of(source), stored) as parts:
+            with receivers.open(source_from_dict(source), stored) as parts:
                 for rows in parts:
                     found.setdefault(rows.stored.spec.name, []).extend(rows.values.flatten().tolist())
         except UpdateError as error:

@@ -17,7 +17,8 @@ from vllm_fp8ext.update.contract.regular_file import (
     stamp_of,
 )
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
-from vllm_fp8ext.update.transports.source import Source, Sources
+from vllm_fp8ext.update.transports.files.message import FileSource
+from vllm_fp8ext.update.transports.receiver import Receivers
 
 
 @pytest.fixture
@@ -46,10 +47,10 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_place_of_a_file_is_a_change(file: Path) -> None:
-    source = Source(str(file), 0, stamp_of(file.stat()))
+    source = FileSource(str(file), stamp_of(file.stat()))
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(UpdateError) as caught, Sources().open(source, []):
+    with pytest.raises(UpdateError) as caught, Receivers().open(source, []):
         pytest.fail("it was opened")
     assert caught.value.kind == "file-changed"
 
@@ -60,14 +61,14 @@ def test_no_link_in_place_of_what_was_allowed_is_followed(file: Path, tmp_path: 
     folder = tmp_path / "allowed" / "deep"
     folder.mkdir(parents=True)
     file = file.rename(folder / file.name)
-    source = Source(str(file), 0, stamp_of(file.stat()), str(tmp_path / "allowed"))
-    with Sources().open(source, []):
+    source = FileSource(str(file), stamp_of(file.stat()), str(tmp_path / "allowed"))
+    with Receivers().open(source, []):
         pass
     replaced = {"file": file, "folder": folder, "allowed folder": folder.parent}[what]
     replaced.rename(tmp_path / "away")
     replaced.symlink_to(tmp_path / "away")
-    source = Source(source.path, 0, stamp_of(file.stat()), source.folder)
-    with pytest.raises(UpdateError) as caught, Sources().open(source, []):
+    source = FileSource(source.path, stamp_of(file.stat()), source.folder)
+    with pytest.raises(UpdateError) as caught, Receivers().open(source, []):
         pytest.fail("it was opened")
     assert (caught.value.kind, caught.value.status) == ("file-changed", 409)
 

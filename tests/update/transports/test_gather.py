@@ -14,9 +14,9 @@ from torch import Tensor
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.gather import Gather, groups, reads
+from vllm_fp8ext.update.transports.http.receiver import mapped_parts
 from vllm_fp8ext.update.transports.memory import Placed
 from vllm_fp8ext.update.transports.read_ahead import Raw, ReadAhead, Rows, Wanted
-from vllm_fp8ext.update.transports.source import mapped_parts
 
 CPU = torch.device("cpu")
 ROOM, OFFSET = 4096, 7

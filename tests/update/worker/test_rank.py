@@ -18,7 +18,7 @@ from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import ShardSlice, scale_name
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
-from vllm_fp8ext.update.transports import source
+from vllm_fp8ext.update.transports.files import receiver
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rank import Rank, _Told
 from vllm_fp8ext.update.worker.stager import Stager
@@ -30,8 +30,8 @@ TARGETS = ("w", "c")
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     """One whose model is a quantized weight for values, one for codes, and a norm; without a model around them."""
-    monkeypatch.setattr(source, "READ_BYTES", 60_000)  # 128 rows of values, 256 of codes
-    monkeypatch.setattr(source, "BUFFERS", 2)
+    monkeypatch.setattr(receiver, "READ_BYTES", 60_000)  # 128 rows of values, 256 of codes
+    monkeypatch.setattr(receiver, "BUFFERS", 2)
     quantized = {}
     for name in TARGETS:
         codes, scales = quantize_weight.empty_like(torch.empty(ROWS, COLUMNS))
@@ -76,7 +76,7 @@ def written(tensors: dict[str, Tensor], file: Path) -> None:
 
 def staged(rank: Rank, file: Path, job: int, hashes: dict[str, str], session: str = "u") -> dict[str, Any]:
     listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in file_tensors(file)]
-    told = {"path": str(file), "offset": 0, "stamp": list(stamp_of(file.stat())), "folder": "/"}
+    told = {"transport": "files", "path": str(file), "stamp": list(stamp_of(file.stat())), "folder": "/"}
     claimed = {name: [sha, [name]] for name, sha in hashes.items()}
     assert rank.stage(job, session, told, listed, claimed) == {}
     while not (result := rank.poll(job, 0.05))["done"]:

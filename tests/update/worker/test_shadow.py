@@ -96,7 +96,7 @@ class Served:
         save_file(tensors, file)
         stored = file_tensors(file)
         session.receive(key, [tensor.spec for tensor in stored], file.stat().st_size)
-        told = {"path": str(file), "offset": 0, "stamp": list(stamp_of(file.stat())), "folder": "/"}
+        told = {"transport": "files", "path": str(file), "stamp": list(stamp_of(file.stat())), "folder": "/"}
         listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in stored]
         result = self._done("stage", session.id, told, listed, {}, 0.0, session.tied_in_others(key))
         session.staged(key, result["problems"])

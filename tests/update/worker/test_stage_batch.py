@@ -20,9 +20,11 @@ from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.gather import Gather, reads
+from vllm_fp8ext.update.transports.http.message import UploadSource
 from vllm_fp8ext.update.transports.memory import Bucket, Placed
 from vllm_fp8ext.update.transports.read_ahead import ReadAhead, Rows
-from vllm_fp8ext.update.transports.source import AnySource, Source, Sources
+from vllm_fp8ext.update.transports.receiver import Receivers
+from vllm_fp8ext.update.transports.transport import Source
 from vllm_fp8ext.update.worker.intake import Intake
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rate_limiter import Pace
@@ -163,7 +165,7 @@ def test_other_tensors_than_prepared_ones_are_planned() -> None:
     assert list(found) == ["k", "embed"]
 
 
-class Nearby(Sources):
+class Nearby(Receivers):
     """Everything lies in one bucket, as on a rank's GPU."""
 
     def __init__(self, placed: Placed) -> None:
@@ -173,10 +175,10 @@ class Nearby(Sources):
     @contextmanager
     def open(
         self,
-        source: AnySource,
+        source: Source,
         tensors: Sequence[StoredTensor],
         apart: Collection[str] = (),
-        wanted: Callable[[], None] = lambda: None,
+        require_wanted: Callable[[], None] = lambda: None,
     ) -> Iterator[Iterable[Placed | Rows]]:
         yield self._parts(replace(self._placed, tensors=tensors), apart)
 
@@ -202,9 +204,9 @@ def taken(sent: dict[str, Tensor], nearby: type[Nearby] = Nearby) -> tuple[list[
     """What an intake stages of a bucket, and what it tells."""
     placed, staged = bucket(sent), stager()
     intake = Intake(SimpleNamespace(stager=staged), 0, 1, torch.device("cpu"))  # type: ignore[arg-type]  # all that it looks at
-    intake._sources = nearby(placed)
+    intake._receivers = nearby(placed)
     intake.want("u")
-    told = intake.stage(1, "u", Source(""), list(placed.tensors), {})
+    told = intake.stage(1, "u", UploadSource(""), list(placed.tensors), {})
     assert intake.progress == {1: len(sent)}
     return contents(staged), told
 

@@ -3,12 +3,25 @@
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.contract.fields import Body, Name, Size
 from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, CODES_DTYPE: 1}
+
+
+class DenseTensor(Body):
+    """A dense tensor somewhere in memory."""
+
+    name: Name
+    dtype: Annotated[str, Field(max_length=32)] = Field(description="torch's name, such as `bfloat16`.")
+    shape: Annotated[list[Size], Field(max_length=64)]
+    offset: Size = Field(description="Bytes from the begin of the memory that it lies in.")
 
 
 def dense_tensor(name: str, dtype: str, shape: Sequence[int], offset: int) -> StoredTensor:

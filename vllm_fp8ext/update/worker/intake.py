@@ -14,7 +14,8 @@ from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, SCALES, scale_name
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.memory import Placed
 from vllm_fp8ext.update.transports.read_ahead import Rows
-from vllm_fp8ext.update.transports.source import AnySource, Sources
+from vllm_fp8ext.update.transports.receiver import Receivers
+from vllm_fp8ext.update.transports.transport import Source
 from vllm_fp8ext.update.worker.checksums import Checksums
 from vllm_fp8ext.update.worker.rate_limiter import Pace
 from vllm_fp8ext.update.worker.shadow import Twin
@@ -100,7 +101,7 @@ class Intake:
         self._rank = rank
         self._world_size = world_size
         self._device = device
-        self._sources = Sources(rank, device)
+        self._receivers = Receivers(rank, device)
         self._places = SharedPlaces(twin.stager.tied)
         self._wanted = ""
         """The update whose tensors are wanted: what an older one left in the queue is dropped."""
@@ -111,7 +112,7 @@ class Intake:
         """Stage something that is thrown away, and look at what an update brings."""
         stager, known = self._twin.stager, self._twin.manifest.tensors
         stager.rehearse()
-        self._sources.rehearse()
+        self._receivers.rehearse()
         if self._device.type == "cuda":
             stager.prepare_batches([known[name] for name in known if name in stager.pieces], self._device)
 
@@ -126,7 +127,7 @@ class Intake:
 
     def tidy(self) -> None:
         """Close what a chunk has left open."""
-        self._sources.tidy()
+        self._receivers.tidy()
 
     def keep_others(self, session: str, names: list[str]) -> Result:
         """Give the twin the served weights wherever these tensors of an update lie not."""
@@ -140,7 +141,7 @@ class Intake:
         self,
         job: int,
         session: str,
-        source: AnySource,
+        source: Source,
         tensors: list[StoredTensor],
         hashes: dict[str, Any],
         rate: float = 0.0,
@@ -167,7 +168,7 @@ class Intake:
         wanted = partial(self._require_wanted, session)
         pace, came = Pace(rate, wanted), False
         try:
-            with self._sources.open(source, chunk.ordered(tensors), chunk.apart, wanted) as parts:
+            with self._receivers.open(source, chunk.ordered(tensors), chunk.apart, wanted) as parts:
                 for part in parts:
                     wanted()
                     came = True

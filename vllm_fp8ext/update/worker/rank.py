@@ -16,7 +16,7 @@ import torch
 from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.source import source_of
+from vllm_fp8ext.update.transports.registry import source_from_dict
 from vllm_fp8ext.update.worker.canary_graph import Recording
 from vllm_fp8ext.update.worker.cooperative_task import Pause, Slices
 from vllm_fp8ext.update.worker.digest import combine, digest
@@ -105,7 +105,7 @@ class Rank:
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it
         is; each rank checks its share. `rate`, `tied`: as in `Intake.stage`.
         """
-        found, intake = source_of(source), self._intake
+        found, intake = source_from_dict(source), self._intake
         intake.want(session)
 
         def stage() -> Result:

@@ -22,7 +22,8 @@ from vllm_fp8ext.serve.client.transports.nccl.buckets import buckets
 from vllm_fp8ext.serve.client.transports.nccl.group import Group
 from vllm_fp8ext.update.transports.nccl import group
 from vllm_fp8ext.update.transports.nccl.message import BroadcastSource, broadcast_tensor
-from vllm_fp8ext.update.transports.nccl.receiver import Receiver
+from vllm_fp8ext.update.transports.nccl.receiver import BroadcastReceiver
+from vllm_fp8ext.update.transports.receiver import RankDevice
 
 CPU = torch.device("cpu")
 URL = "http://127.0.0.1:1"
@@ -113,15 +114,15 @@ def trainer() -> Iterator[Trainer]:
 
 
 @pytest.fixture
-def receiver() -> Receiver:
-    return Receiver(0, CPU)
+def receiver() -> BroadcastReceiver:
+    return BroadcastReceiver(RankDevice(0, CPU))
 
 
 def wanted() -> None:
     """It always is."""
 
 
-def received(receiver: Receiver, trainer: Trainer, **tensors: Tensor) -> int:
+def received(receiver: BroadcastReceiver, trainer: Trainer, **tensors: Tensor) -> int:
     """Broadcast tensors and compare what came; the address of the rank's buffer."""
     source, listed, data = trainer.announce(**tensors)
     with trainer.sending(data), torch.inference_mode(), receiver.opened(source, wanted) as bucket:
@@ -133,7 +134,9 @@ def received(receiver: Receiver, trainer: Trainer, **tensors: Tensor) -> int:
         return min(tensor.data_ptr() for tensor in found.values())
 
 
-def refused(receiver: Receiver, source: BroadcastSource, asked: Callable[[], None] = wanted) -> UpdateError:
+def refused(
+    receiver: BroadcastReceiver, source: BroadcastSource, asked: Callable[[], None] = wanted
+) -> UpdateError:
     """How the rank gives up, and that it does in time."""
     begun = time.monotonic()
     with pytest.raises(UpdateError) as error, receiver.opened(source, asked):
@@ -142,7 +145,7 @@ def refused(receiver: Receiver, source: BroadcastSource, asked: Callable[[], Non
     return error.value
 
 
-def test_what_is_sent_is_received(receiver: Receiver, trainer: Trainer) -> None:
+def test_what_is_sent_is_received(receiver: BroadcastReceiver, trainer: Trainer) -> None:
     """Of any dtype and shape; in one buffer and one group as long as they do."""
     codes = torch.randn(3, 128).to(torch.float8_e4m3fn)
     first = received(receiver, trainer, a=torch.randn(7, 5), b=torch.randn(33).bfloat16(), c=codes)
@@ -155,7 +158,7 @@ def test_what_is_sent_is_received(receiver: Receiver, trainer: Trainer) -> None:
     assert receiver._group is not joined
 
 
-def test_a_trainer_that_never_joins(receiver: Receiver, trainer: Trainer) -> None:
+def test_a_trainer_that_never_joins(receiver: BroadcastReceiver, trainer: Trainer) -> None:
     source, _, _ = trainer.announce(SECONDS, a=torch.ones(2))
     error = refused(receiver, source)
     assert error.kind == "transfer-timeout"
@@ -167,7 +170,7 @@ def test_a_trainer_that_never_joins(receiver: Receiver, trainer: Trainer) -> Non
     received(receiver, trainer, a=torch.randn(2))
 
 
-def test_a_trainer_that_never_sends(receiver: Receiver, trainer: Trainer) -> None:
+def test_a_trainer_that_never_sends(receiver: BroadcastReceiver, trainer: Trainer) -> None:
     source, _, _ = trainer.announce(SECONDS, a=torch.ones(2))
     joining = threading.Thread(target=_until, args=(trainer.group.joined,))
     joining.start()
@@ -179,13 +182,13 @@ def test_a_trainer_that_never_sends(receiver: Receiver, trainer: Trainer) -> Non
     received(receiver, trainer, a=torch.randn(2))
 
 
-def test_nobody_where_the_trainer_should_be(receiver: Receiver, trainer: Trainer) -> None:
+def test_nobody_where_the_trainer_should_be(receiver: BroadcastReceiver, trainer: Trainer) -> None:
     source, _, _ = trainer.announce(SECONDS, a=torch.ones(2))
     trainer.group.close()
     assert refused(receiver, source).kind in ("transfer-timeout", "transfer-failed")
 
 
-def test_tensors_that_nobody_wants_any_more(receiver: Receiver, trainer: Trainer) -> None:
+def test_tensors_that_nobody_wants_any_more(receiver: BroadcastReceiver, trainer: Trainer) -> None:
     """They are not waited for; and as the trainer may have sent them, the group is left."""
     source, _, _ = trainer.announce(2 * LONGEST, a=torch.ones(2))
 
@@ -206,7 +209,9 @@ def test_tensors_that_nobody_wants_any_more(receiver: Receiver, trainer: Trainer
 
 
 @pytest.mark.parametrize("place", ["nobody joins", "nobody listens"])
-def test_no_thread_waits_for_what_was_given_up(receiver: Receiver, trainer: Trainer, place: str) -> None:
+def test_no_thread_waits_for_what_was_given_up(
+    receiver: BroadcastReceiver, trainer: Trainer, place: str
+) -> None:
     """Whatever time there would have been for it."""
     before = set(threading.enumerate())
     source, _, _ = trainer.announce(100 * LONGEST, a=torch.ones(2))
@@ -250,7 +255,7 @@ def test_groups_that_were_given_up_and_have_not_ended_are_few(monkeypatch: pytes
     given_up(f"127.0.0.1:{store.port}/c")
 
 
-def test_another_bucket_than_was_told(receiver: Receiver, trainer: Trainer) -> None:
+def test_another_bucket_than_was_told(receiver: BroadcastReceiver, trainer: Trainer) -> None:
     """One that the trainer sent and the rank never waited for, say."""
     _, _, lost = trainer.announce(a=torch.ones(2))
     source, _, _ = trainer.announce(a=torch.zeros(2))
@@ -279,7 +284,9 @@ os._exit(9)
 
 
 @pytest.mark.parametrize("seconds", [0, 0.01])
-def test_a_trainer_that_dies_while_it_sends(receiver: Receiver, trainer: Trainer, seconds: float) -> None:
+def test_a_trainer_that_dies_while_it_sends(
+    receiver: BroadcastReceiver, trainer: Trainer, seconds: float
+) -> None:
     line = [sys.executable, "-c", DYING, str(seconds)]
     with subprocess.Popen(line, stdout=subprocess.PIPE, cwd="/") as process:
         assert process.stdout

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.transports.nccl.message import BroadcastSource, broadcast_tensor, check_group
-from vllm_fp8ext.update.transports.source import source_of
+from vllm_fp8ext.update.transports.registry import source_from_dict
 
 SOURCE = BroadcastSource("gloo", "trainer:2345/a1", 4, 1, 100 + 8, "00" * 8, 60.0)
 ID = base64.b64encode(bytes(128)).decode()
@@ -66,4 +66,4 @@ def test_groups_that_can_not_be_joined(changes: dict[str, Any], world_size: int,
 
 
 def test_a_source_survives_the_way_to_the_ranks() -> None:
-    assert source_of({name: getattr(SOURCE, name) for name in SOURCE.__dataclass_fields__}) == SOURCE
+    assert source_from_dict(SOURCE.as_dict()) == SOURCE

@@ -1,2 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors on a GPU of the same machine, read through CUDA's inter-process handles."""
+"""Tensors on a GPU of the server's machine are read where they are, through CUDA's inter-process handles."""
+
+from vllm_fp8ext.update.transports.ipc.body import Handles
+from vllm_fp8ext.update.transports.ipc.message import IpcSource, announce
+from vllm_fp8ext.update.transports.transport import Route, Transport
+
+TRANSPORT = Transport(
+    name="ipc",
+    summary="tensors on a GPU of the server's machine, read where they are",
+    source=IpcSource,
+    receiver="vllm_fp8ext.update.transports.ipc.receiver:IpcReceiver",
+    route=Route(
+        path="handles",
+        summary="Read tensors where they are on a GPU of this machine",
+        body=Handles,
+        announce=announce,
+    ),
+)

@@ -1,25 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client says of tensors that it holds on a GPU."""
+"""What ranks are told of tensors that a client holds on a GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, ClassVar, Self
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.dense_tensor import dense_tensor, lies_within
+from vllm_fp8ext.update.transports.transport import Announcement, ServerLimits, Source
 
 HANDLE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class IpcSource:
-    """`device`: UUID of the GPU. `allocations`: handle (base64) and bytes of each; tensors' starts count through all of them,
-    one after the other."""
+class IpcSource(Source):
+    """Allocations on one GPU. Tensors' starts count through all of them, one after the other."""
 
     device: str
+    """UUID of the GPU."""
     allocations: tuple[tuple[str, int], ...]
+    """Handle (base64) and bytes of each."""
+
+    transport: ClassVar[str] = "ipc"
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the source of these fields, of which JSON has made tuples lists."""
+        return cls(fields["device"], tuple((handle, size) for handle, size in fields["allocations"]))
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -42,3 +52,14 @@ def ipc_tensor(
         message = f"tensor {name}: {tensor.size} bytes from {offset} on do not lie in {where}"
         raise UpdateError("bad-handle", message, status=422)
     return StoredTensor(tensor.spec, source.bounds[allocation] + offset, tensor.size)
+
+
+def announce(body: Mapping[str, Any], limits: ServerLimits) -> Announcement:
+    """Describe the chunk of a body (fields of `Handles`).
+
+    Raises:
+        UpdateError: as `ipc_tensor`.
+    """
+    allocations = tuple((allocation["handle"], allocation["bytes"]) for allocation in body["allocations"])
+    source = IpcSource(body["device"], allocations)
+    return Announcement(source=source, tensors=[ipc_tensor(source, **tensor) for tensor in body["tensors"]])

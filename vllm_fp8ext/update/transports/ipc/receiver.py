@@ -4,7 +4,7 @@ the time of one chunk. Through the driver, with ctypes: torch's own sharing want
 
 import base64
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,8 +13,11 @@ import torch
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.runtime import cuda_kernel
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.ipc.message import HANDLE_BYTES, IpcSource
-from vllm_fp8ext.update.transports.memory import Allocations
+from vllm_fp8ext.update.transports.memory import Allocations, Placed
+from vllm_fp8ext.update.transports.read_ahead import Rows
+from vllm_fp8ext.update.transports.receiver import RankDevice, Receiver
 
 _LAZY_PEER_ACCESS = 1
 
@@ -23,6 +26,39 @@ class Handle(ctypes.Structure):
     """A CUipcMemHandle."""
 
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
+
+
+class IpcReceiver(Receiver[IpcSource]):
+    """Opens handles for one chunk, and closes them when nobody waits for it."""
+
+    def __init__(self, rank: RankDevice) -> None:
+        super().__init__(rank)
+        self._later: list[Callable[[], None]] = []
+
+    def rehearse(self) -> None:
+        """Load what the driver loads when a handle is opened first."""
+        device_index(str(torch.cuda.get_device_properties(self._rank.device).uuid))
+
+    @contextmanager
+    def open(
+        self,
+        source: IpcSource,
+        tensors: Sequence[StoredTensor],
+        apart: Collection[str],
+        require_wanted: Callable[[], None],
+    ) -> Iterator[Iterable[Placed | Rows]]:
+        """Yield the tensors where they are (`Receiver.open`).
+
+        Raises:
+            UpdateError: as `opened`.
+        """
+        with opened(source, self._later.append) as memory:
+            yield self._rank.placed(tensors, memory)
+
+    def tidy(self) -> None:
+        """Close handles."""
+        while self._later:
+            self._later.pop()()
 
 
 @contextmanager

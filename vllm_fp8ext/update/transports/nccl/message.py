@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client says of tensors that it is about to broadcast: who takes part, and what lies where in the bucket of bytes."""
+"""What ranks are told of tensors that are about to be broadcast: who takes part, and what lies where in the bucket."""
 
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.runtime.nccl import ID_BYTES
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.dense_tensor import dense_tensor, lies_within
+from vllm_fp8ext.update.transports.transport import Announcement, ServerLimits, Source
 
 MARK_BYTES = 8
 """Last bytes of every bucket, random: by them a rank knows that what came is what was announced."""
@@ -19,7 +21,7 @@ _STORE = re.compile(r"[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}/[A-Za-z0-9]{1,64}")
 
 
 @dataclass(frozen=True)
-class BroadcastSource:
+class BroadcastSource(Source):
     """A bucket of `bytes` bytes, `mark` (hexadecimal) included, that rank 0 of a group broadcasts to `size - 1` others.
 
     `id`: what they find each other by: of NCCL a unique id in base64; of Gloo `host:port/name`, a TCP store that rank 0 runs
@@ -34,6 +36,24 @@ class BroadcastSource:
     bytes: int
     mark: str
     seconds: float
+
+    transport: ClassVar[str] = "nccl"
+
+
+def announce(body: Mapping[str, Any], limits: ServerLimits) -> Announcement:
+    """Describe the bucket of a body (fields of `Receive`).
+
+    Raises:
+        UpdateError: `chunk-too-large`, or as `check_group` and `broadcast_tensor`.
+    """
+    limit = limits.chunk_bytes
+    if body["bytes"] > limit:
+        message = f"a bucket may have {limit} bytes, found {body['bytes']}"
+        raise UpdateError("chunk-too-large", message, status=413, limit=limit)
+    source = BroadcastSource(**body["group"], bytes=body["bytes"], mark=body["mark"], seconds=limits.seconds)
+    check_group(source, limits.world_size)
+    tensors = [broadcast_tensor(source, **tensor) for tensor in body["tensors"]]
+    return Announcement(source=source, tensors=tensors, group=source.id)
 
 
 def check_group(source: BroadcastSource, world_size: int) -> None:
@@ -54,14 +74,14 @@ def check_group(source: BroadcastSource, world_size: int) -> None:
 
 
 def nccl_id(text: str) -> bytes:
-    """The unique id that was told in base64."""
+    """Return the unique id that `text` is the base64 of."""
     try:
-        found = base64.b64decode(text, validate=True)
+        id = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        found = b""
-    if len(found) != ID_BYTES:
+        id = b""
+    if len(id) != ID_BYTES:
         raise _invalid(f"group id: expected {ID_BYTES} bytes in base64, found {text!r}")
-    return found
+    return id
 
 
 def broadcast_tensor(

@@ -6,30 +6,48 @@ group, for good: what comes later through it would be taken for something else.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.transports.memory import Bucket
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.transports.memory import Bucket, Placed
 from vllm_fp8ext.update.transports.nccl.group import Group, join
 from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES, BroadcastSource
+from vllm_fp8ext.update.transports.read_ahead import Rows
+from vllm_fp8ext.update.transports.receiver import RankDevice, Receiver
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 """Seconds between two looks: a tenth of the time that has passed, within these."""
 
 
-class Receiver:
+class BroadcastReceiver(Receiver[BroadcastSource]):
     """Receives buckets on the rank's thread for staging; on a GPU on that thread's stream."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank = rank
-        self._device = device
+    def __init__(self, rank: RankDevice) -> None:
+        super().__init__(rank)
         self._id = ""
         self._group: Group | None = None
         self._buffer: Tensor | None = None
+
+    @contextmanager
+    def open(
+        self,
+        source: BroadcastSource,
+        tensors: Sequence[StoredTensor],
+        apart: Collection[str],
+        require_wanted: Callable[[], None],
+    ) -> Iterator[Iterable[Placed | Rows]]:
+        """Yield the tensors of a bucket (`Receiver.open`).
+
+        Raises:
+            UpdateError: as `opened`.
+        """
+        with self.opened(source, require_wanted) as memory:
+            yield self._rank.placed(tensors, memory)
 
     @contextmanager
     def opened(self, source: BroadcastSource, wanted: Callable[[], None]) -> Iterator[Bucket]:
@@ -64,8 +82,8 @@ class Receiver:
     def _joined(self, source: BroadcastSource, wanted: Callable[[], None]) -> Group:
         if source.id != self._id:
             self._leave(source.id)
-            rank = source.first_rank + self._rank
-            group = join(source.backend, source.id, source.size, rank, self._device, source.seconds)
+            rank = source.first_rank + self._rank.rank
+            group = join(source.backend, source.id, source.size, rank, self._rank.device, source.seconds)
             self._group = group
             _wait(group.joined, source.seconds, wanted, f"not all {source.size} processes of the group came")
         if self._group is None:

@@ -20,7 +20,10 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.regular_file import TICK_SECONDS, settle, stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, file_tensors, parse
-from vllm_fp8ext.update.transports.source import Source, Sources
+from vllm_fp8ext.update.transports.files.message import FileSource
+from vllm_fp8ext.update.transports.http.message import UploadSource
+from vllm_fp8ext.update.transports.receiver import Receivers
+from vllm_fp8ext.update.transports.transport import Source
 
 WEIGHTS = {
     "matrix": torch.arange(3000.0).view(60, 50),
@@ -41,16 +44,16 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def stamped(file: Path) -> Source:
-    return Source(str(file), 0, stamp_of(file.stat()))
+def stamped(file: Path) -> FileSource:
+    return FileSource(str(file), stamp_of(file.stat()))
 
 
 def test_another_buffer_takes_the_place_of_the_former(tmp_path: Path) -> None:
     """A trainer that calls its engine anew has another: none of the former's memory is held."""
-    stored, sources = StoredTensor(TensorSpec("a", (2,), "float32"), 0, 8), Sources()
+    stored, sources = StoredTensor(TensorSpec("a", (2,), "float32"), 0, 8), Receivers()
     for name in ("first", "second", "first"):
         (tmp_path / name).write_bytes(bytes(4096))
-        with sources.open(Source(str(tmp_path / name), 0), [stored]) as parts:
+        with sources.open(UploadSource(str(tmp_path / name), 0), [stored]) as parts:
             for rows in parts:
                 assert same(rows.values, torch.zeros(2))
             del rows, parts
@@ -65,10 +68,14 @@ def test_mapped_and_read_tensors_are_equal(tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("spool") / "spool"
     path.write_bytes(b"\xff" * offset + content + b"\xff" * 5)
     tensors = parse(lambda start, size: content[start : start + size], len(content), "body")
-    mapped, read = Source(str(path), offset), Source(str(path), offset, stamp_of(path.stat()))
-    for source in (mapped, read):
+    shifted = [stored._replace(start=stored.start + offset) for stored in tensors]
+    cases: list[tuple[Source, list[StoredTensor]]] = [
+        (UploadSource(str(path), offset), tensors),
+        (stamped(path), shifted),
+    ]
+    for source, of in cases:
         names = []
-        with Sources().open(source, tensors) as parts:
+        with Receivers().open(source, of) as parts:
             for rows in parts:
                 names.append(rows.stored.spec.name)
                 assert rows.values.data_ptr() % rows.values.itemsize == 0
@@ -82,19 +89,19 @@ def test_the_buffer_is_mapped_once(tmp_path: Path) -> None:
     path = tmp_path / "spool"
     path.write_bytes(bytes(4096))
     stored = StoredTensor(TensorSpec("a", (2,), "float32"), 8, 8)
-    sources = Sources()
+    sources = Receivers()
     descriptor = os.open(path, os.O_RDWR)
-    with sources.open(Source(str(path), 16), [stored]) as parts:
+    with sources.open(UploadSource(str(path), 16), [stored]) as parts:
         assert same(next(parts).values, torch.zeros(2))
     path.unlink()
     os.pwrite(descriptor, torch.tensor([1.0, -2.0]).numpy().tobytes(), 24)
     os.close(descriptor)
-    with sources.open(Source(str(path), 16), [stored]) as parts:
+    with sources.open(UploadSource(str(path), 16), [stored]) as parts:
         assert same(next(parts).values, torch.tensor([1.0, -2.0]))
 
 
 def test_a_file_that_stays_is_read(file: Path) -> None:
-    with Sources().open(stamped(file), file_tensors(file)) as parts:
+    with Receivers().open(stamped(file), file_tensors(file)) as parts:
         assert all(same(rows.values, WEIGHTS[rows.stored.spec.name]) for rows in parts)
 
 
@@ -152,7 +159,7 @@ def test_a_file_that_changed_before_it_was_opened(file: Path, change: Callable[[
     change(file)
 
     def work() -> None:
-        with Sources().open(source, []):
+        with Receivers().open(source, []):
             pytest.fail("it was opened")
 
     changed(work, file)
@@ -165,7 +172,7 @@ def test_a_file_that_changes_while_it_is_read(file: Path, change: Callable[[Path
     source, tensors = stamped(file), file_tensors(file)
 
     def work() -> None:
-        with Sources().open(source, tensors) as parts:
+        with Receivers().open(source, tensors) as parts:
             for rows in islice(parts, index):
                 assert same(rows.values, WEIGHTS[rows.stored.spec.name])
             change(file)
@@ -183,7 +190,7 @@ def test_a_file_that_loses_its_name_while_it_is_read_is_read_to_its_end_and_refu
     asyncio.run(settle([source.stamp]))
 
     def work() -> None:
-        with Sources().open(source, tensors) as parts:
+        with Receivers().open(source, tensors) as parts:
             change(file)
             assert all(same(rows.values, WEIGHTS[rows.stored.spec.name]) for rows in parts)
 
@@ -197,14 +204,14 @@ def test_files_are_closed(file: Path) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     before = descriptors()
-    with Sources().open(source, []):
+    with Receivers().open(source, []):
         assert descriptors() == before + 1
     assert descriptors() == before
-    with pytest.raises(RuntimeError, match="staging failed"), Sources().open(source, []):
+    with pytest.raises(RuntimeError, match="staging failed"), Receivers().open(source, []):
         raise RuntimeError("staging failed")
     assert descriptors() == before
     grown(file)
-    with pytest.raises(UpdateError), Sources().open(source, []):
+    with pytest.raises(UpdateError), Receivers().open(source, []):
         pytest.fail("it was opened")
     assert descriptors() == before
 
@@ -245,13 +252,13 @@ def test_a_file_that_rests_is_not_waited_for(file: Path, monkeypatch: pytest.Mon
 CLAIMED = """
 import sys
 from pathlib import Path
-from vllm_fp8ext.update.transports.source import _Shared
+from vllm_fp8ext.update.transports.http.receiver import SharedBuffer
 
 folder, page = Path(sys.argv[1]), 4096
 for name, pages in (("fp8ext-x.spool", 40), ("psm_0123abcd", 30)):
     with open(folder / name, "wb") as file:
         file.truncate(pages * page)
-shared = _Shared(str(folder / "fp8ext-x.spool"), page_lock=True)
+shared = SharedBuffer(str(folder / "fp8ext-x.spool"), page_lock=True)
 assert len(shared.content) == 40 * page
 shared.close()
 assert (folder / "fp8ext-x.spool").stat().st_blocks == 0

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads bodies that came over HTTP from the shared buffer of uploads, which each rank maps once."""
+
+import ctypes
+import logging
+import mmap
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_fp8ext.shared_memory import free_bytes
+from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.transports.gather import reads
+from vllm_fp8ext.update.transports.http.message import UploadSource
+from vllm_fp8ext.update.transports.memory import Placed
+from vllm_fp8ext.update.transports.read_ahead import Raw, Rows, Stretch, Wanted
+from vllm_fp8ext.update.transports.receiver import RankDevice, Receiver
+
+logger = logging.getLogger("vllm.fp8ext")
+
+_PORTABLE = 1
+"""Page-locked for all of a process's GPUs."""
+
+
+class UploadReceiver(Receiver[UploadSource]):
+    """Keeps the shared buffer mapped. For a GPU it is page-locked when it is mapped, so that copies to the GPU run beside
+    the reading."""
+
+    def __init__(self, rank: RankDevice) -> None:
+        super().__init__(rank)
+        self._shared: SharedBuffer | None = None
+
+    @contextmanager
+    def open(
+        self,
+        source: UploadSource,
+        tensors: Sequence[StoredTensor],
+        apart: Collection[str],
+        require_wanted: Callable[[], None],
+    ) -> Iterator[Iterable[Placed | Rows]]:
+        """Yield the tensors of a body (`Receiver.open`); rows are those of whole tensors."""
+        plan = self._rank.plan(tensors, apart)
+        parts = mapped_parts(self._mapped(source.path), source.offset, reads(plan))
+        yield self._rank.gather.gathered(parts, plan, require_wanted)
+
+    def _mapped(self, path: str) -> mmap.mmap:
+        """One at a time: a trainer that calls its engine anew has another, and nothing comes by the former any more."""
+        if self._shared is None or self._shared.path != path:
+            if self._shared is not None:
+                self._shared.close()
+            self._shared = SharedBuffer(path, page_lock=self._rank.on_gpu)
+        return self._shared.content
+
+
+def mapped_parts(mapped: mmap.mmap, offset: int, wanted: Iterable[Wanted]) -> Iterator[Rows | Raw]:
+    """All of this, in this order, of a body that begins there."""
+    for of in wanted:
+        if isinstance(of, Stretch):
+            if of.start == of.stop:
+                continue
+            raw = torch.frombuffer(
+                mapped, dtype=torch.uint8, count=of.stop - of.start, offset=offset + of.start
+            )
+            yield Raw(of.at, raw)
+        else:
+            yield Rows(of, 0, _view(mapped, offset + of.start, of))
+
+
+class SharedBuffer:
+    """The shared buffer of uploads, mapped.
+
+    Without `page_lock` copies to the GPU go through a buffer of the driver's: slower, not wrong. By the driver, which refuses
+    a file on a disk: the runtime would report that once more at whatever comes next. To lock it takes room for all of it: not
+    what shared memory of vLLM's has claimed.
+    """
+
+    def __init__(self, path: str, *, page_lock: bool) -> None:
+        self.path = path
+        free = free_bytes(os.path.dirname(path))  # first: other ranks may take of what is missing meanwhile
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self.content = mmap.mmap(descriptor, 0)
+            missing = len(self.content) - os.fstat(descriptor).st_blocks * 512
+        finally:
+            os.close(descriptor)
+        self._locked = False
+        if page_lock and missing > free:
+            message = "fp8ext: the shared buffer is not page-locked: %d bytes more were needed, %d are free"
+            logger.warning(message, missing, free)
+        elif page_lock:
+            self._locked = self._driver("cuMemHostRegister_v2", ctypes.c_size_t(len(self.content)), _PORTABLE)
+
+    def close(self) -> None:
+        """Give its memory back, once no tensor is a view of it."""
+        if self._locked:
+            self._driver("cuMemHostUnregister")
+        del self.content
+
+    def _driver(self, function: str, *arguments: Any) -> bool:
+        from vllm_fp8ext.kernels.runtime import cuda_kernel
+
+        address = torch.frombuffer(self.content, dtype=torch.uint8).data_ptr()
+        try:
+            cuda_kernel.call(function, ctypes.c_void_p(address), *arguments)
+        except cuda_kernel.CudaError as error:
+            size = len(self.content)
+            logger.warning("fp8ext: the shared buffer of %d bytes can't be page-locked: %s", size, error)
+            return False
+        return True
+
+
+def _view(mapped: mmap.mmap, start: int, tensor: StoredTensor) -> Tensor:
+    if not tensor.size:
+        return torch.empty(tensor.spec.shape, dtype=tensor.spec.torch_dtype)
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.size, offset=start)
+    if start % tensor.spec.torch_dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
