@@ -29,6 +29,7 @@ from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.compat.update.weight_versions import track
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
@@ -67,10 +68,12 @@ def embedded_blocking(llm: Any) -> Iterator[Client]:
     Raises:
         ConfigError: also, the engine core is not a process of its own (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
     """
-    from vllm_fp8ext.compat.update.beam_versions import install_offline  # a server has no use for these
-    from vllm_fp8ext.compat.update.blocking_client import BlockingEngine
+    from vllm_fp8ext.compat.update.blocking_client import BlockingEngine  # a server has no use for these
 
-    install_offline()
+    if is_available("beam_versions"):
+        from vllm_fp8ext.compat.update.beam_versions import install_offline
+
+        install_offline()
     with contextlib.ExitStack() as stack:
         engine = BlockingEngine(llm)
         stack.callback(engine.close)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fp8ext.compat.interfaces import INTERFACES, Interface
+from vllm_fp8ext.compat.interfaces import Feature, Interface, features
 from vllm_fp8ext.compat.probe import find_missing
 
 SOURCES = {
@@ -105,6 +105,9 @@ def needed(module: str, name: str, *parameters: str) -> Interface:
         needed("vllm.facade", "Engine.step"),
         needed("vllm.facade", "hidden", "x"),
         needed("vllm", "Engine.queue"),
+        needed("vllm", "base"),
+        needed("vllm.facade", "inner"),
+        needed("vllm.engine", ""),
     ],
     ids=lambda interface: f"{interface.module}.{interface.name}",
 )
@@ -126,6 +129,8 @@ def test_present_names_are_found(root: Path, interface: Interface) -> None:
         (needed("vllm.engine", "Outside.gone"), "Outside.gone is missing"),
         (needed("vllm.engine", "Circle.gone"), "Circle.gone is missing"),
         (needed("vllm.gone", "Engine"), "the module is missing, and Engine with it"),
+        (needed("vllm.gone", ""), "the module is missing"),
+        (needed("vllm.facade", "gone"), "gone is missing"),
         (needed("vllm.broken", "Engine"), "the module cannot be parsed"),
     ],
     ids=lambda value: value.name if isinstance(value, Interface) else "",
@@ -141,16 +146,17 @@ def test_every_missing_name_has_its_line(root: Path) -> None:
     assert len(find_missing(wanted, root)) == 2
 
 
-def test_nothing_is_missing_from_the_installed_vllm() -> None:
-    assert find_missing(INTERFACES) == []
+@pytest.mark.parametrize("feature", features().values(), ids=lambda feature: feature.name)
+def test_nothing_is_missing_from_the_installed_vllm(feature: Feature) -> None:
+    assert find_missing(feature.interfaces) == []
 
 
 def test_the_probe_imports_neither_vllm_nor_torch() -> None:
     program = """
 import sys
-from vllm_fp8ext.compat.interfaces import INTERFACES
+from vllm_fp8ext.compat.interfaces import features
 from vllm_fp8ext.compat.probe import find_missing
-find_missing(INTERFACES)
+find_missing(features()["json_responses"].interfaces)
 sys.exit(", ".join({"vllm", "torch"} & set(sys.modules)) or None)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

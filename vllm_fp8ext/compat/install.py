@@ -5,6 +5,7 @@ The registered class is a stand-in: the real configuration, and with it the laye
 for it, so that a server without blockfp8 pays nothing and can't be broken by it.
 """
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -12,13 +13,24 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_fp8ext.compat import unsupported_options as refusals
-from vllm_fp8ext.compat.interfaces import INTERFACES
-from vllm_fp8ext.compat.probe import find_missing
+from vllm_fp8ext.compat.features import require_core
 from vllm_fp8ext.compat.update import engine_core, worker
 from vllm_fp8ext.compat.update import owner_process as owner
-from vllm_fp8ext.compat.update import shared_segments as segments
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY
-from vllm_fp8ext.errors import UnsupportedVllmError
+
+FEATURE: str = "core"
+WHY: str = "Make --quantization accept blockfp8: vLLM has a registry for that."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {
+    "make --quantization accept blockfp8": (
+        "vllm.model_executor.layers.quantization:register_quantization_config(quantization)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "never: this is vLLM's own hook"
+
+logger = logging.getLogger("vllm.fp8ext")
 
 _installed = False
 
@@ -32,9 +44,19 @@ def install() -> None:
     worker.install()
     engine_core.install()
     refusals.install()
-    segments.install()
     owner.install()
+    _record_segments()
     _installed = True
+
+
+def _record_segments() -> None:
+    """Have segments of shared memory written down, by every server; to look for names first would cost each of them."""
+    try:
+        from vllm_fp8ext.compat.update import shared_segments
+    except ImportError as error:
+        logger.debug("fp8ext: segments of shared memory are not written down: %s", error)
+        return
+    shared_segments.install()
 
 
 class BlockFp8(QuantizationConfig):
@@ -80,11 +102,7 @@ class BlockFp8(QuantizationConfig):
 @cache
 def _real() -> Any:
     """Looked for once in a process: to read that much of vLLM takes a second."""
-    missing = find_missing(INTERFACES)
-    if missing:
-        raise UnsupportedVllmError(
-            "--quantization blockfp8 needs interfaces that this vLLM lacks:\n  " + "\n  ".join(missing)
-        )
+    require_core()
     from vllm_fp8ext.layers.quantization import BlockFp8Config
 
     return BlockFp8Config

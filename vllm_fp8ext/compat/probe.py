@@ -19,14 +19,14 @@ def find_missing(interfaces: Iterable[Interface], root: Path | None = None) -> l
     """
     wanted = list(interfaces)
     if root is None:
-        root = _installed_root()
+        root = installed_root()
         if root is None:
             return ["vllm: the package is not installed"] if wanted else []
     tree = SourceTree(root)
     return [problem for interface in wanted if (problem := tree.problem(interface)) is not None]
 
 
-def _installed_root() -> Path | None:
+def installed_root() -> Path | None:
     """The folder that holds the installed package `vllm`, found without importing it."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -83,10 +83,18 @@ class SourceTree:
     def _missing(self, interface: Interface) -> str | None:
         module = self._module(interface.module)
         if module is None:
-            return f"the module is missing, and {interface.name} with it"
+            return (
+                f"the module is missing, and {interface.name} with it"
+                if interface.name
+                else "the module is missing"
+            )
+        if not interface.name:
+            return None
         first, *members = interface.name.split(".")
         found = self._lookup(module, first)
         if found is None:
+            if not members and self._module(f"{interface.module}.{first}") is not None:
+                return None  # a module is imported by its package's name, too
             return f"{first} is missing"
         path = first
         for member in members:

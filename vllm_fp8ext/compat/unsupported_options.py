@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations with vLLM's own settings that blockfp8 refuses at start, each with its reason.
-
-Replaces: `EngineArgs.create_engine_config`, so that the refusal comes before any process is started, and that graphs are
-compiled with `fusion` and captured as `graph_sizes` says. Can go once vLLM asks a quantization method whether it takes a
-configuration.
-"""
+"""Combinations with vLLM's own settings that blockfp8 refuses at start, each with its reason."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -13,13 +8,26 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_fp8ext.compat.graphs import fusion
-from vllm_fp8ext.compat.speed import piecewise_capture_sizes as graph_sizes
+from vllm_fp8ext.compat.features import is_available, tell
 from vllm_fp8ext.compat.speed import serving_speed
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.errors import WITHOUT_UPDATES, ConfigError
+
+FEATURE: str = "core"
+WHY: str = (
+    "Refuse what can't be updated before anything is started: vLLM asks no quantization "
+    "whether it takes a configuration."
+)
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ("vllm.engine.arg_utils:EngineArgs.create_engine_config",)
+USES: dict[str, tuple[str, ...]] = {
+    "refuse what can't be updated before anything is started": ("vllm.config.model:ModelConfig.use_mla",),
+    "read the settings": ("vllm.config:VllmConfig.additional_config",),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM asks a quantization method whether it takes a configuration"
 
 
 def install() -> None:
@@ -33,13 +41,25 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if config.model_config.quantization == METHOD:
             settings = Settings.parse(config.additional_config)
             refuse_unsupported(config, settings)
+            tell(config)
             serving_speed.install(settings.serving)
             if current_platform.is_cuda():
-                fusion.configure(config, norm_rope=settings.kernels.norm_rope)
-                graph_sizes.configure(config, self, settings.kernels.graph_tokens)
+                _configure_graphs(config, self, settings)
         return config
 
     return create
+
+
+def _configure_graphs(config: Any, arguments: Any, settings: Settings) -> None:
+    """Have graphs compiled with our passes and captured in more sizes, as far as this vLLM has them."""
+    if is_available("fusion"):
+        from vllm_fp8ext.compat.graphs import fusion
+
+        fusion.configure(config, norm_rope=settings.kernels.norm_rope and is_available("norm_rope"))
+    if is_available("piecewise_capture_sizes"):
+        from vllm_fp8ext.compat.speed import piecewise_capture_sizes
+
+        piecewise_capture_sizes.configure(config, arguments, settings.kernels.graph_tokens)
 
 
 def refuse_unsupported(config: Any, settings: Settings) -> None:

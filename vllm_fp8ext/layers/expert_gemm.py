@@ -26,6 +26,18 @@ from vllm_fp8ext.layers.deep_gemm import deep_gemm_runs
 from vllm_fp8ext.layers.gemm import varies
 from vllm_fp8ext.log import log_once
 
+FEATURE: str = "core"
+USES: dict[str, tuple[str, ...]] = {
+    "cut vLLM's Triton kernel of experts as it was tuned": (
+        "vllm.model_executor.layers.fused_moe.fused_moe:try_get_optimal_moe_config("
+        "w1_shape, w2_shape, top_k, dtype, M, block_shape)",
+    ),
+    "multiply by the experts of tokens that are neither few nor many": (
+        "vllm.model_executor.layers.fused_moe.fused_moe:invoke_fused_moe_triton_kernel("
+        "mul_routed_weight, top_k, config, compute_type, use_fp8_w8a8, block_shape)",
+    ),
+}
+
 _SPECIALIZED = 16
 
 

@@ -28,6 +28,19 @@ from vllm_fp8ext.layers.block_matrix import BlockMatrix
 from vllm_fp8ext.layers.expert_gemm import ExpertWeights
 from vllm_fp8ext.layers.linear import require_scales
 
+FEATURE: str = "core"
+USES: dict[str, tuple[str, ...]] = {
+    "quantize the experts of a layer as soon as they are loaded": (
+        "vllm.model_executor.layers.quantization.online.moe_base:OnlineMoEMethodBase.create_weights("
+        "layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype)",
+    ),
+    "know which experts this rank has": ("vllm.model_executor.layers.fused_moe:RoutedExperts.expert_map",),
+    "tell experts from their padding": (
+        "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig("
+        "hidden_dim_unpadded, intermediate_size_per_partition_unpadded, swiglu_limit)",
+    ),
+}
+
 CODES = ("w13_weight", "w2_weight")
 SCALES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
 DEQUANTIZED = ("w13_dequantized", "w2_dequantized")

@@ -32,6 +32,28 @@ from vllm_fp8ext.layers.deep_gemm import deep_gemm_runs
 from vllm_fp8ext.layers.trials import SHAPE, operands, runs
 from vllm_fp8ext.log import log_once
 
+FEATURE: str = "core"
+USES: dict[str, tuple[str, ...]] = {
+    "choose an FP8 GEMM kernel": (
+        "vllm.model_executor.kernels.linear:is_supported_and_can_implement_kernel("
+        "kernel, config, compute_capability)",
+    ),
+    "multiply by FP8 weights on Hopper": (
+        "vllm.model_executor.kernels.linear:DeepGemmFp8BlockScaledMMKernel",
+    ),
+    "multiply by FP8 weights without DeepGEMM": (
+        "vllm.model_executor.kernels.linear:CutlassFp8BlockScaledMMKernel",
+        "vllm._custom_ops:cutlass_scaled_mm(scale_a, scale_b, out_dtype)",
+    ),
+    "multiply by FP8 weights without DeepGEMM and CUTLASS": (
+        "vllm.model_executor.kernels.linear:TritonFp8BlockScaledMMKernel",
+    ),
+    "compile that kernel before the server is ready": (
+        "vllm.model_executor.layers.quantization.utils.fp8_utils:get_w8a8_block_fp8_configs("
+        "N, K, block_n, block_k)",
+    ),
+}
+
 HOPPER = 90
 
 

@@ -17,6 +17,14 @@ from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_types import NAMES, HeadShare, write_host_copies
 from vllm_fp8ext.log import log_once
 
+FEATURE: str = "core"
+USES: dict[str, tuple[str, ...]] = {
+    "serve KV-cache scales": (
+        "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod(quant_config)",
+    ),
+    "know which KV heads' scales are a rank's": ("vllm.config.model:ModelConfig.get_total_num_kv_heads",),
+}
+
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention whose cache is known, and that reads its scales anew in every step, also inside CUDA graphs."""
 FORMATS = ("fp8", "fp8_e4m3")

@@ -32,6 +32,21 @@ from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.layers import gemm
 from vllm_fp8ext.layers.block_matrix import BlockMatrix
 
+FEATURE: str = "core"
+USES: dict[str, tuple[str, ...]] = {
+    "quantize each layer as soon as its last shard is loaded": (
+        "vllm.model_executor.layers.quantization.online.fp8:OnlineLinearBase",
+    ),
+    "load block-FP8 checkpoints": (
+        "vllm.model_executor.layers.quantization.utils.fp8_utils:create_fp8_weight_parameter",
+        "vllm.model_executor.layers.quantization.utils.fp8_utils:create_fp8_scale_parameter",
+        "vllm.model_executor.layers.quantization.utils.fp8_utils:validate_fp8_block_shape",
+    ),
+    "keep embeddings in the checkpoint's precision": (
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+    ),
+}
+
 CODES = "weight"
 SCALES = "weight_scale_inv"
 

@@ -22,6 +22,33 @@ from vllm_fp8ext.layers.kv_cache_method import KvCacheMethod
 from vllm_fp8ext.layers.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
 from vllm_fp8ext.layers.unquantized_layers import ENCODER, building_encoder, in_encoder, unfit
 
+FEATURE: str = "core"
+USES: dict[str, tuple[str, ...]] = {
+    "know which layers are an encoder's": (
+        "vllm.config.model:ModelConfig.is_multimodal_model",
+        "vllm.config.model:ModelConfig.is_encoder_decoder",
+    ),
+    "choose the method of each layer": (
+        "vllm.model_executor.layers.quantization.base_config:QuantizationConfig.get_quant_method("
+        "layer, prefix)",
+    ),
+    "take block-FP8 checkpoints": (
+        "vllm.model_executor.layers.quantization.base_config:QuantizationConfig.override_quantization_method("
+        "hf_quant_cfg, user_quant)",
+    ),
+    "leave experts to vLLM": (
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod(moe)",
+    ),
+    "keep routers as they are": ("vllm.model_executor.layers.fused_moe:GateLinear",),
+    "know a layer's shape on one rank": (
+        "vllm.model_executor.layers.linear:LinearBase(input_size, output_size)",
+    ),
+    "match ignored layers": (
+        "vllm.model_executor.layers.quantization.compressed_tensors.utils:should_ignore_layer("
+        "layer_name, ignore, fused_mapping, use_fnmatch)",
+    ),
+}
+
 logger = logging.getLogger("vllm.fp8ext")
 
 MATRICES = ("", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.attention import ChunkedLocalAttention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
+from vllm_fp8ext.compat.graphs import fusion_attention
 from vllm_fp8ext.compat.speed import decode_attention
 from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
 from vllm_fp8ext.kernels.numerics import reference
@@ -369,7 +370,7 @@ def test_graphs_are_joined_where_every_layer_is_ours(
     answers, asked = iter(taken), []
     monkeypatch.setattr(decode_attention, "Attention", torch.nn.Linear)
     monkeypatch.setattr(decode_attention, "attach", lambda *_: next(answers))
-    monkeypatch.setattr(decode_attention.fusion_attention, "configure", lambda *args: asked.append(args))
+    monkeypatch.setattr(fusion_attention, "configure", lambda *args: asked.append(args))
     of = SimpleNamespace(additional_config={"fp8ext": {"kernels": {"quantized_attention": wanted}}})
     model = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in taken)
     copy = model.vllm_config = SimpleNamespace()  # type: ignore[assignment]  # as vLLM keeps it

@@ -82,7 +82,7 @@ def wholes(found: Any) -> list[tuple[int, int | None]]:
 def test_attention_is_told_of_them() -> None:
     """Else graphs would hold FlashAttention for requests that decode."""
     assert (
-        "vllm_fp8ext.compat.speed.mixed_step_metadata._telling"
+        "vllm_fp8ext.compat.speed.mixed_full_cudagraph._wrap_prepare_attn"
         in DefaultModelState.prepare_attn.fp8ext_wrappers
     )
 

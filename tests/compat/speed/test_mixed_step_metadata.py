@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashA
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.compat.speed import mixed_full_cudagraph
 from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
 
 from .metadata_builder import Builder
@@ -69,7 +70,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Built]:
 
 
 def made(builder: Any, step: CommonAttentionMetadata) -> Any:
-    with whole_steps._one(is_so=True):
+    with whole_steps.making(is_one=True):
         return FlashAttentionMetadataBuilder.build(builder, 0, step)
 
 
@@ -122,7 +123,7 @@ def test_other_steps_are_as_vllm_makes_them(
 ) -> None:
     builder.max_num_splits, builder.max_cudagraph_size = 32, 5
     step = whole_step(starts, [5, 5000], starts[-1])
-    with whole_steps._one(is_so=is_so):
+    with whole_steps.making(is_one=is_so):
         metadata = FlashAttentionMetadataBuilder.build(builder, 0, step)
     assert whole_steps.apart(metadata) is None
     ((told, _, *splits),) = built
@@ -146,7 +147,7 @@ def test_attention_is_told_what_a_graph_holds(
         return "metadata"
 
     monkeypatch.setattr(DefaultModelState, "prepare_attn", prepare_attn)
-    whole_steps.install()
+    mixed_full_cudagraph.install()
     state = object.__new__(DefaultModelState)
     given: Any = ("batch", mode, "tables", "slots", "groups", "config")
     if by_name:

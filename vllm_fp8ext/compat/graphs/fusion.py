@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins linear layers of compiled graphs with the norm or the activation function before them, so that activations are
-quantized where they are made; and what stands between the projection to Q, K and V and attention (`fusion_rope`).
+"""Joins linear layers of compiled graphs with the norm or the activation function before them.
 
-A post-grad pass, added under Inductor's own key in vLLM's compilation config. vLLM's fusions do not fire for our operators;
-this can go once they take operators of a plugin.
+Activations are quantized where they are made; what stands between the projection to Q, K and V and attention is joined too
+(`fusion_rope`). It is a post-grad pass, added under Inductor's own key in vLLM's compilation config.
 """
 
 import inspect
@@ -18,10 +17,27 @@ from torch import fx, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from vllm_fp8ext.compat.graphs import fusion_gelu, fusion_rope, graph_nodes
+from vllm_fp8ext.compat.graphs import fusion_gelu, graph_nodes
+from vllm_fp8ext.compat.graphs.compiled_configs import compiled_with
 from vllm_fp8ext.compat.graphs.graph_nodes import alike
 from vllm_fp8ext.kernels.attention import rotary
 from vllm_fp8ext.kernels.gemm import linear
+
+FEATURE: str = "fusion"
+WHY: str = "Quantize activations where they are made: vLLM's fusions do not fire for a plugin's operators."
+GAIN: str = "a layer's norm and quantization of 1 token 1.4 us instead of 3.6; no engine measured apart"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {
+    "join linear layers with norms in compiled graphs": (
+        "vllm.compilation.passes.inductor_pass:InductorPass.hash_source",
+        "vllm.ir.ops.layernorm:rms_norm(x, weight, epsilon, variance_size)",
+        "vllm.ir.ops.layernorm:fused_add_rms_norm(x, x_residual, weight, epsilon, variance_size)",
+        "vllm.config.compilation:CompilationConfig.inductor_compile_config",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM's fusions take operators of a plugin"
+GPU_ONLY: bool = True
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -30,7 +46,7 @@ GATES = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "g
 """vLLM's operators, and what `gated_linear` calls them."""
 CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul")
 """vLLM's layers that call them."""
-_SOURCES = (fusion_gelu, fusion_rope, graph_nodes, linear, rotary)
+_SOURCES = (fusion_gelu, graph_nodes, linear, rotary)
 """What else decides about graphs."""
 
 
@@ -48,11 +64,6 @@ def configure(config: Any, *, norm_rope: bool) -> None:
     for name in CUSTOM_OPS:  # each as one node, so that it is found below
         if not any(op in compilation.custom_ops for op in (f"+{name}", f"-{name}", "all")):
             compilation.custom_ops.append(f"+{name}")
-
-
-def compiled_with(config: Any, model: nn.Module) -> list[Any]:
-    """Every `VllmConfig` that the model is compiled with: parts of it may have copies of its own."""
-    return [config, *(part.vllm_config for part in model.modules() if hasattr(part, "vllm_config"))]
 
 
 def name_kernels(config: Any, model: nn.Module) -> None:
@@ -78,8 +89,11 @@ class JoinLinear(InductorPass):
         self.norm_rope = norm_rope
 
     def __call__(self, graph: fx.Graph) -> None:
-        found = 0
-        turned = fusion_rope.join_rope(graph) if self.norm_rope else 0
+        found = turned = 0
+        if self.norm_rope:
+            from vllm_fp8ext.compat.graphs import fusion_rope
+
+            turned = fusion_rope.join_rope(graph)
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is torch.ops.fp8ext.linear.default:
                 found += _join_norm(graph, node) or _join_gate(graph, node) or _join_gelu(graph, node)
@@ -91,9 +105,12 @@ class JoinLinear(InductorPass):
         )
 
     def uuid(self) -> str:
-        return self.hash_source(
-            *(inspect.getsource(module) for module in (sys.modules[__name__], *_SOURCES)), str(self.norm_rope)
-        )
+        modules = [sys.modules[__name__], *_SOURCES]
+        if self.norm_rope:
+            from vllm_fp8ext.compat.graphs import fusion_rope
+
+            modules.append(fusion_rope)
+        return self.hash_source(*(inspect.getsource(module) for module in modules), str(self.norm_rope))
 
 
 def _join_norm(graph: fx.Graph, node: fx.Node) -> bool:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has attention quantize its outputs for the linear layer behind it, in graphs as Dynamo makes them: later vLLM splits them
-at attention, and no pass sees both.
+"""Has attention quantize its outputs for the linear layer behind it, in graphs as Dynamo makes them.
 
-Replaces `VllmBackend.__call__`. vLLM's own pass needs graphs that are not split, and its quantization. This can go once it
-does without, and takes operators of a plugin.
+Later vLLM splits graphs at attention, and no pass sees both.
 """
 
 import inspect
@@ -21,6 +19,25 @@ from vllm_fp8ext.compat.graphs import graph_nodes
 from vllm_fp8ext.compat.graphs.graph_nodes import calls
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
+
+FEATURE: str = "quantized_attention"
+WHY: str = (
+    "Have attention quantize its outputs: vLLM's own pass needs graphs that are not split, "
+    "and its quantization."
+)
+GAIN: str = "0.7 to 1.3 % more tokens/s with 8 to 128 requests (Qwen3-8B, FP8 KV cache, H200)"
+REPLACES: tuple[str, ...] = ("vllm.compilation.backends:VllmBackend.__call__(graph, example_inputs)",)
+USES: dict[str, tuple[str, ...]] = {
+    "have attention quantize its outputs": (
+        "vllm.model_executor.layers.attention.attention:unified_attention_with_output("
+        "output, output_block_scale, kv_cache_dummy_dep)",
+    ),
+}
+UPSTREAM: str = "https://github.com/vllm-project/vllm/pull/45151"
+REMOVE_WHEN: str = "vLLM's pass does without whole graphs, and takes operators of a plugin"
+NEEDS: tuple[str, ...] = ("decode_attention",)
+SWITCH: tuple[str, object] = ("kernels.quantized_attention", False)
+GPU_ONLY: bool = True
 
 logger = logging.getLogger("vllm.fp8ext")
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds `torch.nn.GELU` in graphs as Inductor has them after its decompositions: a dozen operators in fp32.
 
-Replaces nothing; Inductor has no pattern for it. What it looks for is made by the same decompositions, so that it need not be
-written down here.
+The pattern is made by the same decompositions, so that it need not be written down here.
 """
 
 import functools
@@ -11,6 +10,15 @@ import torch
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+
+FEATURE: str = "fusion"
+WHY: str = "Quantize GELU's outputs where they are made: Inductor has no pattern for it."
+GAIN: str = "no engine measured"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "Inductor has a pattern for it"
+GPU_ONLY: bool = True
 
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 """By what `gelu_linear` calls them, as torch does."""

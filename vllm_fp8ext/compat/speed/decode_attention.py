@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has requests with one new token attend by our own kernel, which caches their K and V too in steps that decode alone;
-prompts stay with FlashAttention 3.
+"""Has requests with one new token attend by our own kernel; prompts stay with FlashAttention 3.
 
-Replaces, on the instance, `forward` and `do_kv_cache_update` of FlashAttention's implementation. Can go once FlashAttention
-reads caches at memory speed whatever a step has of requests.
+In steps that decode alone the kernel caches K and V too. `forward` and `do_kv_cache_update` are replaced on the instance.
 """
 
 import functools
@@ -18,7 +16,8 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_fp8ext.compat.graphs import fusion, fusion_attention
+from vllm_fp8ext.compat.features import is_available
+from vllm_fp8ext.compat.graphs.compiled_configs import compiled_with
 from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
 from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
 from vllm_fp8ext.compat.speed.capture import is_captured
@@ -36,19 +35,45 @@ from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
 from vllm_fp8ext.layers.kv_cache_method import FORMATS
 from vllm_fp8ext.log import log_once
 
+FEATURE: str = "decode_attention"
+WHY: str = (
+    "Decode by our own attention kernel: FlashAttention 3 reads an FP8 cache at 33 to 66 % of memory speed."
+)
+GAIN: str = (
+    "attention of a layer 0.41 ms a step instead of 0.73 with 8 requests, 2.92 instead of "
+    "4.97 with 128 (Qwen3-1.7B, FP8 KV cache, H200)"
+)
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward("
+    "layer, query, key, value, kv_cache, attn_metadata, output)",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "decode by our own attention kernel": (
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.batch_invariant_enabled",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "FlashAttention reads caches at memory speed whatever a step has of requests"
+SWITCH: tuple[str, object] = ("kernels.takes_decode_attention", False)
+GPU_ONLY: bool = True
+
 Kernels: TypeAlias = dict[tuple[int, int, int, torch.device, torch.dtype], DecodeAttention]
 """Those of one engine, by heads, KV heads, requests, device and dtype of the cache."""
 
 
 def attach_all(model: nn.Module, config: Any) -> None:
     """Give the layers of a model, or of several, the kernel: those that it computes."""
-    settings = Settings.parse(config.additional_config)
-    form = settings.scale_format if settings.kernels.quantized_attention else None
+    settings, fuses = Settings.parse(config.additional_config), is_available("quantized_attention")
+    form = settings.scale_format if settings.kernels.quantized_attention and fuses else None
     kernels: Kernels = {}
     layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
     taken = [attach(layer, config, kernels, form) for layer in layers]
-    for each in fusion.compiled_with(config, model):
-        fusion_attention.configure(each, form if taken and all(taken) else None)
+    if fuses:
+        from vllm_fp8ext.compat.graphs import fusion_attention
+
+        for each in compiled_with(config, model):
+            fusion_attention.configure(each, form if taken and all(taken) else None)
 
 
 def attach(layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | None = None) -> bool:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a step's metadata apart: requests with one new token, which a batch begins with, and others. FlashAttention's
-schedule is made for none but those that it computes, and does not split short contexts.
+"""Takes a step's metadata apart: requests with one new token, which a batch begins with, and others.
 
-Replaces `FlashAttentionMetadataBuilder.build`, which forgets how many tokens requests have, makes a schedule for all and has
-results of parts of any context added up. Can go once FlashAttention's metadata keeps those apart, as other backends' does.
+FlashAttention's schedule is made for none but those that it computes, and does not split short contexts.
 """
 
 import contextlib
@@ -18,6 +16,33 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
 from vllm_fp8ext.compat.speed.mixed_step_metadata import Apart
 from vllm_fp8ext.compat.wrapping import wrap
+
+FEATURE: str = "decode_attention"
+WHY: str = (
+    "Leave prompts alone to FlashAttention: its builder forgets how many tokens requests "
+    "have, and makes a schedule for all."
+)
+GAIN: str = "see decode_attention"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build("
+    "common_prefix_len, common_attn_metadata, fast_build)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "decode by our own attention kernel": (
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata("
+        "num_actual_tokens, max_query_len, query_start_loc, seq_lens, block_table, slot_mapping, "
+        "scheduler_metadata, max_seq_len, max_num_splits, causal)",
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder._get_scheduler_metadata("
+        "aot_schedule, batch_size, cu_query_lens, max_query_len, seqlens, max_seq_len, causal, "
+        "max_num_splits)",
+        "vllm.v1.attention.backend:CommonAttentionMetadata("
+        "query_start_loc, query_start_loc_cpu, seq_lens, num_reqs, max_query_len, num_actual_tokens, "
+        "seq_lens_cpu_upper_bound)",
+    ),
+}
+UPSTREAM: str = "https://github.com/vllm-project/vllm/pull/58013"
+REMOVE_WHEN: str = "FlashAttention's metadata keeps requests that decode apart, as other backends' does"
+GPU_ONLY: bool = True
 
 _SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
 """What is kept with vLLM's metadata of a step that begins with requests of one token, before others: `_Single`, and `Apart`,

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares a step of the requests of the step before, each with one new token, by one launch: vLLM makes everything anew, by
-four launches and some thirty small operations, for which such a step of a small model waits.
+"""Prepares a step of the same requests as the previous one, each with one new token, by one launch.
 
-Replaces `GPUModelRunner.prepare_inputs` and `prepare_attn` for such steps, `DefaultModelState.prepare_attn`, whose metadata
-no one reads behind a graph that holds our attention alone, and `add_requests` where there are none, which brings the
-sampler's settings to the GPU in every step. `capture_model` tries the launch, and after `_dummy_run` nothing is kept. Can go
-once vLLM keeps what does not change from step to step.
+vLLM makes everything anew, by four launches and some thirty small operations, for which such a step of a small model waits.
+`DefaultModelState.prepare_attn` makes metadata that no one reads behind a graph that holds our attention alone;
+`add_requests` brings the sampler's settings to the GPU in every step. `capture_model` tries the launch, and after
+`_dummy_run` no previous step is kept.
 """
 
 import copy
@@ -21,6 +20,39 @@ from vllm_fp8ext.compat.speed.supported_engines import is_plain
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.kernels.runtime.step_inputs import Inputs, Requests, step_inputs
+
+FEATURE: str = "decode_step_reuse"
+WHY: str = (
+    "Prepare steps of the same requests by one launch: vLLM makes every step anew, and small "
+    "models wait for the host."
+)
+GAIN: str = (
+    "with sampling_cudagraph 946 tokens/s instead of 465 with 1 request, 26,907 instead of "
+    "24,198 with 128 (Qwen3-1.7B, FP8 KV cache, H200)"
+)
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs("
+    "scheduler_output, batch_req_state, batch_desc)",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn(input_batch)",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests(scheduler_output)",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model(profile_only)",
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn("
+    "input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, "
+    "for_capture)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "prepare steps of the same requests by one launch": (
+        "vllm.v1.worker.gpu.input_batch:InputBatch("
+        "idx_mapping, idx_mapping_np, expanded_idx_mapping, num_reqs_after_padding, "
+        "num_tokens_after_padding, seq_lens_cpu_upper_bound, num_computed_tokens_np)",
+        "vllm.v1.worker.gpu.block_table:BlockTables(block_sizes, cp_size, slot_mapping_enabled)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM keeps what does not change from step to step"
+SWITCH: tuple[str, object] = ("kernels.takes_steady_steps", False)
+GPU_ONLY: bool = True
 
 PROCESSORS = 3
 """Of vLLM's own sampler. Others may have something for the GPU in every step."""

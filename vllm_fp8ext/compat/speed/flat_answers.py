@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the logprobs of answers from flat lists (`flat_logprobs`): no dictionary of a token is made and looked through.
+"""Makes the logprobs of answers from flat lists (`flat_logprobs`), without a dictionary of a token.
 
-Replaces `OpenAIServingCompletion._create_completion_logprobs`, `OpenAIServingChat._create_chat_logprobs` and
-`ServingTokens._create_tokens_logprobs` where they get `FlatLogprobs` of plain positions: each begins with the token that was
-sampled. They return the same, but pydantic does not check it again. Can go with `flat_logprobs`.
+Where they get `FlatLogprobs` of plain positions, each begins with the token that was sampled. Answers are the same as vLLM's,
+but pydantic does not check them again.
 """
 
 import itertools
@@ -15,6 +14,27 @@ from typing import Any
 from vllm.logprobs import FlatLogprobs
 
 from vllm_fp8ext.compat.wrapping import wrap
+
+FEATURE: str = "flat_answers"
+WHY: str = (
+    "Make answers of flat logprobs: vLLM makes a dictionary of each token, looks through it, "
+    "and checks it again."
+)
+GAIN: str = "not measured apart"
+REPLACES: tuple[str, ...] = (
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion._create_completion_logprobs("
+    "token_ids, top_logprobs, num_output_top_logprobs, tokenizer, logprob_token_ids, "
+    "initial_text_offset, return_as_token_id)",
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_logprobs("
+    "token_ids, top_logprobs, tokenizer, num_output_top_logprobs, logprob_token_ids, "
+    "return_as_token_id)",
+    "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens._create_tokens_logprobs("
+    "token_ids, top_logprobs, num_output_top_logprobs)",
+)
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "https://github.com/vllm-project/vllm/pull/57442"
+REMOVE_WHEN: str = "`flat_logprobs` goes"
+NEEDS: tuple[str, ...] = ("flat_logprobs",)
 
 LOWEST = -9999.0
 """What answers say for minus infinity."""

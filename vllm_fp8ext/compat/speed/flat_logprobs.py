@@ -4,9 +4,6 @@
 vLLM decodes every token to a string anew, and makes a dictionary and an object for each, through which the garbage
 collector then walks. Here the string of a token is decoded once, and positions are appended several at a time to vLLM's own
 `FlatLogprobs`, a sequence of the same dictionaries for who reads it.
-
-Replaces `LogprobsProcessor.from_new_request` and `_update_sample_logprobs`, `FlatLogprobs.extend`, and the name
-`convert_ids_list_to_tokens` in `vllm.v1.engine.logprobs`. Can go once vLLM's are flat.
 """
 
 from collections.abc import Callable
@@ -18,6 +15,22 @@ from vllm.v1.engine import logprobs as engine_logprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from vllm_fp8ext.compat.wrapping import wrap
+
+FEATURE: str = "flat_logprobs"
+WHY: str = (
+    "Keep logprobs in flat lists: vLLM makes a dictionary and an object for each token, and decodes it anew."
+)
+GAIN: str = "not measured apart"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.engine.logprobs:LogprobsProcessor.from_new_request(tokenizer, request)",
+    "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs(logprobs_lists)",
+    "vllm.logprobs:FlatLogprobs.extend",
+    "vllm.v1.engine.logprobs:convert_ids_list_to_tokens(tokenizer, token_ids)",
+)
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "https://github.com/vllm-project/vllm/issues/28226"
+REMOVE_WHEN: str = "vLLM's are flat"
+SWITCH: tuple[str, object] = ("serving.flat_logprobs", False)
 
 REPLACEMENT = "\ufffd"
 """With which the string of a token ends that is a part of a character."""

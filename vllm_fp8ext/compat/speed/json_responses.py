@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the JSON of whole answers by pydantic's encoder, eight times as fast as Python's where they hold logprobs.
 
-Replaces the name `JSONResponse` in the routers of `/v1/completions`, `/v1/chat/completions` and `/inference/v1/generate`.
-Can go once vLLM's routes write their models as JSON at once.
+The routers of `/v1/completions`, `/v1/chat/completions` and `/inference/v1/generate` use the name `JSONResponse`.
 """
 
 from importlib import import_module
@@ -10,6 +9,20 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import JSONResponse
+
+FEATURE: str = "json_responses"
+WHY: str = (
+    "Write answers fast: vLLM's routes make dictionaries of their models, and Python's encoder writes them."
+)
+GAIN: str = "8 times as fast where answers hold logprobs"
+REPLACES: tuple[str, ...] = (
+    "vllm.entrypoints.openai.completion.api_router:JSONResponse",
+    "vllm.entrypoints.openai.chat_completion.api_router:JSONResponse",
+    "vllm.entrypoints.scale_out.token_in_token_out.api_router:JSONResponse",
+)
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM's routes write their models as JSON at once"
 
 ROUTERS = (
     "vllm.entrypoints.openai.completion.api_router",

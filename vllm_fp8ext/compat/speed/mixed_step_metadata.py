@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention is told of a step with prompts that one CUDA graph holds, captured with some requests and replayed with any:
-which of them decode, and what is left to FlashAttention, always in the same place.
+"""Makes what attention is told of a step with prompts that one CUDA graph holds.
 
-Replaces `DefaultModelState.prepare_attn`, which does not tell whoever makes the metadata that a graph holds it. Can go once
-FlashAttention's metadata keeps requests that decode apart, as other backends' does.
+The graph is captured with some requests and replayed with any: the metadata says which of them decode, and what is left to
+FlashAttention, always in the same place.
 """
 
 import contextlib
@@ -14,9 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode
 
-from vllm_fp8ext.compat.wrapping import wrap
+FEATURE: str = "decode_attention"
+WHY: str = (
+    "Tell attention of a whole step in one graph: FlashAttention's metadata does not keep "
+    "requests that decode apart."
+)
+GAIN: str = "see mixed_full_cudagraph"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "FlashAttention's metadata keeps requests that decode apart, as other backends' does"
+GPU_ONLY: bool = True
 
 _APART, _ROOM = "fp8ext_whole", "fp8ext_room"
 """What is kept with a step's metadata: `Apart`; and with its builder: `_Room`."""
@@ -39,13 +47,6 @@ class _Room(NamedTuple):
     """As in `Apart`."""
     prompt_starts: Tensor
     """Where tokens of prompts begin; requests that decode have none."""
-
-
-def install() -> None:
-    """Have metadata that is made from now on be that of such steps, where a graph holds it. Idempotent."""
-    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-
-    wrap(DefaultModelState, "prepare_attn", _telling)
 
 
 def is_one() -> bool:
@@ -80,37 +81,10 @@ def build(builder: Any, step: Any, count: int, make: Callable[[Any], Any]) -> An
 
 
 @contextlib.contextmanager
-def _one(*, is_so: bool) -> Iterator[None]:
-    kept = _is_one.set(is_so)
+def making(*, is_one: bool) -> Iterator[None]:
+    """Make metadata meanwhile of a step that a graph holds, or that none does."""
+    kept = _is_one.set(is_one)
     try:
         yield
     finally:
         _is_one.reset(kept)
-
-
-def _telling(original: Any) -> Any:
-    def prepare_attn(
-        self: Any,
-        input_batch: Any,
-        cudagraph_mode: CUDAGraphMode,
-        block_tables: Any,
-        slot_mappings: Any,
-        attn_groups: Any,
-        kv_cache_config: Any,
-        for_capture: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        given = (
-            input_batch,
-            cudagraph_mode,
-            block_tables,
-            slot_mappings,
-            attn_groups,
-            kv_cache_config,
-            for_capture,
-        )
-        with _one(is_so=for_capture or cudagraph_mode == CUDAGraphMode.FULL):
-            return original(self, *given, *args, **kwargs)
-
-    return prepare_attn

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends several tokens of a request in one message where its client waits for the whole answer anyway.
 
-vLLM's engine core sends one message a step with one output a request. Each output is encoded, decoded and processed alone:
-with 128 requests the API server's process spends more time on that than the GPU on the tokens. Here an output that holds only
-tokens and logprobs is held until there are `interval` tokens, or the request ends. First tokens are sent at once.
-
-Replaces, on an instance, `get` of the engine core's output queue, so that the thread of the sockets does the work and steps
-do not wait for it; and `IterationStats.update_from_output` in the API server, which counts one inter-token latency for
-each output. Can go once vLLM's engine core does that for `FINAL_ONLY` requests.
+vLLM's engine core sends one message a step with one output a request. Each output is encoded, decoded and processed
+alone: with 128 requests the API server's process spends more time on that than the GPU on the tokens. Here an output
+that holds only tokens and logprobs is held until there are `interval` tokens, or the request ends. First tokens are
+sent at once. `get` of the engine core's output queue is replaced on an instance, so that the thread of the sockets does
+the work and steps do not wait for it. `update_from_output` counts one inter-token latency for each output.
 """
 
 import itertools
@@ -23,6 +21,27 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_fp8ext.compat.wrapping import wrap
+
+FEATURE: str = "output_interval"
+WHY: str = (
+    "Send several tokens of a request in one message: vLLM encodes, decodes and processes each output alone."
+)
+GAIN: str = "the API server's share of a step with 128 requests; no engine measured apart"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.engine.core:EngineCoreProc.output_queue",
+    "vllm.v1.metrics.stats:IterationStats.update_from_output("
+    "output, engine_core_timestamp, is_prefilling, req_stats)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "send several tokens of a request in one message": (
+        "vllm.v1.engine:EngineCoreOutputs(outputs, weight_version)",
+        "vllm.v1.outputs:LogprobsLists(logprob_token_ids, logprobs, sampled_token_ranks)",
+        "vllm.sampling_params:RequestOutputKind.FINAL_ONLY",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM's engine core does that for `FINAL_ONLY` requests"
+SWITCH: tuple[str, object] = ("serving.output_interval", 1)
 
 LONGEST_SECONDS = 0.5
 """Seconds after which held tokens are sent with the next message, so that metrics of slow engines stay current."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has steps of some hundred tokens, prompts among them, replay CUDA graphs too, broken at attention, and with small layers
-those of some thousand: to launch their kernels one by one takes the host longer than they run.
+"""Has steps of some hundred tokens, prompts among them, replay CUDA graphs too, broken at attention.
 
-Replaces `CudaGraphManager._init_candidates`, which sees more sizes than vLLM's configuration has: the largest of that stays
-what attention, and graphs of whole steps, go by. Can go once vLLM captures such sizes by default.
+With small layers, steps of some thousand tokens do: to launch their kernels one by one takes the host longer than they
+run. More sizes are seen here than vLLM's configuration has: the largest of that stays what attention, and graphs of
+whole steps, go by.
 """
 
 from typing import Any, Literal
@@ -14,6 +14,30 @@ from vllm.config import CUDAGraphMode
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import GRAPH_TOKENS
 from vllm_fp8ext.log import log_once
+
+FEATURE: str = "piecewise_capture_sizes"
+WHY: str = (
+    "Replay CUDA graphs in steps of more tokens: vLLM's end at 512, and larger steps of "
+    "small layers wait for the host."
+)
+GAIN: str = (
+    "15 % more tokens/s with 8 requests of 512 tokens (Qwen3-1.7B, FP8 KV cache, H200), "
+    "against graphs up to 2,048 tokens"
+)
+REPLACES: tuple[str, ...] = ("vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",)
+USES: dict[str, tuple[str, ...]] = {
+    "replay CUDA graphs in steps of more tokens": (
+        "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager",
+        "vllm.config:CUDAGraphMode.mixed_mode",
+        "vllm.engine.arg_utils:EngineArgs("
+        "cudagraph_capture_sizes, max_cudagraph_capture_size, compilation_config, "
+        "kv_cache_memory_bytes, num_gpu_blocks_override)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM captures such sizes by default"
+SWITCH: tuple[str, object] = ("kernels.graph_tokens", 0)
+GPU_ONLY: bool = True
 
 KEY = "fp8ext_graph_tokens"
 """In vLLM's additional configuration: up to which they reach in this engine."""

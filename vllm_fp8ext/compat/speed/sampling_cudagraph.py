@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples the tokens of a step that decodes by one CUDA graph: to launch the output layer and vLLM's sampler takes the host
-as long as a small model's step takes the GPU.
+"""Samples the tokens of a step that decodes by one CUDA graph.
 
-Replaces `GPUModelRunner.sample` for steps whose requests change logits by their temperature alone (without penalties, masks
-and structured outputs), with none, one or two log-probabilities a token; what the graph holds is vLLM's own. And
-`capture_model`, after which it is captured, and both `add_request` of the sampler, which tell of such requests. Can go once
-vLLM's graphs of steps that decode sample.
+To launch the output layer and vLLM's sampler takes the host as long as a small model's step takes the GPU. A graph
+samples for requests that change logits by their temperature alone (without penalties, masks and structured outputs),
+with none, one or two log-probabilities a token; what it holds is vLLM's own. After `capture_model` it is captured, and
+both `add_request` of the sampler tell of such requests.
 """
 
 import contextlib
@@ -23,6 +22,37 @@ from torch import Tensor
 from vllm_fp8ext.compat.speed import decode_step_reuse as steady_steps
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.log import log_once
+
+FEATURE: str = "sampling_cudagraph"
+WHY: str = (
+    "Sample in CUDA graphs: vLLM launches the output layer and the sampler one by one, and "
+    "small models wait for the host."
+)
+GAIN: str = "see decode_step_reuse"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model(profile_only)",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample(hidden_states, input_batch, grammar_output)",
+    "vllm.v1.worker.gpu.sample.states:SamplingStates.add_request(req_idx, sampling_params)",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.add_request(req_idx, sampling_params)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "sample in CUDA graphs": (
+        "vllm.v1.worker.gpu.input_batch:InputBatch.make_dummy(num_reqs, num_tokens, input_buffers)",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler.get_logprobs_dims(idx_mapping_np)",
+        "vllm.v1.worker.gpu.sample.states:SamplingStates(max_num_reqs, vocab_size)",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler.needs_logits_processing",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler.logits_processors",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler.thinking_budget_state",
+        "vllm.v1.worker.gpu.sample.output:SamplerOutput("
+        "sampled_token_ids, logprobs_tensors, num_sampled, num_rejected)",
+        "vllm.compilation.cudagraph_pool:capture_pool(pool, vllm_config)",
+        "vllm.distributed.parallel_state:graph_capture(device)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM's graphs of steps that decode sample"
+SWITCH: tuple[str, object] = ("kernels.takes_steady_steps", False)
+GPU_ONLY: bool = True
 
 logger = logging.getLogger("vllm.fp8ext")
 

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs what makes answers faster in the process that an engine answers to. Replaces nothing by itself."""
+"""Installs what makes answers faster in the process that an engine answers to."""
 
 import sys
 
-from vllm_fp8ext.compat.speed import flat_logprobs, output_interval
+from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.config import ServingSettings
+
+FEATURE: str = "core"
+WHY: str = "Install what this process can use, and no more."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "`output_interval`, `flat_logprobs` and `json_responses` go"
 
 _ROUTES = "vllm.entrypoints.openai.completion.serving"
 """Imported where there is an API server."""
@@ -12,8 +20,13 @@ _ROUTES = "vllm.entrypoints.openai.completion.serving"
 
 def install(settings: ServingSettings) -> None:
     """Have this process make answers so. Idempotent."""
-    output_interval.install()
-    if settings.flat_logprobs:
+    if is_available("output_interval"):
+        from vllm_fp8ext.compat.speed import output_interval
+
+        output_interval.install()
+    if settings.flat_logprobs and is_available("flat_logprobs"):
+        from vllm_fp8ext.compat.speed import flat_logprobs
+
         flat_logprobs.install()
         if _ROUTES in sys.modules:
             install_answers()
@@ -21,7 +34,11 @@ def install(settings: ServingSettings) -> None:
 
 def install_answers() -> None:
     """Have the API server of this process make answers of flat logprobs, and write them fast. Idempotent."""
-    from vllm_fp8ext.compat.speed import flat_answers, json_responses
+    if is_available("flat_answers"):
+        from vllm_fp8ext.compat.speed import flat_answers
 
-    flat_answers.install()
-    json_responses.install()
+        flat_answers.install()
+    if is_available("json_responses"):
+        from vllm_fp8ext.compat.speed import json_responses
+
+        json_responses.install()

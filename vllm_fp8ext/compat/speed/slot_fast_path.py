@@ -1,15 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers the scheduler at once where a request needs nothing of the KV cache: it holds a slot for its next token, and has no
-full block that is not cached. So it is in most steps in which a request decodes, and with many requests a step of a small
-model waits for the host.
+"""Answers the scheduler at once where a request needs nothing of the KV cache.
 
-Replaces, on an instance, `KVCacheManager.allocate_slots` and `cache_blocks`, where all layers see their whole context. Can go
-once vLLM looks at that first.
+The request holds a slot for its next token, and has no full block that is not cached. So it is in most steps in which a
+request decodes, and with many requests a step of a small model waits for the host. Replaced on an instance, where all
+layers see their whole context.
 """
 
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+FEATURE: str = "slot_fast_path"
+WHY: str = (
+    "Answer for a request that holds a slot for its next token: vLLM asks the KV cache for "
+    "every request in every step."
+)
+GAIN: str = (
+    "25,022 tokens/s instead of 20,513 with 128 requests, 2,990 instead of 2,975 with 8 (Qwen3-1.7B, H200)"
+)
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots("
+    "request, num_new_tokens, num_lookahead_tokens)",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks(request, num_computed_tokens)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "know whether requests keep all of their blocks": (
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.req_to_blocks",
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.num_cached_block",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.empty_kv_cache_blocks",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM looks at that first"
+SWITCH: tuple[str, object] = ("kernels.held_slots", False)
 
 
 def attach(cache: Any) -> None:

@@ -4,9 +4,6 @@
 vLLM asks for one token of each beam in each step, by a request of its own. What a request says of its weights is kept by the
 tokens that it was asked with, and a beam's spans are put together from those of its steps. Between two steps no request runs
 that a commit could end: what comes from weights that began with the end of all requests ends the search.
-
-Replaces `BeamSearchOnlineMixin.beam_search` and `BeamSearchOfflineMixin.beam_search`. Can go once vLLM has spans for beams,
-and ends them with their requests.
 """
 
 import copy
@@ -18,11 +15,29 @@ from typing import Any, NamedTuple
 
 from vllm.outputs import WeightVersionSpan
 
+from vllm_fp8ext.compat.update.weight_versions import label_of
 from vllm_fp8ext.compat.wrapping import wrap
-from vllm_fp8ext.update.contract.labels import Label
 
-LABEL = "fp8ext_label"
-"""What is kept with a span whose version is not its label."""
+FEATURE: str = "beam_versions"
+WHY: str = (
+    "Say which weights sampled the tokens of beams: vLLM's spans know requests alone, and a "
+    "beam is many of them."
+)
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search("
+    "prompt, request_id, params)",
+    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search(prompts, params)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "say which weights sampled the tokens of beams": (
+        "vllm.entrypoints.common.offline:OfflineInferenceMixin._render_and_run_requests("
+        "prompts, params, output_type)",
+        "vllm.entrypoints.generate.beam_search.utils:BeamSearchSequence(orig_prompt, tokens, logprobs)",
+    ),
+}
+UPSTREAM: str = "https://github.com/vllm-project/vllm/issues/54443"
+REMOVE_WHEN: str = "vLLM has spans for beams, and ends them with their requests"
 
 
 class _Step(NamedTuple):
@@ -70,12 +85,6 @@ class Lineage:
                 hashed.update(_bytes([tokens[place]]))
         starts = [*(start for _, start in told), len(tokens)]
         return [replace(span, start=starts[n], end=starts[n + 1]) for n, (span, _) in enumerate(told)]
-
-
-def label_of(span: WeightVersionSpan) -> Label:
-    """The label of a span of vLLM's, or of one that `weight_versions.EpochSpan.of` made of it."""
-    found: Label | None = getattr(span, LABEL, None)
-    return found or Label.decode(span.version)
 
 
 def install() -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the engine core of an `LLM`, whose own calls block.
 
-Replaces, on an instance, `SyncMPClient._send_input`, so that two threads may call; sends utility calls as its `call_utility`
-does, without waiting. Can go once that client has a utility call that does not block.
+Utility calls are sent as its `call_utility` does, without waiting; two threads may call.
 """
 
 import asyncio
@@ -17,6 +16,25 @@ from vllm.v1.engine.core_client import SyncMPClient
 
 from vllm_fp8ext.compat.update.engine_shutdown import replace
 from vllm_fp8ext.errors import ConfigError
+
+FEATURE: str = "core"
+WHY: str = (
+    "Call the engine core of an LLM while another thread generates: its client takes one caller at a time."
+)
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ("vllm.v1.engine.core_client:SyncMPClient._send_input(request_type, request)",)
+USES: dict[str, tuple[str, ...]] = {
+    "call the engine core of an LLM": (
+        "vllm.v1.engine.core_client:SyncMPClient.utility_results",
+        "vllm.v1.engine.llm_engine:LLMEngine.engine_core",
+    ),
+    "put an LLM to sleep without waiting for a dead engine": (
+        "vllm.v1.engine.llm_engine:LLMEngine.logger_manager",
+        "vllm.v1.engine.llm_engine:LLMEngine.renderer",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "that client has a utility call that does not block"
 
 
 class BlockingEngine:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the engine core from the API server.
-
-Uses the asynchronous utility call that vLLM's own client methods use. Can go once `EngineClient` has a public way to call a
-plugin's utility method.
-"""
+"""Calls the engine core from the API server, by the utility call that vLLM's own client methods use."""
 
 import asyncio
 import math
@@ -15,6 +11,22 @@ from vllm_fp8ext.compat.update.engine_shutdown import EngineEnd
 from vllm_fp8ext.compat.update.heartbeat import PULSE
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.operations import Operation
+
+FEATURE: str = "core"
+WHY: str = "Call the engine core from the API server: a plugin has no way of its own."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {
+    "call the engine core from the API server": (
+        "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async(method)",
+        "vllm.v1.engine.async_llm:AsyncLLM.engine_core",
+    ),
+    "answer calls that a dead engine left open": (
+        "vllm.v1.engine.core_client:BackgroundResources.engine_dead",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "`EngineClient` has a public way to call a plugin's utility method"
 
 _LOOK_SECONDS = 0.25
 """How often a call looks whether the engine still lives: vLLM leaves open utility calls waiting when it dies."""

@@ -2,11 +2,10 @@
 """Reaches into the engine core: one utility method for all calls of an update, and the step boundary of a commit.
 
 Adds `EngineCore.fp8ext`, which vLLM dispatches by name like its own utility methods, and to a core that is made for blockfp8
-an id of its life, which its labels have, and `held_slots`. Replaces, on an instance: `add_request` while the engine is
-poisoned; `post_step` for one step after an exchange; the scheduler's `set_pause_state` while an update is written in place or
-a commit waits; the executor's `sleep` and `wake_up`, since staging must not run into memory that is given back and what level
-2 discards must not be served. Can go once vLLM lets a plugin add an engine utility method, refuse requests, hold the
-scheduler and hear of sleep.
+an id of its life, which its labels have. Replaced on an instance: `add_request` while the engine is poisoned; `post_step` for
+one step after an exchange; the scheduler's `set_pause_state` while an update is written in place or a commit waits; the
+executor's `sleep` and `wake_up`, since staging must not run into memory that is given back and what level 2 discards must not
+be served.
 """
 
 import itertools
@@ -21,6 +20,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
+from vllm_fp8ext.compat.features import adopt, is_available
 from vllm_fp8ext.compat.update import worker_replies as replies
 from vllm_fp8ext.compat.update.heartbeat import answer_pulse
 from vllm_fp8ext.compat.update.kv_cache import held_blocks
@@ -33,6 +33,52 @@ from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.update.contract.kv_tokens import PROMPT_TOKENS
 from vllm_fp8ext.update.contract.labels import Label, first_label
 from vllm_fp8ext.update.contract.operations import RankMethod
+
+FEATURE: str = "core"
+WHY: str = "Exchange weights between two steps: a plugin can neither hold the scheduler nor hear of sleep."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size",
+    "vllm.v1.engine.core:EngineCore.add_request(request)",
+    "vllm.v1.engine.core:EngineCore.post_step(model_executed)",
+    "vllm.v1.core.sched.scheduler:Scheduler.set_pause_state(pause_state)",
+    "vllm.v1.executor.abstract:Executor.sleep(level)",
+    "vllm.v1.executor.abstract:Executor.wake_up(tags)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "refuse requests while nobody knows what is served": (
+        "vllm.v1.engine.core:EngineCoreProc._send_error_outputs_to_client(req_ids, client_index)",
+        "vllm.v1.request:RequestStatus.FINISHED_ERROR",
+    ),
+    "finish the steps in flight before weights are exchanged": (
+        "vllm.v1.engine.core:EngineCore.batch_queue",
+        "vllm.v1.engine.core:EngineCore.step_with_batch_queue",
+    ),
+    "send the outputs of the last steps of the old weights": (
+        "vllm.v1.engine.core:EngineCoreProc.output_queue",
+    ),
+    "reach every worker": ("vllm.v1.engine.core:EngineCore.collective_rpc(method, args)",),
+    "know whether the weights are asleep": ("vllm.v1.executor.abstract:Executor.sleeping_tags",),
+    "label each token with the weights that sampled it": (
+        "vllm.v1.engine.core:EngineCore.set_weight_version(weight_version)",
+    ),
+    "dispatch our method by its name": ("vllm.v1.engine.core:EngineCoreProc._invoke_utility_method",),
+    "stop scheduling at a step boundary": ("vllm.v1.core.sched.interface:PauseState.PAUSED_ALL",),
+    "tell running requests from waiting ones": ("vllm.v1.core.sched.scheduler:Scheduler.running",),
+    "end running requests at a commit": (
+        "vllm.v1.engine.core:EngineCoreProc._send_abort_outputs(aborted_reqs)",
+        "vllm.v1.core.sched.scheduler:Scheduler.finish_requests(request_ids, finished_status)",
+    ),
+    "let running requests finish before a commit": ("vllm.v1.core.sched.interface:PauseState.PAUSED_NEW",),
+    "count the requests that hold K and V": ("vllm.v1.core.sched.scheduler:Scheduler.kv_holding_waiting",),
+    "forget what earlier weights made of images": (
+        "vllm.v1.core.sched.scheduler:Scheduler.reset_encoder_cache",
+    ),
+}
+UPSTREAM: str = "https://github.com/vllm-project/vllm/issues/44910"
+REMOVE_WHEN: str = (
+    "vLLM lets a plugin add an engine utility method, refuse requests, hold the scheduler and hear of sleep"
+)
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -52,16 +98,18 @@ def _beginning(initialize: Any) -> Any:
         config = self.vllm_config
         if config.model_config.quantization != METHOD:
             return
-        # no other server should need what these lean on
-        from vllm_fp8ext.compat.speed import output_interval
-        from vllm_fp8ext.compat.speed import slot_fast_path as held_slots
-
+        adopt(config)
         replies.attach(self.model_executor)
         self.fp8ext_instance = secrets.token_hex(8)
         settings = Settings.parse(config.additional_config)
-        if settings.kernels.held_slots:
-            held_slots.attach(self.scheduler.kv_cache_manager)
-        output_interval.attach(self, settings.serving.output_interval)
+        if settings.kernels.held_slots and is_available("slot_fast_path"):
+            from vllm_fp8ext.compat.speed import slot_fast_path
+
+            slot_fast_path.attach(self.scheduler.kv_cache_manager)
+        if is_available("output_interval"):
+            from vllm_fp8ext.compat.speed import output_interval
+
+            output_interval.attach(self, settings.serving.output_interval)
 
     return initialized
 

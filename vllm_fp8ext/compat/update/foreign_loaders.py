@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closes the ways by which others load weights into a served model. They would write values of 16 bits into codes, or scales
-of 1.0 for the KV cache, and serving would go on.
+"""Closes the ways by which others load weights into a served model.
 
-Gives the served module tree loaders that refuse, and wraps functions of vLLM that take a model or a parameter: they refuse
-those of a served model, and go on for others. Can go once vLLM lets a quantization say that a model takes no weights.
+They would write values of 16 bits into codes, or scales of 1.0 for the KV cache, and serving would go on. The served
+module tree gets loaders that refuse. Functions of vLLM that take a model or a parameter refuse those of a served model,
+and go on for others.
 """
 
 import functools
@@ -17,6 +17,27 @@ from torch import nn
 
 from vllm_fp8ext.errors import ForeignLoadError
 from vllm_fp8ext.update.worker.reachable_tensors import loadable_tensors
+
+FEATURE: str = "core"
+WHY: str = "Close other ways to load weights: they would write 16 bits into codes, and serving would go on."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.model_executor.model_loader.utils:process_weights_after_loading(model)",
+    "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload(model)",
+    "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing(model)",
+    "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_reload",
+    "vllm.model_executor.model_loader.reload.inplace:get_parameter_for_reload(model)",
+    "vllm.model_executor.model_loader.weight_utils:default_weight_loader(param)",
+    "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+    "vllm.v1.worker.gpu_worker:Worker.init_weight_transfer_engine",
+    "vllm.v1.worker.gpu_worker:Worker.start_weight_update",
+    "vllm.v1.worker.gpu_worker:Worker.start_draft_weight_update",
+    "vllm.v1.worker.gpu_worker:Worker.update_weights",
+    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
+)
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM lets a quantization say that a model takes no weights"
 
 _FUNCTIONS = (
     ("vllm.model_executor.model_loader.utils", "process_weights_after_loading"),

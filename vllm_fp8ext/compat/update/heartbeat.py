@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the process of an engine core runs at all: a call that its thread for input answers, however long a step takes.
+"""Answers whether the process of an engine core runs at all, however long a step takes.
 
-Replaces, on an instance, `input_queue.put_nowait`, through which that thread hands on what comes. Can go once vLLM's engine
-core answers a call while its main thread is in a step.
+The core's thread for input answers, before it hands a call on.
 """
 
 from typing import Any
@@ -10,6 +9,23 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput, UtilityResult
 
 from vllm_fp8ext.compat.update.engine_shutdown import replace
+
+FEATURE: str = "core"
+WHY: str = (
+    "Tell an engine that is frozen from one that is busy: vLLM's core answers no call while "
+    "its main thread is in a step."
+)
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ("vllm.v1.engine.core:EngineCoreProc.input_queue",)
+USES: dict[str, tuple[str, ...]] = {
+    "tell an engine that is frozen from one that is busy": (
+        "vllm.v1.engine.core:EngineCoreProc.process_input_sockets",
+        "vllm.v1.engine:UtilityOutput(call_id, result)",
+        "vllm.v1.engine:EngineCoreOutputs(utility_output)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM's engine core answers a call while its main thread is in a step"
 
 PULSE = "pulse"
 """The operation, beside those of the update engine."""

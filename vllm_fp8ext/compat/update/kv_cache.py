@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where K and V lie: in memory, seen from an attention layer, and by request, seen from the scheduler.
+"""Finds K and V: in memory, seen from an attention layer, and by request, seen from the scheduler.
 
-Replaces nothing. Does with `Attention.kv_cache` what vLLM's backends do in `do_kv_cache_update`, and reads the tables of the
-scheduler and of the KV cache manager. Can go once vLLM lets a plugin rewrite cached K and V.
+Does with `Attention.kv_cache` what vLLM's backends do in `do_kv_cache_update`, and reads the tables of the scheduler and of
+the KV cache manager.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,19 @@ from vllm.model_executor.layers.attention import Attention
 
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.layers.kv_cache_method import BACKENDS, FORMATS
+
+FEATURE: str = "core"
+WHY: str = "Rewrite cached K and V when their scales change: vLLM tells no plugin where they lie."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {
+    "know which blocks of K and V requests hold": (
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids(request_id)",
+        "vllm.v1.core.sched.scheduler:Scheduler.kv_holding_waiting",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM lets a plugin rewrite cached K and V"
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,6 @@
 A prompt of many steps can meet a commit. Before its first token nothing of it was sent, so its request is preempted: its
 K and V are computed again, by the new weights. What keeps K and V of older weights says so with its next token: their
 labels travel beside the step's own (`update.contract.labels.Step`).
-
-Replaces, on an instance: `KVCacheManager.get_computed_blocks`, where a request without blocks begins; and
-`EngineCore._attach_weight_version`, which has one label for all requests of a step. Can go once vLLM preempts single requests
-at a weight update, and tells the weights of K and V.
 """
 
 import time
@@ -15,6 +11,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_fp8ext.update.contract.labels import Label, Step
+
+FEATURE: str = "core"
+WHY: str = (
+    "Say which weights computed the K and V of a request: vLLM has one label for all requests of a step."
+)
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(request)",
+    "vllm.v1.engine.core:EngineCore._attach_weight_version(outputs)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "have prompts that meet a commit begin again": (
+        "vllm.v1.core.sched.scheduler:Scheduler._preempt_request(request, timestamp, drop_stale_output)",
+        "vllm.v1.core.sched.scheduler:Scheduler.prev_step_scheduled_req_ids",
+        "vllm.v1.request:Request.num_computed_tokens",
+        "vllm.v1.request:Request.num_output_tokens",
+        "vllm.v1.request:Request.resumable",
+        "vllm.v1.request:Request.prefill_stats",
+        "vllm.v1.metrics.stats:PrefillStats.set("
+        "num_prompt_tokens, num_local_cached_tokens, num_external_cached_tokens)",
+    ),
+    "say which weights computed the K and V of a request": (
+        "vllm.v1.engine:EngineCoreOutputs.weight_version",
+    ),
+}
+UPSTREAM: str = "https://github.com/vllm-project/vllm/issues/54443"
+REMOVE_WHEN: str = "vLLM preempts single requests at a weight update, and tells the weights of K and V"
 
 RESTARTS = 2
 """How often one request's prompt begins again: updates may come faster than a long prompt is computed."""

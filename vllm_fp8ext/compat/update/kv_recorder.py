@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records how large K, V and Q of real traffic are, for scales that follow it ("delayed scaling").
 
-Replaces, on the instance, `forward` of the implementation of each attention layer that is recorded: it comes right after the
-layer's cache was written, with the same K and V, and sees the query as the kernel does. Can go once vLLM records amaxes of
-an FP8 KV cache.
+`forward` of an attention layer's implementation comes right after the layer's cache was written, with the same K and V, and
+sees the query as the kernel does.
 
 Python runs there in every step without CUDA graphs, and in piecewise ones, which are broken at attention. In steps that are
 replayed as one whole graph it does not (decoding alone, with vLLM's default `FULL_AND_PIECEWISE`): those steps are not
@@ -20,6 +19,17 @@ from vllm.model_executor.layers.attention import Attention
 from vllm_fp8ext.compat.speed.capture import is_captured
 from vllm_fp8ext.kernels.attention.kv_amax import Seen, Tally
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
+
+FEATURE: str = "core"
+WHY: str = "Record the amaxes of real traffic for kv_scales history: vLLM records none."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.attention.backend:AttentionImpl.forward("
+    "layer, query, key, value, kv_cache, attn_metadata, output)",
+)
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM records amaxes of an FP8 KV cache"
 
 
 class Recorder:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites what an engine has cached of K and V when scales change. Replaces nothing."""
+"""Rewrites what an engine has cached of K and V when scales change."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +8,14 @@ import torch
 
 from vllm_fp8ext.compat.update.kv_cache import HeldBlocks, key_value_views
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, Rescaled, rescale_kv, warm_up
+
+FEATURE: str = "core"
+WHY: str = "Keep cached K and V right when their scales change: vLLM's scales never do."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM's FP8 KV cache takes new scales at run time"
 
 
 class CachedCodes:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and replaces the scale buffers of vLLM's attention layers.
-
-Replaces nothing. Can go once vLLM's FP8 KV cache takes new scales at run time.
-"""
+"""Reads and replaces the scale buffers of vLLM's attention layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +13,18 @@ from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_types import RankScales
 from vllm_fp8ext.layers.kv_cache_method import FORMATS, share_of
 from vllm_fp8ext.update.worker.kv_buffers import KvScales
+
+FEATURE: str = "core"
+WHY: str = "Serve KV-cache scales that change with the weights: vLLM reads them from the checkpoint, once."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {
+    "change every copy of a KV-cache scale": (
+        "vllm.model_executor.layers.attention.attention:set_default_quant_scales(layer, register_buffer)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM's FP8 KV cache takes new scales at run time"
 
 
 def kv_scales_of(

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a second module tree of the served model, and records what a checkpoint brought.
 
-Calls `initialize_model` a second time with a configuration whose forward context is empty, and wraps
-`DefaultModelLoader.get_all_weights` for the duration of the load. The recorder can go once vLLM tells the names, shapes and
-dtypes that a model was loaded from. Replaces, on both trees, the method of projections and embeddings that models make
-without asking any quantization (routers, gates of shared experts, the embedding that is the head too): on the CPU vLLM packs
-their weights away. Can go once it keeps them.
+Calls `initialize_model` a second time with a configuration whose forward context is empty. On both trees, projections and
+embeddings that models make without asking any quantization (routers, gates of shared experts, the embedding that is the head
+too) get a method that leaves their weights readable: on the CPU vLLM packs them away.
 """
 
 import copy
@@ -28,6 +26,34 @@ from vllm_fp8ext.compat.unsupported_options import not_updatable
 from vllm_fp8ext.compat.update.shadow_routing import route_alone
 from vllm_fp8ext.layers.linear import KeptEmbeddingMethod, KeptLinearMethod
 from vllm_fp8ext.update.contract.manifest import TensorSpec
+
+FEATURE: str = "core"
+WHY: str = "Build the shadow, and learn which tensors an update must bring: vLLM tells neither."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights(model_config, model)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "build the shadow": (
+        "vllm.model_executor.model_loader.utils:initialize_model(vllm_config, model_config)",
+    ),
+    "build the shadow without compiling it": ("vllm.config:CompilationMode",),
+    "keep the shadow's layers out of the live forward context": (
+        "vllm.config.compilation:CompilationConfig.static_forward_context",
+    ),
+    "keep the experts of a second model out of the served one": (
+        "vllm.config.compilation:CompilationConfig.static_all_moe_layers",
+    ),
+    "keep layers in the checkpoint's precision": (
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = (
+    "vLLM tells the names, shapes and dtypes that a model was loaded from, builds a "
+    "second model beside the served one, and keeps unquantized weights readable on "
+    "the CPU"
+)
 
 
 @dataclass

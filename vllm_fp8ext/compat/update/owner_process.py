@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends an engine and its workers when the process that owns the engine has ended: a server's launcher, or a trainer.
 
-Wraps `Executor.__init__`, which every engine core calls before it makes a worker. Can go once vLLM's engine core ends with
-the process that started it, as its workers end with the engine core.
+Every engine core makes an executor before it makes a worker.
 """
 
 import contextlib
@@ -20,6 +19,16 @@ from vllm_fp8ext.compat.update.watchdog import EXIT_CODE
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD
 from vllm_fp8ext.shared_memory import remove_left
+
+FEATURE: str = "core"
+WHY: str = "End an engine with the process that owns it: vLLM's engine core outlives it."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ("vllm.v1.executor.abstract:Executor.__init__(vllm_config)",)
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = (
+    "vLLM's engine core ends with the process that started it, as its workers end with the engine core"
+)
 
 logger = logging.getLogger("vllm.fp8ext")
 

@@ -1,13 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps cached K and V from being found across epochs.
 
-The epoch is mixed into each request's block-hash chain. Replaces: `EngineCore.request_block_hasher`, and
-`KVCacheManager.get_computed_blocks`, the one place where a request without blocks looks for some: it is hashed again there
-when its hashes are of another epoch (it waited during a commit, or was preempted after one). So a commit itself costs nothing
-here, however many requests and blocks there are. Can go once vLLM salts block hashes with the weight version.
+The epoch is mixed into each request's block-hash chain. `KVCacheManager.get_computed_blocks` is the one place where a
+request without blocks looks for some: it is hashed again there when its hashes are of another epoch (it waited during a
+commit, or was preempted after one). So a commit itself costs nothing here, however many requests and blocks there are.
 """
 
 from typing import Any
+
+FEATURE: str = "core"
+WHY: str = "Keep the prefix cache of different weights apart: vLLM finds K and V of any weights."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.engine.core:EngineCore.request_block_hasher",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(request)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "hash a request again": (
+        "vllm.v1.request:Request.update_block_hashes",
+        "vllm.v1.request:Request._block_hasher",
+    ),
+    "mix the epoch into a request's block hashes": ("vllm.v1.request:Request.cache_salt",),
+    "hash waiting requests again": ("vllm.v1.core.sched.scheduler:Scheduler.requests",),
+    "recompute running requests after an update": (
+        "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache(reset_running_requests)",
+    ),
+}
+UPSTREAM: str = "https://github.com/vllm-project/vllm/pull/46125"
+REMOVE_WHEN: str = "vLLM salts block hashes with the weight version"
 
 _MARK = "\x1f"
 

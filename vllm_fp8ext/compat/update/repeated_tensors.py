@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses a checkpoint that has a tensor twice: vLLM serves the copy that its loader happens to read last, whatever the index
-says.
+"""Refuses a checkpoint that has a tensor twice.
 
-Wraps `DefaultModelLoader.get_all_weights` for the duration of the load. Can go once vLLM refuses such a checkpoint, or reads
-each tensor from the file that the index names.
+vLLM serves the copy that its loader happens to read last, whatever the index says.
 """
 
 from collections import defaultdict
@@ -18,6 +16,16 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.update.contract.checkpoint_files import checkpoint_files
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
+
+FEATURE: str = "core"
+WHY: str = "Refuse a checkpoint that has a tensor twice: vLLM serves the copy that it reads last."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights(model_config, model)",
+)
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM refuses such a checkpoint, or reads each tensor from the file that the index names"
 
 _TOLD = 20
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a model that no engine schedules: plain, causal, over one prompt at a time.
+"""Runs attention of a model that no engine schedules: plain, causal, over one prompt at a time.
 
-Replaces `Attention.forward` on the layers of a twin: vLLM's own finds the layer, its KV cache and its metadata by name in the
-process-wide forward context, which belongs to the live model. Can go once vLLM can run a second model beside the served one.
+vLLM's own `Attention.forward` finds the layer, its KV cache and its metadata by name in the process-wide forward context,
+which belongs to the live model.
 """
 
 import types
@@ -17,6 +17,20 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_fp8ext.compat.unsupported_options import not_updatable
+
+FEATURE: str = "core"
+WHY: str = "Try new weights before they are served: vLLM runs one model a process."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ("vllm.model_executor.layers.attention:Attention.forward(query, key, value)",)
+USES: dict[str, tuple[str, ...]] = {
+    "try new weights before they are served": (
+        "vllm.model_executor.layers.attention:Attention.sliding_window",
+        "vllm.model_executor.layers.attention:Attention.kv_sharing_target_layer_name",
+    ),
+    "know layers that are not plain attention": ("vllm.v1.attention.backend:AttentionType.DECODER",),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM can run a second model beside the served one"
 
 _QUERY_ROWS = 256
 """Queries attended to at once: bounds the scores to heads x 256 x tokens."""

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-experts layers of a model that no engine schedules.
+"""Runs mixture-of-experts layers of a model that no engine schedules.
 
-Replaces, on the layers of a twin, the operator through which `MoERunner.forward` finds its own layer by name in the
-process-wide forward context, which belongs to the live model, and the context's part in sequence parallelism; and likewise
-that of `TransformersMoERunner`, whose tokens come with their experts. Can go once vLLM can run a second model beside the
-served one.
+`MoERunner.forward` finds its own layer by name in the process-wide forward context, which belongs to the live model, and so
+does the context's part in sequence parallelism; `TransformersMoERunner` gets tokens with their experts.
 """
 
 from contextlib import nullcontext
@@ -14,6 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+FEATURE: str = "core"
+WHY: str = "Run the experts of a second model: vLLM finds experts by name in the live model's context."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._forward_entry",
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._sequence_parallel_context",
+    "vllm.model_executor.models.transformers.moe:TransformersMoERunner.forward",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "run the experts of a second model": (
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._forward_impl("
+        "hidden_states, router_logits, shared_experts_input, input_ids)",
+    ),
+    "run the experts of a second model that Transformers defines": (
+        "vllm.model_executor.models.transformers.moe:TransformersMoERunner._forward_super("
+        "hidden_states, topk_weights)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM can run a second model beside the served one"
 
 
 def route_alone(model: nn.Module) -> None:

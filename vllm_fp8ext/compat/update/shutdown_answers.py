@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers every request that is still open when a server stops its engine.
 
-Replaces, on an instance, `AsyncLLM.shutdown`: it may cancel the task that tells requests of the end before that task has, and
-the server then waits for them to end. Can go once vLLM answers them all.
+vLLM may cancel the task that tells requests of the end before that task has, and the server then waits for them to end.
 """
 
 import asyncio
@@ -12,6 +11,18 @@ from typing import Any
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_fp8ext.compat.update.engine_shutdown import replace
+
+FEATURE: str = "core"
+WHY: str = "Answer open requests when a server ends: vLLM leaves some waiting."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ("vllm.v1.engine.async_llm:AsyncLLM.shutdown(timeout)",)
+USES: dict[str, tuple[str, ...]] = {
+    "answer open requests when a server ends": (
+        "vllm.v1.engine.output_processor:OutputProcessor.propagate_error(e)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM answers them all"
 
 
 def answer_at_the_end(engine_client: Any) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output layers that are the embedding: made so in the twin where vLLM made them so in the served model.
+"""Makes output layers that are the embedding so in the shadow, where vLLM made them so in the served model.
 
 A checkpoint whose configuration ties them and that has an output layer all the same is loaded untied; where both turn out to
-be equal, vLLM ties them after loading. Can go once that happens where a model is made.
+be equal, vLLM ties them after loading.
 """
 
 import torch
@@ -13,6 +13,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.utils import _get_tied_embedding_params
 
 from vllm_fp8ext.errors import ConfigError
+
+FEATURE: str = "core"
+WHY: str = "Tie the shadow's output layer as the served one's: vLLM ties it after loading."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {
+    "tie the shadow's output layer as the served one's": (
+        "vllm.config:ModelConfig.word_embeddings_untied_by_checkpoint",
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.tie_weights("
+        "layer, embed_tokens)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM ties them where a model is made"
 
 
 def is_tied(config: ModelConfig) -> bool:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends an engine whose workers do not answer, so that nobody waits for it and nothing more is served by it.
-
-Replaces nothing: vLLM's RPC timeouts leave replies unread that later calls would take for theirs. Can go once vLLM ends an
-engine by itself when a worker hangs.
-"""
+"""Ends an engine whose workers do not answer, so that nobody waits for it and nothing more is served by it."""
 
 import contextlib
 import faulthandler
@@ -15,6 +11,17 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
+
+FEATURE: str = "core"
+WHY: str = (
+    "End an engine whose worker hangs: vLLM's RPC timeouts leave replies unread that later "
+    "calls would take for theirs."
+)
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM ends an engine by itself when a worker hangs"
 
 logger = logging.getLogger("vllm.fp8ext")
 

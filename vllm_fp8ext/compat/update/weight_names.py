@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other names of checkpoint tensors: those that vLLM's mapper of a model takes, and those of the same model in transformers,
-which `state_dict()` has; and names of output layers that are served as the embedding.
+"""Finds other names of checkpoint tensors.
 
-Reads `hf_to_vllm_mapper` and transformers' conversion mapping. Can go once vLLM tells under which names a model's loader
-takes a tensor.
+Those are the names that vLLM's mapper of a model takes, and those of the same model in transformers, which `state_dict()`
+has; and names of output layers that are served as the embedding.
 """
 
 import copy
@@ -18,6 +17,22 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.worker.alias_names import Names, OtherName
+
+FEATURE: str = "core"
+WHY: str = "Know a model's other names: vLLM does not tell under which names a model's loader takes a tensor."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {
+    "know a model's other names": (
+        "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper",
+        "vllm.model_executor.models.utils:WeightsMapper.map_name(key)",
+        "vllm.model_executor.models.utils:WeightsMapper._map_name_with_shard(key)",
+        "vllm.model_executor.models.utils:WeightsMapper.orig_to_new_prefix",
+        "vllm.model_executor.models.utils:WeightsMapper.orig_to_new_substr",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM tells under which names a model's loader takes a tensor"
 
 logger = logging.getLogger("vllm.fp8ext")
 

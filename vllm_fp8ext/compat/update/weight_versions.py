@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows in `/v1/completions`, `/v1/chat/completions`, its `/batch` and `/inference/v1/generate` which weights sampled which
-tokens.
+"""Shows in answers which weights sampled which tokens.
 
-Each finished choice gets `weight_versions`: `[{"version", "epoch", "instance", "start", "end"}, …]` over its output tokens,
-in its final chunk when streaming. Replaces: the response builders of these endpoints; `RequestState._weight_version_spans`,
-which knows no epochs; and `RequestState.track_weight_version`, which has one label for all requests of a step. vLLM 0.33 has
-the field too, without epochs, and fills it where a request asks. Can go once vLLM's spans have epochs, tell of K and V, and
-every response can have them.
+These are the answers of `/v1/completions`, `/v1/chat/completions`, its `/batch` and `/inference/v1/generate`. Each finished
+choice gets `weight_versions`: `[{"version", "epoch", "instance", "start", "end"}, …]` over its output tokens, in its final
+chunk when streaming. vLLM 0.33 has the field too, without epochs, and fills it where a request asks.
 """
 
 import inspect
@@ -18,12 +15,49 @@ from typing import Any, Self
 from vllm.outputs import WeightVersionSpan
 from vllm.v1.engine.output_processor import RequestState
 
-from vllm_fp8ext.compat.update import beam_versions
-from vllm_fp8ext.compat.update.beam_versions import LABEL
+from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.update.contract.labels import Label, Step
 
+FEATURE: str = "core"
+WHY: str = "Show weight versions: vLLM's spans have no epochs, and one label for all requests of a step."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.engine.output_processor:RequestState.track_weight_version(weight_version)",
+    "vllm.v1.engine.output_processor:RequestState._weight_version_spans",
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator("
+    "request, result_generator)",
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response("
+    "final_res_batch)",
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator("
+    "request, result_generator)",
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator("
+    "result_generator)",
+    "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.chat_completion_full_generator_batch("
+    "request, generators)",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "say which weights computed the K and V of a request": (
+        "vllm.v1.engine.output_processor:RequestState.weight_version_starts",
+    ),
+    "show weight versions": (
+        "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTokensChoice",
+        "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTextChoice",
+        "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTokensStreamChoice",
+        "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTextStreamChoice",
+        "vllm.outputs:WeightVersionSpan(version, start, end)",
+        "vllm.entrypoints.openai.completion.protocol:CompletionResponse",
+        "vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice",
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionResponse",
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionResponseChoice",
+    ),
+}
+UPSTREAM: str = "https://github.com/vllm-project/vllm/issues/54443"
+REMOVE_WHEN: str = "vLLM's spans have epochs, tell of K and V, and every response can have them"
+
 _FINISHED = '"finish_reason":"'
+LABEL = "fp8ext_label"
+"""What is kept with a span whose version is not its label."""
 
 
 @dataclass
@@ -40,6 +74,12 @@ class EpochSpan(WeightVersionSpan):
         made = cls(label.version, span.start, span.end, label.epoch, label.instance or None)
         setattr(made, LABEL, label)
         return made
+
+
+def label_of(span: WeightVersionSpan) -> Label:
+    """Read the label of a span of vLLM's, or of one that `EpochSpan.of` made of it."""
+    label: Label | None = getattr(span, LABEL, None)
+    return label or Label.decode(span.version)
 
 
 _SPANS = list[EpochSpan] | None
@@ -72,7 +112,10 @@ def install() -> None:
     wrap(OpenAIServingChat, "chat_completion_stream_generator", _streaming)
     wrap(OpenAIServingChat, "chat_completion_full_generator", _chat)
     wrap(OpenAIServingChatBatch, "chat_completion_full_generator_batch", _batch)
-    beam_versions.install()
+    if is_available("beam_versions"):
+        from vllm_fp8ext.compat.update import beam_versions
+
+        beam_versions.install()
 
 
 def _declare(choice: Any, response: Any) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each worker its twin, and a method through which the engine reaches it.
+"""Gives each worker its shadow, and a method through which the engine reaches it.
 
-Replaces: `WorkerWrapperBase.load_model`, which otherwise falls through to the worker. Can go once vLLM calls plugins after a
-model was loaded and before the KV cache is sized.
+`WorkerWrapperBase.load_model` otherwise falls through to the worker.
 """
 
 import contextlib
@@ -17,8 +16,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_fp8ext.compat.graphs import fusion
-from vllm_fp8ext.compat.speed import piecewise_capture_sizes as graph_sizes
+from vllm_fp8ext.compat.features import adopt, is_available
 from vllm_fp8ext.compat.update import foreign_loaders as doors
 from vllm_fp8ext.compat.update.owner_process import follow_engine
 from vllm_fp8ext.compat.warmup import cpu_tiles
@@ -26,6 +24,23 @@ from vllm_fp8ext.compat.warmup.compilations import counts
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UpdateError, described
 from vllm_fp8ext.layers.unquantized_layers import report
+
+FEATURE: str = "core"
+WHY: str = "Build the shadow beside the model: vLLM calls no plugin between loading and sizing the KV cache."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.worker.gpu_worker:Worker.load_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model",
+)
+USES: dict[str, tuple[str, ...]] = {
+    "account for the shadow before the KV cache is sized": (
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.model_memory_usage",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.model_memory_usage",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM calls plugins after a model was loaded and before the KV cache is sized"
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -44,6 +59,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         cpu_tiles.allow()
     if config.model_config.quantization != METHOD:
         return worker.load_model(*args, **kwargs)
+    adopt(config)
     follow_engine()
 
     from vllm_fp8ext.compat.update import encoder_layers as encoders
@@ -65,8 +81,11 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
                 logger.info(line)
         if on_gpu:
             models = _models(runner)
-            fusion.name_kernels(config, models)
-            if settings.kernels.takes_decode_attention:
+            if is_available("fusion"):
+                from vllm_fp8ext.compat.graphs import fusion
+
+                fusion.name_kernels(config, models)
+            if settings.kernels.takes_decode_attention and is_available("decode_attention"):
                 from vllm_fp8ext.compat.speed.decode_attention import attach_all
 
                 attach_all(models, config)
@@ -81,22 +100,37 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         del runner.load_model
     if on_gpu:
-        # they import FlashAttention's backend, or Triton
-        from vllm_fp8ext.compat.speed import decode_step_reuse as steady_steps
-        from vllm_fp8ext.compat.speed import mixed_full_cudagraph as whole_graphs
-        from vllm_fp8ext.compat.speed import sampling_cudagraph as sampled_graphs
-        from vllm_fp8ext.compat.warmup import logprob_warmup
-        from vllm_fp8ext.compat.warmup.warmup import warm_up
+        _install_gpu_speed(settings)
+        if is_available("kernel_warmup"):
+            from vllm_fp8ext.compat.warmup.warmup import warm_up
 
-        graph_sizes.install()
-        whole_graphs.install()
-        logprob_warmup.install()
-        if settings.kernels.takes_steady_steps:
-            steady_steps.install()
-            sampled_graphs.install()
-        samples = worker.use_v2_model_runner and runner.is_last_pp_rank and not runner.is_pooling_model
-        warm_up(_models(runner), _most_tokens(settings, config), config if samples else None)
+            samples = worker.use_v2_model_runner and runner.is_last_pp_rank and not runner.is_pooling_model
+            warm_up(_models(runner), _most_tokens(settings, config), config if samples else None)
     return result
+
+
+def _install_gpu_speed(settings: Settings) -> None:
+    """Wrap what makes steps faster, as far as this vLLM has it. The modules import FlashAttention's backend, or Triton."""
+    if is_available("piecewise_capture_sizes"):
+        from vllm_fp8ext.compat.speed import piecewise_capture_sizes
+
+        piecewise_capture_sizes.install()
+    if is_available("mixed_full_cudagraph"):
+        from vllm_fp8ext.compat.speed import mixed_full_cudagraph
+
+        mixed_full_cudagraph.install()
+    if is_available("logprob_warmup"):
+        from vllm_fp8ext.compat.warmup import logprob_warmup
+
+        logprob_warmup.install()
+    if settings.kernels.takes_steady_steps and is_available("decode_step_reuse"):
+        from vllm_fp8ext.compat.speed import decode_step_reuse
+
+        decode_step_reuse.install()
+    if settings.kernels.takes_steady_steps and is_available("sampling_cudagraph"):
+        from vllm_fp8ext.compat.speed import sampling_cudagraph
+
+        sampling_cudagraph.install()
 
 
 def _models(runner: Any) -> nn.Module:

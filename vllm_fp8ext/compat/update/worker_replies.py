@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes in every worker's reply to a call that one of them failed.
 
-Wraps `collective_rpc` of the executor of several processes, which raises at the first failure and leaves the others' replies
-unread: each later call would get the answers of the one before it. Can go once vLLM reads them all.
+The executor of several processes raises at the first failure and leaves the others' replies unread: each later call would get
+the answers of the one before it.
 """
 
 from typing import Any
+
+FEATURE: str = "core"
+WHY: str = "Read every worker's reply to a call that failed: vLLM leaves the others' unread."
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc(unique_reply_rank, non_block)",
+)
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM reads them all"
 
 
 def attach(executor: Any) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was compiled in a worker process since it began, by compiler: a server whose counts stand still compiles nothing.
+"""Counts what was compiled in a worker process since it began, by compiler.
 
-Replaces nothing. vLLM's own monitor (`--jit-monitor-mode`) sees Triton's kernels only, and logs or raises; it does not count.
+A server whose counts stand still compiles nothing. vLLM's own monitor (`--jit-monitor-mode`) sees Triton's kernels only, and
+logs or raises; it does not count.
 """
 
 import os
@@ -10,6 +11,16 @@ from pathlib import Path
 import torch._dynamo.utils
 
 from vllm_fp8ext.kernels.runtime import compile_counts
+
+FEATURE: str = "core"
+WHY: str = (
+    "Tell whether a server compiles while it serves: vLLM's monitor sees Triton alone, and does not count."
+)
+GAIN: str = "correctness, not speed"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM counts compilations of all compilers"
 
 _DEEP_GEMM_CACHE = "DG_JIT_CACHE_DIR"
 """vLLM sets it when it first asks for DeepGEMM."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes at which DeepGEMM is to have kernels, and how processes share them out.
+"""Orders the sizes at which DeepGEMM is to have kernels, and shares them out among processes.
 
-Replaces nothing. Imports neither torch nor vLLM.
+Imports neither torch nor vLLM.
 """
 
 import itertools
@@ -9,6 +9,15 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, TypeVar
+
+FEATURE: str = "kernel_warmup"
+WHY: str = "Have processes compile different kernels: DeepGEMM alone knows which sizes share one."
+GAIN: str = "see deep_gemm_compile"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "`deep_gemm_compile` goes"
+GPU_ONLY: bool = True
 
 _RECORD = 64
 """Bytes of a size in the list."""

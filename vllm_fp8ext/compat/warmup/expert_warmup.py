@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every kernel that fused experts can need, before the server says that it is ready.
 
-Replaces nothing; reads the token counts for which vLLM has tuned its Triton kernel.
+Reads the token counts for which vLLM has tuned its Triton kernel.
 """
 
 import itertools
@@ -20,6 +20,19 @@ from vllm_fp8ext.kernels.numerics.quantized import empty
 from vllm_fp8ext.kernels.numerics.reference import BLOCK
 from vllm_fp8ext.layers.expert_gemm import alignment, compute, grouped
 from vllm_fp8ext.layers.experts import BlockFp8ExpertsMethod
+
+FEATURE: str = "kernel_warmup"
+WHY: str = "Compile the kernels of experts before the server is ready: vLLM warms up its own methods alone."
+GAIN: str = "no request waits for a compiler"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {
+    "compile the kernels of experts before the server is ready": (
+        "vllm.model_executor.layers.fused_moe.fused_moe:get_moe_configs(E, N, dtype, block_n, block_k)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM warms up kernels of a plugin's methods"
+GPU_ONLY: bool = True
 
 _UNTUNED = [4, 8, 16, 64]
 """Most tokens of each of the sizes that vLLM takes where it has tuned none."""

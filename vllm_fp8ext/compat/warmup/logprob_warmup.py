@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles vLLM's kernel for log-probabilities for as many tokens as a request may ask for, before the server is ready: a
-trainer asks for those of the sampled tokens, for which vLLM's warm-up compiles nothing.
+"""Compiles vLLM's kernel for log-probabilities for as many tokens as a request may ask for, before the server is ready.
 
-Replaces `warmup_kernels` as vLLM's GPU worker knows it, and while that runs `compute_token_logprobs`. Can go once vLLM warms
-up requests with other `logprobs` than 5.
+A trainer asks for those of the sampled tokens, for which vLLM's warm-up compiles nothing. While that runs,
+`compute_token_logprobs` is replaced.
 """
 
 from typing import Any
@@ -12,6 +11,21 @@ from torch import Tensor
 
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.kernels.runtime.launch import compiled_as
+
+FEATURE: str = "logprob_warmup"
+WHY: str = (
+    "Compile the kernel for log-probabilities before the server is ready: vLLM's warm-up "
+    "asks for 5 a token alone."
+)
+GAIN: str = "no request waits for a compiler"
+REPLACES: tuple[str, ...] = (
+    "vllm.v1.worker.gpu_worker:warmup_kernels(model_runner, worker_execute_model, worker_sample_tokens)",
+    "vllm.v1.worker.gpu.sample.logprob:compute_token_logprobs(logits, token_ids)",
+)
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM warms up requests with other `logprobs` than 5"
+GPU_ONLY: bool = True
 
 WIDEST = 1024
 """Columns from which on the kernel takes them part by part."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles what quantizes weights, on load and on update, before the server says that it is ready. Replaces nothing."""
+"""Compiles what quantizes weights, on load and on update, before the server says that it is ready."""
 
 import torch
 from torch import Tensor
@@ -9,6 +9,15 @@ from vllm_fp8ext.kernels.memory.copy_blocks import CopyBlocks
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
 from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place, QuantizeTogether
+
+FEATURE: str = "kernel_warmup"
+WHY: str = "Compile quantizers before the server is ready: the first update would wait for them."
+GAIN: str = "no update waits for a compiler"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "never: these kernels are ours"
+GPU_ONLY: bool = True
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of tensors that are quantized."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every kernel that the model can need, before the server says that it is ready.
 
-Replaces nothing; calls `_generate_optimal_warmup_m_values`, vLLM's list of token counts at which DeepGEMM takes another
-kernel. vLLM warms DeepGEMM up for its own linear methods only.
+Calls `_generate_optimal_warmup_m_values`, vLLM's list of token counts at which DeepGEMM takes another kernel.
 """
 
 import itertools
@@ -17,10 +16,10 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
+from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.compat.warmup.deep_gemm_compile import compile_ahead
 from vllm_fp8ext.compat.warmup.deep_gemm_sizes import Sizes
 from vllm_fp8ext.compat.warmup.expert_warmup import expert_layers, expert_sizes, run_experts
-from vllm_fp8ext.compat.warmup.mask_warmup import warm_up_masks
 from vllm_fp8ext.compat.warmup.quantizer_warmup import warm_up_quantizers, warm_up_together
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.linear import GEMMS
@@ -32,6 +31,22 @@ from vllm_fp8ext.kernels.runtime import compile_counts
 from vllm_fp8ext.kernels.runtime.launch import compiled_as
 from vllm_fp8ext.layers.gemm import triton_sizes
 from vllm_fp8ext.layers.linear import SCALES, BlockFp8LinearMethod
+
+FEATURE: str = "kernel_warmup"
+WHY: str = (
+    "Compile kernels before the server is ready: vLLM warms DeepGEMM up for its own linear methods alone."
+)
+GAIN: str = "no request waits for a compiler"
+REPLACES: tuple[str, ...] = ()
+USES: dict[str, tuple[str, ...]] = {
+    "compile DeepGEMM's kernels before the server is ready": (
+        "vllm.model_executor.warmup.deep_gemm_warmup:_generate_optimal_warmup_m_values("
+        "max_tokens, n, device)",
+    ),
+}
+UPSTREAM: str = "none known"
+REMOVE_WHEN: str = "vLLM warms up kernels of a plugin's methods"
+GPU_ONLY: bool = True
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -63,7 +78,9 @@ def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None
         formats |= {method.scale_format for _, method, _ in experts}
         for scale_format in formats or {"fp32"}:
             warm_up_together(device, scale_format)
-        if sampler is not None:
+        if sampler is not None and is_available("mask_warmup"):
+            from vllm_fp8ext.compat.warmup.mask_warmup import warm_up_masks
+
             warm_up_masks(sampler)
         ahead.result()
     for layer, method in layers.values():
