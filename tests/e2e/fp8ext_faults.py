@@ -20,7 +20,7 @@ def register() -> None:
     from vllm_fp8ext.update.engine.engine import UpdateEngine
     from vllm_fp8ext.update.worker.rank import Rank
     from vllm_fp8ext.update.worker.stager import Stager
-    from vllm_fp8ext.update.worker.weight_swap import Exchange
+    from vllm_fp8ext.update.worker.weight_swap import WeightSwap
 
     if hasattr(Rank, "fp8ext_faults"):
         return
@@ -38,8 +38,8 @@ def register() -> None:
     _wrap(Rank, "stage", "chunk", lambda self: self.rank)
     _wrap(Stager, "stage", "staging", lambda self: self.fault_rank)
     _wrap(Rank, "sing", "prepare", lambda self: self.rank)
-    _wrap(Exchange, "_swap", "exchange", lambda self: self.fault_rank, skip=2)
-    _wrap(Exchange, "fingerprint", "verify", lambda self: self.fault_rank)
+    _wrap(WeightSwap, "_swap", "exchange", lambda self: self.fault_rank, skip=2)
+    _wrap(WeightSwap, "fingerprint", "verify", lambda self: self.fault_rank)
 
 
 def _wrap(owner: Any, name: str, point: str, rank_of: Any, skip: int = 0) -> None:

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from vllm_fp8ext.update.worker.stopwatch import Stopwatch
-from vllm_fp8ext.update.worker.weight_swap import Exchange
+from vllm_fp8ext.update.worker.weight_swap import WeightSwap
 
 pytestmark = pytest.mark.gpu
 
 
 def test_it_takes_its_turn_and_is_waited_for() -> None:
     live, twin = (torch.full((64 << 20,), value, dtype=torch.uint8, device="cuda") for value in (1, 2))
-    exchange, stopwatch = Exchange([(live, twin)]), Stopwatch(live.device)
+    exchange, stopwatch = WeightSwap([(live, twin)]), Stopwatch(live.device)
     other = torch.cuda.Stream()
     torch.cuda.synchronize()
     before, after = torch.empty_like(live), torch.empty_like(live)

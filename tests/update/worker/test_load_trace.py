@@ -11,7 +11,7 @@ from update.staging import stage
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
-from vllm_fp8ext.update.worker.load_trace import trace
+from vllm_fp8ext.update.worker.load_trace import load_trace
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.stager import Stager
 
@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 def traced(model: Model, specs: list[TensorSpec], *quantized: str) -> dict[str, tuple[ShardSlice, ...]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return trace(model.load_weights, parameters, specs, quantized=frozenset(quantized), rank=1)
+    return load_trace(model.load_weights, parameters, specs, quantized=frozenset(quantized), rank=1)
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -128,7 +128,7 @@ def test_staging_by_pieces_is_what_the_loader_does() -> None:
 def test_a_shared_parameter_belongs_to_its_first_name() -> None:
     model = Model()
     parameters = {"first": model.norm, "second": model.norm}
-    pieces = trace(
+    pieces = load_trace(
         lambda weights: [model.norm.copy_(w) for _, w in weights],
         parameters,
         [SPECS[5]],
@@ -269,7 +269,7 @@ def test_each_matrix_of_an_expert_is_a_target_of_its_own() -> None:
     }
     shapes = {"gate": (100, WIDTH), "up": (100, WIDTH), "down": (WIDTH, 100)}
     specs = [TensorSpec(f"{e}.{kind}", shape, "bfloat16") for e in range(4) for kind, shape in shapes.items()]
-    pieces = trace(model.load_weights, parts, specs, quantized=frozenset(parts), rank=1)
+    pieces = load_trace(model.load_weights, parts, specs, quantized=frozenset(parts), rank=1)
     for expert in range(4):
         for kind, (rows, columns) in shapes.items():
             found = pieces[f"{expert}.{kind}"]
@@ -286,7 +286,7 @@ def test_a_copy_beside_every_part_is_refused() -> None:
     parts = {"gate": model.w13.data[0, :100], "up": model.w13.data[0, 128:228]}
     specs = [TensorSpec("wide", (128, WIDTH), "bfloat16")]
     with pytest.raises(ConfigError, match="wide: a view of shape"):
-        trace(
+        load_trace(
             lambda weights: [model.w13.data[0, :128].copy_(weight) for _, weight in weights],
             parts,
             specs,

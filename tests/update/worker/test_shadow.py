@@ -18,7 +18,7 @@ from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.engine.session import Running, Session
 from vllm_fp8ext.update.engine.timestamp import Moment
-from vllm_fp8ext.update.worker.alias_names import Names, OtherName
+from vllm_fp8ext.update.worker.alias_names import AliasCandidate, ModelNames
 from vllm_fp8ext.update.worker.digest import checkpoint_digests
 from vllm_fp8ext.update.worker.rank import Rank
 from vllm_fp8ext.update.worker.shadow import Twin
@@ -73,9 +73,11 @@ class Served:
         self.live.load_weights(tensors.items())
         with torch.no_grad():
             twin.embed.weight.fill_(torch.nan)
-        names = Names(
+        names = ModelNames(
             heads={EMBED: ["other_head.weight", HEAD]} if tied else {},
-            others=lambda manifest, _: [OtherName(f"model.{name}", name, False) for name in manifest.tensors],
+            aliases=lambda manifest, _: [
+                AliasCandidate(f"model.{name}", name, False) for name in manifest.tensors
+            ],
         )
         self.rank = Rank(
             Twin(self.live, twin, specs_of(tensors), 0, names, inplace=inplace), 0, 1, 0, lambda *_: None

@@ -27,7 +27,7 @@ from vllm_fp8ext.update.transports.receiver import Receivers
 from vllm_fp8ext.update.transports.transport import Source
 from vllm_fp8ext.update.worker.intake import Intake
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
-from vllm_fp8ext.update.worker.rate_limiter import Pace
+from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
 from vllm_fp8ext.update.worker.stager import Stager
 from vllm_fp8ext.update.worker.verdicts import Verdict, VerdictTable
 
@@ -115,11 +115,11 @@ def one_by_one(sent: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, tuple[f
 
 
 def batch(
-    staged: Stager, placed: Placed, leave: Collection[str] = (), pace: Pace | None = None
+    staged: Stager, placed: Placed, exclude: Collection[str] = (), limiter: RateLimiter | None = None
 ) -> tuple[dict[str, Verdict], Placed]:
     """Stage what can be staged together; its verdicts, and the rest."""
     table = VerdictTable()
-    rest = staged.stage_batch(placed, leave, pace or Pace(0), table)
+    rest = staged.stage_batch(placed, exclude, limiter or RateLimiter(0), table)
     return table.verdicts(), rest
 
 
@@ -261,7 +261,7 @@ def test_codes_or_scales_that_can_not_be_served(spoil: Callable[[Tensor, Tensor]
     assert [(problem["kind"], problem["tensor"]) for problem in result["problems"]] == [(kind, "q")]
 
 
-def test_other_dtypes_odd_addresses_and_what_is_to_be_left_are_left() -> None:
+def test_other_dtypes_odd_addresses_and_excluded_ones_are_left() -> None:
     sent = tensors(k=torch.float32, norm=torch.float16)
     found, rest = batch(stager(), bucket(sent), {"q"})
     assert list(found) == ["down", "embed", "scalar"]
@@ -288,12 +288,12 @@ def test_what_another_rank_serves_is_nothing_to_look_at() -> None:
     assert not any(isinstance(verdict, NonFiniteError) for verdict in found.values())
 
 
-def test_a_slow_pace_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_rate_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_together, "SLICE_BLOCKS", 2)
     sent, staged, sizes = tensors("q", "k", "left", "norm"), stager(), list[int]()
-    pace = Pace(1e9, lambda: sizes.append(1))
+    limiter = RateLimiter(1e9, lambda: sizes.append(1))
     begun = time.monotonic()
-    found, rest = batch(staged, bucket(sent), (), pace)
+    found, rest = batch(staged, bucket(sent), (), limiter)
     spent = time.monotonic() - begun
     for rows in rest:
         stage(staged, rows.stored.spec.name, rows.values)
@@ -308,4 +308,4 @@ def test_what_nobody_wants_any_more_is_not_gone_on_with() -> None:
         raise UpdateError("wrong-state", "given up")
 
     with pytest.raises(UpdateError, match="given up"):
-        batch(stager(), bucket(tensors("norm")), (), Pace(1e12, wanted))
+        batch(stager(), bucket(tensors("norm")), (), RateLimiter(1e12, wanted))

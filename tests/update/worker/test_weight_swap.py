@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_fp8ext.update.worker import weight_swap as exchange
-from vllm_fp8ext.update.worker.weight_swap import Exchange
+from vllm_fp8ext.update.worker import weight_swap
+from vllm_fp8ext.update.worker.weight_swap import WeightSwap
 
 WORKSPACE = 100
 """Bytes: less than most tensors below, and no multiple of their sizes."""
@@ -54,12 +54,12 @@ def contents(tensors: list[Tensor]) -> list[bytes]:
 
 
 def sides(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[bytes], list[bytes]]:
-    return contents([live for live, _ in pairs]), contents([twin for _, twin in pairs])
+    return contents([live for live, _ in pairs]), contents([shadow for _, shadow in pairs])
 
 
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    monkeypatch.setattr(exchange, "_WORKSPACE_BYTES", WORKSPACE)
+    monkeypatch.setattr(weight_swap, "_WORKSPACE_BYTES", WORKSPACE)
     return make_pairs()
 
 
@@ -71,43 +71,43 @@ def counted(work: Callable[[], None]) -> int:
 
 
 def test_contents_are_swapped_and_addresses_stay(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    live, twin = sides(pairs)
+    live, shadow = sides(pairs)
     addresses = [(a.data_ptr(), b.data_ptr()) for a, b in pairs]
-    swap = Exchange(pairs)
+    swap = WeightSwap(pairs)
     assert swap.bytes == 13 * 9 + 9 * 4 + 50 * 2 + 4
     slices = 2 + 1 + 1 + 1
     assert counted(swap.run) == 3 * slices
-    assert sides(pairs) == (twin, live)
+    assert sides(pairs) == (shadow, live)
     assert [(a.data_ptr(), b.data_ptr()) for a, b in pairs] == addresses
     swap.run()
-    assert sides(pairs) == (live, twin)
+    assert sides(pairs) == (live, shadow)
     assert not swap.broken
 
 
 @pytest.mark.parametrize("workspace", [1, 7, 64, 117, 1 << 20])
 def test_any_workspace_does(monkeypatch: pytest.MonkeyPatch, workspace: int) -> None:
-    monkeypatch.setattr(exchange, "_WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(weight_swap, "_WORKSPACE_BYTES", workspace)
     pairs = make_pairs()
-    live, twin = sides(pairs)
-    Exchange(pairs).run()
-    assert sides(pairs) == (twin, live)
+    live, shadow = sides(pairs)
+    WeightSwap(pairs).run()
+    assert sides(pairs) == (shadow, live)
 
 
 def test_nothing_to_exchange_is_no_error() -> None:
-    swap = Exchange([])
+    swap = WeightSwap([])
     swap.run()
     assert swap.bytes == 0
 
 
 def test_strided_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
-        Exchange([(torch.zeros(4, 3).T, torch.zeros(3, 4))])
+        WeightSwap([(torch.zeros(4, 3).T, torch.zeros(3, 4))])
 
 
 @pytest.mark.parametrize("index", range(15))
 def test_a_failed_copy_is_undone(pairs: list[tuple[Tensor, Tensor]], index: int) -> None:
     before = sides(pairs)
-    swap = Exchange(pairs)
+    swap = WeightSwap(pairs)
     with FailAt(index), pytest.raises(CopyFailure, match=f"copy {index}$"):
         swap.run()
     assert sides(pairs) == before
@@ -119,14 +119,14 @@ def test_a_failed_copy_is_undone(pairs: list[tuple[Tensor, Tensor]], index: int)
 @pytest.mark.parametrize("index", range(15))
 def test_a_failed_undo_is_told(pairs: list[tuple[Tensor, Tensor]], index: int) -> None:
     """Whichever copy of the undoing fails, the exchange says that its contents can't be trusted."""
-    swap = Exchange(pairs)
+    swap = WeightSwap(pairs)
     with FailAt(index) as mode, pytest.raises(CopyFailure):
         swap.run()
     undoing = mode.copies - index - 1
     whole, part = divmod(index, 3)
     assert undoing == 3 * whole + part
     for failing in range(undoing):
-        fresh = Exchange(make_pairs())
+        fresh = WeightSwap(make_pairs())
         with FailAt(index, index + 1 + failing), pytest.raises(CopyFailure):
             fresh.run()
         assert fresh.broken
@@ -134,13 +134,13 @@ def test_a_failed_undo_is_told(pairs: list[tuple[Tensor, Tensor]], index: int) -
 
 def test_a_complete_run_mends_a_broken_exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """A full update heals a poisoned engine. A failure after that is an ordinary one, if it can be undone."""
-    swap = Exchange(pairs)
+    swap = WeightSwap(pairs)
     with FailAt(5, 6), pytest.raises(CopyFailure):
         swap.run()
     assert swap.broken
-    for (live, twin), (good, better) in zip(pairs, make_pairs(), strict=True):
+    for (live, shadow), (good, better) in zip(pairs, make_pairs(), strict=True):
         live.copy_(good)
-        twin.copy_(better)
+        shadow.copy_(better)
     swap.run()
     before = sides(pairs)
     with FailAt(4), pytest.raises(CopyFailure):
@@ -151,13 +151,13 @@ def test_a_complete_run_mends_a_broken_exchange(pairs: list[tuple[Tensor, Tensor
 
 def test_fingerprints_tell_contents_apart() -> None:
     pairs = [(torch.arange(300.0), torch.zeros(300)), (torch.ones(7).bfloat16(), torch.zeros(7).bfloat16())]
-    swapped = Exchange(pairs)
-    live, twin = swapped.fingerprint(twin=False), swapped.fingerprint(twin=True)
-    assert live != twin
+    swapped = WeightSwap(pairs)
+    live, shadow = swapped.fingerprint(shadow=False), swapped.fingerprint(shadow=True)
+    assert live != shadow
     swapped.run()
-    assert (swapped.fingerprint(twin=False), swapped.fingerprint(twin=True)) == (twin, live)
+    assert (swapped.fingerprint(shadow=False), swapped.fingerprint(shadow=True)) == (shadow, live)
     pairs[1][0].view(torch.uint8)[3] ^= 1
-    assert swapped.fingerprint(twin=False) != twin
+    assert swapped.fingerprint(shadow=False) != shadow
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -166,16 +166,16 @@ def test_what_came_back_without_its_contents_is_zero(
 ) -> None:
     """No update brings padding, with which kernels compute."""
     pairs = [(live, live) for live, _ in pairs] if inplace else pairs
-    Exchange(pairs, inplace=inplace).refresh()
+    WeightSwap(pairs, inplace=inplace).restore()
     assert not any(any(content) for side in sides(pairs) for content in side)
 
 
 def test_in_place_there_is_nothing_to_swap() -> None:
     pairs = [(live, live) for live, _ in make_pairs()]
     before = sides(pairs)
-    exchange = Exchange(pairs, inplace=True)
+    swap = WeightSwap(pairs, inplace=True)
     with FailAt(0):
-        exchange.run()
+        swap.run()
     assert sides(pairs) == before
-    assert exchange.bytes == 0
-    assert exchange.fingerprint(twin=True) == exchange.fingerprint(twin=False)
+    assert swap.bytes == 0
+    assert swap.fingerprint(shadow=True) == swap.fingerprint(shadow=False)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
-from vllm_fp8ext.update.worker.alias_names import Names, OtherName
+from vllm_fp8ext.update.worker.alias_names import AliasCandidate, ModelNames
 
 FEATURE: str = "core"
 WHY: str = "Know a model's other names: vLLM does not tell under which names a model's loader takes a tensor."
@@ -123,18 +123,18 @@ def _unique(pairs: Iterable[tuple[str, str]], names: Collection[str]) -> dict[st
     return {other: name for other, name in found.items() if other not in twice}
 
 
-def names_of(model: nn.Module, config: Any, *, tied: bool) -> Names:
+def names_of(model: nn.Module, config: Any, *, tied: bool) -> ModelNames:
     """What the names of a model say, whose transformers configuration this is. `tied`: as in `tied_heads`."""
 
-    def others(manifest: Manifest, specs: Sequence[TensorSpec]) -> Iterator[OtherName]:
+    def others(manifest: Manifest, specs: Sequence[TensorSpec]) -> Iterator[AliasCandidate]:
         shapes = {spec.name: spec.shape for spec in specs}
         shapes |= {name: whole.shape for name, whole in manifest.fused.items()}
         for other, name in names_of_mapper(model, shapes.keys() | manifest.tied.keys()).items():
-            yield OtherName(other, name, sure=name not in manifest.tensors)
+            yield AliasCandidate(other, name, sure=name not in manifest.tensors)
         for other, name in names_in_transformers(config, shapes).items():
-            yield OtherName(other, name, sure=True)
+            yield AliasCandidate(other, name, sure=True)
 
-    return Names(heads=tied_heads(model, tied=tied), others=others)
+    return ModelNames(heads=tied_heads(model, tied=tied), aliases=others)
 
 
 def tied_heads(model: nn.Module, *, tied: bool) -> dict[str, list[str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other names under which tensors of a model may come, and output layers that are served as the embedding."""
+"""Other names under which tensors may come, and output layers that are served as the embedding."""
 
 import contextlib
 import re
@@ -18,51 +18,55 @@ Trace = Callable[[Iterable[TensorSpec]], Mapping[str, tuple[ShardSlice, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class OtherName:
-    """Another name of the tensor that the manifest calls `name`. `sure`: it is one even where the model's loader does not
-    know it."""
+class AliasCandidate:
+    """Another name, `other`, of the tensor that the manifest calls `name`."""
 
     other: str
     name: str
     sure: bool
+    """Whether it is one even where the model's loader does not know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Names:
-    """What a model's names say, beside its loader.
-
-    `heads`: by the path of an embedding's weight that serves as output layer too, names that a checkpoint may have for that
-    layer, the most usual first. `others`: other names that tensors of a manifest may have, which was made of these.
-    """
+class ModelNames:
+    """Names that a model's tensors have beside those that its loader takes."""
 
     heads: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    others: Callable[[Manifest, Sequence[TensorSpec]], Iterable[OtherName]] = lambda manifest, specs: ()
+    """Names of an output layer in checkpoints, the most usual first, by the path of the embedding that serves as it."""
+    aliases: Callable[[Manifest, Sequence[TensorSpec]], Iterable[AliasCandidate]] = lambda manifest, specs: ()
+    """Returns other names that tensors of a manifest, which was made of these, may have."""
 
     def tied(
         self, written: Mapping[str, Sequence[Tensor | None]], tensors: Mapping[str, Tensor]
     ) -> dict[str, str]:
-        """By the name of each output layer that is served as an embedding, the embedding's. `written`: by the name of each
-        tensor of the checkpoint, what it is loaded into; `tensors`: by path, those of the model."""
-        found = {}
+        """Return the name of the embedding that serves as it, by the name of each output layer.
+
+        `written`: by the name of each tensor of the checkpoint, what it is loaded into; `tensors`: by path, those of the
+        model.
+        """
+        tied = {}
         for path, heads in self.heads.items():
-            place = identity_of(tensors[path])
+            embedding = identity_of(tensors[path])
             embeddings = [
                 name
                 for name, targets in written.items()
                 if name not in heads
-                and any(target is not None and identity_of(target) == place for target in targets)
+                and any(target is not None and identity_of(target) == embedding for target in targets)
             ]
             if embeddings:
                 head = next((name for name in heads if name in written), heads[0])
-                found[head] = embeddings[-1]
-        return found
+                tied[head] = embeddings[-1]
+        return tied
 
 
-def aliases_of(candidates: Iterable[OtherName], manifest: Manifest, trace: Trace) -> dict[str, str]:
-    """List by name what comes under it as well: where the loader puts it into the same places, or takes nothing under it and
-    it is sure. One name of each kind, all layers and experts alike, is tried."""
+def aliases_of(candidates: Iterable[AliasCandidate], manifest: Manifest, trace: Trace) -> dict[str, str]:
+    """Return those candidates that are aliases: the manifest's name by the other name.
+
+    A candidate is one if the loader puts both names into the same places, or takes nothing under it and it is sure. One name
+    of each kind, all layers and experts alike, is tried.
+    """
     agreed: dict[tuple[str, str], bool] = {}
-    found = {}
+    aliases = {}
     for candidate in candidates:
         other, name = candidate.other, candidate.name
         if (
@@ -80,5 +84,5 @@ def aliases_of(candidates: Iterable[OtherName], manifest: Manifest, trace: Trace
                     parts = trace([replace(manifest.tensors[name], name=other)])[other]
             agreed[kind] = parts == manifest.pieces[name] if parts else candidate.sure
         if agreed[kind]:
-            found[other] = name
-    return found
+            aliases[other] = name
+    return aliases

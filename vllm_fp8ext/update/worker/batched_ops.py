@@ -34,10 +34,10 @@ class BatchedOp:
     owners: Tensor
     kernel: QuantizeTogether | CopyTogether | CopyBlocks
 
-    def queue(self, addresses: Tensor, did: Callable[[int], None] | None) -> tuple[Columns, Tensor, Tensor]:
+    def queue(self, addresses: Tensor, wait: Callable[[int], None] | None) -> tuple[Columns, Tensor, Tensor]:
         """Queue the launch for tensors at these addresses, int64 on the host; returns what `VerdictTable.add_batch` takes.
-        `did`: called with the bytes of each launch, which are then smaller ones."""
-        sums = self.kernel.queue(addresses[self.sources] + self.offsets, did)
+        `wait`: called with the bytes of each launch, which are then smaller ones."""
+        sums = self.kernel.queue(addresses[self.sources] + self.offsets, wait)
         return self.columns, self.owners, sums.view(len(self.owners), -1)
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in canary on a GPU, recorded once as a CUDA graph: a model of 36 layers then answers in a few milliseconds, in
-one slice, where launching its thousand kernels one by one takes a tenth of a second."""
+"""The built-in canary on a GPU, captured once as a CUDA graph.
+
+A model of 36 layers then answers in a few milliseconds, in one slice; launching its thousand kernels one by one takes a tenth
+of a second.
+"""
 
 from typing import Any
 
@@ -9,8 +12,11 @@ import torch
 from vllm_fp8ext.update.worker.score_prompts import Attend
 
 
-class Recording:
-    """One prompt through a model whose weights change in place. Not for models that meet other ranks in collectives."""
+class CanaryGraph:
+    """Runs one prompt through a model whose weights change in place.
+
+    Not for models that meet other ranks in collectives.
+    """
 
     def __init__(self, model: Any, prompt: list[int], device: torch.device, attend: Attend) -> None:
         attend(model, lambda: None)
@@ -32,6 +38,9 @@ class Recording:
         return torch.isfinite(model.compute_logits(hidden)).all() & torch.isfinite(hidden).all()
 
     def finite(self) -> bool:
-        """Whether hidden states and logits are, with the weights of now. On any thread, in its current stream."""
+        """Run the prompt with the weights of now; return whether hidden states and logits are finite.
+
+        On any thread, in its current stream.
+        """
         self._graph.replay()
         return bool(self._finite)

@@ -11,8 +11,11 @@ from vllm_fp8ext.update.transports.read_ahead import Rows
 
 
 class Checksums:
-    """`expected`: by the name of what was sent, the hexadecimal SHA-256 of its raw bytes, and the names of the tensors that
-    it comes as, in order: its own, or those of a fused one."""
+    """Hashes rows as they come, against the SHA-256 that a client claimed.
+
+    `expected`: by the name of what was sent, the hexadecimal SHA-256 of its raw bytes, and the names of the tensors that it
+    comes as, in order: its own, or those of a fused one.
+    """
 
     def __init__(self, expected: Mapping[str, tuple[str, Sequence[str]]]) -> None:
         self._expected = expected
@@ -21,11 +24,11 @@ class Checksums:
 
     @property
     def parts(self) -> Collection[str]:
-        """Names of the tensors that are looked at."""
+        """Names of the tensors that are hashed."""
         return self._sent.keys()
 
     def problem(self, rows: Rows) -> dict[str, Any] | None:
-        """Take the next rows of a tensor; what is wrong with what was sent, once it ends with them."""
+        """Hash the next rows of a tensor; return what is wrong with what was sent, once it ends with them."""
         sent = self._sent.get(rows.stored.spec.name)
         if sent is None:
             return None
@@ -33,7 +36,7 @@ class Checksums:
         sha.update(memoryview(rows.values.reshape(-1).view(torch.uint8).cpu().numpy()))
         if not rows.last or rows.stored.spec.name != parts[-1]:
             return None
-        found = sha.hexdigest()
-        if found == expected:
+        actual = sha.hexdigest()
+        if actual == expected:
             return None
-        return {"kind": "sha256-mismatch", "tensor": sent, "expected": expected, "found": found}
+        return {"kind": "sha256-mismatch", "tensor": sent, "expected": expected, "found": actual}

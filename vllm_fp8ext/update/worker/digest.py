@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SHA-256 digests of what is served, per checkpoint tensor and rank; from a live model or from a checkpoint alone.
+"""Computes SHA-256 digests of what is served, per checkpoint tensor and rank, from a live model or a checkpoint alone.
 
 A quantized piece's digest covers its codes (bytes, row by row) followed by the scales of every block that it touches
 (little-endian fp32, row by row); any other piece's covers its values in the served dtype, row by row. A tensor that a rank
@@ -49,7 +49,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.we
 
 
 def digest(piece: ShardSlice, values: Tensor, scales: Tensor | None) -> str:
-    """Digest of one piece of a served parameter: `values` are its codes when it is quantized."""
+    """Return the digest of one piece of a served parameter: `values` are its codes when it is quantized."""
     sha = hashlib.sha256(_bytes(destination_of(values, piece)))
     if scales is not None:
         first = piece.origin[0]
@@ -64,23 +64,25 @@ def checkpoint_digests(
     progress: Callable[[int, int], None] | None = None,
     expert_layout: ExpertLayout | None = None,
 ) -> Digests:
-    """Digests that a server with this manifest has after it took this checkpoint: values, or codes with their block scales,
-    which stay as they are. Experts may be fused; `expert_layout` says how they lie, where their shape does not.
+    """Return the digests that a server with this manifest has after it took this checkpoint.
 
-    Without a manifest, that of a server with one rank, fp32 scales and no ignored layers is derived from the
-    checkpoint's names, in which experts must not be fused. `progress` is called with tensors done and tensors in all.
+    The checkpoint holds values, or codes with their block scales, which stay as they are. Experts may be fused;
+    `expert_layout` says how they lie, where their shape does not.
+
+    Without a manifest, that of a server with one rank, fp32 scales and no ignored layers is derived from the checkpoint's
+    names, in which experts must not be fused. `progress` is called with tensors done and tensors in all.
 
     Raises:
         UpdateError: the checkpoint is not one that the manifest takes; `file-changed`: it was changed meanwhile.
     """
     real = Path(os.path.realpath(directory))
     snapshot = Snapshot.of(real)
-    found = checkpoint_index(real)
+    stored = checkpoint_index(real)
     if manifest is None:
-        manifest = default_manifest(spec for spec, _ in found.values())
-    index = _taken_apart(found, manifest)
-    problems = repeated(found, manifest)
-    problems += manifest.problems(manifest.renamed(spec for spec, _ in found.values()), expert_layout)
+        manifest = default_manifest(spec for spec, _ in stored.values())
+    index = _unfused(stored, manifest)
+    problems = repeated(stored, manifest)
+    problems += manifest.problems(manifest.renamed(spec for spec, _ in stored.values()), expert_layout)
     missing = sorted(manifest.tensors.keys() - index.keys())
     if missing:
         raise incomplete(missing, len(manifest.tensors), problems, what=str(directory))
@@ -107,12 +109,12 @@ def checkpoint_digests(
 
 
 def combine(digests: list[str]) -> str:
-    """The digest of a tensor from those of its pieces on one rank."""
+    """Return the digest of a tensor from those of its pieces on one rank."""
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
-    """Every tensor of a checkpoint's folder (or of one safetensors file), by name.
+    """List every tensor of a checkpoint's folder (or of one safetensors file), by name.
 
     Raises:
         UpdateError: no such files, a broken file, or a name that occurs twice.
@@ -130,8 +132,8 @@ def checkpoint_index(directory: Path) -> dict[str, tuple[TensorSpec, Path]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor is read: under which name of which file and, of a fused one, which of its matrices it is."""
+class _StoredMatrix:
+    """The name and the file of a stored tensor; of a fused one, `number` says which of its matrices of `rows` rows."""
 
     file: Path
     name: str
@@ -147,41 +149,41 @@ class _Place:
             return cast("Tensor", whole[expert : expert + 1, matrix : matrix + self.rows][0])
 
 
-def _taken_apart(index: Mapping[str, tuple[TensorSpec, Path]], manifest: Manifest) -> dict[str, _Place]:
-    """Where each tensor is read, by the manifest's name for it."""
-    places: dict[str, _Place] = {}
+def _unfused(index: Mapping[str, tuple[TensorSpec, Path]], manifest: Manifest) -> dict[str, _StoredMatrix]:
+    """Find where each tensor is read, by the manifest's name for it."""
+    matrices: dict[str, _StoredMatrix] = {}
     known = {manifest.canonical(name) for name in index}
     for name, (spec, file) in index.items():
         whole = manifest.fused.get(manifest.canonical(name))
         if whole is None or whole.shape != spec.shape:
-            places[manifest.canonical(name)] = _Place(file, name)
+            matrices[manifest.canonical(name)] = _StoredMatrix(file, name)
             continue
         both = sorted(known & set(whole.parts))
         if both:
             raise UpdateError("duplicate-tensor", f"{both[0]} comes both alone and in {name}", status=422)
         rows = manifest.tensors[whole.parts[0]].shape[0]
-        places |= {part: _Place(file, name, rows, number) for number, part in enumerate(whole.parts)}
-    return places
+        matrices |= {part: _StoredMatrix(file, name, rows, number) for number, part in enumerate(whole.parts)}
+    return matrices
 
 
-def _tied_problems(index: Mapping[str, _Place], manifest: Manifest) -> list[dict[str, Any]]:
-    """Output layers that are not equal to the embedding that is served as them."""
-    found: list[dict[str, Any]] = []
+def _tied_problems(index: Mapping[str, _StoredMatrix], manifest: Manifest) -> list[dict[str, Any]]:
+    """List output layers that are not equal to the embedding that is served as them."""
+    problems: list[dict[str, Any]] = []
     for head, embedding in manifest.tied.items():
         if head in index and embedding in index:
             dtype = manifest.dtype_of(embedding)
             first, second = (index[name].read().to(dtype) for name in (head, embedding))
             if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
                 detail = f"differs from {embedding}, which is served as it"
-                found.append({"kind": "tied-differs", "tensor": head, "detail": detail})
-    return found
+                problems.append({"kind": "tied-differs", "tensor": head, "detail": detail})
+    return problems
 
 
 def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
-    """The manifest of a one-rank server of a Llama- or Qwen-like checkpoint with default settings.
+    """Return the manifest of a one-rank server of a Llama- or Qwen-like checkpoint with default settings.
 
     Projections are quantized, q/k/v and gate/up in one matrix each, and those of experts, each alone; everything else is
-    served as it is, and so are projections that `kept` names.
+    served as it is, and so are projections that `_kept` names.
 
     Raises:
         UpdateError: `wrong-form`: fused experts, whose matrices only a server's manifest names.
@@ -238,9 +240,9 @@ def _whole(target: str, spec: TensorSpec, quantized: bool, shape: tuple[int, ...
 
 
 def _target_digests(
-    group: Mapping[str, list[ShardSlice]], index: Mapping[str, _Place], manifest: Manifest
+    group: Mapping[str, list[ShardSlice]], index: Mapping[str, _StoredMatrix], manifest: Manifest
 ) -> dict[tuple[str, ShardSlice], str]:
-    """Digests of the pieces of one parameter of one rank."""
+    """Compute the digests of the pieces of one parameter of one rank."""
     first = next(iter(group.values()))[0]
     dtype = getattr(torch, first.dtype)
     values: Tensor = torch.zeros(first.target_shape, dtype=dtype)

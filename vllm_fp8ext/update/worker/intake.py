@@ -17,11 +17,11 @@ from vllm_fp8ext.update.transports.read_ahead import Rows
 from vllm_fp8ext.update.transports.receiver import Receivers
 from vllm_fp8ext.update.transports.transport import Source
 from vllm_fp8ext.update.worker.checksums import Checksums
-from vllm_fp8ext.update.worker.rate_limiter import Pace
+from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
 from vllm_fp8ext.update.worker.shadow import Twin
 from vllm_fp8ext.update.worker.stager import Stager
 from vllm_fp8ext.update.worker.staging_steps import TensorRows
-from vllm_fp8ext.update.worker.tied_tensors import SharedPlaces
+from vllm_fp8ext.update.worker.tied_tensors import TiedTensors
 from vllm_fp8ext.update.worker.verdicts import ScaleError, TiedError, Verdict, VerdictTable
 from vllm_fp8ext.update.worker.worker_threads import Result
 
@@ -35,7 +35,7 @@ class _Chunk:
         checksums: Checksums,
         tensors: Iterable[StoredTensor],
         device: torch.device,
-        places: SharedPlaces,
+        places: TiedTensors,
         alone: frozenset[str],
     ) -> None:
         self.done = 0
@@ -102,7 +102,7 @@ class Intake:
         self._world_size = world_size
         self._device = device
         self._receivers = Receivers(rank, device)
-        self._places = SharedPlaces(twin.stager.tied)
+        self._places = TiedTensors(twin.stager.tied)
         self._wanted = ""
         """The update whose tensors are wanted: what an older one left in the queue is dropped."""
         self._staged = ""
@@ -166,7 +166,7 @@ class Intake:
         chunk = _Chunk(self._twin.stager, checksums, tensors, self._device, self._places, alone)
         checked = alone.union(checksums.parts)
         wanted = partial(self._require_wanted, session)
-        pace, came = Pace(rate, wanted), False
+        limiter, came = RateLimiter(rate, wanted), False
         try:
             with self._receivers.open(source, chunk.ordered(tensors), chunk.apart, wanted) as parts:
                 for part in parts:
@@ -174,7 +174,7 @@ class Intake:
                     came = True
                     rest: Iterable[Rows]
                     if isinstance(part, Placed):
-                        rest = self._twin.stager.stage_batch(part, checked, pace, chunk.table)
+                        rest = self._twin.stager.stage_batch(part, checked, limiter, chunk.table)
                         chunk.done += len(part.tensors) - len(rest.tensors)
                     else:
                         rest = (part,)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each checkpoint tensor goes in this rank's model, learnt from the model's own `load_weights`.
+"""Traces the model's own `load_weights`: where each checkpoint tensor goes in this rank's model.
 
 The model's loader runs once on tensors without storage while every `copy_` is recorded instead of done. What it does to
-names, fused layers, tensor-parallel shards and padding is thus known as a list of boxes, and an update needs to run no
-model code at all: any tensor can come at any time, in any order, on any thread.
+names, fused layers, tensor-parallel shards and padding is then known as a list of boxes. An update runs no model code: any
+tensor can come at any time, in any order, on any thread.
 """
 
 from bisect import bisect_right
@@ -20,11 +20,11 @@ from vllm_fp8ext.errors import ConfigError, no_live_updates
 from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
-Copy: TypeAlias = tuple[Tensor, Tensor]
+RecordedCopy: TypeAlias = tuple[Tensor, Tensor]
 """Source and destination of a `copy_`."""
 
 
-def trace(
+def load_trace(
     load_weights: LoadWeights,
     parameters: Mapping[str, Tensor],
     specs: Iterable[TensorSpec],
@@ -32,88 +32,95 @@ def trace(
     quantized: frozenset[str],
     rank: int,
 ) -> dict[str, tuple[ShardSlice, ...]]:
-    """Pieces of each checkpoint tensor that this rank serves; none for a name that the model's loader skips.
+    """Return the pieces of each checkpoint tensor that this rank serves.
 
-    `parameters`: contiguous parameters by path, on any device, meta included; of what is served in parts (experts), the
-    parts, each a view of rows of its own. `quantized`: the paths of those that are served as codes and scales.
+    A name that the model's loader skips has none. `parameters`: contiguous parameters by path, on any device, meta included;
+    of what is served in parts (experts), the parts, each a view of rows of its own. `quantized`: the paths of those that are
+    served as codes and scales.
 
     Raises:
         ConfigError: naming every tensor that the loader computes on, permutes or can't load.
     """
-    owners = _Owners(parameters)
+    parameter_index = _ParameterIndex(parameters)
     sources = {spec.name: torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta") for spec in specs}
 
-    def pieces(name: str, copies: Iterable[Copy]) -> tuple[ShardSlice, ...]:
+    def pieces(name: str, copies: Iterable[RecordedCopy]) -> tuple[ShardSlice, ...]:
         return _merged(
-            _shard_slice(*owners.among(destination), quantized, sources[name], rank, source, destination)
+            _shard_slice(
+                *parameter_index.find(destination), quantized, sources[name], rank, source, destination
+            )
             for source, destination in copies
             if source.numel()
         )
 
     try:  # all at once: loaders take milliseconds before they begin, and there may be many thousand experts
-        copies = _copies(load_weights, owners, sources)
+        copies = _copies(load_weights, parameter_index, sources)
         return {name: pieces(name, copies[name]) for name in sources}
     except Exception:
-        return _one_by_one(load_weights, owners, sources, pieces)
+        return _one_by_one(load_weights, parameter_index, sources, pieces)
 
 
 def _one_by_one(
     load_weights: LoadWeights,
-    owners: "_Owners",
+    parameter_index: "_ParameterIndex",
     sources: Mapping[str, Tensor],
-    pieces: Callable[[str, Iterable[Copy]], tuple[ShardSlice, ...]],
+    pieces: Callable[[str, Iterable[RecordedCopy]], tuple[ShardSlice, ...]],
 ) -> dict[str, tuple[ShardSlice, ...]]:
-    found: dict[str, tuple[ShardSlice, ...]] = {}
+    """Trace one tensor at a time, so that every problem is named."""
+    traced: dict[str, tuple[ShardSlice, ...]] = {}
     problems: list[str] = []
     for name, source in sources.items():
         try:
-            found[name] = pieces(name, _copies(load_weights, owners, {name: source})[name])
+            traced[name] = pieces(name, _copies(load_weights, parameter_index, {name: source})[name])
         except Exception as error:
             problems.append(f"{name}: {error}")
     if problems:
         raise no_live_updates(problems)
-    return found
+    return traced
 
 
 def _copies(
-    load_weights: LoadWeights, owners: "_Owners", sources: Mapping[str, Tensor]
-) -> dict[str, list[Copy]]:
-    recorder = _Recorder(owners, sources)
+    load_weights: LoadWeights, parameter_index: "_ParameterIndex", sources: Mapping[str, Tensor]
+) -> dict[str, list[RecordedCopy]]:
+    recorder = _CopyRecorder(parameter_index, sources)
     with recorder:
         load_weights(list(sources.items()))
     return recorder.copies
 
 
-class _Owners:
+class _ParameterIndex:
     """Finds the parameter, or the part of one, that a view of it belongs to."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        found: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
+        by_offset: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
         for path, tensor in parameters.items():
-            found[_storage(tensor)].setdefault(tensor.storage_offset(), (path, tensor))
-        self._parts = {storage: sorted(parts.items()) for storage, parts in found.items()}
+            by_offset[_storage(tensor)].setdefault(tensor.storage_offset(), (path, tensor))
+        self._parts = {storage: sorted(parts.items()) for storage, parts in by_offset.items()}
 
     def __contains__(self, view: Tensor) -> bool:
         return _storage(view) in self._parts
 
-    def among(self, view: Tensor) -> tuple[str, Tensor]:
+    def find(self, view: Tensor) -> tuple[str, Tensor]:
+        """Return path and tensor."""
         parts = self._parts[_storage(view)]
         index = bisect_right(parts, view.storage_offset(), key=lambda part: part[0])
         return parts[max(index - 1, 0)][1]
 
 
-class _Recorder(TorchDispatchMode):
-    """Records `copy_` from views of known sources into known storages instead of doing it. A whole source that is converted
-    to the dtype of its destination first is what `copy_` makes of it, too."""
+class _CopyRecorder(TorchDispatchMode):
+    """Records `copy_` from views of known sources into known storages instead of doing it.
 
-    def __init__(self, owners: _Owners, sources: Mapping[str, Tensor]) -> None:
+    A whole source may be converted to the dtype of its destination first: `copy_` does the same.
+    """
+
+    def __init__(self, parameter_index: _ParameterIndex, sources: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.owners = owners
+        self.parameter_index = parameter_index
         self.sources = {_storage(source): name for name, source in sources.items()}
-        self.copies: dict[str, list[Copy]] = {name: [] for name in sources}
-        self._wholes = sources
+        self.copies: dict[str, list[RecordedCopy]] = {name: [] for name in sources}
+        self._whole_sources = sources
         self._converted: list[Tensor] = []
-        """Held, so that no other tensor gets the storage of one."""
+        """Converted sources, held so that no other tensor gets the storage of one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._to_copy.default:
@@ -121,9 +128,9 @@ class _Recorder(TorchDispatchMode):
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         destination, source = args[0], args[1]
-        if destination in self.owners:
+        if destination in self.parameter_index:
             name = self.sources.get(_storage(source))
-            converted = name is not None and source.dtype != self._wholes[name].dtype
+            converted = name is not None and source.dtype != self._whole_sources[name].dtype
             if name is None or (converted and source.dtype != destination.dtype):
                 raise ConfigError("the model's loader computes on it instead of copying it")
             self.copies[name].append((source, destination))
@@ -133,16 +140,16 @@ class _Recorder(TorchDispatchMode):
         name = self.sources.get(_storage(source))
         if (
             name is not None
-            and source.dtype == self._wholes[name].dtype
-            and _same_place(source, self._wholes[name])
+            and source.dtype == self._whole_sources[name].dtype
+            and _same_layout(source, self._whole_sources[name])
         ):
             self._converted.append(result)
             self.sources[_storage(result)] = name
         return result
 
 
-def _same_place(view: Tensor, of: Tensor) -> bool:
-    return view.shape == of.shape and view.stride() == of.stride()
+def _same_layout(view: Tensor, whole: Tensor) -> bool:
+    return view.shape == whole.shape and view.stride() == whole.stride()
 
 
 def _shard_slice(
@@ -156,22 +163,22 @@ def _shard_slice(
 ) -> ShardSlice:
     if source.shape != destination.shape:
         raise ConfigError(f"shape {list(source.shape)} is broadcast to {list(destination.shape)}")
-    box, place = _box(source, whole), _box(destination, parameter)
-    if path in quantized and (len(place) != 2 or place[1] != (0, parameter.shape[1])):
+    source_box, target_box = _box(source, whole), _box(destination, parameter)
+    if path in quantized and (len(target_box) != 2 or target_box[1] != (0, parameter.shape[1])):
         raise ConfigError("a part of the columns of a quantized layer comes alone")
     return ShardSlice(
         rank=rank,
         target=path,
         target_shape=tuple(parameter.shape),
-        source=box,
-        origin=tuple(start for start, _ in place),
+        source=source_box,
+        origin=tuple(start for start, _ in target_box),
         quantized=path in quantized,
         dtype=str(parameter.dtype).removeprefix("torch."),
     )
 
 
 def _merged(pieces: Iterable[ShardSlice]) -> tuple[ShardSlice, ...]:
-    """Pieces that continue each other's rows, in the tensor and in the parameter, as one."""
+    """Join pieces that continue each other's rows, in the tensor and in the parameter."""
     merged: list[ShardSlice] = []
     for piece in pieces:
         last = merged[-1] if merged else None
@@ -190,17 +197,17 @@ def _merged(pieces: Iterable[ShardSlice]) -> tuple[ShardSlice, ...]:
     return tuple(merged)
 
 
-def _box(view: Tensor, of: Tensor) -> tuple[tuple[int, int], ...]:
-    """Start and stop per dimension of a view of a tensor whose rows are contiguous."""
-    if view.dim() != of.dim():
-        raise ConfigError(f"shape {list(of.shape)} is reshaped to {list(view.shape)}")
-    rest = view.storage_offset() - of.storage_offset()
-    steps = torch.empty(of.shape, device="meta").stride() if of.is_contiguous() else of.stride()
+def _box(view: Tensor, whole: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return start and stop per dimension of a view of a tensor whose rows are contiguous."""
+    if view.dim() != whole.dim():
+        raise ConfigError(f"shape {list(whole.shape)} is reshaped to {list(view.shape)}")
+    rest = view.storage_offset() - whole.storage_offset()
+    steps = torch.empty(whole.shape, device="meta").stride() if whole.is_contiguous() else whole.stride()
     box = []
-    for size, stride, whole, step in zip(view.shape, view.stride(), of.shape, steps, strict=True):
+    for size, stride, whole_size, step in zip(view.shape, view.stride(), whole.shape, steps, strict=True):
         start, rest = divmod(rest, max(step, 1))
-        if (size > 1 and stride != step) or start < 0 or start + size > whole:
-            raise ConfigError(f"a view of shape {list(of.shape)} is permuted or strided")
+        if (size > 1 and stride != step) or start < 0 or start + size > whole_size:
+            raise ConfigError(f"a view of shape {list(whole.shape)} is permuted or strided")
         box.append((start, start + size))
     return tuple(box)
 

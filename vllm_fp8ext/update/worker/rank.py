@@ -17,7 +17,7 @@ from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.registry import source_from_dict
-from vllm_fp8ext.update.worker.canary_graph import Recording
+from vllm_fp8ext.update.worker.canary_graph import CanaryGraph
 from vllm_fp8ext.update.worker.cooperative_task import Pause, Slices
 from vllm_fp8ext.update.worker.digest import combine, digest
 from vllm_fp8ext.update.worker.intake import Intake
@@ -77,7 +77,7 @@ class Rank:
         self._lanes = Lanes(self._device)
         self._exchanging = Stopwatch(self._device)
         self._recitals: dict[int, Slices] = {}
-        self._recording: Recording | None = None
+        self._recording: CanaryGraph | None = None
 
     @described
     def describe(self) -> Result:
@@ -139,7 +139,7 @@ class Rank:
         if self.kv is not None:
             self.kv.warm_up()
         if built_in and self._device.type == "cuda" and self.world_size == 1:
-            self._recording = Recording(self.twin.model, prompts[0], self._device, self._attend)
+            self._recording = CanaryGraph(self.twin.model, prompts[0], self._device, self._attend)
         return staged or {}
 
     @described
@@ -280,7 +280,7 @@ class Rank:
 
     def _fingerprint(self, *, twin: bool) -> Result:
         with torch.inference_mode():
-            found = self.twin.exchange.fingerprint(twin=twin)
+            found = self.twin.exchange.fingerprint(shadow=twin)
             scales = self.kv.scales.fingerprint(twin=twin) if self.kv is not None else 0
         return {"fingerprint": found ^ scales << 64 if scales else found}
 

@@ -22,8 +22,8 @@ from vllm_fp8ext.layers.experts import DEQUANTIZED, BlockFp8ExpertsMethod
 from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
 from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
 from vllm_fp8ext.update.contract.update_errors import refusal
-from vllm_fp8ext.update.worker.alias_names import Names, aliases_of
-from vllm_fp8ext.update.worker.load_trace import trace
+from vllm_fp8ext.update.worker.alias_names import ModelNames, aliases_of
+from vllm_fp8ext.update.worker.load_trace import load_trace
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.reachable_tensors import (
     identity_of,
@@ -37,7 +37,7 @@ from vllm_fp8ext.update.worker.reachable_tensors import (
 from vllm_fp8ext.update.worker.same_bytes import same_bytes
 from vllm_fp8ext.update.worker.stager import Stager
 from vllm_fp8ext.update.worker.staging_steps import destination_of
-from vllm_fp8ext.update.worker.weight_swap import Exchange
+from vllm_fp8ext.update.worker.weight_swap import WeightSwap
 
 _KV_STATE = frozenset(
     f"_{name}_scale{suffix}" for name in ("q", "k", "v", "prob") for suffix in ("", "_cpu", "_float")
@@ -58,7 +58,7 @@ class Twin:
         twin: nn.Module,
         specs: Iterable[TensorSpec],
         rank: int,
-        names: Names | None = None,
+        names: ModelNames | None = None,
         *,
         inplace: bool = False,
     ) -> None:
@@ -66,7 +66,7 @@ class Twin:
         self.model = twin
         _drop_kv_placeholders(twin)
         layers = dict(_quantized_layers(twin))
-        names = names or Names()
+        names = names or ModelNames()
         found = _trace(twin, layers, list(specs), rank, names)
         pieces = found.pieces
         quantized: dict[str, QuantizedTarget] = {}
@@ -101,7 +101,7 @@ class Twin:
         groups, pairs = _pairs(live, twin, self._holders, inplace)
         self._groups = groups
         self._constants: dict[str, Tensor] = {}
-        self.exchange = Exchange(pairs, inplace=inplace)
+        self.exchange = WeightSwap(pairs, inplace=inplace)
         self.manifest = found
 
     def keep_others(self, names: Iterable[str]) -> None:
@@ -199,7 +199,7 @@ class Twin:
             if path in others:
                 others[path].copy_(kept)
         self._constants = {}
-        self.exchange.refresh()
+        self.exchange.restore()
 
     def _derive(self) -> None:
         for _, layer in self._served:
@@ -219,7 +219,7 @@ class Twin:
 
 
 def _trace(
-    twin: nn.Module, layers: Mapping[str, nn.Module], specs: list[TensorSpec], rank: int, names: Names
+    twin: nn.Module, layers: Mapping[str, nn.Module], specs: list[TensorSpec], rank: int, names: ModelNames
 ) -> Manifest:
     """This rank's manifest, as its loader's copies tell it."""
     parts = [(path, part) for path, layer in layers.items() for part in layer.quant_method.matrices(layer)]
@@ -230,7 +230,7 @@ def _trace(
 
     def traced(specs: Iterable[TensorSpec]) -> dict[str, tuple[ShardSlice, ...]]:
         paths = frozenset(quantized)
-        found = trace(twin.load_weights, quantized | plain, specs, quantized=paths, rank=rank)
+        found = load_trace(twin.load_weights, quantized | plain, specs, quantized=paths, rank=rank)
         _require_same_storages(loadable, loadable_tensors(twin, _NOT_LOADED))
         return found
 
@@ -254,7 +254,7 @@ def _trace(
     scale_formats = {layer.quant_method.scale_format for layer in layers.values()} or {"fp32"}
     (scale_format,) = scale_formats
     plainly = Manifest(tensors, ignored, used, scale_format, 1, tied)
-    return replace(plainly, aliases=aliases_of(names.others(plainly, specs), plainly, traced))
+    return replace(plainly, aliases=aliases_of(names.aliases(plainly, specs), plainly, traced))
 
 
 def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

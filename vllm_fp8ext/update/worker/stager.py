@@ -21,7 +21,7 @@ from vllm_fp8ext.kernels.numerics.reference import UNIT
 from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
 from vllm_fp8ext.update.transports.memory import Placed
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
-from vllm_fp8ext.update.worker.rate_limiter import Pace
+from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
 from vllm_fp8ext.update.worker.staging_steps import CopyValues, Step, TensorRows, steps_of
 from vllm_fp8ext.update.worker.verdicts import COPIED_CODES, COPIED_VALUES, QUANTIZED, VerdictTable
 
@@ -69,23 +69,25 @@ class Stager:
             assert isinstance(step, CopyValues)
             step.compare(rows, table)
 
-    def stage_batch(self, placed: Placed, leave: Collection[str], pace: Pace, table: VerdictTable) -> Placed:
-        """Queue the staging of tensors where they lie on the rank's GPU, in a few launches, at this pace.
+    def stage_batch(
+        self, placed: Placed, exclude: Collection[str], limiter: RateLimiter, table: VerdictTable
+    ) -> Placed:
+        """Queue the staging of tensors where they lie on the rank's GPU, in a few launches.
 
-        Returns those of `leave`, by name, and those that have to come as rows: with a strip to fill, values of another dtype
-        than the served one, an odd address.
+        Returns those of `exclude`, by name, and those that have to come as rows: with a strip to fill, values of another
+        dtype than the served one, an odd address.
         """
         starts = torch.tensor([stored.start for stored in placed.tensors], dtype=torch.int64)
         addresses, tensors = placed.memory.addresses(starts), placed.tensors
         batched = addresses % UNIT == 0
-        if leave:
-            batched &= torch.tensor([stored.spec.name not in leave for stored in tensors])
+        if exclude:
+            batched &= torch.tensor([stored.spec.name not in exclude for stored in tensors])
         if not batched.all():
             addresses = addresses[batched]
             tensors = [stored for stored, good in zip(tensors, batched.tolist(), strict=True) if good]
         plan = self._plans.plan_of(tensors)
-        did = None if pace.unlimited else pace.did
-        table.add_batch(plan.names, [op.queue(addresses, did) for op in plan.ops])
+        wait = None if limiter.unlimited else limiter.wait
+        table.add_batch(plan.names, [op.queue(addresses, wait) for op in plan.ops])
         rest = placed.tensors
         staged = frozenset(plan.names)
         if len(staged) == len(rest):

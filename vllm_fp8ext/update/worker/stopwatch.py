@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long something takes that may only be queued."""
+"""Measures how long work takes that may only be queued."""
 
 import time
 from types import TracebackType
@@ -8,7 +8,7 @@ import torch
 
 
 class Stopwatch:
-    """What is done in its context: on a GPU, by what was queued on the current stream meanwhile."""
+    """Times what is done in its context: on a GPU, what was queued on the current stream meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -27,7 +27,7 @@ class Stopwatch:
             self._end.record()
 
     def wait(self) -> float:
-        """Until it is done; the seconds since its turn came."""
+        """Wait until it is done; return the seconds since its turn came."""
         if not self._on_gpu:
             return self._seconds
         self._end.synchronize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Swaps the contents of live and twin parameters, so that every address stays where CUDA graphs expect it."""
+"""Swaps the contents of live and shadow parameters, so that every address stays where CUDA graphs expect it."""
 
 import zlib
 from typing import TYPE_CHECKING
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 _WORKSPACE_BYTES = 64 << 20
 
 
-class Exchange:
-    """Pairs of equally laid out tensors whose contents are swapped together. `inplace`: both sides are the same, and there is
-    nothing to swap.
+class WeightSwap:
+    """Swaps the contents of pairs of equally laid out tensors together.
 
-    A swap is its own inverse: `run` twice restores everything. On a GPU it is one launch, which waits for its turn on the
-    current stream. On a CPU an interrupted `run` is undone before its error is raised; when that fails too, `broken` is set
-    and the contents are undefined.
+    `inplace`: both sides are the same, and there is nothing to swap. A swap is its own inverse: `run` twice restores
+    everything. On a GPU it is one launch, which waits for its turn on the current stream. On a CPU an interrupted `run` is
+    undone before its error is raised; when that fails too, `broken` is set and the contents are undefined.
     """
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], *, inplace: bool = False) -> None:
         self.inplace = inplace
-        self.pairs = [(_flat(live), _flat(twin)) for live, twin in pairs]
+        self.pairs = [(_flat(live), _flat(shadow)) for live, shadow in pairs]
         self.broken = False
-        self._copies = 3  # copies done of the swap at hand
+        self._copies = 3
+        """Copies that are done of the swap at hand."""
         largest = max((live.numel() for live, _ in self.pairs), default=0)
         self._device = self.pairs[0][0].device if self.pairs else torch.device("cpu")
         self._launch = self._compiled() if self._device.type == "cuda" else None
@@ -37,7 +37,7 @@ class Exchange:
         self._workspace = torch.empty(min(largest, _WORKSPACE_BYTES), dtype=torch.uint8, device=self._device)
 
     def _compiled(self) -> "Swap":
-        """The launches, tried so that they are compiled: the exchange twice, which changes nothing."""
+        """Run the launches so that they are compiled: the swap twice, which changes nothing."""
         from vllm_fp8ext.kernels.memory.swap import Swap
 
         swap = Swap(self.pairs)
@@ -50,12 +50,15 @@ class Exchange:
 
     @property
     def bytes(self) -> int:
-        """What the twin's side takes."""
+        """Bytes that the shadow's side takes."""
         return 0 if self.inplace else sum(live.numel() for live, _ in self.pairs)
 
     def run(self) -> None:
-        """Swap everything. On a GPU that is queued on the current stream: what follows there finds it done, who looks from
-        elsewhere has to wait for it."""
+        """Swap everything.
+
+        On a GPU that is queued on the current stream: what follows there finds it done, who looks from elsewhere has to wait
+        for it.
+        """
         if self.inplace:
             self.broken = False
             return
@@ -66,67 +69,72 @@ class Exchange:
             return
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
-            for live, twin in self._slices():
+            for live, shadow in self._slices():
                 self._copies = 0
-                swapped.append((live, twin))
-                self._swap(live, twin)
+                swapped.append((live, shadow))
+                self._swap(live, shadow)
         except BaseException:
             self._undo(swapped)
             raise
         self.broken = False
 
-    def refresh(self) -> None:
-        """The pairs' memory lost its contents: they are zero until an update comes, and what it does not bring, padding that
-        kernels compute with, stays so. Make anew what is kept beside them."""
-        for live, twin in self.pairs:
+    def restore(self) -> None:
+        """Zero the pairs, whose memory lost its contents, and make anew what is kept beside them.
+
+        What no update brings, padding that kernels compute with, stays zero.
+        """
+        for live, shadow in self.pairs:
             live.zero_()
-            twin.zero_()
+            shadow.zero_()
         if self._launch is not None:
             torch.cuda.synchronize(self._device)  # staging has a stream of its own
             self._launch = type(self._launch)(self.pairs)
 
-    def fingerprint(self, *, twin: bool) -> int:
-        """Tells the contents of one side from others, on this device. Not to be called before a `run` is done."""
+    def fingerprint(self, *, shadow: bool) -> int:
+        """Return a number that tells the contents of one side from others, on this device.
+
+        Not to be called before a `run` is done.
+        """
         if self._launch is not None:
-            return self._launch.fingerprint(int(twin))
-        found = 0
+            return self._launch.fingerprint(int(shadow))
+        checksum = 0
         for pair in self.pairs:
-            found = zlib.crc32(memoryview(pair[twin].numpy()), found)
-        return found
+            checksum = zlib.crc32(memoryview(pair[shadow].numpy()), checksum)
+        return checksum
 
     def _undo(self, swapped: list[tuple[Tensor, Tensor]]) -> None:
         try:
             if swapped and self._copies < 3:  # the last swap is half done
-                live, twin = swapped.pop()
+                live, shadow = swapped.pop()
                 if self._copies == 2:
-                    twin.copy_(live)
+                    shadow.copy_(live)
                 if self._copies >= 1:
                     live.copy_(self._workspace[: live.numel()])
-            for live, twin in reversed(swapped):
-                self._swap(live, twin)
+            for live, shadow in reversed(swapped):
+                self._swap(live, shadow)
         except BaseException:
             self.broken = True
             raise
 
-    def _swap(self, live: Tensor, twin: Tensor) -> None:
-        keep = self._workspace[: live.numel()]
-        keep.copy_(live)
+    def _swap(self, live: Tensor, shadow: Tensor) -> None:
+        saved = self._workspace[: live.numel()]
+        saved.copy_(live)
         self._copies = 1
-        live.copy_(twin)
+        live.copy_(shadow)
         self._copies = 2
-        twin.copy_(keep)
+        shadow.copy_(saved)
         self._copies = 3
 
     def _slices(self) -> list[tuple[Tensor, Tensor]]:
         step = self._workspace.numel()
         return [
-            (live[start : start + step], twin[start : start + step])
-            for live, twin in self.pairs
+            (live[start : start + step], shadow[start : start + step])
+            for live, shadow in self.pairs
             for start in range(0, live.numel(), step)
         ]
 
 
 def _flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
-        raise ValueError(f"only contiguous tensors are exchanged, found strides {tensor.stride()}")
+        raise ValueError(f"only contiguous tensors are swapped, found strides {tensor.stride()}")
     return tensor.detach().view(-1).view(torch.uint8)
