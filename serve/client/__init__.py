@@ -4,10 +4,16 @@
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client.clients import AsyncClient, AsyncReplicas, Client, Replicas
 from vllm_fp8ext.serve.client.flat import flatten
+from vllm_fp8ext.serve.client.options import (
+    CHUNKS_IN_FLIGHT,
+    ClientPushOptions,
+    PushOptions,
+    ReplicasPushOptions,
+    Transport,
+)
 from vllm_fp8ext.serve.client.progress import Progress
-from vllm_fp8ext.serve.client.push import Transport
 from vllm_fp8ext.serve.client.source import Pushable
-from vllm_fp8ext.serve.client.transports.http.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
+from vllm_fp8ext.serve.client.transports.http.chunks import CHUNK_BYTES
 from vllm_fp8ext.serve.client.transports.nccl.group import Group
 
 __all__ = [
@@ -16,10 +22,13 @@ __all__ = [
     "AsyncClient",
     "AsyncReplicas",
     "Client",
+    "ClientPushOptions",
     "Group",
     "Progress",
+    "PushOptions",
     "Pushable",
     "Replicas",
+    "ReplicasPushOptions",
     "Transport",
     "UpdateError",
     "flatten",

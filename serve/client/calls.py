@@ -5,17 +5,16 @@ import base64
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from vllm_fp8ext.serve import schema
+from vllm_fp8ext.serve.client.bodies import body_of
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Sent
 from vllm_fp8ext.serve.client.repeat import call
 from vllm_fp8ext.serve.safetensors_body import PIECE, Body
 from vllm_fp8ext.update.engine.session import WAIT_SECONDS
-
-M = TypeVar("M", bound=BaseModel)
 
 Content = bytes | Iterable[bytes]
 """A body to send. What is no iterator can be read again, and so be sent again."""
@@ -25,7 +24,8 @@ _MANIFEST = TypeAdapter(dict[str, Any])
 _DIGESTS = TypeAdapter(schema.Digests)
 _KV_SCALES = TypeAdapter(schema.KvScalesServed)
 _VERIFIED = TypeAdapter(schema.Verified)
-_UPDATE = TypeAdapter(schema.Update)
+UPDATE = TypeAdapter(schema.Update)
+"""Form of an answer that is an update."""
 _COMMITTED = TypeAdapter(schema.Committed)
 
 
@@ -80,7 +80,7 @@ def open(
     Raises:
         ValueError: an argument that is not what it should be.
     """
-    body = _body(
+    body = body_of(
         schema.OpenUpdate,
         id=id or uuid.uuid4().hex,
         version=None if version is None else str(version),
@@ -94,23 +94,12 @@ def open(
         kv_scales=kv_scales,
         expert_layout=expert_layout,
     )
-    return call(endpoint, endpoint.request("POST", "/updates", json=_plain(body)), _UPDATE)
-
-
-def _body(model: type[M], **fields: Any) -> M:
-    try:
-        return model(**fields)
-    except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, part['loc']))}: {part['msg']}, found {part['input']!r}"
-            for part in error.errors()
-        ]
-        raise ValueError("; ".join(wrong)) from None
+    return call(endpoint, endpoint.request("POST", "/updates", json=_plain(body)), UPDATE)
 
 
 def update(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
     """Where an update stands."""
-    return call(endpoint, endpoint.request("GET", f"/updates/{id}"), _UPDATE)
+    return call(endpoint, endpoint.request("GET", f"/updates/{id}"), UPDATE)
 
 
 def put_chunk(
@@ -144,20 +133,20 @@ def put_chunk(
         sent=sent,
         repeatable=not isinstance(content, Iterator),
     )
-    return call(endpoint, request, _UPDATE)
+    return call(endpoint, request, UPDATE)
 
 
 def files(endpoint: Endpoint, /, id: str, path: str | Path) -> Flow[schema.Update]:
     """Let the server read a file or folder of its own disk."""
     body = {"path": str(path)}
     request = endpoint.request("POST", f"/updates/{id}/files", json=body, repeatable=False)
-    return call(endpoint, request, _UPDATE)
+    return call(endpoint, request, UPDATE)
 
 
 def handles(endpoint: Endpoint, /, id: str, body: schema.Handles) -> Flow[schema.Update]:
     """Let the server read tensors on a GPU of its machine, as chunk `body.n`; they may change once this returns."""
     request = endpoint.request("POST", f"/updates/{id}/handles", json=body.model_dump())
-    return call(endpoint, request, _UPDATE)
+    return call(endpoint, request, UPDATE)
 
 
 def receive(endpoint: Endpoint, /, id: str, body: schema.Receive) -> Flow[schema.Update]:
@@ -165,12 +154,12 @@ def receive(endpoint: Endpoint, /, id: str, body: schema.Receive) -> Flow[schema
     chunk is `busy` until it has been staged or refused."""
     json = body.model_dump()
     request = endpoint.request("POST", f"/updates/{id}/receive", json=json, repeatable=False)
-    return call(endpoint, request, _UPDATE)
+    return call(endpoint, request, UPDATE)
 
 
 def prepare(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
     """Validate the whole update."""
-    return call(endpoint, endpoint.request("POST", f"/updates/{id}/prepare"), _UPDATE)
+    return call(endpoint, endpoint.request("POST", f"/updates/{id}/prepare"), UPDATE)
 
 
 def commit(endpoint: Endpoint, /, id: str, *, wait_seconds: float | None = None) -> Flow[schema.Update]:
@@ -179,7 +168,7 @@ def commit(endpoint: Endpoint, /, id: str, *, wait_seconds: float | None = None)
     `wait_seconds`: as the update was opened with; the response may take that much longer.
     """
     request = endpoint.request("POST", f"/updates/{id}/commit", extra_seconds=wait_seconds)
-    return call(endpoint, request, _UPDATE)
+    return call(endpoint, request, UPDATE)
 
 
 def patience(running: schema.Running, wait_seconds: float | None) -> float | None:
@@ -189,7 +178,7 @@ def patience(running: schema.Running, wait_seconds: float | None) -> float | Non
 
 def abandon(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
     """Give an update up."""
-    return call(endpoint, endpoint.request("DELETE", f"/updates/{id}"), _UPDATE)
+    return call(endpoint, endpoint.request("DELETE", f"/updates/{id}"), UPDATE)
 
 
 def rollback(
@@ -238,7 +227,7 @@ def load(
     expert_layout: schema.ExpertLayout | None = None,
 ) -> Flow[schema.Update]:
     """Update from the server's own disk in one call."""
-    body = _body(
+    body = body_of(
         schema.Load,
         path=str(path),
         version=None if version is None else str(version),
@@ -257,7 +246,7 @@ def load(
         extra_seconds=patience(running, wait_seconds),
         repeatable=False,
     )
-    return call(endpoint, request, _UPDATE)
+    return call(endpoint, request, UPDATE)
 
 
 class _Pieces:

@@ -11,6 +11,7 @@ import httpx
 from vllm_fp8ext.serve.client import calls
 from vllm_fp8ext.serve.client.driver import AsyncDriver, BlockingDriver
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow
+from vllm_fp8ext.serve.client.options import ClientPushOptions, ReplicasPushOptions, by_keywords
 from vllm_fp8ext.serve.client.push import push
 from vllm_fp8ext.serve.client.replicas import push_everywhere
 
@@ -20,6 +21,9 @@ T = TypeVar("T")
 
 TIMEOUT = 600.0
 RETRIES = 5
+
+_push = by_keywords(push, ClientPushOptions)
+_push_everywhere = by_keywords(push_everywhere, ReplicasPushOptions)
 
 
 class _Blocking(Generic[S]):
@@ -129,7 +133,7 @@ class Client(_Blocking[Endpoint]):
     sleep = _blocking(calls.sleep)
     wake = _blocking(calls.wake)
     load = _blocking(calls.load)
-    push = _blocking(push)
+    push = _blocking(_push)
 
 
 class AsyncClient(_Awaited[Endpoint]):
@@ -168,7 +172,7 @@ class AsyncClient(_Awaited[Endpoint]):
     sleep = _awaited(calls.sleep)
     wake = _awaited(calls.wake)
     load = _awaited(calls.load)
-    push = _awaited(push)
+    push = _awaited(_push)
 
 
 class Replicas(_Blocking[tuple[Endpoint, ...]]):
@@ -184,7 +188,7 @@ class Replicas(_Blocking[tuple[Endpoint, ...]]):
     ) -> None:
         super().__init__(_endpoints(urls, key, timeout, retries))
 
-    push = _blocking(push_everywhere)
+    push = _blocking(_push_everywhere)
 
 
 class AsyncReplicas(_Awaited[tuple[Endpoint, ...]]):
@@ -200,4 +204,4 @@ class AsyncReplicas(_Awaited[tuple[Endpoint, ...]]):
     ) -> None:
         super().__init__(_endpoints(urls, key, timeout, retries))
 
-    push = _awaited(push_everywhere)
+    push = _awaited(_push_everywhere)

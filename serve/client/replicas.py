@@ -3,212 +3,152 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.everywhere import listed, messages, not_committed, on_all, outcomes
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, together
 from vllm_fp8ext.serve.client.lent import end
-from vllm_fp8ext.serve.client.progress import Progress
+from vllm_fp8ext.serve.client.options import ReplicasPushOptions
 from vllm_fp8ext.serve.client.push import abandon_quietly
 from vllm_fp8ext.serve.client.repeat import backoff, lost, undecided
-from vllm_fp8ext.serve.client.source import Pushable, source_of, tensors_of
-from vllm_fp8ext.serve.client.transports.http.chunks import CHUNKS_IN_FLIGHT, Sending, send_chunks
-from vllm_fp8ext.serve.client.transports.nccl.broadcast import BUCKET_BYTES, broadcast
-from vllm_fp8ext.serve.client.transports.nccl.group import Group
-
-T = TypeVar("T")
+from vllm_fp8ext.serve.client.source import Pushable
+from vllm_fp8ext.serve.client.transports.registry import SENDERS
+from vllm_fp8ext.serve.client.transports.sender import Sender
 
 
 def push_everywhere(
-    endpoints: tuple[Endpoint, ...],
-    /,
-    weights: Pushable,
-    *,
-    version: str | int | None = None,
-    base_epoch: int | None = None,
-    instances: Mapping[str, str] | None = None,
-    partial: bool = False,
-    running: schema.Running = "keep",
-    wait_seconds: float | None = None,
-    canary: schema.Canary | None = None,
-    kv_scales: schema.KvScales | None = None,
-    expert_layout: schema.ExpertLayout | None = None,
-    transport: Literal["http", "nccl"] = "http",
-    group: Group | None = None,
-    chunk_bytes: int | None = None,
-    chunks_in_flight: int = CHUNKS_IN_FLIGHT,
-    checksum: bool = True,
-    fp8: bool = False,
-    id: str | None = None,
-    progress: Progress | None = None,
+    endpoints: tuple[Endpoint, ...], weights: Pushable, /, options: ReplicasPushOptions
 ) -> Flow[dict[str, schema.Update]]:
     """Open on all servers, send each chunk to all, prepare on all, and only then commit on all.
 
-    Arguments are those of `push`, but `instances`: the life of each server that this is for, by its URL. The update has one
-    id on all servers. With the `id` of an update that is served by some of them only, the others follow. `progress` counts
-    the bytes of all servers together, in whatever thread sends them; a bucket of a broadcast, which goes to all at once,
-    counts once.
+    Keywords are the fields of `ReplicasPushOptions`, which says what each means. The update has one id on all servers. With
+    the `id` of an update that is served by some of them only, the others follow. `progress` counts the bytes of all servers
+    together; a bucket of a broadcast, which goes to all at once, counts once.
 
     Returns: the committed updates by URL.
 
     Raises:
-        ValueError: as `push`; the update is abandoned everywhere.
+        ValueError: as `Client.push`; the update is abandoned everywhere.
         UpdateError: `not-committed`, abandoned everywhere, with `details["failed"]`, the errors by URL; or, where some serve
             the update, or may, `partly-committed`, with `details["committed"]` (epochs by URL), `failed` and `id`.
     """
     if not endpoints or len({endpoint.url for endpoint in endpoints}) < len(endpoints):
         raise ValueError(f"expected distinct URLs, found {[endpoint.url for endpoint in endpoints]}")
 
-    sending = Sending(
-        chunk_bytes=chunk_bytes, in_flight=chunks_in_flight, checksum=checksum, progress=progress
-    )
-
     def manifests() -> Flow[list[dict[str, Any]]]:
-        found = yield from _on_all(endpoints, calls.manifest)
-        return list(found.values())
+        by_url = yield from on_all(endpoints, calls.manifest)
+        return list(by_url.values())
 
-    if transport == "nccl":
-        tensors = yield from tensors_of(weights, manifests, fp8=fp8)
-    elif transport == "http":
-        source = yield from source_of(weights, manifests, fp8=fp8)
-    else:
-        raise ValueError(f"transport: expected http, nccl, found {transport!r}")
-    update_id = id or uuid.uuid4().hex
-
-    def opened(endpoint: Endpoint) -> Flow[schema.Update]:
-        return calls.open(
-            endpoint,
-            version=version,
-            base_epoch=base_epoch,
-            instance=(instances or {}).get(endpoint.url),
-            partial=partial,
-            running=running,
-            wait_seconds=wait_seconds,
-            canary=canary,
-            kv_scales=kv_scales,
-            expert_layout=expert_layout,
-            id=update_id,
-        )
-
-    committed: dict[str, schema.Update] = {}
-    unknown = False
+    sender = yield from SENDERS[options.transport].prepare(weights, options, manifests)
+    update = _ReplicatedUpdate(endpoints, options)
     try:
-        updates, failed = yield from _outcomes(endpoints, opened)
-        committed = {url: update for url, update in updates.items() if update.state == "committed"}
-        unknown = id is not None and any(map(lost, failed.values()))
-        if failed:
-            raise _not_committed(_messages(failed))
-        waiting = [endpoint for endpoint in endpoints if endpoint.url not in committed]
-        told = {endpoint: updates[endpoint.url] for endpoint in waiting}
-        beside = tuple(committed.values())
-        if transport == "nccl":
-            yield from broadcast(
-                told, tensors.pairs, chunk_bytes or BUCKET_BYTES, group, progress, _on_all, beside
-            )
-        else:
-            yield from send_chunks(told, source, sending, _on_all, beside)
-        yield from _on_all(waiting, lambda endpoint: calls.prepare(endpoint, update_id))
+        yield from update.stage(sender)
     except BaseException as error:
         end(weights)
-        if not committed and not unknown:
-            yield from _abandon(endpoints, update_id)
-        elif isinstance(error, UpdateError):  # the others can still follow
-            others = {endpoint.url: str(error) for endpoint in endpoints if endpoint.url not in committed}
-            raise _partly_committed(update_id, committed, error.details.get("failed", others)) from error
+        yield from update.give_up(error)
         raise
     try:
-        return (yield from _commit(waiting, update_id, committed, calls.patience(running, wait_seconds)))
+        return (yield from update.commit())
     except Exception:
         raise
     except BaseException as stop:
         # cancelled: a commit that waits for running requests would come all the same
-        if not committed:
-            yield from _abandon(endpoints, update_id)
-        stop.add_note(f"update {update_id} was about to be committed everywhere: some servers may serve it")
+        yield from update.cancel(stop)
         raise
 
 
-def _commit(
-    endpoints: Sequence[Endpoint],
-    id: str,
-    committed: dict[str, schema.Update],
-    wait_seconds: float | None,
-) -> Flow[dict[str, schema.Update]]:
-    """Commit everywhere; where that fails while it may have happened elsewhere, again."""
-    retries = max((endpoint.retries for endpoint in endpoints), default=0)
-    deadline = time.monotonic() + max((endpoint.timeout for endpoint in endpoints), default=0.0)
-    deadline += wait_seconds or 0.0
-    attempt = 0
-    while True:
-        done, failed = yield from _outcomes(
-            [endpoint for endpoint in endpoints if endpoint.url not in committed],
-            lambda endpoint: calls.commit(endpoint, id, wait_seconds=wait_seconds),
+class _ReplicatedUpdate:
+    """One update, by one id, on every server. `committed`: by URL, on those that serve it."""
+
+    def __init__(self, endpoints: tuple[Endpoint, ...], options: ReplicasPushOptions) -> None:
+        self.id = options.id or uuid.uuid4().hex
+        self.committed: dict[str, schema.Update] = {}
+        self._endpoints = endpoints
+        self._options = options
+        self._maybe_committed = False
+        """Whether a server that did not answer may serve the update."""
+
+    @property
+    def _waiting(self) -> list[Endpoint]:
+        """Servers that do not serve the update."""
+        return [endpoint for endpoint in self._endpoints if endpoint.url not in self.committed]
+
+    def stage(self, sender: Sender) -> Flow[None]:
+        """Open, send and prepare the update on all servers that do not serve it."""
+        updates, failed = yield from outcomes(self._endpoints, self._open)
+        self.committed = {url: update for url, update in updates.items() if update.state == "committed"}
+        self._maybe_committed = self._options.id is not None and any(map(lost, failed.values()))
+        if failed:
+            raise not_committed(messages(failed))
+        waiting = self._waiting
+        opened = {endpoint: updates[endpoint.url] for endpoint in waiting}
+        yield from sender.send(opened, on_all, tuple(self.committed.values()))
+        yield from on_all(waiting, lambda endpoint: calls.prepare(endpoint, self.id))
+
+    def _open(self, endpoint: Endpoint) -> Flow[schema.Update]:
+        options = self._options
+        instance = (options.instances or {}).get(endpoint.url)
+        return calls.open(endpoint, **options.opening(), instance=instance, id=self.id)
+
+    def give_up(self, error: BaseException) -> Flow[None]:
+        """Abandon what could not be staged, unless a server serves it: the others can still follow.
+
+        Raises:
+            UpdateError: `partly-committed`.
+        """
+        if not self.committed and not self._maybe_committed:
+            yield from self._abandon()
+        elif isinstance(error, UpdateError):
+            others = {endpoint.url: str(error) for endpoint in self._waiting}
+            raise self._partly_committed(error.details.get("failed", others)) from error
+
+    def commit(self) -> Flow[dict[str, schema.Update]]:
+        """Commit everywhere; where that fails while it may have happened elsewhere, again.
+
+        Raises:
+            UpdateError: `not-committed` or `partly-committed`.
+        """
+        patience = calls.patience(self._options.running, self._options.wait_seconds)
+        waiting = self._waiting
+        retries = max((endpoint.retries for endpoint in waiting), default=0)
+        deadline = time.monotonic() + max((endpoint.timeout for endpoint in waiting), default=0.0)
+        deadline += patience or 0.0
+        attempt = 0
+        while True:
+            committed, failed = yield from outcomes(
+                self._waiting, lambda endpoint: calls.commit(endpoint, self.id, wait_seconds=patience)
+            )
+            self.committed |= committed
+            if not failed:
+                return self.committed
+            if not self.committed and not any(map(undecided, failed.values())):
+                yield from self._abandon()
+                raise not_committed(messages(failed))
+            if attempt == retries or time.monotonic() > deadline:
+                raise self._partly_committed(messages(failed))
+            yield Wait(backoff(attempt))
+            attempt += 1
+
+    def cancel(self, stop: BaseException) -> Flow[None]:
+        """Abandon an update whose commit the caller does not wait for any more, and say so in the exception."""
+        if not self.committed:
+            yield from self._abandon()
+        stop.add_note(f"update {self.id} was about to be committed everywhere: some servers may serve it")
+
+    def _abandon(self) -> Flow[None]:
+        """Abandon it everywhere: where the answer to opening was lost, it may be open all the same."""
+        yield from together(abandon_quietly(endpoint, self.id) for endpoint in self._endpoints)
+
+    def _partly_committed(self, failed: Mapping[str, str]) -> UpdateError:
+        epochs = {url: (update.result or {}).get("epoch") for url, update in self.committed.items()}
+        message = (
+            f"update {self.id} is served by {', '.join(epochs) or 'none for certain'}, not or not for certain by the "
+            f"others; push the same weights with id={self.id!r} to go on: {listed(failed)}"
         )
-        committed |= done
-        if not failed:
-            return committed
-        if not committed and not any(map(undecided, failed.values())):
-            yield from _abandon(endpoints, id)
-            raise _not_committed(_messages(failed))
-        if attempt == retries or time.monotonic() > deadline:
-            raise _partly_committed(id, committed, _messages(failed))
-        yield Wait(backoff(attempt))
-        attempt += 1
-
-
-def _on_all(endpoints: Iterable[Endpoint], flow: Callable[[Endpoint], Flow[T]]) -> Flow[dict[str, T]]:
-    """What the flow returns for each server, by URL.
-
-    Raises:
-        UpdateError: it failed for one of them.
-    """
-    done, failed = yield from _outcomes(endpoints, flow)
-    if failed:
-        raise _not_committed(_messages(failed))
-    return done
-
-
-def _outcomes(
-    endpoints: Iterable[Endpoint], flow: Callable[[Endpoint], Flow[T]]
-) -> Flow[tuple[dict[str, T], dict[str, Exception]]]:
-    endpoints = list(endpoints)
-    outcomes = yield from together(flow(endpoint) for endpoint in endpoints)
-    done: dict[str, T] = {}
-    failed: dict[str, Exception] = {}
-    for endpoint, outcome in zip(endpoints, outcomes, strict=True):
-        if isinstance(outcome, Exception):
-            failed[endpoint.url] = outcome
-        else:
-            done[endpoint.url] = outcome
-    return done, failed
-
-
-def _abandon(endpoints: Iterable[Endpoint], id: str) -> Flow[None]:
-    """Everywhere: where the answer to opening was lost, the update may be open all the same."""
-    yield from together(abandon_quietly(endpoint, id) for endpoint in endpoints)
-
-
-def _not_committed(failed: Mapping[str, str]) -> UpdateError:
-    return UpdateError("not-committed", f"not committed: {_listed(failed)}", status=409, failed=failed)
-
-
-def _partly_committed(
-    id: str, committed: Mapping[str, schema.Update], failed: Mapping[str, str]
-) -> UpdateError:
-    epochs = {url: (update.result or {}).get("epoch") for url, update in committed.items()}
-    message = (
-        f"update {id} is served by {', '.join(epochs) or 'none for certain'}, not or not for certain by the others; "
-        f"push the same weights with id={id!r} to go on: {_listed(failed)}"
-    )
-    return UpdateError("partly-committed", message, status=500, id=id, committed=epochs, failed=failed)
-
-
-def _messages(failed: Mapping[str, Exception]) -> dict[str, str]:
-    return {url: str(error) or type(error).__name__ for url, error in failed.items()}
-
-
-def _listed(messages: Mapping[str, str]) -> str:
-    return "; ".join(f"{url}: {message}" for url, message in messages.items())
+        return UpdateError(
+            "partly-committed", message, status=500, id=self.id, committed=epochs, failed=failed
+        )

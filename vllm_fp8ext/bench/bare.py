@@ -21,7 +21,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from vllm_fp8ext.serve.client.transports.http.chunks import CHUNK_BYTES, CHUNKS_IN_FLIGHT
+from vllm_fp8ext.serve.client import CHUNK_BYTES, CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.safetensors_body import Body, bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
 from vllm_fp8ext.update.contract.checkpoint_files import checkpoint_files

@@ -60,6 +60,6 @@ def test_nothing_is_left_open(caller: Caller, server: Server) -> None:
 
 
 def test_a_transport_that_is_none(caller: Caller, server: Server) -> None:
-    with pytest.raises(ValueError, match="transport: expected http, ipc, nccl, found 'pigeon'"):
+    with pytest.raises(ValueError, match="transport: expected http, ipc, nccl, files, found 'pigeon'"):
         caller(server.url, "push", {"w": torch.ones(2)}, transport="pigeon")
     assert server.calls == []

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.serve.client import push
+from vllm_fp8ext.serve.client.everywhere import on_one
 from vllm_fp8ext.serve.client.flow import Endpoint, Work
 from vllm_fp8ext.serve.client.lent import Pairs
 from vllm_fp8ext.serve.client.progress import Counter
 from vllm_fp8ext.serve.client.source import Source, Tensors
-from vllm_fp8ext.serve.client.transports.ipc import handles
+from vllm_fp8ext.serve.client.transports.ipc import handles, sender
 from vllm_fp8ext.serve.client.transports.nccl import broadcast, buckets
 from vllm_fp8ext.serve.client.transports.nccl.buckets import Room
 from vllm_fp8ext.serve.tensors import tensor_parts
@@ -76,13 +76,14 @@ def test_chunks() -> None:
 @pytest.mark.parametrize("lent", [True, False])
 def test_handles(monkeypatch: pytest.MonkeyPatch, lent: bool) -> None:
     """What is lent is copied, and let go of before the next one is made."""
-    monkeypatch.setattr(push, "handles", lambda group, n: None)
-    monkeypatch.setattr(push.calls, "handles", nothing)
+    monkeypatch.setattr(sender, "handles", lambda group, n: None)
+    monkeypatch.setattr(sender.calls, "handles", nothing)
     made = Made()
     endpoint = Endpoint.of("http://a", None, timeout=1.0, retries=0)
     update: Any = SimpleNamespace(id="u", chunks={})
     pairs = Pairs(made, lending=lent)
-    steps(push._hand_over(endpoint, Tensors(pairs, pairs.lent, complete=False), EACH * BYTES, None, update))
+    tensors = Tensors(pairs, pairs.lent, complete=False)
+    steps(sender.IpcSender(tensors, EACH * BYTES, None).send({endpoint: update}, on_one))
     assert made.most <= (1 if lent else EACH + 1)
 
 

@@ -14,17 +14,14 @@ from typing import TypeVar
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client import calls
+from vllm_fp8ext.serve.client.everywhere import Everywhere
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Wait, work
 from vllm_fp8ext.serve.client.progress import Counter, Progress
 from vllm_fp8ext.serve.client.resumed import require_no_others
-from vllm_fp8ext.serve.client.transports.http.chunks import Everywhere
 from vllm_fp8ext.serve.client.transports.nccl.buckets import buckets
 from vllm_fp8ext.serve.client.transports.nccl.group import Group
 from vllm_fp8ext.serve.tensors import TensorLike
 from vllm_fp8ext.update.contract.update_errors import refusal
-
-BUCKET_BYTES = 1 << 30
-"""Bytes of a bucket, unless a server takes less. Two of them are held here, one in each rank."""
 
 T = TypeVar("T")
 
