@@ -16,7 +16,7 @@ from vllm_fp8ext.serve.allowed_dirs import AllowedDirs
 from vllm_fp8ext.serve.body_process import BodyProcess
 from vllm_fp8ext.serve.metrics import Metrics
 from vllm_fp8ext.serve.spool import Spool
-from vllm_fp8ext.serve.work import kept, outcome
+from vllm_fp8ext.serve.work import keep_running, outcome
 from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.transports.dense_tensor import ITEM_BYTES
@@ -24,7 +24,7 @@ from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 from vllm_fp8ext.update.transports.transport import ServerLimits
 
 _HEADER_ROOM = 4096
-_LOOK_SECONDS = 5.0
+_REFRESH_SECONDS = 5.0
 _ENDED = (404, 409, 410)
 """Statuses of an update that takes no chunks any more; others tell of an engine that is busy, or worse."""
 
@@ -51,7 +51,7 @@ class Backend:
         self.metrics = Metrics(registry)
         self._coming: list[tuple[str, asyncio.Event]] = []
         """Bodies on their way: their update, and the event to set when another is open, or none."""
-        self._held = contextlib.ExitStack()
+        self._cleanup = contextlib.ExitStack()
 
     def connect(self, engine_client: Any, *, routes: bool = True) -> None:
         """Be about this engine, with the settings that it was started with. `routes`: whether there are any, and so room for
@@ -61,13 +61,13 @@ class Backend:
             ConfigError: another one is about it, or uploads find no place.
         """
         settings = Settings.parse(engine_client.vllm_config.additional_config)
-        self.engine = EngineCalls(engine_client, settings.deadline_seconds, self._heard)
-        self._held.callback(self.engine.end.close)
+        self.engine = EngineCalls(engine_client, settings.deadline_seconds, self._note_poison)
+        self._cleanup.callback(self.engine.end.close)
         if not routes:
             return
         self.spool = Spool(settings.spool_dir, settings.spool_bytes, settings.upload_idle_seconds)
-        self._held.callback(self.spool.close)
-        self._held.callback(self.bodies.close)
+        self._cleanup.callback(self.spool.close)
+        self._cleanup.callback(self.bodies.close)
         self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
         self.allowed_dirs = AllowedDirs(settings.allowed_dirs)
 
@@ -80,12 +80,12 @@ class Backend:
             seconds=self.receive_seconds,
         )
 
-    def _heard(self, poisoned: str | None) -> None:
+    def _note_poison(self, poisoned: str | None) -> None:
         self.poisoned = poisoned
 
     def close(self) -> None:
         """Leave the engine as it was found, and give back the room."""
-        self._held.close()
+        self._cleanup.close()
 
     async def require_room(self) -> None:
         """Make room for the largest tensor of a checkpoint, and allow for any that may come.
@@ -108,20 +108,20 @@ class Backend:
         shapes += [whole.shape for whole in manifest.fused.values()]
         self.largest_bytes = max(ITEM_BYTES.values()) * max(map(math.prod, shapes)) + MARK_BYTES
 
-    async def keep_looking(self) -> None:
-        """`look` every few seconds, as long as the engine lives: updates expire by it, too."""
+    async def keep_refreshing(self) -> None:
+        """`refresh_status` every few seconds, as long as the engine lives: updates expire by it, too."""
         while True:
-            found = await outcome(self.look())
+            found = await outcome(self.refresh_status())
             if isinstance(found, UpdateError) and found.kind == "engine-dead":
                 return
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_REFRESH_SECONDS)
 
-    def look_soon(self) -> None:
-        """`look`, beside whatever goes on."""
-        kept(outcome(self.look()))
+    def refresh_status_soon(self) -> None:
+        """`refresh_status`, beside whatever goes on."""
+        keep_running(outcome(self.refresh_status()))
 
     @contextlib.asynccontextmanager
-    async def looked_at(self) -> AsyncIterator[None]:
+    async def status_refreshed(self) -> AsyncIterator[None]:
         """Around what may poison the engine or heal it: before anybody is told, the poison guard knows."""
         known = self.poisoned is not None
         try:
@@ -131,21 +131,21 @@ class Backend:
             raise
         finally:
             if known:
-                await outcome(self.look())
+                await outcome(self.refresh_status())
             else:
-                self.look_soon()
+                self.refresh_status_soon()
 
     async def abandon(self, id: str) -> dict[str, Any]:
         """Give an update up; one in place may poison the engine by that, which the poison guard then knows."""
         try:
             return await self.engine(Operation.ABANDON, id=id)
         finally:
-            await outcome(self.look())
+            await outcome(self.refresh_status())
 
-    async def look(self) -> dict[str, Any]:
+    async def refresh_status(self) -> dict[str, Any]:
         """What the engine says of itself; metrics and the poison guard tell it from now on."""
         status: dict[str, Any] = await self.engine(Operation.STATUS)
-        self._heard(status["poisoned"])
+        self._note_poison(status["poisoned"])
         self.metrics.observe(status)
         for id, gone in self._coming:
             if status["update"] != id:
@@ -153,7 +153,7 @@ class Backend:
         return status
 
     @contextlib.asynccontextmanager
-    async def kept_open(self, id: str) -> AsyncIterator[None]:
+    async def keep_update_open(self, id: str) -> AsyncIterator[None]:
         """An update that does not expire meanwhile: something is on its way to it, which is cancelled when the update ends.
 
         Raises:

@@ -93,7 +93,7 @@ async def _routes(engine: Any) -> AsyncIterator[tuple[str, httpx.AsyncBaseTransp
         stack.callback(backend.close)
         backend.connect(engine)
         await backend.require_room()
-        looking = asyncio.create_task(backend.keep_looking())
+        looking = asyncio.create_task(backend.keep_refreshing())
         stack.callback(looking.cancel)
         try:
             yield key, httpx.ASGITransport(app)

@@ -52,7 +52,9 @@ class Fp8ExtEndpoints:
         admin_key, refused = AdminKey(key), self._backend.metrics.refused
         app.include_router(router(admin_key, self._backend))
         app.add_middleware(KeyGuard, key=admin_key, refused=refused)
-        app.add_middleware(PoisonGuard, reason=lambda: self._backend.poisoned, look=self._backend.look)
+        app.add_middleware(
+            PoisonGuard, reason=lambda: self._backend.poisoned, refresh=self._backend.refresh_status
+        )
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Connect the routes with the engine."""
@@ -70,7 +72,7 @@ class Fp8ExtEndpoints:
             except UpdateError as error:
                 level = logging.INFO if error.kind == "updates-unavailable" else logging.ERROR
                 logger.log(level, "fp8ext: no live updates: %s", error)
-            self._looking = asyncio.create_task(backend.keep_looking())
+            self._looking = asyncio.create_task(backend.keep_refreshing())
 
 
 def endpoint_plugin() -> Fp8ExtEndpoints:

@@ -19,19 +19,19 @@ _OPEN = ("/fp8ext/", "/metrics", "/version", "/openapi.json", "/docs", "/redoc")
 """What a poisoned server still answers: all that heals it or looks at it."""
 
 
-_LOOK_SECONDS = 5.0
+_REFRESH_SECONDS = 5.0
 """Longest time that a failed request waits to be told why."""
 
 
 class PoisonGuard:
-    """ASGI middleware; `reason` tells why the engine is poisoned, or None, as `look` has found last."""
+    """ASGI middleware; `reason` tells why the engine is poisoned, or None, as `refresh` has found last."""
 
     def __init__(
-        self, app: ASGIApp, reason: Callable[[], str | None], look: Callable[[], Awaitable[Any]]
+        self, app: ASGIApp, reason: Callable[[], str | None], refresh: Callable[[], Awaitable[Any]]
     ) -> None:
         self._app = app
         self._reason = reason
-        self._look = look
+        self._refresh = refresh
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reason = self._reason() if scope["type"] in ("http", "websocket") else None
@@ -52,8 +52,8 @@ class PoisonGuard:
             nonlocal refused
             if message["type"] == "http.response.start" and message["status"] == 500:
                 with contextlib.suppress(TimeoutError, UpdateError):  # it may have ended
-                    async with asyncio.timeout(_LOOK_SECONDS):
-                        await self._look()
+                    async with asyncio.timeout(_REFRESH_SECONDS):
+                        await self._refresh()
                 reason = self._reason()
                 if reason is not None:
                     refused = True

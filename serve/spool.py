@@ -30,7 +30,7 @@ _MORE = "Give the container more shared memory (docker run --shm-size=8g), or ch
 
 
 @dataclass(frozen=True)
-class Extent:
+class ReceivedBody:
     """A received body: `length` bytes at `offset` of `path`, mapped here as `content`."""
 
     path: str
@@ -88,7 +88,7 @@ class Spool:
         length: int | None,
         digest: ContentDigest | None = None,
         connection: Connection | None = None,
-    ) -> AsyncIterator[Extent]:
+    ) -> AsyncIterator[ReceivedBody]:
         """Take a body of `length` bytes; its extent is free again when the context is left, unless by `engine-timeout`.
 
         `connection`: by which it comes, if it can be read from there; what follows the first piece of `body` is.
@@ -111,9 +111,9 @@ class Spool:
         offset = await self._reserve(length)
         in_use = False
         try:
-            extent = Extent(str(self.path), offset, length, self._content[offset : offset + length])
-            await self._fill(Filling(extent.content, digest), body, connection)
-            yield extent
+            received = ReceivedBody(str(self.path), offset, length, self._content[offset : offset + length])
+            await self._fill(Filling(received.content, digest), body, connection)
+            yield received
         except UpdateError as error:
             # ranks that have not answered may still read it: what another upload puts there would be staged for this one
             in_use = error.kind == "engine-timeout"

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _WORK: set[asyncio.Future[Any]] = set()
 
 
-def kept(work: Awaitable[T]) -> asyncio.Future[T]:
+def keep_running(work: Awaitable[T]) -> asyncio.Future[T]:
     """Work that is begun now and held on to until it ends, whoever waits for it."""
     task = asyncio.ensure_future(work)
     _WORK.add(task)
@@ -24,9 +24,9 @@ def kept(work: Awaitable[T]) -> asyncio.Future[T]:
     return task
 
 
-async def finished(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+async def run_to_end(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     """Await work that must run to its end even when the client goes away."""
-    return await asyncio.shield(kept(work))
+    return await asyncio.shield(keep_running(work))
 
 
 async def outcome(work: Awaitable[Any]) -> Any:

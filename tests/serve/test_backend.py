@@ -10,13 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.serve import announced_chunks, commits, schema
 from vllm_fp8ext.serve import backend as backend_module
-from vllm_fp8ext.serve import routes, schema
 from vllm_fp8ext.serve.allowed_dirs import AllowedDirs
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.schema import Rollback
 from vllm_fp8ext.serve.spool import Spool
-from vllm_fp8ext.serve.work import finished, outcome
+from vllm_fp8ext.serve.work import outcome, run_to_end
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.transports import nccl
 from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
@@ -52,7 +52,7 @@ def test_an_update_is_asked_about_as_long_as_something_is_on_its_way() -> None:
     engine = Engine({"lifetime": 0.04})
 
     async def main() -> None:
-        async with backend_of(engine).kept_open("u"):
+        async with backend_of(engine).keep_update_open("u"):
             assert engine.asked == [("check", {"id": "u"})]
             while len(engine.asked) < 4:
                 await asyncio.sleep(0.005)
@@ -72,13 +72,13 @@ def test_nothing_is_on_its_way_to_an_update_that_has_ended() -> None:
 
     async def main() -> None:
         with pytest.raises(UpdateError, match="it is abandoned"):
-            async with backend_of(engine).kept_open("u"):
+            async with backend_of(engine).keep_update_open("u"):
                 await asyncio.Event().wait()
         task = asyncio.current_task()
         assert task is not None
         assert not task.cancelling()
         with pytest.raises(UpdateError):
-            async with backend_of(Engine(ended)).kept_open("u"):
+            async with backend_of(Engine(ended)).keep_update_open("u"):
                 raise AssertionError("it was refused")
 
     asyncio.run(asyncio.wait_for(main(), 20))
@@ -108,13 +108,13 @@ def test_what_is_on_its_way_to_an_update_ends_with_it(
 
     async def main() -> None:
         async def come() -> None:
-            async with backend.kept_open("u"):
+            async with backend.keep_update_open("u"):
                 await asyncio.Event().wait()
 
         coming = asyncio.create_task(come())
-        await backend.look()
+        await backend.refresh_status()
         await asyncio.sleep(0.01)
-        await backend.look()
+        await backend.refresh_status()
         assert not coming.done()
         assert [operation for operation, _ in engine.asked].count("check") == 1
         engine.updating = other
@@ -131,7 +131,7 @@ def test_what_is_on_its_way_comes_on_while_the_engine_is_busy() -> None:
     engine = Engine({"lifetime": 0.02}, busy)
 
     async def main() -> None:
-        async with backend_of(engine).kept_open("u"):
+        async with backend_of(engine).keep_update_open("u"):
             while len(engine.asked) < 4:
                 await asyncio.sleep(0.005)
 
@@ -141,7 +141,7 @@ def test_what_is_on_its_way_comes_on_while_the_engine_is_busy() -> None:
 def test_what_is_on_its_way_can_be_cancelled_by_others() -> None:
     async def main() -> None:
         async def wait() -> None:
-            async with backend_of(Engine({"lifetime": 100.0})).kept_open("u"):
+            async with backend_of(Engine({"lifetime": 100.0})).keep_update_open("u"):
                 await asyncio.Event().wait()
 
         waiting = asyncio.create_task(wait())
@@ -169,7 +169,7 @@ def test_who_loads_in_vain_is_told_when_the_guard_knows(tmp_path: Path) -> None:
     backend.allowed_dirs = AllowedDirs([str(tmp_path)])
     body = schema.Load(path=str(tmp_path))
     with pytest.raises(UpdateError, match="expected"):
-        asyncio.run(routes._load(backend, body))
+        asyncio.run(commits.load(backend, body))
     assert backend.poisoned == "half of it"
     assert [operation for operation, _ in engine.asked] == ["open", "abandon"]
 
@@ -185,14 +185,14 @@ def test_a_broadcast_is_polled_to_its_end() -> None:
         return dict(found)
 
     backend.engine.ended = ended  # type: ignore[method-assign]
-    asyncio.run(routes._followed(backend, {"job": 1}))
+    asyncio.run(announced_chunks.poll_to_end(backend, {"job": 1}))
     assert answers == []
 
 
 class Committing(Engine):
     """A commit has this outcome; what the engine says of itself takes a while."""
 
-    async def patiently(self, operation: str, **arguments: Any) -> Any:
+    async def call_until_drained(self, operation: str, **arguments: Any) -> Any:
         return await self(operation, **arguments)
 
     async def __call__(self, operation: str, **arguments: Any) -> Any:
@@ -208,10 +208,10 @@ def test_a_commit_that_is_asked_for_again_is_the_one_that_goes_on(refused: bool)
     backend = backend_of(engine)
 
     async def main() -> list[Any]:
-        asked = [outcome(finished(routes._commit_once(backend, "u"))) for _ in range(2)]
+        asked = [outcome(run_to_end(commits.commit_once(backend, "u"))) for _ in range(2)]
         both = await asyncio.gather(*asked)
         assert [operation for operation, _ in engine.asked].count("commit") == 1
-        assert await outcome(finished(routes._commit_once(backend, "u"))) == both[0]
+        assert await outcome(run_to_end(commits.commit_once(backend, "u"))) == both[0]
         assert [operation for operation, _ in engine.asked].count("commit") == 2
         return both
 
@@ -235,7 +235,7 @@ def test_the_guard_knows_before_anybody_is_told(
 
     async def told() -> str | None:
         call = (
-            routes._commit(backend, "u") if operation == "commit" else routes._rollback(backend, Rollback())
+            commits.commit(backend, "u") if operation == "commit" else commits.rollback(backend, Rollback())
         )
         error = await outcome(call)
         assert isinstance(error, UpdateError) == bool(after)
@@ -281,8 +281,11 @@ def test_a_bucket_may_be_the_largest_tensor_in_any_form(tmp_path: Path) -> None:
     largest = 4 * 8 * 64 * 32 + MARK_BYTES
     group = schema.BroadcastGroup(backend="gloo", id="host:1/name", size=2, first_rank=2)
     tensor = schema.DenseTensor(name=names[0], dtype="float32", shape=[64, 32], offset=0)
+    route = nccl.TRANSPORT.route
+    assert route is not None
     sizes = {largest: "has no ranks 2 to 2", largest + 1: f"a bucket may have {largest} bytes"}
     for size, said in sizes.items():  # what is looked at next is the group
         body = schema.Receive(n=0, group=group, bytes=size, mark="00" * 8, tensors=[tensor])
+        chunk = announced_chunks.Announced(backend, "u", body.model_dump())
         with pytest.raises(UpdateError, match=said):
-            asyncio.run(routes._announced(backend, "u", nccl.TRANSPORT, body.model_dump()))
+            asyncio.run(chunk.begin_to_stage(route))

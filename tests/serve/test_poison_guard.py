@@ -64,7 +64,7 @@ def app(engine: Engine) -> FastAPI:
     async def anything(path: str) -> str:
         return path
 
-    app.add_middleware(PoisonGuard, reason=lambda: engine.poisoned, look=engine.look)
+    app.add_middleware(PoisonGuard, reason=lambda: engine.poisoned, refresh=engine.look)
     return app
 
 

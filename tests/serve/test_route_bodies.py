@@ -59,7 +59,7 @@ class Engine:
     async def ended(self, operation: str, started: dict[str, Any]) -> Any:
         return {"update": UPDATE}
 
-    patiently = __call__
+    call_until_drained = __call__
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.serve.content_digest import ContentDigest
-from vllm_fp8ext.serve.spool import Extent, Spool
+from vllm_fp8ext.serve.spool import ReceivedBody, Spool
 from vllm_fp8ext.serve.spool import _between as between
 
 PAGE = 4096
@@ -59,7 +59,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def on_disk(extent: Extent) -> bytes:
+def on_disk(extent: ReceivedBody) -> bytes:
     """What another process finds."""
     with open(extent.path, "rb") as file:
         file.seek(extent.offset)
@@ -405,7 +405,7 @@ def test_what_a_silent_rank_may_still_read_is_not_given_to_another(spool: Spool)
     """Its bytes would be staged as those of the upload that was given up."""
 
     async def main() -> None:
-        async def give_up() -> Extent:
+        async def give_up() -> ReceivedBody:
             with contextlib.suppress(UpdateError):
                 async with spool.receive(pages(4), 4 * PAGE) as extent:
                     raise UpdateError("engine-timeout", "a rank is silent", status=504)

@@ -51,7 +51,7 @@ class Ranks:
         if method == "stage":
             job, _, source, tensors, *_ = arguments
             outcomes = [self._read(receivers, source, tensors) for receivers in self._receivers]
-            self.after(Path(source["path"]))
+            self.after(Path(source.get("path", "")))
             self._outcomes[job] = outcomes
         elif arguments:
             self._outcomes[arguments[0]] = outcomes
@@ -120,14 +120,14 @@ class DiskServer:
         self.backend.metrics.observe = lambda status: None  # type: ignore[method-assign]
         self.backend.receive_bytes = 1
         self.backend.spool = type("Room", (), {"limit": 1})()
-        self._app = FastAPI()
-        self._app.include_router(router(AdminKey("key"), self.backend))
+        self.app = FastAPI()
+        self.app.include_router(router(AdminKey("key"), self.backend))
 
     def post(self, route: str, /, **body: Any) -> httpx.Response:
         """Call a route."""
 
         async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app)
+            transport = httpx.ASGITransport(self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://here/fp8ext/v1") as client:
                 return await client.post(route, content=json.dumps(body), headers=_HEADERS)
 

@@ -156,7 +156,7 @@ class EngineCalls:
         """
         await self._answer(self._client.wake_up(tags), "wake")
 
-    async def patiently(self, operation: Operation, **arguments: Any) -> dict[str, Any]:
+    async def call_until_drained(self, operation: Operation, **arguments: Any) -> dict[str, Any]:
         """`job`, of an operation that may have to wait for running requests, which have a deadline of their own."""
         while True:
             result = await self.job(operation, **arguments)

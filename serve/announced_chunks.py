@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks whose bytes the ranks fetch themselves, by a transport that has a route of its own."""
+
+import asyncio
+from typing import Any
+
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.backend import Backend
+from vllm_fp8ext.serve.stage_arguments import stage_arguments
+from vllm_fp8ext.serve.work import keep_running, outcome
+from vllm_fp8ext.update.contract.operations import Operation
+from vllm_fp8ext.update.transports.transport import Announcement, Route
+
+
+class Announced:
+    """One chunk that a client has announced. `body`: fields of its route's body, nested ones plain."""
+
+    def __init__(self, backend: Backend, id: str, body: dict[str, Any]) -> None:
+        self._backend = backend
+        self._id = id
+        self._body = body
+
+    async def stage(self, route: Route) -> dict[str, Any]:
+        """Have the ranks fetch the chunk, and wait for them."""
+        chunk = await self._announcement(route)
+        result = await self._backend.engine.job(Operation.STAGE, **self._arguments(chunk))
+        return dict(result["update"])
+
+    async def begin_to_stage(self, route: Route) -> dict[str, Any]:
+        """Have the ranks fetch the chunk; the update tells what becomes of it."""
+        chunk = await self._announcement(route)
+        started = await self._backend.engine(Operation.STAGE, **self._arguments(chunk))
+        self._backend.group = chunk.group or self._backend.group
+        keep_running(poll_to_end(self._backend, started))
+        return await self._backend.engine(Operation.UPDATE, id=self._id)
+
+    async def _announcement(self, route: Route) -> Announcement:
+        return await asyncio.to_thread(route.announce, self._body, self._backend.limits)
+
+    def _arguments(self, chunk: Announcement) -> dict[str, Any]:
+        size = sum(tensor.size for tensor in chunk.tensors)
+        return stage_arguments(self._id, str(self._body["n"]), chunk.source, chunk.tensors, size)
+
+
+async def poll_to_end(backend: Backend, started: dict[str, Any]) -> None:
+    """Poll a job to its end however long it takes: the ranks give up by themselves what does not come."""
+    while True:
+        result = await outcome(backend.engine.ended(Operation.STAGE, started))
+        if not isinstance(result, UpdateError) or result.kind != "engine-timeout":
+            return
