@@ -28,7 +28,7 @@ from torch import Tensor
 
 from vllm_fp8ext.bench.measured import Measured
 from vllm_fp8ext.bench.projections import MODELS
-from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, Step
+from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, DecodeStep
 from vllm_fp8ext.kernels.attention.norm_rope import norm_rope
 from vllm_fp8ext.kernels.gemm import decode_gemm_configs, selection
 from vllm_fp8ext.kernels.gemm.decode_gemm import decode_gemm
@@ -152,7 +152,7 @@ class Layers:
         _multiply(gated, down, configs)
 
     def _norm(self, x_MK: Tensor, residual_MK: Tensor, config: TileConfig | None) -> tuple[Quantized, Tensor]:
-        return rmsnorm_quantize(x_MK, residual_MK, self.norm, 1e-6, "fp32", few=config is not None)
+        return rmsnorm_quantize(x_MK, residual_MK, self.norm, 1e-6, "fp32", small_m=config is not None)
 
     def _attend(self, batch: Batch, qkv_MN: Tensor, index: int) -> Quantized:
         norms = batch.norms if self.normed_heads else None
@@ -161,7 +161,7 @@ class Layers:
         )
         value = qkv_MN[:, -self.kv_heads * kernel_cases.HEAD_DIM :].view(key.shape)
         placed = batch.caches[index], batch.table_RB, batch.lengths_R, batch.slots_R
-        step = Step(query, key, value, *placed, (self.scale,) * 3, kernel_cases.HEAD_DIM**-0.5)
+        step = DecodeStep(query, key, value, *placed, (self.scale,) * 3, kernel_cases.HEAD_DIM**-0.5)
         attended = empty(qkv_MN.shape[0], self.heads * kernel_cases.HEAD_DIM, qkv_MN.device)
         self.attention(step, attended)
         return attended

@@ -71,7 +71,7 @@ def choose(kv_heads: int, requests: int = 1, dtype: torch.dtype = FP8_DTYPE) -> 
     return config if fits else replace(config, stages=2)
 
 
-class Step(NamedTuple):
+class DecodeStep(NamedTuple):
     """One layer's part of a step in which every request has one new token."""
 
     query_RHD: Tensor
@@ -140,7 +140,7 @@ class DecodeAttention:
         self._parts = torch.empty(slots, heads, HEAD_DIMENSION, dtype=torch.float32, device=device)
         self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
 
-    def __call__(self, step: Step, out: Tensor | Quantized, scale_format: ScaleFormat = "fp32") -> None:
+    def __call__(self, step: DecodeStep, out: Tensor | Quantized, scale_format: ScaleFormat = "fp32") -> None:
         """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out`, zero where it has no tokens, and its
         new token's K and V into the cache, quantized for FP8 as vLLM does it. Another request's context may have that token
         too, if it completes a block.
@@ -208,7 +208,7 @@ class DecodeAttention:
         shaped = (heads, both) == (self.kv_heads, 2 * HEAD_DIMENSION) and tokens % TILE == 0
         return shaped and (is_bytes or cache.dtype == self.dtype) and cache.stride(3) == 1 and placed
 
-    def _check(self, step: Step, out: Tensor | Quantized) -> None:
+    def _check(self, step: DecodeStep, out: Tensor | Quantized) -> None:
         query_RHD, key_RGD, value_RGD, cache, table_RB, lengths_R, slots_R, scales, _ = step
         requests = lengths_R.shape[0]
         by_query = (requests, self.heads, HEAD_DIMENSION)

@@ -18,7 +18,7 @@ PROGRAMS = 64
 
 
 @dataclass(frozen=True)
-class Seen:
+class AmaxCounts:
     """What came by, on the CPU; first index `K`, `V`, `Q`.
 
     `amax`: fp32 `[3, G]`; NaN and infinity stay visible. `saturated`: int64 `[3, G]`, elements whose magnitude was above
@@ -30,7 +30,7 @@ class Seen:
     elements: Tensor
 
 
-class Tally:
+class AmaxTally:
     """What an attention layer of `heads` KV heads has seen since it was last taken."""
 
     def __init__(self, heads: int, device: torch.device) -> None:
@@ -68,10 +68,10 @@ class Tally:
             torch.maximum(self.amax_3GP[index, :, 0], amax, out=self.amax_3GP[index, :, 0])
             self.saturated_3GP[index, :, 0] += saturated
 
-    def take(self) -> Seen:
+    def take(self) -> AmaxCounts:
         """What was seen since the last time; waits for the GPU."""
         elements = self.tokens_P.sum() * torch.tensor(self._widths, device=self.tokens_P.device)
-        seen = Seen(self.amax_3GP.amax(2).cpu(), self.saturated_3GP.sum(2).cpu(), elements.cpu())
+        seen = AmaxCounts(self.amax_3GP.amax(2).cpu(), self.saturated_3GP.sum(2).cpu(), elements.cpu())
         for part in (self.amax_3GP, self.saturated_3GP, self.tokens_P):
             part.zero_()
         return seen
@@ -79,7 +79,7 @@ class Tally:
 
 def kv_amax_reference(values_TGW: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Of each head the largest magnitude, fp32 `[G]`, and how many elements are saturated, int64 `[G]`, of one of the tensors
-    that `Tally.add` takes."""
+    that `AmaxTally.add` takes."""
     heads = values_TGW.shape[1]
     sizes = values_TGW.float().abs()
     if not len(sizes):

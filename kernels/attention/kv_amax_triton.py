@@ -12,7 +12,7 @@ from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 from vllm_fp8ext.kernels.numerics.triton_numerics import magnitude_bits
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.kernels.attention.kv_amax import Tally
+    from vllm_fp8ext.kernels.attention.kv_amax import AmaxTally
 
 _TILE = 1 << 12
 """Elements that a program reads at a time."""
@@ -159,12 +159,12 @@ def _kv_amax(
 
 
 def launch(
-    tally: "Tally",
+    tally: "AmaxTally",
     values_TGW: tuple[Tensor, Tensor, Tensor],
     slots_T: Tensor,
     scales: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Queue what `Tally.add` adds on the current stream."""
+    """Queue what `AmaxTally.add` adds on the current stream."""
     codes = values_TGW[2].dtype == FP8_DTYPE
     k, v, q = values_TGW
     _, heads, programs = tally.amax_3GP.shape

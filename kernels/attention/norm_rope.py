@@ -20,7 +20,7 @@ HEADS = 8
 """Heads that a program takes."""
 
 
-class Norms(NamedTuple):
+class NormWeights(NamedTuple):
     """RMSNorm of every head: weights `[D]` of queries and of keys."""
 
     query_D: Tensor
@@ -32,7 +32,7 @@ def norm_rope_reference(
     qkv_MN: Tensor,
     positions_M: Tensor,
     cos_sin_PD: Tensor,
-    norms: Norms | None,
+    norms: NormWeights | None,
     q_scale: Tensor | None,
     heads: int,
     kv_heads: int,
@@ -137,7 +137,7 @@ def norm_rope(
     qkv_MN: Tensor,
     positions_M: Tensor,
     cos_sin_PD: Tensor,
-    norms: Norms | None,
+    norms: NormWeights | None,
     q_scale: Tensor | None,
     heads: int,
     kv_heads: int,

@@ -38,6 +38,6 @@ def norm_rope(
     """Queries and keys as `kernels.attention.norm_rope.norm_rope` makes them: normed with both weights or with none."""
     from vllm_fp8ext.kernels.attention import norm_rope as kernel
 
-    norms = None if q_norm_D is None or k_norm_D is None else kernel.Norms(q_norm_D, k_norm_D, epsilon)
+    norms = None if q_norm_D is None or k_norm_D is None else kernel.NormWeights(q_norm_D, k_norm_D, epsilon)
     qkv_MN = qkv_MN if qkv_MN.stride(1) == 1 else qkv_MN.contiguous()
     return kernel.norm_rope(qkv_MN, positions_M, cos_sin_PD, norms, q_scale, heads, kv_heads)

@@ -114,8 +114,8 @@ def rmsnorm_linear(
     from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
 
     residual_MK = None if residual_MK is None else _in_rows(residual_MK)
-    form, few = cast("ScaleFormat", scale_format), x_MK.shape[0] <= decode_tokens
-    quantized, added = rmsnorm_quantize(_in_rows(x_MK), residual_MK, norm_K, epsilon, form, few=few)
+    form, small_m = cast("ScaleFormat", scale_format), x_MK.shape[0] <= decode_tokens
+    quantized, added = rmsnorm_quantize(_in_rows(x_MK), residual_MK, norm_K, epsilon, form, small_m=small_m)
     out = _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
     return out, x_MK.new_empty(0) if residual_MK is None else added
 
@@ -195,10 +195,10 @@ def _quantized(
 ) -> Tensor:
     if 0 < x.codes.shape[0] <= decode_tokens:
         return decode_gemm.decode_gemm(x, codes_NK, scales_NbKb, bias_N, "fp32")
-    return _many(x, codes_NK, scales_NbKb, bias_N, gemm, dtype)
+    return _large_m(x, codes_NK, scales_NbKb, bias_N, gemm, dtype)
 
 
-def _many(
+def _large_m(
     x: Quantized,
     codes_NK: Tensor,
     scales_NbKb: Tensor,

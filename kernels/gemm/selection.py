@@ -68,7 +68,7 @@ def _alone(gemm: str) -> dict[tuple[int, int], int]:
     return found
 
 
-class Route(NamedTuple):
+class GemmRoute(NamedTuple):
     """Up to `decode_tokens` tokens go to `decode_gemm`, more to the kernel named `gemm`."""
 
     decode_tokens: int
@@ -79,10 +79,10 @@ def route(
     shape_NK: tuple[int, int],
     usable: Sequence[str],
     *,
-    few: bool,
+    small_m: bool,
     decode_tokens: int | None = None,
     gemm: str | None = None,
-) -> Route | None:
+) -> GemmRoute | None:
     """The kernels for one shape of weight; None if there are none.
 
     `usable`: kernels for many tokens that take it here, the fastest first. `few`: whether `decode_gemm` runs here. Of what a
@@ -92,10 +92,12 @@ def route(
         ValueError: a kernel that the user chose does not take the shape here.
     """
     n, k = shape_NK
-    if decode_tokens and not (few and decode_gemm_configs.usable(decode_tokens, n, k)):
+    if decode_tokens and not (small_m and decode_gemm_configs.usable(decode_tokens, n, k)):
         raise ValueError(f"decode_tokens {decode_tokens}: decode_gemm does not take weights of {n}x{k} here")
     taken = [
-        tokens for tokens in decode_gemm_configs.TOKENS if few and decode_gemm_configs.usable(tokens, n, k)
+        tokens
+        for tokens in decode_gemm_configs.TOKENS
+        if small_m and decode_gemm_configs.usable(tokens, n, k)
     ]
     if taken:
         usable = [*usable, "decode_gemm"]
@@ -108,4 +110,4 @@ def route(
     if decode_tokens is None:
         most = decode_gemm_configs.TOKENS[-1] if chosen == "decode_gemm" else crossover(n, k, chosen)
         decode_tokens = max((tokens for tokens in taken if tokens <= most), default=0)
-    return Route(decode_tokens, chosen)
+    return GemmRoute(decode_tokens, chosen)

@@ -47,7 +47,7 @@ def takes(place: Tensor) -> bool:
     )
 
 
-class CopyTogether:
+class CopyBatched:
     """Tensors of one dtype that go to these places, again and again, on one device."""
 
     def __init__(self, places: Sequence[Tensor]) -> None:

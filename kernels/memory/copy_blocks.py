@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.numerics.tile_index import Tiles
-from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place
+from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Destination
 
 _COLUMNS = 9
 """Of the table: addresses of the place's codes and scales, distances of rows of codes (that come, and of the place) and of
@@ -72,7 +72,9 @@ class CopyBlocks:
     """Codes and scales that go to these places, again and again, on one device; `scale_rows`: elements from one row of the
     scales that come to the next. A place's `row` is that of the codes."""
 
-    def __init__(self, places: Sequence[Place], scale_rows: Sequence[int], scale_format: ScaleFormat) -> None:
+    def __init__(
+        self, places: Sequence[Destination], scale_rows: Sequence[int], scale_format: ScaleFormat
+    ) -> None:
         self._places = list(places)  # the addresses below are theirs
         self._device = places[0].codes_NK.device
         rows = [

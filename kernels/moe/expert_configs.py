@@ -64,7 +64,7 @@ class ExpertRoute:
     """Of the whole model: tokens are shared out among these."""
     chosen: int
     """Experts of a token."""
-    many: Kernel
+    gemm: Kernel
     """For more tokens than the others take."""
     fused_tokens: int
     """Most tokens that go to `fused`."""
@@ -73,15 +73,15 @@ class ExpertRoute:
 
     def choose(self, tokens: int) -> ExpertChoice:
         """The kernel for so many tokens."""
-        if tokens <= self.fused_tokens or self.many == "fused":
+        if tokens <= self.fused_tokens or self.gemm == "fused":
             load = tokens * self.chosen / self.experts
             return ExpertChoice("fused", next(config for most, config in TILE_CONFIGS if load <= most))
-        return ExpertChoice("triton" if tokens <= self.triton_tokens else self.many, None)
+        return ExpertChoice("triton" if tokens <= self.triton_tokens else self.gemm, None)
 
     def boundaries(self, most: int) -> list[int]:
         """Up to `most` tokens, the largest number of each kernel and cut."""
         ends = {self.fused_tokens, self.triton_tokens, most}
-        if self.many == "fused" or self.fused_tokens:
+        if self.gemm == "fused" or self.fused_tokens:
             ends |= {int(load * self.experts / self.chosen) for load, _ in TILE_CONFIGS[:-1]}
         return sorted(end for end in ends if 0 < end <= most)
 
@@ -91,40 +91,40 @@ def expert_route(
     chosen: int,
     usable: Sequence[str],
     *,
-    one_path: bool = False,
+    batch_invariant: bool = False,
     fused_tokens: int | None = None,
     triton_tokens: int | None = None,
-    many: str | None = None,
+    gemm: str | None = None,
 ) -> ExpertRoute:
-    """The kernels of a layer with so many experts in all, of which each token goes to `chosen`.
+    """Choose the kernels of a layer of `experts` in all, of which each token goes to `chosen`.
 
-    `usable`: kernels that take it here. `one_path`: the same kernel whatever the number of tokens. Of what a user chose,
-    `fused_tokens`, `triton_tokens` or `many`, nothing is left out.
+    `usable`: kernels that take it here. `batch_invariant`: the same kernel whatever the number of tokens. A kernel or a
+    number of tokens that the user chose (`fused_tokens`, `triton_tokens`, `gemm`) is kept.
 
     Raises:
         ValueError: a kernel that the user chose does not take the layer here, or nothing does.
     """
-    asked = [("fused", fused_tokens), ("triton", triton_tokens), (many, many)]
+    asked = [("fused", fused_tokens), ("triton", triton_tokens), (gemm, gemm)]
     for kernel, wanted in asked:
         if wanted and kernel not in usable:
             able = ", ".join(usable) or "none"
             raise ValueError(f"{kernel}: does not take these experts here; those that do: {able}")
-    order = [name for name in LARGE_M_KERNELS if name in usable and not (one_path and name == "fused")]
+    order = [name for name in LARGE_M_KERNELS if name in usable and not (batch_invariant and name == "fused")]
     if not order:
         raise ValueError("no FP8 kernel takes these experts here")
-    last = cast("Kernel", many or order[0])
+    last = cast("Kernel", gemm or order[0])
 
     def most(load: float, kernel: str, wanted: int | None) -> int:
         if wanted is not None:
             return wanted
-        if one_path or kernel not in usable or last == kernel:
+        if batch_invariant or kernel not in usable or last == kernel:
             return 0
         return int(load * experts / chosen)
 
     return ExpertRoute(
         experts=experts,
         chosen=chosen,
-        many=last,
+        gemm=last,
         fused_tokens=most(FUSED, "fused", fused_tokens),
         triton_tokens=most(TRITON, "triton", triton_tokens),
     )

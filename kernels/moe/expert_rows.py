@@ -28,7 +28,7 @@ _COUNTED = 16
 """Chunks whose counts are added at once."""
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """All int32."""
 
     slots: Tensor
@@ -48,7 +48,7 @@ def capacity(slots: int, experts: int, align: int) -> int:
     return -(-(slots + min(slots, experts) * (align - 1)) // align) * align
 
 
-def expert_rows_reference(experts_MT: Tensor, experts: int, align: int) -> Rows:
+def expert_rows_reference(experts_MT: Tensor, experts: int, align: int) -> ExpertRows:
     """What the kernel computes; what it leaves undefined, the slots of rows beyond those in use, is `NOBODY` here."""
     flat = experts_MT.flatten().tolist()
     r = capacity(len(flat), experts, align)
@@ -65,7 +65,7 @@ def expert_rows_reference(experts_MT: Tensor, experts: int, align: int) -> Rows:
     used = -(-row // align) * align
     device = experts_MT.device
     found = (slots, owners, places, ends, [used])
-    return Rows(*(torch.tensor(part, dtype=torch.int32, device=device) for part in found))
+    return ExpertRows(*(torch.tensor(part, dtype=torch.int32, device=device) for part in found))
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -149,12 +149,12 @@ def _place(
 _launch_count, _launch_place = Launcher(_count), Launcher(_place)
 
 
-def expert_rows(experts_MT: Tensor, experts: int, align: int) -> Rows:
+def expert_rows(experts_MT: Tensor, experts: int, align: int) -> ExpertRows:
     """Rows for the experts (integers, contiguous) that each token goes to, in two launches."""
     s, device = experts_MT.numel(), experts_MT.device
     r = capacity(s, experts, align)
     sizes = {"slots": r, "owners": r // align, "places": s, "ends": experts, "used": 1}
-    rows = Rows(**{n: torch.empty(size, dtype=torch.int32, device=device) for n, size in sizes.items()})
+    rows = ExpertRows(**{n: torch.empty(size, dtype=torch.int32, device=device) for n, size in sizes.items()})
     size = SMALL if s <= SMALL else CHUNK
     chunks = max(1, -(-s // size))
     early = experts_MT.is_cuda

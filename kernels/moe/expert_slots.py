@@ -25,7 +25,7 @@ SCANNED = 1024
 """Slots that a program reads at a time."""
 
 
-class Slots(NamedTuple):
+class ExpertSlots(NamedTuple):
     """All int32."""
 
     slots: Tensor
@@ -114,7 +114,7 @@ def has_slot(experts_S, expert, S, SCANNED: tl.constexpr):
 
 def expert_slots(
     x_MK: Tensor, experts_MT: Tensor, experts: int, scale_format: ScaleFormat, *, listed: bool = True
-) -> tuple[Quantized, Slots]:
+) -> tuple[Quantized, ExpertSlots]:
     """Codes and scales of `x_MK` (BF16 or FP16, columns contiguous, at least one token), and the slots of each expert
     (integers, contiguous). `listed`: false leaves these uninitialized.
 
@@ -140,4 +140,4 @@ def expert_slots(
         num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )
-    return Quantized(codes, scales), Slots(slots, counts)
+    return Quantized(codes, scales), ExpertSlots(slots, counts)

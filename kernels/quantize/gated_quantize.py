@@ -12,7 +12,7 @@ from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.numerics.triton_numerics import quantized, rounded
-from vllm_fp8ext.kernels.quantize.quantize_activation import GROUPS, many, parts, places
+from vllm_fp8ext.kernels.quantize.quantize_activation import GROUPS, large_m, parts, places
 from vllm_fp8ext.kernels.runtime.launch import Launcher
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -157,7 +157,7 @@ def _quantized(
     (m, k), early = codes.shape, x.is_cuda
     count = m if rows_S is None else rows_S.numel()
     if count:
-        tokens = _TOGETHER if rows_S is None and count >= many(k) else 1
+        tokens = _TOGETHER if rows_S is None and count >= large_m(k) else 1
         _launch(
             (-(-count // tokens), parts(k), 1),
             (x, codes.view(torch.uint8), scales, scales if rows_S is None else rows_S),

@@ -15,14 +15,14 @@ GROUPS = 8
 """Groups of 128 columns that a program takes."""
 _TOGETHER = 4
 """Tokens that a program takes where there are many."""
-_MANY = 8192
+_LARGE_M = 8192
 """Programs, each for one token, that are more than a GPU runs at once."""
 
 
-def many(k: int) -> int:
+def large_m(k: int) -> int:
     """Of so many columns, the number of tokens from which on a program takes several. Then less is spent on addresses and
     scales, and more is loaded at once; with one, a few tokens keep more multiprocessors busy."""
-    return -(-_MANY // parts(k))
+    return -(-_LARGE_M // parts(k))
 
 
 def parts(k: int) -> int:
@@ -109,7 +109,7 @@ def _quantized(
     early = x_MK.is_cuda
     if m:
         short, places = x_MK.dtype.itemsize == 2, 0 if places_MT is None else places_MT.shape[1]
-        tokens = _TOGETHER if m >= many(k) else 1
+        tokens = _TOGETHER if m >= large_m(k) else 1
         _launch(
             (-(-m // tokens), parts(k), 1),
             (x_MK, codes.view(torch.uint8), scales, scales if places_MT is None else places_MT),

@@ -66,7 +66,7 @@ def _quantize_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Destination:
     """Where one weight `[N, K]` goes: codes `[N, K]` and fp32 scales, which may be parts of larger ones. `row`: elements from
     one row of the weight to the next."""
 
@@ -93,11 +93,11 @@ class Place:
         return rows % BLOCK == 0 and columns % BLOCK == 0
 
 
-class QuantizeTogether:
+class QuantizeBatched:
     """Weights of one dtype that go to these places, again and again, on one device: all are even, or none has to be. Keeps a
     table of the places there, 4 bytes for each block."""
 
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype, scale_format: ScaleFormat) -> None:
+    def __init__(self, places: Sequence[Destination], dtype: torch.dtype, scale_format: ScaleFormat) -> None:
         self._places = list(places)  # the addresses below are theirs
         self._device = places[0].codes_NK.device
         rows = [

@@ -82,12 +82,13 @@ def rmsnorm_quantize(
     epsilon: float,
     scale_format: ScaleFormat,
     *,
-    few: bool = False,
+    small_m: bool = False,
 ) -> tuple[Quantized, Tensor]:
-    """Codes and scales of the norm, and the new residual `[M, K]` (`x_MK` itself without a residual).
+    """Norm and quantize: returns codes and scales, and the new residual `[M, K]`.
 
-    `x_MK`, `residual_MK`: BF16 or FP16, columns contiguous. `few`: by up to twice as many warps, which are done with a token
-    sooner, but load less at once of many; squares are added in another order.
+    `x_MK`, `residual_MK`: BF16 or FP16, columns contiguous; without a residual the new one is `x_MK` itself. `small_m`: take
+    up to twice as many warps, which are done with a token sooner but load less at once of many; squares are added in another
+    order.
     """
     m, k = x_MK.shape
     codes, scales = empty(m, k, x_MK.device)
@@ -103,6 +104,6 @@ def rmsnorm_quantize(
             (k, x_MK.stride(0), summand.stride(0)),
             (scales.stride(1), epsilon),
             (scale_format == "pow2", early, early, add, groups, BLOCK),
-            min(_MOST_WARPS, max(1, groups * BLOCK // (256 if few else 512))),
+            min(_MOST_WARPS, max(1, groups * BLOCK // (256 if small_m else 512))),
         )
     return Quantized(codes, scales), added

@@ -12,7 +12,7 @@ from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.kernels.attention.norm_rope import Norms
+    from vllm_fp8ext.kernels.attention.norm_rope import NormWeights
 
 LINEAR = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "o": (4096, 4096)}
 """Projections of Qwen3-8B, `(N, K)`."""
@@ -95,9 +95,9 @@ def same(first: Tensor, second: Tensor) -> bool:
     return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(*bits)
 
 
-def rotary(m: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, "Norms", Tensor]:
+def rotary(m: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, "NormWeights", Tensor]:
     """Positions, table, norms and scale of the queries of a layer of Qwen3-8B."""
-    from vllm_fp8ext.kernels.attention.norm_rope import Norms
+    from vllm_fp8ext.kernels.attention.norm_rope import NormWeights
 
     noise = torch.Generator(device).manual_seed(seed)
     positions = torch.randint(4096, (m,), generator=noise, device=device)
@@ -106,7 +106,7 @@ def rotary(m: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, "Norms",
     )
     table = torch.cat((angles.cos(), angles.sin()), -1).bfloat16()
     weights = torch.rand(2, HEAD_DIM, generator=noise, device=device).bfloat16() + 0.5
-    return positions, table, Norms(weights[0], weights[1], 1e-6), torch.full((), 0.02, device=device)
+    return positions, table, NormWeights(weights[0], weights[1], 1e-6), torch.full((), 0.02, device=device)
 
 
 KINDS = ("normal", "heavy", "zeros", "floor", "subnormal", "large", "edge")
@@ -219,7 +219,7 @@ def _block_maxima(values: Tensor) -> Tensor:
     return torch.stack([part.abs().amax(1) for part in values.split(BLOCK, 1)], 1)
 
 
-class Experts(NamedTuple):
+class ExpertCase(NamedTuple):
     """A layer of experts, its tokens, and where they go."""
 
     x_MK: Tensor
@@ -247,7 +247,7 @@ def experts(
     seed: int = 0,
     *,
     scale_format: reference.ScaleFormat = "fp32",
-) -> Experts:
+) -> ExpertCase:
     """`count` experts of `width` (a multiple of 128), and tokens of which each goes to `chosen` different ones."""
     codes = [
         torch.empty(count, rows, columns, dtype=reference.FP8_DTYPE, device=device)
@@ -260,7 +260,7 @@ def experts(
         for expert in range(count):
             values = weight(part.shape[1], part.shape[2], device, seed + 2 * expert + index)
             part[expert], own[expert] = reference.quantize_weight(values, scale_format)
-    return Experts(
+    return ExpertCase(
         activations(m, hidden, device, seed),
         codes[0],
         scales[0],

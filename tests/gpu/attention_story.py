@@ -25,7 +25,11 @@ from vllm.config import CompilationConfig
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
-from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, Step, decode_attention_reference
+from vllm_fp8ext.kernels.attention.decode_attention import (
+    DecodeAttention,
+    DecodeStep,
+    decode_attention_reference,
+)
 from vllm_fp8ext.kernels.attention.kv_cache import quantize
 from vllm_fp8ext.kernels.gemm.linear import GEMMS
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
@@ -76,7 +80,7 @@ def main(mode: str, folder: str, facts: str) -> None:
 
     flash_attn.reshape_and_cache_flash = cached
 
-    def watched(self: DecodeAttention, step: Step, out: Tensor | Quantized, *form: Any) -> None:
+    def watched(self: DecodeAttention, step: DecodeStep, out: Tensor | Quantized, *form: Any) -> None:
         original(self, step, out, *form)
         seen["quantized"] += isinstance(out, Quantized)
         seen["calls"] += 1
@@ -168,7 +172,7 @@ def _join(llm: LLM) -> list[RequestOutput]:
     return sorted(finished, key=lambda output: output.request_id)
 
 
-def _borrows(seen: dict[str, Any], step: Step) -> bool:
+def _borrows(seen: dict[str, Any], step: DecodeStep) -> bool:
     """Whether a request's context has a token that joins the cache in this step, not its own."""
     if step.slots_R is None:
         return False
@@ -184,7 +188,7 @@ def _borrows(seen: dict[str, Any], step: Step) -> bool:
     return bool(found)
 
 
-def _compare(seen: dict[str, Any], step: Step, out: Tensor) -> None:
+def _compare(seen: dict[str, Any], step: DecodeStep, out: Tensor) -> None:
     query, key, value, cache, table, lengths, slots, scales, softmax_scale = step
     count, plain = len(lengths), cache.dtype == torch.bfloat16
     codes = cache if plain else cache.view(FP8_DTYPE)

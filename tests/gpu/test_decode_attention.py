@@ -13,7 +13,7 @@ from vllm_fp8ext.kernels.attention import decode_attention
 from vllm_fp8ext.kernels.attention.decode_attention import (
     HEAD_DIMENSION,
     DecodeAttention,
-    Step,
+    DecodeStep,
     decode_attention_reference,
 )
 from vllm_fp8ext.kernels.attention.kv_cache import quantize
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
 
     def run(self, attend: DecodeAttention) -> Tensor:
         out = torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-        attend(Step(*self), out)
+        attend(DecodeStep(*self), out)
         return out
 
     def joined(self) -> Tensor:
@@ -251,7 +251,7 @@ def test_quantized_outputs_are_what_quantizes_bf16(
         room = quantized.empty(len(lengths), shape[0] * HEAD_DIMENSION, torch.device("cuda"))
         room.codes.view(torch.uint8).fill_(0x7F)
         room.scales.fill_(torch.nan)
-        attend(Step(*given), room, form)
+        attend(DecodeStep(*given), room, form)
         assert same(room.codes, expected.codes), lengths[:8]
         assert torch.equal(room.scales, expected.scales)
 
@@ -275,7 +275,7 @@ def test_the_same_bits_again_and_in_a_graph_with_other_lengths() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attend(Step(*given), out)
+        attend(DecodeStep(*given), out)
     graph.replay()
     assert torch.equal(out, first)
     given.lengths.copy_(torch.tensor([20, 33, 1999, 0]))
@@ -346,7 +346,7 @@ def test_refusals() -> None:
         DecodeAttention(34, 2, 1, torch.device("cuda"))
     attend = DecodeAttention(32, 8, 2, torch.device("cuda"))
     with pytest.raises(ValueError, match=r"queries .* in torch.float8_e4m3fn"):
-        attend(Step(given.query.bfloat16(), *given[1:]), torch.empty(2, 32, 128, device="cuda"))
+        attend(DecodeStep(given.query.bfloat16(), *given[1:]), torch.empty(2, 32, 128, device="cuda"))
 
 
 def test_in_a_real_engine(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def layer() -> kernel_cases.Experts:
+def layer() -> kernel_cases.ExpertCase:
     return kernel_cases.experts(max(TOKENS), HIDDEN, WIDTH, EXPERTS, CHOSEN, "cuda")
 
 
@@ -52,7 +52,7 @@ def routed(tokens: int, kind: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", ["uniform", "ragged", "remote"])
 @pytest.mark.parametrize(("kernel", "tokens"), CASES)
 def test_each_kernel_is_the_reference(
-    layer: kernel_cases.Experts, kernel: str | int, tokens: int, kind: str
+    layer: kernel_cases.ExpertCase, kernel: str | int, tokens: int, kind: str
 ) -> None:
     from vllm_fp8ext.layers.expert_gemm import ExpertWeights, compute
 

@@ -47,13 +47,13 @@ def test_a_models_weights_are_quantized_as_the_reference_does(
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_a_models_weights_are_quantized_together_as_the_reference_does(scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like
-    from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place, QuantizeTogether
+    from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Destination, QuantizeBatched
 
     weights = [kernel_cases.weight(*shape, "cuda") for shape in (*kernel_cases.LINEAR.values(), (304, 208))]
     for part in (weights[:-1], weights):  # whole blocks, and others
-        places = [Place(*empty_like(weight), weight.stride(0)) for weight in part]
+        places = [Destination(*empty_like(weight), weight.stride(0)) for weight in part]
         addresses = torch.tensor([weight.data_ptr() for weight in part])
-        sums = QuantizeTogether(places, part[0].dtype, scale_format).queue(addresses).tolist()
+        sums = QuantizeBatched(places, part[0].dtype, scale_format).queue(addresses).tolist()
         for weight, place, (error, norm, wrong) in zip(part, places, sums, strict=True):
             expected = reference.quantize_weight(weight.cpu(), scale_format)
             assert kernel_cases.same(place.codes_NK, expected[0])
@@ -85,14 +85,14 @@ def test_sums_of_blocks_of_few_values(
 def test_a_models_codes_are_copied_together(scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.memory.copy_blocks import CopyBlocks
     from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
-    from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place
+    from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Destination
 
     weights = [kernel_cases.weight(*shape, "cuda") for shape in (*kernel_cases.LINEAR.values(), (304, 208))]
     sent = [empty_like(weight) for weight in weights]
     for weight, (codes, scales) in zip(weights, sent, strict=True):
         quantize_weight(weight, codes, scales, scale_format)
     sent[1][1][2, 3] = 0.0
-    places = [Place(*empty_like(weight), weight.stride(0)) for weight in weights]
+    places = [Destination(*empty_like(weight), weight.stride(0)) for weight in weights]
     addresses = torch.tensor([[codes.data_ptr(), scales.data_ptr()] for codes, scales in sent])
     for count in (len(sent) - 1, len(sent)):  # whole blocks, and others
         copied = CopyBlocks(places[:count], [scales.stride(0) for _, scales in sent[:count]], scale_format)
@@ -104,12 +104,12 @@ def test_a_models_codes_are_copied_together(scale_format: ScaleFormat) -> None:
 
 
 def test_an_embedding_is_copied_with_norms_in_one_launch() -> None:
-    from vllm_fp8ext.kernels.memory.copy_batched import CopyTogether
+    from vllm_fp8ext.kernels.memory.copy_batched import CopyBatched
 
     values = [torch.randn(*shape, device="cuda").bfloat16() for shape in ((151936, 512), (128,), (4096,))]
     places = [torch.zeros_like(value) for value in values]
     values[2][7] = float("inf")
-    wrong = CopyTogether(places).queue(torch.tensor([value.data_ptr() for value in values]))
+    wrong = CopyBatched(places).queue(torch.tensor([value.data_ptr() for value in values]))
     assert wrong.tolist() == [0.0, 0.0, 1.0]
     assert all(torch.equal(place, value) for place, value in zip(places, values, strict=True))
 
@@ -142,15 +142,15 @@ def _assert_nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("small_m", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fused_norm_of_activations(shape: tuple[int, int], few: bool, scale_format: ScaleFormat) -> None:
+def test_fused_norm_of_activations(shape: tuple[int, int], small_m: bool, scale_format: ScaleFormat) -> None:
     from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize, rmsnorm_quantize_reference
 
     noise = torch.Generator("cuda").manual_seed(3)
     x, residual = kernel_cases.activations(*shape, "cuda"), kernel_cases.activations(*shape, "cuda", 5)
     scaling = torch.rand(shape[1], generator=noise, device="cuda").bfloat16() + 0.5
-    quantized, added = rmsnorm_quantize(x, residual, scaling, 1e-6, scale_format, few=few)
+    quantized, added = rmsnorm_quantize(x, residual, scaling, 1e-6, scale_format, small_m=small_m)
     _assert_nearly(
         (*quantized, added),
         rmsnorm_quantize_reference(x, residual, scaling, 1e-6, scale_format),

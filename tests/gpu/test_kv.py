@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.attention.kv_amax import Tally, kv_amax_reference
+from vllm_fp8ext.kernels.attention.kv_amax import AmaxTally, kv_amax_reference
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference, warm_up
 from vllm_fp8ext.kernels.testing import kernel_cases
 
@@ -47,7 +47,7 @@ def test_a_models_cache_is_rewritten_as_the_reference_does(ratios: tuple[float, 
 
 @pytest.mark.parametrize("tokens", [1, 128, 8192])
 def test_amaxes_of_a_models_layer(tokens: int) -> None:
-    tally = Tally(kernel_cases.KV_HEADS, torch.device("cuda"))
+    tally = AmaxTally(kernel_cases.KV_HEADS, torch.device("cuda"))
     scales = tuple(torch.full((), 0.01, device="cuda") for _ in range(3))
     slots = torch.arange(tokens, device="cuda")
     slots[::5] = -1

@@ -13,7 +13,7 @@ import torch
 
 from vllm_fp8ext.config import KernelSettings
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kernels.gemm.selection import Route
+from vllm_fp8ext.kernels.gemm.selection import GemmRoute
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
 from vllm_fp8ext.layers import deep_gemm, expert_gemm, gemm
@@ -52,9 +52,9 @@ def test_deep_gemm_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         route = gemm.select(shape, torch.bfloat16, KernelSettings())
         assert route is not None
         assert route.gemm == "deep_gemm"
-    many = expert_gemm.select(experts(), 2048, KernelSettings())
-    assert many is not None
-    assert many.many == "deep_gemm"
+    experts_route = expert_gemm.select(experts(), 2048, KernelSettings())
+    assert experts_route is not None
+    assert experts_route.gemm == "deep_gemm"
     assert len(tried) == 1
 
 
@@ -79,10 +79,10 @@ def test_without_a_compiler_the_next_best_kernel_runs(
     monkeypatch.setattr(deep_gemm, "multiply", fail)
     with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
         route = gemm.select(SHAPE, torch.bfloat16, KernelSettings())
-        many = expert_gemm.select(experts(), 2048, KernelSettings())
+        experts_route = expert_gemm.select(experts(), 2048, KernelSettings())
     assert route is not None
-    assert many is not None
-    assert (route.gemm, many.many) == ("cutlass", "triton")
+    assert experts_route is not None
+    assert (route.gemm, experts_route.gemm) == ("cutlass", "triton")
     assert caplog.text.count("DeepGEMM does not run here") == 1
     assert "nvcc: not found" in caplog.text
 
@@ -101,7 +101,7 @@ def test_where_decode_gemm_does_not_run_the_others_take_few_tokens_too(
     monkeypatch.setattr(gemm.decode_gemm, "decode_gemm", fail)
     with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
         for shape in (SHAPE, (4096, 4096)):
-            assert gemm.select(shape, torch.bfloat16, KernelSettings()) == Route(0, "deep_gemm")
+            assert gemm.select(shape, torch.bfloat16, KernelSettings()) == GemmRoute(0, "deep_gemm")
         asked = KernelSettings.model_validate({"shapes": {"*": {"decode_tokens": 8}}})
         with pytest.raises(ConfigError, match="decode_gemm does not take weights"):
             gemm.select(SHAPE, torch.bfloat16, asked)
@@ -116,7 +116,7 @@ def test_decode_gemm_is_not_tried_where_it_is_not_wanted(monkeypatch: pytest.Mon
         {"batch_invariant": True},
     ):
         route = gemm.select(SHAPE, torch.bfloat16, KernelSettings.model_validate(section))
-        assert route == Route(0, "deep_gemm")
+        assert route == GemmRoute(0, "deep_gemm")
     with pytest.raises(pytest.fail.Exception):
         gemm.select(SHAPE, torch.bfloat16, KernelSettings())
 

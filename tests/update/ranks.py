@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.kernels.attention.kv_amax import Seen
+from vllm_fp8ext.kernels.attention.kv_amax import AmaxCounts
 from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_types import HeadShare
 from vllm_fp8ext.update.contract.kv_tokens import choose
@@ -62,11 +62,11 @@ class Recorder:
         self.amax = 0.0
         self.saturated = 0
 
-    def take(self) -> dict[str, Seen]:
+    def take(self) -> dict[str, AmaxCounts]:
         amax = torch.full((3, self.heads), self.amax)
         saturated = torch.full((3, self.heads), self.saturated)
         self.amax, self.saturated = 0.0, 0
-        return {name: Seen(amax, saturated, torch.full((3,), 8)) for name in NAMES}
+        return {name: AmaxCounts(amax, saturated, torch.full((3,), 8)) for name in NAMES}
 
 
 class Core:

@@ -7,7 +7,11 @@ from torch import Tensor
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 from vllm_fp8ext.bench.report import Calls, Report
-from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention, Step, decode_attention_reference
+from vllm_fp8ext.kernels.attention.decode_attention import (
+    DecodeAttention,
+    DecodeStep,
+    decode_attention_reference,
+)
 from vllm_fp8ext.kernels.attention.kv_cache import amax_by_head, next_scales, quantize
 from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 
@@ -69,7 +73,7 @@ def mixed(report: Report, requests: int, context: int) -> None:
     last = (context - 1) // kernel_cases.KV_BLOCK
     newest = codes[table[:requests, last].long(), :, (context - 1) % kernel_cases.KV_BLOCK].float() * scale
     key, value = (part.bfloat16().contiguous() for part in newest.split(kernel_cases.HEAD_DIM, -1))
-    step = Step(
+    step = DecodeStep(
         query[:requests], key, value, codes, table, lengths[:requests], None, (scale,) * 3, softmax_scale
     )
 
@@ -130,7 +134,7 @@ def decode(report: Report, requests: int, context: int) -> None:
     scales = (scale_q, scale_kv, scale_kv)
     batch = starts, lengths, table, (1, context)
     softmax_scale = kernel_cases.HEAD_DIM**-0.5
-    step = Step(codes_q, key, value, codes, table, lengths, slots, scales, softmax_scale)
+    step = DecodeStep(codes_q, key, value, codes, table, lengths, slots, scales, softmax_scale)
     plain_step = step._replace(query_RHD=query, cache=plain, scales=(one,) * 3)
     calls: Calls = {
         "bf16": lambda _: _flash(outs["bf16"], query, plain, *batch),
@@ -181,7 +185,7 @@ def _flash(
     )
 
 
-def _is_right(out: Tensor, step: Step) -> bool:
+def _is_right(out: Tensor, step: DecodeStep) -> bool:
     """Whether ours made of a step's first requests what is exact."""
     few = slice(min(CHECKED, len(step.lengths_R)))
     shown = (step.query_RHD[few], step.cache, step.table_RB[few], step.lengths_R[few])

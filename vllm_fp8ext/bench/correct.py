@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.attention import norm_rope
-from vllm_fp8ext.kernels.attention.kv_amax import Tally, kv_amax_reference
+from vllm_fp8ext.kernels.attention.kv_amax import AmaxTally, kv_amax_reference
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs, decode_gemm_triton
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
@@ -122,7 +122,7 @@ def rmsnorm(form: ScaleFormat, m: int, k: int) -> Verdict:
     x, residual = kernel_cases.activations(m, k, "cuda"), kernel_cases.activations(m, k, "cuda", 5)
     scaling = torch.rand(k, device="cuda").bfloat16() + 0.5
     return normed(
-        rmsnorm_quantize.rmsnorm_quantize(x, residual, scaling, 1e-6, form, few=m < 64),
+        rmsnorm_quantize.rmsnorm_quantize(x, residual, scaling, 1e-6, form, small_m=m < 64),
         *(x, residual, scaling, form),
     )
 
@@ -190,12 +190,12 @@ def kv_amax(tokens: int) -> Verdict:
         kernel_cases.kv_step(tokens, "cuda"),
         tuple(torch.full((), 0.01, device="cuda") for _ in range(3)),
     )
-    tally = Tally(kernel_cases.KV_HEADS, torch.device("cuda"))
+    tally = AmaxTally(kernel_cases.KV_HEADS, torch.device("cuda"))
     tally.add(step, torch.arange(tokens, device="cuda"), scales)
     return tallied(tally, step, scales)
 
 
-def tallied(tally: Tally, step: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, ...]) -> Verdict:
+def tallied(tally: AmaxTally, step: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, ...]) -> Verdict:
     """What a tally has of one step's K, V and Q."""
     seen = tally.take()
     expected = [kv_amax_reference(part, scale) for part, scale in zip(step, scales, strict=True)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm_fp8ext.bench import correct
 from vllm_fp8ext.bench.report import Calls, Report
-from vllm_fp8ext.kernels.attention.kv_amax import Tally, kv_amax_reference
+from vllm_fp8ext.kernels.attention.kv_amax import AmaxTally, kv_amax_reference
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer
 from vllm_fp8ext.kernels.attention.rescale_kv_triton import Rescaling
 from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
@@ -59,7 +59,7 @@ def amax(report: Report, tokens: int) -> None:
     slots = torch.arange(tokens, device="cuda")
     size = tokens * heads * (4 * width + q_width)
     sets = [kernel_cases.kv_step(tokens, "cuda", seed) for seed in range(min(64, kernel_timing.copies(size)))]
-    tally = Tally(heads, torch.device("cuda"))
+    tally = AmaxTally(heads, torch.device("cuda"))
     calls: Calls = {
         "blockfp8": lambda i: tally.add(sets[i], slots, scales),
         "separate": partial(_separate, sets, scales),

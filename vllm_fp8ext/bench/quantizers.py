@@ -196,7 +196,7 @@ def _norm(report: Report, m: int, k: int) -> None:
     scaling = torch.ones(k, device="cuda").bfloat16()
 
     def ours(i: int) -> tuple[Quantized, Tensor]:
-        return rmsnorm_quantize(*sets[i], scaling, 1e-6, "fp32", few=m in kernel_cases.DECODE_TOKENS)
+        return rmsnorm_quantize(*sets[i], scaling, 1e-6, "fp32", small_m=m in kernel_cases.DECODE_TOKENS)
 
     def separate(i: int) -> object:
         add_rms_norm(*others[i], scaling, 1e-6)

@@ -71,14 +71,14 @@ def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> Expert
             moe.num_experts,
             moe.experts_per_token,
             usable,
-            one_path=settings.batch_invariant,
+            batch_invariant=settings.batch_invariant,
             fused_tokens=chosen.fused_tokens,
             triton_tokens=chosen.triton_tokens,
-            many=chosen.gemm,
+            gemm=chosen.gemm,
         )
     except ValueError as error:
         raise ConfigError(f'--additional-config "{SECTION}": kernels.experts: {error}') from None
-    if settings.batch_invariant and route.many == "triton" and not envs.VLLM_BATCH_INVARIANT:
+    if settings.batch_invariant and route.gemm == "triton" and not envs.VLLM_BATCH_INVARIANT:
         raise varies("experts")
     _log(route)
     return route
@@ -88,7 +88,7 @@ def _log(route: ExpertRoute) -> None:
     few = [f"fused up to {route.fused_tokens} tokens"] if route.fused_tokens else []
     if route.triton_tokens > route.fused_tokens:
         few.append(f"triton up to {route.triton_tokens} tokens")
-    kernels = ", ".join([*few, f"{route.many} beyond"])
+    kernels = ", ".join([*few, f"{route.gemm} beyond"])
     log_once(f"blockfp8 multiplies by {route.experts} experts with {kernels}")
 
 

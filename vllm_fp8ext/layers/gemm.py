@@ -25,7 +25,7 @@ from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.gemm import decode_gemm, selection
 from vllm_fp8ext.kernels.gemm.linear import GEMMS
-from vllm_fp8ext.kernels.gemm.selection import Route
+from vllm_fp8ext.kernels.gemm.selection import GemmRoute
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK
 from vllm_fp8ext.layers.deep_gemm import deep_gemm_runs
@@ -112,7 +112,7 @@ _KERNELS = {
 """vLLM's class that knows whether a kernel runs here."""
 
 
-def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettings) -> Route | None:
+def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettings) -> GemmRoute | None:
     """What multiplies by a weight of this shape, or None where the reference runs (CPUs, shapes that no kernel takes).
 
     Raises:
@@ -124,7 +124,7 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
         return None
     chosen = settings.route(n, k)
     wanted = chosen.decode_tokens != 0 or chosen.gemm in (None, "decode_gemm")
-    few = (
+    small_m = (
         dtype == torch.bfloat16
         and wanted
         and not settings.batch_invariant
@@ -135,7 +135,7 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
         route = selection.route(
             shape_NK,
             [name for name in selection.MULTIPLES if _takes(name, shape_NK, dtype)],
-            few=few,
+            small_m=small_m,
             decode_tokens=chosen.decode_tokens,
             gemm=chosen.gemm,
         )

@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.gemm.linear import reference_linear
-from vllm_fp8ext.kernels.gemm.selection import Route
+from vllm_fp8ext.kernels.gemm.selection import GemmRoute
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.quantize import quantize_weight
@@ -65,7 +65,7 @@ class BlockFp8LinearMethod(OnlineLinearBase):
         self.serialized = serialized and not shadow
         self.shadow = shadow
         self.uses_meta_device = not (self.serialized or shadow)
-        self.route: Route | None = None
+        self.route: GemmRoute | None = None
 
     def create_weights(
         self,

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.platforms import current_platform
 
 from vllm_fp8ext.checkpoints import EARLY
-from vllm_fp8ext.kernels.gemm.selection import Route
+from vllm_fp8ext.kernels.gemm.selection import GemmRoute
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.testing import kernel_cases
 
@@ -249,7 +249,7 @@ def test_graphs_of_other_kernels_have_another_key():
     config = EngineArgs(model=str(EARLY), max_model_len=256).create_engine_config()
     config.additional_config = {"other": 1}
 
-    def key(*routes: Route | None) -> str:
+    def key(*routes: GemmRoute | None) -> str:
         layers = []
         for route in routes:
             layer = nn.Module()
@@ -264,6 +264,6 @@ def test_graphs_of_other_kernels_have_another_key():
         assert part.vllm_config.compute_hash() == config.compute_hash()
         return config.compute_hash()
 
-    few, none = Route(32, "deep_gemm"), Route(0, "deep_gemm")
+    few, none = GemmRoute(32, "deep_gemm"), GemmRoute(0, "deep_gemm")
     assert key(few) == key(few, few)
     assert len({key(*routes) for routes in [(few,), (none,), (few, none), (None,), ()]}) == 5

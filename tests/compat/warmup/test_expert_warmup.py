@@ -14,7 +14,7 @@ from vllm_fp8ext.compat.warmup import expert_warmup
 from vllm_fp8ext.compat.warmup.expert_warmup import expert_sizes, token_counts
 from vllm_fp8ext.kernels.moe.expert_configs import ExpertRoute, expert_route
 from vllm_fp8ext.kernels.moe.expert_rows import CHUNK, SMALL, expert_rows_reference
-from vllm_fp8ext.kernels.quantize.quantize_activation import many
+from vllm_fp8ext.kernels.quantize.quantize_activation import large_m
 
 TUNED = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]
 
@@ -41,7 +41,7 @@ def test_quantizers_are_run_for_one_token_to_a_program_and_for_several(
     route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"))
 
     def variant(count: int, rows: int) -> object:
-        return route.choose(count).kernel, rows >= many(columns)
+        return route.choose(count).kernel, rows >= large_m(columns)
 
     counts = token_counts(route, TUNED, 8192)
     for each in (1, chosen):

@@ -9,7 +9,7 @@ import torch
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels.gemm import decode_gemm_configs
-from vllm_fp8ext.kernels.gemm.selection import Route
+from vllm_fp8ext.kernels.gemm.selection import GemmRoute
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 
@@ -17,16 +17,16 @@ pytest.importorskip("triton", reason="needs Triton, which the CPU build does not
 @pytest.mark.parametrize(
     ("route", "quantized", "inside"),
     [
-        (Route(64, "deep_gemm"), (8, 16, 32, 64), (8, 16)),
-        (Route(8, "deep_gemm"), (8,), (8,)),
-        (Route(0, "cutlass"), (), ()),
-        (Route(32, "decode_gemm"), decode_gemm_configs.TOKENS, (8, 16)),
-        (Route(0, "decode_gemm"), decode_gemm_configs.TOKENS, ()),
+        (GemmRoute(64, "deep_gemm"), (8, 16, 32, 64), (8, 16)),
+        (GemmRoute(8, "deep_gemm"), (8,), (8,)),
+        (GemmRoute(0, "cutlass"), (), ()),
+        (GemmRoute(32, "decode_gemm"), decode_gemm_configs.TOKENS, (8, 16)),
+        (GemmRoute(0, "decode_gemm"), decode_gemm_configs.TOKENS, ()),
     ],
     ids=str,
 )
 def test_every_width_that_a_layer_can_take(
-    route: Route, quantized: tuple[int, ...], inside: tuple[int, ...]
+    route: GemmRoute, quantized: tuple[int, ...], inside: tuple[int, ...]
 ) -> None:
     from vllm_fp8ext.compat.warmup.warmup import _decode_kernels
 
@@ -35,10 +35,10 @@ def test_every_width_that_a_layer_can_take(
     assert [tokens for tokens, before in found if not before] == list(inside)
 
 
-@pytest.mark.parametrize("few", [0, 8, 32, 60, 128])
+@pytest.mark.parametrize("small_m", [0, 8, 32, 60, 128])
 @pytest.mark.parametrize("most", [64, 700, 2048])
 def test_deep_gemm_is_run_for_every_number_of_its_blocks(
-    monkeypatch: pytest.MonkeyPatch, few: int, most: int
+    monkeypatch: pytest.MonkeyPatch, small_m: int, most: int
 ) -> None:
     """Its blocks have 64, 128 or 256 rows, or 16 or 32 where there are no more tokens; it counts them to choose a kernel."""
     from vllm.model_executor.warmup import deep_gemm_warmup
@@ -48,41 +48,43 @@ def test_deep_gemm_is_run_for_every_number_of_its_blocks(
     monkeypatch.setattr(deep_gemm_warmup, "num_compute_units", lambda index: 132)
     layer, method = (
         SimpleNamespace(weight=torch.empty(512, 128)),
-        SimpleNamespace(route=Route(few, "deep_gemm")),
+        SimpleNamespace(route=GemmRoute(small_m, "deep_gemm")),
     )
 
     def blocks(count: int) -> tuple[int, ...]:
         return count <= 16, count <= 32, -(-count // 64)
 
     run = {blocks(count) for count in _tokens(layer, method, most)}  # type: ignore[arg-type]  # all that it looks at
-    assert {blocks(count) for count in range(few + 1, most + 1)} <= run
+    assert {blocks(count) for count in range(small_m + 1, most + 1)} <= run
 
 
-def layer_of(route: Route) -> tuple[Any, Any]:
+def layer_of(route: GemmRoute) -> tuple[Any, Any]:
     """One, and its method: all that is looked at."""
     layer = SimpleNamespace(weight=torch.empty(8, 256), weight_scale_inv=None)
     return layer, SimpleNamespace(route=route, scale_format="fp32", out_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("route", "wanted"), [(Route(0, "cutlass"), {False}), (Route(8, "cutlass"), {False, True})], ids=str
+    ("route", "wanted"),
+    [(GemmRoute(0, "cutlass"), {False}), (GemmRoute(8, "cutlass"), {False, True})],
+    ids=str,
 )
 def test_norms_are_run_for_few_tokens_where_the_decode_gemm_takes_them(
-    route: Route, wanted: set[bool], monkeypatch: pytest.MonkeyPatch
+    route: GemmRoute, wanted: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_fp8ext.compat.warmup import warmup
 
     seen: set[tuple[bool, bool]] = set()
 
-    def norm(_x: Any, residual: Any, *_: Any, few: bool) -> None:
-        seen.add((few, residual is None))
+    def norm(_x: Any, residual: Any, *_: Any, small_m: bool) -> None:
+        seen.add((small_m, residual is None))
 
     for name in ("warm_up_quantizers", "_quantize"):
         monkeypatch.setattr(warmup, name, lambda *_: None)
     monkeypatch.setattr(warmup, "rmsnorm_quantize", norm)
     monkeypatch.setattr(warmup.decode_gemm, "decode_gemm", lambda *_: None)
     warmup._run(*layer_of(route), 8)
-    assert seen == {(few, alone) for few in wanted for alone in (False, True)}
+    assert seen == {(small_m, alone) for small_m in wanted for alone in (False, True)}
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 9])
@@ -101,8 +103,8 @@ def test_quantizers_are_run_for_one_token_to_a_program_and_for_several(
         monkeypatch.setattr(module, "_launch", launch)
     for name in ("warm_up_quantizers", "rmsnorm_quantize"):
         monkeypatch.setattr(warmup, name, lambda *_, **__: None)
-    monkeypatch.setattr(quantize_activation, "_MANY", 4)
-    warmup._run(*layer_of(Route(0, "cutlass")), most)
+    monkeypatch.setattr(quantize_activation, "_LARGE_M", 4)
+    warmup._run(*layer_of(GemmRoute(0, "cutlass")), most)
     run = set(launched)
     for count in range(1, most + 1):
         warmup._quantize(torch.zeros(count, 512, dtype=torch.bfloat16), "fp32")
@@ -110,14 +112,14 @@ def test_quantizers_are_run_for_one_token_to_a_program_and_for_several(
     assert len(run) == (6 if most < 4 else 12)
 
 
-@pytest.mark.parametrize("few", [0, 1, 16, 40, 700])
+@pytest.mark.parametrize("small_m", [0, 1, 16, 40, 700])
 @pytest.mark.parametrize("most", [1, 64, 700, 2048])
 @pytest.mark.parametrize(
     "sizes",
     [{}, {8: "64x128"}, {1: "16x64", 16: "16x64", 48: "64x128", 512: "16x64", 4096: "128x128"}],
     ids=("untuned", "one", "tuned"),
 )
-def test_every_variant_of_vllms_triton_kernel_is_run(few: int, most: int, sizes: dict[int, str]) -> None:
+def test_every_variant_of_vllms_triton_kernel_is_run(small_m: int, most: int, sizes: dict[int, str]) -> None:
     """It takes the blocks tuned for the nearest number of tokens; Triton compiles 1 and multiples of 16 apart."""
     from vllm_fp8ext.compat.warmup.warmup import _triton_tokens
 
@@ -125,8 +127,8 @@ def test_every_variant_of_vllms_triton_kernel_is_run(few: int, most: int, sizes:
         nearest = min(sizes, key=lambda tuned: abs(tuned - count), default=0)
         return sizes.get(nearest, ""), count == 1, count % 16 == 0
 
-    run = _triton_tokens(sizes, few, most)
-    served = range(few + 1, most + 1)
+    run = _triton_tokens(sizes, small_m, most)
+    served = range(small_m + 1, most + 1)
     assert set(run) <= set(served)
     assert len({variant(count) for count in run}) == len(run)
     assert {variant(count) for count in run} == {variant(count) for count in served}

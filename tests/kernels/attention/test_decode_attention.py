@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.attention.decode_attention import HEAD_DIMENSION, DecodeAttention, Step
+from vllm_fp8ext.kernels.attention.decode_attention import HEAD_DIMENSION, DecodeAttention, DecodeStep
 from vllm_fp8ext.kernels.numerics import quantized
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
@@ -27,14 +27,14 @@ def prepared() -> DecodeAttention:
     return attend
 
 
-def step(cache: Tensor = CACHE) -> Step:
+def step(cache: Tensor = CACHE) -> DecodeStep:
     query, key, value = (
         torch.zeros(REQUESTS, heads, HEAD_DIMENSION, dtype=torch.bfloat16)
         for heads in (HEADS, *[KV_HEADS] * 2)
     )
     table, lengths = (torch.ones(*shape, dtype=torch.int32) for shape in ((REQUESTS, 4), (REQUESTS,)))
     slots, ones = torch.zeros(REQUESTS, dtype=torch.int64), torch.ones(1)
-    return Step(query, key, value, cache, table, lengths, slots, (ones, ones, ones), 1.0)
+    return DecodeStep(query, key, value, cache, table, lengths, slots, (ones, ones, ones), 1.0)
 
 
 def check(out: Quantized) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_fp8ext.kernels.attention.kv_amax import K, Q, Seen, Tally, V
+from vllm_fp8ext.kernels.attention.kv_amax import AmaxCounts, AmaxTally, K, Q, V
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,12 +27,12 @@ def values(tokens: int, heads: int, width: int, kind: str, dtype: torch.dtype, s
     return found.clamp(-limit, limit).to(dtype)
 
 
-def one(tally: Tally, k: Tensor, v: Tensor, q: Tensor, slots: Tensor, scale: float = 1.0) -> None:
+def one(tally: AmaxTally, k: Tensor, v: Tensor, q: Tensor, slots: Tensor, scale: float = 1.0) -> None:
     tally.add((k, v, q), slots, (torch.tensor(scale),) * 3)
 
 
 def test_steps_are_gathered_until_they_are_taken() -> None:
-    tally = Tally(2, torch.device("cpu"))
+    tally = AmaxTally(2, torch.device("cpu"))
     steps = [
         [values(5, 2, width, "heavy", torch.bfloat16, seed + side) for side, width in enumerate((8, 4, 24))]
         for seed in (0, 10)
@@ -57,7 +57,7 @@ def test_padding_is_not_seen() -> None:
     """Neither negative slots nor tokens beyond the slots, whatever they hold."""
     k = torch.full((6, 1, 4), float("nan"))
     k[[0, 2]] = 3.0
-    tally = Tally(1, torch.device("cpu"))
+    tally = AmaxTally(1, torch.device("cpu"))
     one(tally, k, k, k, torch.tensor([7, -1, 0, -1]))
     seen = tally.take()
     assert seen.amax.tolist() == [[3.0]] * 3
@@ -65,7 +65,7 @@ def test_padding_is_not_seen() -> None:
 
 
 def test_padding_alone_is_nothing() -> None:
-    tally = Tally(1, torch.device("cpu"))
+    tally = AmaxTally(1, torch.device("cpu"))
     ones = torch.ones(3, 1, 4)
     one(tally, ones, ones, ones, torch.full((3,), -1))
     seen = tally.take()
@@ -74,7 +74,7 @@ def test_padding_alone_is_nothing() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible(value: float) -> None:
-    tally = Tally(2, torch.device("cpu"))
+    tally = AmaxTally(2, torch.device("cpu"))
     bad, good = torch.ones(3, 2, 4), torch.ones(3, 2, 4)
     bad[1, 1, 2] = value
     one(tally, good, bad, good, torch.arange(3))
@@ -85,7 +85,7 @@ def test_what_is_not_finite_stays_visible(value: float) -> None:
 
 
 def test_a_quantized_query_at_the_end_of_its_range_grows() -> None:
-    tally, k = Tally(2, torch.device("cpu")), torch.ones(1, 2, 4)
+    tally, k = AmaxTally(2, torch.device("cpu")), torch.ones(1, 2, 4)
     q = torch.tensor([[[1.0, -448, 448, 2], [1, -416, 4, 2]]]).to(FP8_DTYPE)
     tally.add((k, k, q), torch.zeros(1), (torch.tensor(1.0), torch.tensor(1.0), torch.tensor([0.5, 0.25])))
     seen = tally.take()
@@ -93,7 +93,7 @@ def test_a_quantized_query_at_the_end_of_its_range_grows() -> None:
     assert seen.saturated[Q].tolist() == [2, 0]
 
 
-def assert_same(found: Seen, expected: Seen) -> None:
+def assert_same(found: AmaxCounts, expected: AmaxCounts) -> None:
     """NaN and infinity of one head may hide each other."""
     finite = torch.isfinite(expected.amax)
     assert torch.equal(torch.isfinite(found.amax), finite)
@@ -134,8 +134,8 @@ def assert_kernel_is_reference(device: str, steps: list[tuple[Triple, Tensor, Tr
     from vllm_fp8ext.kernels.attention import kv_amax_triton
 
     heads = steps[0][0][0].shape[1]
-    expected = Tally(heads, torch.device("cpu"))
-    found = Tally(heads, torch.device(device))
+    expected = AmaxTally(heads, torch.device("cpu"))
+    found = AmaxTally(heads, torch.device(device))
     if device == "cpu":  # several programs there, too
         found.amax_3GP, found.saturated_3GP = (
             part.repeat(1, 1, 3) for part in (found.amax_3GP, found.saturated_3GP)

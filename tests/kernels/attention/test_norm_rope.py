@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.attention.norm_rope import Norms, norm_rope, norm_rope_reference
+from vllm_fp8ext.kernels.attention.norm_rope import NormWeights, norm_rope, norm_rope_reference
 
 POSITIONS = 64
 
@@ -28,8 +28,8 @@ def cos_sin(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def on(device: str, value: Any) -> Any:
-    if isinstance(value, Norms):
-        return Norms(value.query_D.to(device), value.key_D.to(device), value.epsilon)
+    if isinstance(value, NormWeights):
+        return NormWeights(value.query_D.to(device), value.key_D.to(device), value.epsilon)
     return value.to(device) if isinstance(value, Tensor) else value
 
 
@@ -63,7 +63,7 @@ def test_everything_is_the_references(
     noise = torch.Generator().manual_seed(seed + 1)
     positions = torch.randint(POSITIONS, (m,), generator=noise)
     weights = kernel_cases.awkward(2, size, "normal", dtype, seed).clamp(-500, 500)
-    norms = Norms(weights[0], weights[1], 1e-6) if normed else None
+    norms = NormWeights(weights[0], weights[1], 1e-6) if normed else None
     scale = {
         "none": None,
         "one": torch.tensor(0.03),

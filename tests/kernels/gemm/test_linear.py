@@ -164,9 +164,9 @@ def test_one_token_that_begins_anywhere_is_copied_to_where_the_kernel_takes_it(
         assert torch.equal(seen[-1], x)
 
 
-@pytest.mark.parametrize(("tokens", "most", "few"), [(4, 4, True), (5, 4, False), (1, 0, False)])
+@pytest.mark.parametrize(("tokens", "most", "small_m"), [(4, 4, True), (5, 4, False), (1, 0, False)])
 def test_norms_are_made_for_few_tokens_where_the_decode_gemm_takes_them(
-    tokens: int, most: int, few: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, most: int, small_m: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it takes none, as with `batch_invariant`, sums do not change with the number of tokens."""
     pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
@@ -187,4 +187,4 @@ def test_norms_are_made_for_few_tokens_where_the_decode_gemm_takes_them(
     x, codes, scales = operands(tokens, 7, 256, 3, torch.bfloat16, "fp32")
     norm_K = torch.ones(256).bfloat16()
     linear.rmsnorm_linear(x, None, norm_K, 1e-6, codes, scales, None, "fp32", most, "noted")
-    assert seen == [{"few": few}]
+    assert seen == [{"small_m": small_m}]

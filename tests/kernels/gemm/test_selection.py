@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_fp8ext.kernels.gemm import decode_gemm_configs, selection
-from vllm_fp8ext.kernels.gemm.selection import Route, crossover, crossover_alone, route
+from vllm_fp8ext.kernels.gemm.selection import GemmRoute, crossover, crossover_alone, route
 
 ALL = ("deep_gemm", "cutlass", "triton")
 BIG, WIDE = (4096, 12288), (24576, 4096)
@@ -54,34 +54,34 @@ def _forget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "usable", "few", "chosen", "expected"),
+    ("shape", "usable", "small_m", "chosen", "expected"),
     [
-        (BIG, ALL, True, {}, Route(32, "deep_gemm")),
-        (WIDE, ALL, True, {}, Route(64, "deep_gemm")),
-        (BIG, ALL[1:], True, {}, Route(64, "cutlass")),
-        (BIG, ALL, False, {}, Route(0, "deep_gemm")),
-        (BIG, (), True, {}, Route(128, "decode_gemm")),
+        (BIG, ALL, True, {}, GemmRoute(32, "deep_gemm")),
+        (WIDE, ALL, True, {}, GemmRoute(64, "deep_gemm")),
+        (BIG, ALL[1:], True, {}, GemmRoute(64, "cutlass")),
+        (BIG, ALL, False, {}, GemmRoute(0, "deep_gemm")),
+        (BIG, (), True, {}, GemmRoute(128, "decode_gemm")),
         (BIG, (), False, {}, None),
-        (ODD, ("triton",), True, {}, Route(0, "triton")),
+        (ODD, ("triton",), True, {}, GemmRoute(0, "triton")),
         (ODD, (), True, {}, None),
-        (BIG, ALL, True, {"decode_tokens": 0}, Route(0, "deep_gemm")),
-        (BIG, ALL, True, {"decode_tokens": 128, "gemm": "triton"}, Route(128, "triton")),
-        (BIG, ALL, True, {"gemm": "decode_gemm"}, Route(128, "decode_gemm")),
-        (ODD, ("triton",), True, {"decode_tokens": 0}, Route(0, "triton")),
+        (BIG, ALL, True, {"decode_tokens": 0}, GemmRoute(0, "deep_gemm")),
+        (BIG, ALL, True, {"decode_tokens": 128, "gemm": "triton"}, GemmRoute(128, "triton")),
+        (BIG, ALL, True, {"gemm": "decode_gemm"}, GemmRoute(128, "decode_gemm")),
+        (ODD, ("triton",), True, {"decode_tokens": 0}, GemmRoute(0, "triton")),
     ],
 )
-def test_routes(shape, usable, few, chosen, expected, table) -> None:
+def test_routes(shape, usable, small_m, chosen, expected, table) -> None:
     table(
         {
             known: {str(m): [1, 2] if m <= most else [2, 1] for m in (16, 32, 64, 128)}
             for known, most in AHEAD.items()
         }
     )
-    assert route(shape, usable, few=few, **chosen) == expected
+    assert route(shape, usable, small_m=small_m, **chosen) == expected
 
 
 @pytest.mark.parametrize(
-    ("shape", "usable", "few", "chosen", "match"),
+    ("shape", "usable", "small_m", "chosen", "match"),
     [
         (BIG, ALL, False, {"decode_tokens": 8}, "decode_tokens 8: decode_gemm does not take .* 4096x12288"),
         (ODD, ALL, True, {"decode_tokens": 8}, "decode_gemm does not take weights of 200x1000"),
@@ -89,9 +89,9 @@ def test_routes(shape, usable, few, chosen, expected, table) -> None:
         (BIG, (), False, {"gemm": "decode_gemm"}, "those that do: none"),
     ],
 )
-def test_what_was_chosen_is_not_replaced(shape, usable, few, chosen, match) -> None:
+def test_what_was_chosen_is_not_replaced(shape, usable, small_m, chosen, match) -> None:
     with pytest.raises(ValueError, match=match):
-        route(shape, usable, few=few, **chosen)
+        route(shape, usable, small_m=small_m, **chosen)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,11 @@ def in_layers(n: int, k: int, most: int) -> list[dict[str, Any]]:
 def test_what_a_layer_is_the_fastest_with_goes_first(table: Callable[..., None]) -> None:
     alone = {"16": [1, 2, 2], "32": [2, 1, 1]}
     table({BIG: alone, WIDE: alone}, in_layers(*BIG, 64))
-    assert route(BIG, ALL, few=True) == Route(64, "deep_gemm")
-    assert route(WIDE, ALL, few=True) == Route(16, "deep_gemm"), "measured alone"
-    assert route(BIG, ALL[1:], few=True) == Route(16, "cutlass"), "layers are measured beside DeepGEMM"
+    assert route(BIG, ALL, small_m=True) == GemmRoute(64, "deep_gemm")
+    assert route(WIDE, ALL, small_m=True) == GemmRoute(16, "deep_gemm"), "measured alone"
+    assert route(BIG, ALL[1:], small_m=True) == GemmRoute(16, "cutlass"), (
+        "layers are measured beside DeepGEMM"
+    )
     assert crossover_alone(*BIG, "deep_gemm") == 16
     assert crossover(4096, 12416, "deep_gemm") == 64, "like the shape nearest in size"
 
@@ -171,20 +173,20 @@ def test_one_time_that_is_off_moves_nothing(table: Callable[..., None]) -> None:
 
 def test_each_kernel_for_many_tokens_has_its_own(table: Callable[..., None]) -> None:
     table({BIG: {"16": [1, 2], "32": [2, 1]}, WIDE: {"16": [1, 2, 2], "32": [2, 1, 3], "64": [2, 1, 1]}})
-    assert route(WIDE, ALL, few=True) == Route(16, "deep_gemm")
-    assert route(WIDE, ALL[1:], few=True) == Route(32, "cutlass")
-    assert route(BIG, ALL[1:], few=True) == Route(32, "cutlass"), "measured for the other shape alone"
-    assert route(BIG, ALL[2:], few=True) == Route(64, "triton"), "not measured"
-    assert route(WIDE, ALL, few=True, gemm="cutlass") == Route(32, "cutlass"), "as the user wants it"
-    assert route(BIG, (), few=True) == Route(128, "decode_gemm"), "which takes the others too"
+    assert route(WIDE, ALL, small_m=True) == GemmRoute(16, "deep_gemm")
+    assert route(WIDE, ALL[1:], small_m=True) == GemmRoute(32, "cutlass")
+    assert route(BIG, ALL[1:], small_m=True) == GemmRoute(32, "cutlass"), "measured for the other shape alone"
+    assert route(BIG, ALL[2:], small_m=True) == GemmRoute(64, "triton"), "not measured"
+    assert route(WIDE, ALL, small_m=True, gemm="cutlass") == GemmRoute(32, "cutlass"), "as the user wants it"
+    assert route(BIG, (), small_m=True) == GemmRoute(128, "decode_gemm"), "which takes the others too"
 
 
 @pytest.mark.parametrize("most", [0, 128])
 def test_a_crossover_at_either_end(most: int, table: Callable[..., None]) -> None:
     table({(4096, 12288): {str(m): [1, 2] if most else [2, 1] for m in decode_gemm_configs.TOKENS}})
-    assert route((4096, 12288), ("deep_gemm",), few=True) == Route(most, "deep_gemm")
-    forced = route((4096, 12288), ("deep_gemm",), few=True, gemm="decode_gemm")
-    assert forced == Route(128, "decode_gemm")
+    assert route((4096, 12288), ("deep_gemm",), small_m=True) == GemmRoute(most, "deep_gemm")
+    forced = route((4096, 12288), ("deep_gemm",), small_m=True, gemm="decode_gemm")
+    assert forced == GemmRoute(128, "decode_gemm")
 
 
 def test_columns_that_the_widest_kernels_have_no_room_for(table: Callable[..., None]) -> None:
@@ -192,7 +194,7 @@ def test_columns_that_the_widest_kernels_have_no_room_for(table: Callable[..., N
     widest = max(m for m in decode_gemm_configs.TOKENS if decode_gemm_configs.usable(m, n, k))
     assert widest < 128
     table({(n, k): {str(m): [1, 2] for m in decode_gemm_configs.TOKENS}})
-    assert route((n, k), ("deep_gemm",), few=True) == Route(widest, "deep_gemm")
+    assert route((n, k), ("deep_gemm",), small_m=True) == GemmRoute(widest, "deep_gemm")
 
 
 def test_every_measured_shape_says_of_which_run_it_is() -> None:

@@ -10,7 +10,7 @@ from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.memory.copy_blocks import CopyBlocks
-from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place
+from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Destination
 
 SHAPES = ((128, 128), (256, 384), (130, 192))
 
@@ -33,14 +33,14 @@ def rooms(sent: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [torch.full(shape, 0x55, dtype=torch.uint8, device=sent[0][0].device) for shape in shapes]
 
 
-def places(sent: list[tuple[Tensor, Tensor]], within: list[Tensor] | None = None) -> list[Place]:
+def places(sent: list[tuple[Tensor, Tensor]], within: list[Tensor] | None = None) -> list[Destination]:
     """Parts of larger codes and scales."""
     found = []
     for (codes, scales), room in zip(sent, within or rooms(sent), strict=True):
         rows, columns = codes.shape
         beside = torch.full((len(scales) + 1, scales.shape[1] + 1), 7.0, device=codes.device)
         inside = room[:rows, :columns].view(torch.float8_e4m3fn)
-        found.append(Place(inside, beside[: len(scales), : scales.shape[1]], columns))
+        found.append(Destination(inside, beside[: len(scales), : scales.shape[1]], columns))
     return found
 
 

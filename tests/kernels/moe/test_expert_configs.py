@@ -35,22 +35,22 @@ def test_blocks_of_single_slots_only_where_experts_rarely_meet() -> None:
 
 
 @pytest.mark.parametrize("usable", [("triton",), ("triton", "fused"), ALL])
-def test_one_path_is_one_kernel(usable: tuple[str, ...]) -> None:
-    route = expert_route(128, 8, usable, one_path=True)
-    assert {route.choose(tokens) for tokens in (1, 8, 100, 500, 9000)} == {ExpertChoice(route.many, None)}
-    assert route.many == next(name for name in LARGE_M_KERNELS if name in usable)
+def test_batch_invariant_is_one_kernel(usable: tuple[str, ...]) -> None:
+    route = expert_route(128, 8, usable, batch_invariant=True)
+    assert {route.choose(tokens) for tokens in (1, 8, 100, 500, 9000)} == {ExpertChoice(route.gemm, None)}
+    assert route.gemm == next(name for name in LARGE_M_KERNELS if name in usable)
 
 
 def test_what_a_user_chose_is_taken() -> None:
-    route = expert_route(128, 8, ALL, fused_tokens=0, triton_tokens=70, many="triton")
+    route = expert_route(128, 8, ALL, fused_tokens=0, triton_tokens=70, gemm="triton")
     assert {route.choose(tokens).kernel for tokens in (1, 70, 9000)} == {"triton"}
     route = expert_route(128, 8, ALL, fused_tokens=5000)
     assert route.choose(5000).kernel == "fused"
     assert route.choose(5001).kernel == "deep_gemm"
-    assert expert_route(128, 8, ALL, many="fused").choose(9000).config == TILE_CONFIGS[-1][1]
+    assert expert_route(128, 8, ALL, gemm="fused").choose(9000).config == TILE_CONFIGS[-1][1]
 
 
-@pytest.mark.parametrize("asked", [{"many": "deep_gemm"}, {"fused_tokens": 8}])
+@pytest.mark.parametrize("asked", [{"gemm": "deep_gemm"}, {"fused_tokens": 8}])
 def test_a_kernel_that_does_not_take_the_experts_is_refused(asked: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"does not take these experts here; those that do: triton"):
         expert_route(128, 8, ["triton"], **asked)  # type: ignore[arg-type]  # values of two types

@@ -13,9 +13,9 @@ from vllm_fp8ext.kernels.testing import kernel_cases
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.numerics.quantized import empty
 from vllm_fp8ext.kernels.quantize.quantize_activation import (
-    _MANY,
+    _LARGE_M,
     GROUPS,
-    many,
+    large_m,
     quantize_activation,
     quantize_into,
     quantize_to_rows,
@@ -71,9 +71,9 @@ def test_several_tokens_to_a_program(
         assert room.scales[m:].eq(7).all()
 
 
-@pytest.mark.parametrize(("k", "tokens"), [(1, _MANY), (1025, _MANY / 2), (12288, -(-_MANY // 12))])
+@pytest.mark.parametrize(("k", "tokens"), [(1, _LARGE_M), (1025, _LARGE_M / 2), (12288, -(-_LARGE_M // 12))])
 def test_programs_take_several_tokens_where_there_are_many(k: int, tokens: int) -> None:
-    assert many(k) == tokens
+    assert large_m(k) == tokens
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
@@ -132,7 +132,7 @@ def test_only_the_groups_scale_shows_what_is_not_finite(
     assert kernel_cases.same(codes, expected[0])
 
 
-@pytest.mark.parametrize("least", [_MANY, 1])
+@pytest.mark.parametrize("least", [_LARGE_M, 1])
 def test_tokens_are_written_to_the_rows_that_are_named(
     device: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

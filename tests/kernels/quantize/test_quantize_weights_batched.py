@@ -11,19 +11,19 @@ from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like
 from vllm_fp8ext.kernels.testing import kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.quantize import quantize_weights_batched as quantize_together
-from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place, QuantizeTogether
+from vllm_fp8ext.kernels.quantize import quantize_weights_batched
+from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Destination, QuantizeBatched
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = (((128, 128), (128, 256), (256, 128)), ((130, 96), (1, 144), (20, 16)))
 """Of whole blocks, and of others; few, since each takes the interpreter a second."""
 
 
-def destination(weight: Tensor) -> Place:
+def destination(weight: Tensor) -> Destination:
     """Codes and scales full of what a forgotten element would show."""
     codes, scales = empty_like(weight)
     codes.view(torch.uint8).fill_(0x7F)
-    return Place(codes, scales.fill_(float("nan")), weight.stride(0))
+    return Destination(codes, scales.fill_(float("nan")), weight.stride(0))
 
 
 def addresses(weights: list[Tensor]) -> Tensor:
@@ -41,7 +41,7 @@ def test_each_is_what_it_is_by_itself(
         for seed, (shape, kind) in enumerate(zip(shapes, ("normal", "heavy", "zeros"), strict=True))
     ]
     places = [destination(weight) for weight in weights]
-    sums = QuantizeTogether(places, dtype, scale_format).queue(addresses(weights))
+    sums = QuantizeBatched(places, dtype, scale_format).queue(addresses(weights))
     for weight, place, (error, norm, wrong) in zip(weights, places, sums.tolist(), strict=True):
         expected = reference.quantize_weight(weight.cpu(), scale_format)
         assert kernel_cases.same(place.codes_NK, expected[0])
@@ -55,10 +55,10 @@ def test_each_is_what_it_is_by_itself(
 def test_several_launches_are_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [kernel_cases.awkward(*shape, "normal", torch.bfloat16).to(device) for shape in SHAPES[0]]
     places = [[destination(weight) for weight in weights] for _ in range(2)]
-    whole = QuantizeTogether(places[0], torch.bfloat16, "fp32").queue(addresses(weights))
-    monkeypatch.setattr(quantize_together, "SLICE_BLOCKS", 2)
+    whole = QuantizeBatched(places[0], torch.bfloat16, "fp32").queue(addresses(weights))
+    monkeypatch.setattr(quantize_weights_batched, "SLICE_BLOCKS", 2)
     sizes: list[int] = []
-    sliced = QuantizeTogether(places[1], torch.bfloat16, "fp32").queue(addresses(weights), sizes.append)
+    sliced = QuantizeBatched(places[1], torch.bfloat16, "fp32").queue(addresses(weights), sizes.append)
     assert sizes == [2 * 128 * 128 * 2, 2 * 128 * 128 * 2, 128 * 128 * 2]
     assert torch.equal(whole, sliced)
     for one, other in zip(*places, strict=True):
@@ -69,7 +69,7 @@ def test_several_launches_are_one(device: str, monkeypatch: pytest.MonkeyPatch) 
 def test_the_same_places_take_other_weights(device: str) -> None:
     one, other = (kernel_cases.awkward(256, 128, "heavy", torch.bfloat16, seed).to(device) for seed in (1, 2))
     place = destination(one)
-    together = QuantizeTogether([place], one.dtype, "fp32")
+    together = QuantizeBatched([place], one.dtype, "fp32")
     found = [together.queue(addresses([weight])).cpu() for weight in (one, other, one)]
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
@@ -80,9 +80,9 @@ def test_what_lies_beside_a_part_stays_as_it_is(device: str) -> None:
     weight = kernel_cases.awkward(192, 96, "heavy", torch.bfloat16).to(device)
     codes = torch.full((256, 128), 0x55, dtype=torch.uint8, device=device)
     scales = torch.zeros(2, 1, device=device)
-    place = Place(codes[:192, :96].view(torch.float8_e4m3fn), scales, 96)
+    place = Destination(codes[:192, :96].view(torch.float8_e4m3fn), scales, 96)
     assert place.takes(weight.dtype)
-    QuantizeTogether([place], weight.dtype, "fp32").queue(addresses([weight]))
+    QuantizeBatched([place], weight.dtype, "fp32").queue(addresses([weight]))
     expected = reference.quantize_weight(weight.cpu(), "fp32")
     assert kernel_cases.same(place.codes_NK, expected[0])
     assert kernel_cases.same(scales, expected[1])
@@ -95,9 +95,9 @@ def test_parts_of_larger_matrices_are_read_and_written_in_place(device: str) -> 
     codes = torch.zeros(388, 304, dtype=torch.uint8, device=device)
     scales = torch.zeros(4, 5, device=device)
     inside = codes[128:384, 32:288].view(torch.float8_e4m3fn)
-    place = Place(inside, scales[1:3, 1:3], 512)
+    place = Destination(inside, scales[1:3, 1:3], 512)
     assert place.takes(weight.dtype)
-    QuantizeTogether([place], weight.dtype, "fp32").queue(addresses([weight]))
+    QuantizeBatched([place], weight.dtype, "fp32").queue(addresses([weight]))
     expected = reference.quantize_weight(weight.cpu(), "fp32")
     assert kernel_cases.same(inside, expected[0])
     assert kernel_cases.same(scales[1:3, 1:3], expected[1])
@@ -113,7 +113,7 @@ def test_what_is_not_finite_shows_in_its_own_weight(device: str) -> None:
     weights[1][130, 3] = float("nan")
     weights[1][3, 3] = float("inf")
     places = [destination(weight) for weight in weights]
-    sums = QuantizeTogether(places, torch.bfloat16, "fp32").queue(addresses(weights))
+    sums = QuantizeBatched(places, torch.bfloat16, "fp32").queue(addresses(weights))
     assert sums[:, 2].tolist() == [0.0, 2.0, 0.0]
 
 
@@ -136,5 +136,5 @@ def codes_of(rows: int, columns: int, distance: int, first: int = 0) -> Tensor:
 )
 def test_what_can_not_go_with_others(codes: Tensor, row: int, dtype: torch.dtype) -> None:
     scales = torch.zeros(1, 1)
-    assert Place(codes_of(128, 128, 128), scales, 128).takes(torch.float32)
-    assert not Place(codes, scales, row).takes(dtype)
+    assert Destination(codes_of(128, 128, 128), scales, 128).takes(torch.float32)
+    assert not Destination(codes, scales, row).takes(dtype)

@@ -23,9 +23,9 @@ from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize_refer
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
 
 
-def rmsnorm_quantize(*arguments: Any, few: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def rmsnorm_quantize(*arguments: Any, small_m: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and the new residual, as the reference returns them."""
-    (codes, scales), added = kernel.rmsnorm_quantize(*arguments, few=few)
+    (codes, scales), added = kernel.rmsnorm_quantize(*arguments, small_m=small_m)
     return codes, scales, added
 
 
@@ -50,7 +50,7 @@ def test_everything_is_the_references(
     exponent: int,
     kind: str,
     add: bool,
-    few: bool,
+    small_m: bool,
     dtype: torch.dtype,
     scale_format: ScaleFormat,
     seed: int,
@@ -60,7 +60,7 @@ def test_everything_is_the_references(
     # products with up to sqrt(k) stay finite
     weight = kernel_cases.awkward(1, k, kind, dtype, seed)[0].clamp(-500, 500)
     here = x.to(device), None if residual is None else residual.to(device), weight.to(device)
-    found = rmsnorm_quantize(*here, 1e-6, scale_format, few=few)
+    found = rmsnorm_quantize(*here, 1e-6, scale_format, small_m=small_m)
     expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, scale_format)
     assert [kernel_cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
 

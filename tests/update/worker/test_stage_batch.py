@@ -32,7 +32,7 @@ from vllm_fp8ext.update.worker.stager import Stager
 from vllm_fp8ext.update.worker.verdicts import Verdict, VerdictTable
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.quantize import quantize_weights_batched as quantize_together
+from vllm_fp8ext.kernels.quantize import quantize_weights_batched
 
 BF16 = torch.bfloat16
 SHAPES = {"qkv": (384, 128), "down": (256, 128), "odd": (200, 128)}
@@ -289,7 +289,7 @@ def test_what_another_rank_serves_is_nothing_to_look_at() -> None:
 
 
 def test_a_low_rate_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_together, "SLICE_BLOCKS", 2)
+    monkeypatch.setattr(quantize_weights_batched, "SLICE_BLOCKS", 2)
     sent, staged, sizes = tensors("q", "k", "left", "norm"), stager(), list[int]()
     limiter = RateLimiter(1e9, lambda: sizes.append(1))
     begun = time.monotonic()

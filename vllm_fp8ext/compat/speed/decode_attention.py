@@ -26,7 +26,7 @@ from vllm_fp8ext.kernels.attention.decode_attention import (
     HEAD_DIMENSION,
     MOST_GROUP,
     DecodeAttention,
-    Step,
+    DecodeStep,
     lies_well,
 )
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
@@ -158,11 +158,11 @@ def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None
             asked = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
             return attend(*asked)
 
-        def first_of(lengths: Tensor, slots: Tensor | None) -> Step:
+        def first_of(lengths: Tensor, slots: Tensor | None) -> DecodeStep:
             """A step's first requests, with one token each."""
             q, k, v = (_lying_well(part[: lengths.shape[0]]) for part in (query, key, value))
             scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
-            return Step(q, k, v, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
+            return DecodeStep(q, k, v, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
 
         def attend_theirs(metadata: Any, first: int, decoding: Tensor | None = None) -> Any:
             """From this token on. `decoding`: lengths of a whole step, whose other requests the kernel attends to before,

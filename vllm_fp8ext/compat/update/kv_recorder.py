@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_fp8ext.compat.speed.capture import is_captured
-from vllm_fp8ext.kernels.attention.kv_amax import Seen, Tally
+from vllm_fp8ext.kernels.attention.kv_amax import AmaxCounts, AmaxTally
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
 FEATURE: str = "core"
@@ -44,21 +44,21 @@ class Recorder:
         self._every = every
         self._steps = 0
         self._recording = False
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, AmaxTally] = {}
         for index, (name, layer) in enumerate(self._layers.items()):
-            self._tallies[name] = Tally(layer.num_kv_heads, layer._k_scale.device)
+            self._tallies[name] = AmaxTally(layer.num_kv_heads, layer._k_scale.device)
             _warm_up(layer, self._tallies[name])
             layer.impl.forward = self._wrapped(
                 layer, self._tallies[name], layer.impl.forward, first=not index
             )
 
-    def take(self) -> dict[str, Seen]:
+    def take(self) -> dict[str, AmaxCounts]:
         """What each layer has seen since the last time; waits for the GPU. Scales may change after this, not before: what is
         read off a quantized query is in units of its scale at that time."""
         return {name: tally.take() for name, tally in self._tallies.items()}
 
     def _wrapped(
-        self, layer: Attention, tally: Tally, original: Callable[..., Any], *, first: bool
+        self, layer: Attention, tally: AmaxTally, original: Callable[..., Any], *, first: bool
     ) -> Callable[..., Any]:
         def forward(
             module: Any,
@@ -80,12 +80,14 @@ class Recorder:
         return forward
 
 
-def _add(tally: Tally, layer: Attention, query: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+def _add(
+    tally: AmaxTally, layer: Attention, query: Tensor, key: Tensor, value: Tensor, slots: Tensor
+) -> None:
     grouped = query.view(len(query), layer.num_kv_heads, -1)
     tally.add((key, value, grouped), slots, (layer._k_scale, layer._v_scale, layer._q_scale))
 
 
-def _warm_up(layer: Attention, tally: Tally) -> None:
+def _warm_up(layer: Attention, tally: AmaxTally) -> None:
     """Have the kernel compiled before the first request: a token of padding, laid out as a fused projection does it."""
     where, dtype = layer._k_scale.device, layer.dtype
     widths = [

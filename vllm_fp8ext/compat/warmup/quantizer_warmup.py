@@ -4,11 +4,11 @@
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.memory.copy_batched import CopyTogether
+from vllm_fp8ext.kernels.memory.copy_batched import CopyBatched
 from vllm_fp8ext.kernels.memory.copy_blocks import CopyBlocks
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
-from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place, QuantizeTogether
+from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Destination, QuantizeBatched
 
 FEATURE: str = "kernel_warmup"
 WHY: str = "Compile quantizers before the server is ready: the first update would wait for them."
@@ -43,8 +43,8 @@ def warm_up_together(device: torch.device, scale_format: ScaleFormat) -> None:
         for source in SOURCES:
             part = torch.zeros(BLOCK, columns, dtype=source, device=device)
             where = torch.tensor([part.data_ptr()])
-            QuantizeTogether([Place(*empty_like(part), columns)], source, scale_format).queue(where)
-            CopyTogether([torch.empty_like(part)]).queue(where)
+            QuantizeBatched([Destination(*empty_like(part), columns)], source, scale_format).queue(where)
+            CopyBatched([torch.empty_like(part)]).queue(where)
         codes, scales = empty_like(part)
         both = torch.tensor([[codes.data_ptr(), scales.data_ptr()]])
-        CopyBlocks([Place(*empty_like(part), columns)], [scales.stride(0)], scale_format).queue(both)
+        CopyBlocks([Destination(*empty_like(part), columns)], [scales.stride(0)], scale_format).queue(both)

@@ -25,7 +25,7 @@ from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.linear import GEMMS
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.kernels.quantize.gated_quantize import ACTIVATIONS, GELUS, gated_quantize, gelu_quantize
-from vllm_fp8ext.kernels.quantize.quantize_activation import many, quantize_activation
+from vllm_fp8ext.kernels.quantize.quantize_activation import large_m, quantize_activation
 from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
 from vllm_fp8ext.kernels.runtime import compile_counts
 from vllm_fp8ext.kernels.runtime.launch import compiled_as
@@ -110,30 +110,30 @@ def _compile(layers: Layers) -> None:
 def _decode_kernels(method: BlockFp8LinearMethod) -> list[tuple[int, bool]]:
     """Widths of the decode GEMM that the layer can take, and whether activations come quantized."""
     assert method.route is not None
-    few, gemm = method.route
-    quantized = decode_gemm_configs.TOKENS if gemm == "decode_gemm" else decode_gemm_configs.widths(few)
-    inside = decode_gemm_configs.widths(min(few, decode_gemm.PROLOGUE_TOKENS))
+    small_m, gemm = method.route
+    quantized = decode_gemm_configs.TOKENS if gemm == "decode_gemm" else decode_gemm_configs.widths(small_m)
+    inside = decode_gemm_configs.widths(min(small_m, decode_gemm.PROLOGUE_TOKENS))
     return [(tokens, True) for tokens in quantized] + [(tokens, False) for tokens in inside]
 
 
 def _tokens(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> list[int]:
     """Numbers of tokens at which the kernel for many tokens is another one."""
     assert method.route is not None
-    few, name = method.route
+    small_m, name = method.route
     counts = {max_tokens}
     if name == "deep_gemm" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
         found = _generate_optimal_warmup_m_values(max_tokens, layer.weight.shape[0], layer.weight.device)
-        counts |= {count for count in found if count > few}
+        counts |= {count for count in found if count > small_m}
     if name == "triton":
-        counts |= set(_triton_tokens(triton_sizes(*layer.weight.shape), few, max_tokens))
+        counts |= set(_triton_tokens(triton_sizes(*layer.weight.shape), small_m, max_tokens))
     return sorted(counts)
 
 
-def _triton_tokens(sizes: dict[int, str], few: int, most: int) -> list[int]:
+def _triton_tokens(sizes: dict[int, str], small_m: int, most: int) -> list[int]:
     """One number of tokens from `few` + 1 to `most` for each variant of vLLM's kernel: its sizes, which are those of the
     nearest number that was tuned, and what Triton compiles apart, which is 1, multiples of 16, and all others."""
     variants: dict[tuple[str, str], int] = {}
-    for count in range(few + 1, most + 1):
+    for count in range(small_m + 1, most + 1):
         size = sizes[min(sizes, key=lambda tuned: abs(tuned - count))] if sizes else ""
         variants.setdefault((size, compiled_as(count)), count)
     return sorted(variants.values())
@@ -157,9 +157,9 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
     dtype = method.out_dtype
     x = torch.zeros(decode_gemm_configs.TOKENS[-1], k, dtype=dtype, device=weight.device)
     norm = torch.ones(k, dtype=dtype, device=weight.device)
-    for few, residual in itertools.product({False, method.route.decode_tokens > 0}, (None, x[:1])):
-        rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, few=few)
-    for count in {1, min(many(k), max_tokens)}:
+    for small_m, residual in itertools.product({False, method.route.decode_tokens > 0}, (None, x[:1])):
+        rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, small_m=small_m)
+    for count in {1, min(large_m(k), max_tokens)}:
         _quantize(torch.zeros(count, 2 * k, dtype=dtype, device=weight.device), form)
     for tokens, before in _decode_kernels(method):
         part = quantize_activation(x[:tokens], form) if before else x[:tokens]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.memory import copy_batched
-from vllm_fp8ext.kernels.memory.copy_batched import CopyTogether
+from vllm_fp8ext.kernels.memory.copy_batched import CopyBatched
 from vllm_fp8ext.kernels.memory.copy_blocks import CopyBlocks
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, UNIT, blocks
-from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Place, QuantizeTogether
+from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Destination, QuantizeBatched
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.worker.staging_steps import CopyCodes, CopyValues, FillStrip, QuantizeBlocks, Step
 from vllm_fp8ext.update.worker.verdicts import COPIED_CODES, COPIED_VALUES, QUANTIZED, Columns
@@ -32,7 +32,7 @@ class BatchedOp:
     sources: Tensor
     offsets: Tensor
     owners: Tensor
-    kernel: QuantizeTogether | CopyTogether | CopyBlocks
+    kernel: QuantizeBatched | CopyBatched | CopyBlocks
 
     def queue(self, addresses: Tensor, wait: Callable[[int], None] | None) -> tuple[Columns, Tensor, Tensor]:
         """Queue the launch for tensors at these addresses, int64 on the host; returns what `VerdictTable.add_batch` takes.
@@ -50,7 +50,7 @@ class BatchItem:
 
     step: QuantizeBlocks | CopyCodes | CopyValues
     dtype: torch.dtype
-    destination: Place | Tensor
+    destination: Destination | Tensor
     offsets: tuple[int, ...]
     scale_row: int = 0
     sources: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class BatchItem:
     def kind(self) -> tuple[object, ...]:
         """What items of one launch have in common."""
         scale_format = None if isinstance(self.step, CopyValues) else self.step.target.scale_format
-        even = isinstance(self.destination, Place) and self.destination.even
+        even = isinstance(self.destination, Destination) and self.destination.even
         return type(self.step), self.dtype, scale_format, even
 
 
@@ -82,7 +82,7 @@ def batch_item(spec: TensorSpec, step: Step) -> BatchItem | None:
         return BatchItem(step, dtype, room, (offset,)) if as_it_is and copy_batched.takes(room) else None
     stop = step.start + step.source[0][1] - starts[0]
     target = step.target
-    place = Place(target.codes[step.start : stop], target.scales_of(step.start, stop), shape[1])
+    place = Destination(target.codes[step.start : stop], target.scales_of(step.start, stop), shape[1])
     if not place.takes(dtype):
         return None
     if isinstance(step, QuantizeBlocks):
@@ -104,16 +104,16 @@ def _batched_op(items: Sequence[BatchItem]) -> BatchedOp:
     sources = torch.tensor([item.sources for item in items], dtype=torch.int64)
     offsets = torch.tensor([item.offsets for item in items], dtype=torch.int64)
     owners = torch.tensor([item.owner for item in items], dtype=torch.int64)
-    places = [item.destination for item in items if isinstance(item.destination, Place)]
+    places = [item.destination for item in items if isinstance(item.destination, Destination)]
     step = items[0].step
     if isinstance(step, CopyCodes):
         scale_rows = [item.scale_row for item in items]
         kernel = CopyBlocks(places, scale_rows, step.target.scale_format)
         return BatchedOp(COPIED_CODES, sources, offsets, owners, kernel)
     if isinstance(step, QuantizeBlocks):
-        quantize = QuantizeTogether(places, items[0].dtype, step.target.scale_format)
+        quantize = QuantizeBatched(places, items[0].dtype, step.target.scale_format)
         return BatchedOp(QUANTIZED, sources[:, 0], offsets[:, 0], owners, quantize)
-    copy = CopyTogether([item.destination for item in items if isinstance(item.destination, Tensor)])
+    copy = CopyBatched([item.destination for item in items if isinstance(item.destination, Tensor)])
     return BatchedOp(COPIED_VALUES, sources[:, 0], offsets[:, 0], owners, copy)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.errors import described
-from vllm_fp8ext.kernels.attention.kv_amax import K, Q, Seen, V
+from vllm_fp8ext.kernels.attention.kv_amax import AmaxCounts, K, Q, V
 from vllm_fp8ext.kernels.attention.kv_cache import next_scales
 from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_types import RankScales, Scales
@@ -32,7 +32,7 @@ Gather = Callable[[RankScales], list[RankScales]]
 class Recorder(Protocol):
     """Notes amax where the cache is written (`compat.update.kv_recorder`)."""
 
-    def take(self) -> dict[str, Seen]: ...
+    def take(self) -> dict[str, AmaxCounts]: ...
 
 
 class Cache(Protocol):
