@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to how many tokens `decode_gemm` is ahead of DeepGEMM and CUTLASS on this GPU, by shape of the weights.
+"""Up to how many tokens `decode_gemm` is ahead of kernels for large M on this GPU, by shape of the weights.
 
     python benchmarks/crossover.py --models Qwen3-8B --table kernels/gemm/crossover.json
 
@@ -12,6 +12,7 @@ import argparse
 import concurrent.futures
 import multiprocessing
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.bench.projections import MODELS, projections
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
-from vllm_fp8ext.kernels.numerics.reference import BLOCK
+from vllm_fp8ext.kernels.gemm.registry import GEMM_KERNELS, GemmKernel
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
+from vllm_fp8ext.layers.gemm_kernels import CUTLASS, DEEP_GEMM, LARGE_M
 
 TOKENS = (8, 16, 32, 64, 128)
 
@@ -38,6 +40,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes")
     parser.add_argument("--seconds", type=float, default=600, help="begin no shape after so long")
+    parser.add_argument(
+        "--gemms",
+        nargs="+",
+        choices=[kernel.name for kernel in LARGE_M],
+        default=[DEEP_GEMM.name, CUTLASS.name],
+        help="kernels for large M",
+    )
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--table", type=Path, required=True, help="put what is found into this file")
     options = parser.parse_args()
@@ -52,27 +61,23 @@ def main() -> None:
         if time.monotonic() - start > options.seconds:
             print(f"no time left for {n}x{k}")
             continue
-        times = _times(n, k)
+        times = _times(n, k, options.gemms)
         table.put({"n": n, "k": k, "us": times})
         print(f"{n}x{k}: {times}", flush=True)
 
 
 def _compile(shape: tuple[int, int]) -> None:
-    from vllm_fp8ext.layers.gemm import deep_gemm
-
     n, k = shape
     codes = torch.zeros(n, k, device="cuda").to(torch.float8_e4m3fn)
     scales = torch.ones(-(-n // 128), -(-k // 128), device="cuda")
     for m in TOKENS:
         x = quantize_activation(kernel_cases.activations(m, k, "cuda"), "fp32")
-        deep_gemm(x, codes, scales, torch.bfloat16)
+        DEEP_GEMM.run(x, codes, scales, torch.bfloat16)
     torch.cuda.synchronize()
 
 
-def _times(n: int, k: int) -> dict[str, dict[str, float]]:
+def _times(n: int, k: int, gemms: Sequence[str]) -> dict[str, dict[str, float]]:
     """Microseconds, in turn, by tokens and kernel."""
-    from vllm_fp8ext.layers.gemm import cutlass, deep_gemm
-
     operands = Operands(n, k)
     found: dict[str, dict[str, float]] = {}
     for m in TOKENS:
@@ -82,10 +87,10 @@ def _times(n: int, k: int) -> dict[str, dict[str, float]]:
         config = decode_gemm_configs.fastest_alone(n, k, decode_gemm_configs.width(m), quantized=True)
         calls: dict[str, Any] = {
             "decode_gemm": partial(_ours, operands, x, config),
-            "deep_gemm": partial(_other, deep_gemm, operands, x),
         }
-        if n % BLOCK == 0:
-            calls["cutlass"] = partial(_other, cutlass, operands, x)
+        for name in gemms:
+            if GEMM_KERNELS[name].takes(n, k, "bfloat16"):
+                calls[name] = partial(_other, GEMM_KERNELS[name], operands, x)
         for name, call in calls.items():
             error = operands.error(x, call(0))
             if not error < 1:
@@ -103,9 +108,9 @@ def _ours(operands: Operands, x: Tensor, config: TileConfig, index: int) -> Tens
     return decode_gemm.decode_gemm(quantized, operands.codes[index], operands.scales, None, "fp32", config)
 
 
-def _other(gemm: Any, operands: Operands, x: Tensor, index: int) -> Tensor:
-    out: Tensor = gemm(quantize_activation(x, "fp32"), operands.codes[index], operands.scales, torch.bfloat16)
-    return out
+def _other(kernel: GemmKernel, operands: Operands, x: Tensor, index: int) -> Tensor:
+    quantized = quantize_activation(x, "fp32")
+    return kernel.run(quantized, operands.codes[index], operands.scales, torch.bfloat16)
 
 
 if __name__ == "__main__":

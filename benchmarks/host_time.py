@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.kernels.gemm import linear
+from vllm_fp8ext.kernels.gemm.registry import GemmKernel, register
 from vllm_fp8ext.kernels.runtime import cuda_kernel
 from vllm_fp8ext.kernels.testing import kernel_cases
 
@@ -94,7 +94,7 @@ def operators(device: str, tokens: int) -> dict[str, Callable[[], object]]:
         return codes, torch.ones(n // 128, k // 128, device=device)
 
     if real:
-        import vllm_fp8ext.layers.gemm  # noqa: F401  # brings DeepGEMM
+        import vllm_fp8ext.layers.gemm_kernels  # noqa: F401  # brings DeepGEMM
     qkv, out, gate_up, down = (
         weight(*shape) for shape in ((FUSED, HIDDEN), (HIDDEN, HIDDEN), (2 * WIDE, HIDDEN), (HIDDEN, WIDE))
     )
@@ -233,9 +233,11 @@ def _without_launches() -> None:
     cuda_kernel.compile_source = lambda *_: b""
     cuda_kernel.call = lambda *_: None  # type: ignore[assignment]  # no driver
     cuda_kernel.Kernel.resident_blocks = lambda *_: 132  # type: ignore[method-assign]  # an H200's
-    linear.GEMMS["none"] = lambda x, codes, _, dtype: torch.empty(
-        x.codes.shape[0], codes.shape[0], dtype=dtype
-    )
+
+    def no_gemm(x: Any, codes: Any, _: Any, dtype: torch.dtype) -> Any:
+        return torch.empty(x.codes.shape[0], codes.shape[0], dtype=dtype)
+
+    register(GemmKernel(name="none", run=no_gemm))
 
 
 if __name__ == "__main__":

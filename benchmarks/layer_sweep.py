@@ -38,7 +38,7 @@ from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
 from vllm_fp8ext.kernels.quantize.gated_quantize import gated_quantize
 from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
 from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
-from vllm_fp8ext.layers.gemm import deep_gemm
+from vllm_fp8ext.layers.gemm_kernels import DEEP_GEMM
 
 CONTEXT = 1536
 """Tokens of each request."""
@@ -171,7 +171,7 @@ def _multiply(x: Quantized, weight: tuple[Tensor, Tensor], configs: TileConfigs)
     codes, scales = weight
     config = configs[codes.shape[0], codes.shape[1]]
     if config is None:
-        return deep_gemm(x, codes, scales, torch.bfloat16)
+        return DEEP_GEMM.run(x, codes, scales, torch.bfloat16)
     return decode_gemm(x, codes, scales, None, "fp32", config)
 
 
@@ -215,7 +215,9 @@ def _us(
 
 def _alone(n: int, k: int, tokens: int) -> TileConfig | None:
     """The fastest alone."""
-    if not decode_gemm_configs.usable(tokens, n, k) or tokens > selection.crossover_alone(n, k, "deep_gemm"):
+    if not decode_gemm_configs.usable(tokens, n, k) or tokens > selection.crossover_alone(
+        n, k, DEEP_GEMM.name
+    ):
         return None
     return decode_gemm_configs.fastest_alone(n, k, tokens, quantized=True)
 

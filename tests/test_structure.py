@@ -33,6 +33,8 @@ LIGHT = (
     "vllm_fp8ext.checkpoints",
     "vllm_fp8ext.config",
     "vllm_fp8ext.kv_types",
+    "vllm_fp8ext.kernels.gemm.registry",
+    "vllm_fp8ext.layers.gemm_kernels",
     "vllm_fp8ext.cli",
     "vllm_fp8ext.calibrate.command",
     "vllm_fp8ext.calibrate.prompts",

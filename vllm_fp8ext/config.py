@@ -3,13 +3,24 @@
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernels.gemm.registry import DECODE_GEMM
 from vllm_fp8ext.kv_settings import KvScales
+from vllm_fp8ext.layers import gemm_kernels
 
 METHOD = "blockfp8"
 """Name of the quantization method, for `--quantization`."""
@@ -39,6 +50,17 @@ class CanarySettings(BaseModel):
     """Refuse weights whose perplexity over these prompts is above this."""
 
 
+def _gemm_kernel(name: str) -> str:
+    return _one_of(name, gemm_kernels.names())
+
+
+def _one_of(name: str, names: Sequence[str]) -> str:
+    if name not in names:
+        expected = f"{', '.join(repr(other) for other in names[:-1])} or {names[-1]!r}"
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+    return name
+
+
 class ShapeSettings(BaseModel):
     """Which kernels multiply by weights of one shape; what is not said is chosen by default."""
 
@@ -47,8 +69,8 @@ class ShapeSettings(BaseModel):
     decode_tokens: int | None = Field(default=None, ge=0, le=128)
     """Most tokens that go to the kernel for few tokens; 0: none."""
 
-    gemm: Literal["deep_gemm", "cutlass", "triton", "decode_gemm"] | None = None
-    """The kernel for more tokens."""
+    gemm: Annotated[str, AfterValidator(_gemm_kernel)] | None = None
+    """The kernel for more tokens: one of `vllm_fp8ext.layers.gemm_kernels`."""
 
 
 class ExpertSettings(BaseModel):
@@ -119,9 +141,9 @@ class KernelSettings(BaseModel):
     (`VLLM_BATCH_INVARIANT`); where that is set, this is the default."""
 
     @model_validator(mode="after")
-    def _one_path(self) -> Self:
+    def _one_kernel(self) -> Self:
         for shape, chosen in self.shapes.items():
-            if self.batch_invariant and (chosen.decode_tokens or chosen.gemm == "decode_gemm"):
+            if self.batch_invariant and (chosen.decode_tokens or chosen.gemm == DECODE_GEMM):
                 raise ValueError(f"batch_invariant leaves decode_gemm out, which shapes.{shape} asks for")
         if self.batch_invariant and (self.experts.fused_tokens or self.experts.gemm == "fused"):
             raise ValueError("batch_invariant leaves the kernel for few tokens out, which experts asks for")

@@ -5,13 +5,13 @@ Each looks at the number of tokens when it runs and takes the kernel that its ca
 what comes before the layer along, so that activations are quantized where they are made; one takes them quantized.
 """
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
+from vllm_fp8ext.kernels.gemm import decode_gemm
+from vllm_fp8ext.kernels.gemm.registry import GEMM_KERNELS
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat, blocks
@@ -19,24 +19,6 @@ from vllm_fp8ext.kernels.runtime.operators import operator
 
 _LARGEST_SLICE = 1 << 24
 """Activation elements converted at once: bounds the fp32 temporaries to 64 MiB each."""
-
-Gemm = Callable[[Quantized, Tensor, Tensor, torch.dtype], Tensor]
-"""`x @ weight.T` `[M, N]` of quantized activations, codes and scales of the weight, and the dtype of the result."""
-
-
-def in_slices(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, _dtype: torch.dtype) -> Tensor:
-    """The GEMM for few tokens, as often as many tokens need it: for shapes that no other kernel takes."""
-    m, (n, k) = x.codes.shape[0], codes_NK.shape
-    step = max(tokens for tokens in decode_gemm_configs.TOKENS if decode_gemm_configs.usable(tokens, n, k))
-    parts = [
-        Quantized(x.codes[start : start + step], x.scales[start : start + step])
-        for start in range(0, m, step)
-    ]
-    return torch.cat([decode_gemm.decode_gemm(part, codes_NK, scales_NbKb, None, "fp32") for part in parts])
-
-
-GEMMS: dict[str, Gemm] = {"decode_gemm": in_slices}
-"""Kernels for many tokens, by name. An engine adds those that it has."""
 
 
 def _like_linear(x_MK: Tensor, codes_NK: Tensor, *_rest: object) -> Tensor:
@@ -83,7 +65,7 @@ def linear(
 ) -> Tensor:
     """`x @ weight.T (+ bias)` `[M, N]` in the dtype of `x_MK`, which is quantized per token and 128 columns.
 
-    Up to `decode_tokens` tokens (BF16 then) are taken by `decode_gemm`, more by `GEMMS[gemm]`; more than
+    Up to `decode_tokens` tokens (BF16 then) are taken by `decode_gemm`, more by `GEMM_KERNELS[gemm]`; more than
     `decode_gemm.PROLOGUE_TOKENS` are quantized before.
     """
     from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
@@ -208,7 +190,7 @@ def _large_m(
 ) -> Tensor:
     if not x.codes.shape[0]:
         return x.codes.new_empty(0, codes_NK.shape[0], dtype=dtype)
-    out = GEMMS[gemm](x, codes_NK, scales_NbKb, dtype)
+    out = GEMM_KERNELS[gemm].run(x, codes_NK, scales_NbKb, dtype)
     return out if bias_N is None else out.add_(bias_N)
 
 

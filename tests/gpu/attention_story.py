@@ -13,6 +13,7 @@ flash`: over a cache in BF16.
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from vllm_fp8ext.kernels.attention.decode_attention import (
     decode_attention_reference,
 )
 from vllm_fp8ext.kernels.attention.kv_cache import quantize
-from vllm_fp8ext.kernels.gemm.linear import GEMMS
+from vllm_fp8ext.kernels.gemm.registry import GEMM_KERNELS
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
@@ -120,13 +121,13 @@ def main(mode: str, folder: str, facts: str) -> None:
         },
     )
     seen["at start"], seen["mixed"], seen["cached by vLLM"] = seen["calls"], 0, []
-    multiply = GEMMS["deep_gemm"]
+    kernel = GEMM_KERNELS["deep_gemm"]
 
     def launched(*given: Any) -> Tensor:
         seen["launched"] += 1
-        return multiply(*given)
+        return kernel.run(*given)
 
-    GEMMS["deep_gemm"] = launched
+    GEMM_KERNELS["deep_gemm"] = replace(kernel, run=launched)
     # the next token is given, so that every mode reads the same
     params = [
         SamplingParams(

@@ -12,6 +12,7 @@ from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.kernels.gemm import linear
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.layers.gemm_kernels import LARGE_M
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +65,7 @@ def _layer(
 @pytest.mark.parametrize(
     ("shape", "gemm"),
     [(shape, None) for shape in SHAPES]
-    + list(itertools.product(SHAPES[:2], ("deep_gemm", "cutlass", "triton"))),
+    + list(itertools.product(SHAPES[:2], (kernel.name for kernel in LARGE_M))),
     ids=str,
 )
 @pytest.mark.parametrize("tokens", [1, 64, 300])

@@ -10,15 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.envs
+import vllm.platforms
+from vllm.model_executor.kernels import linear
 
 from vllm_fp8ext.config import KernelSettings
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernels.gemm import decode_gemm
 from vllm_fp8ext.kernels.gemm.selection import GemmRoute
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
 from vllm_fp8ext.layers import deep_gemm, expert_gemm, gemm
 from vllm_fp8ext.layers.deep_gemm import deep_gemm_runs
-from vllm_fp8ext.layers.gemm import decode_gemm_runs
+from vllm_fp8ext.layers.gemm_kernels import TRITON, triton
+from vllm_fp8ext.layers.gemm_kernels import decode_gemm as decode_kernel
+from vllm_fp8ext.layers.gemm_kernels.decode_gemm import decode_gemm_runs
+from vllm_fp8ext.layers.gemm_kernels.vllm_kernels import vllm_supports
 from vllm_fp8ext.log import log_once
 
 SHAPE = 6144, 4096
@@ -28,12 +35,12 @@ SHAPE = 6144, 4096
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM takes this machine for one with a Hopper GPU and all of its kernels."""
     platform = SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda _: True)
-    for module in (gemm, expert_gemm):
+    for module in (gemm, expert_gemm, vllm.platforms):
         monkeypatch.setattr(module, "current_platform", platform)
-    monkeypatch.setattr(gemm.kernels, "is_supported_and_can_implement_kernel", lambda *_: (True, None))
+    monkeypatch.setattr(linear, "is_supported_and_can_implement_kernel", lambda *_: (True, None))
     monkeypatch.setattr(deep_gemm, "is_deep_gemm_supported", lambda: True)
-    monkeypatch.setattr(gemm, "decode_gemm_runs", lambda: True)
-    cached = (deep_gemm_runs, decode_gemm_runs, gemm._takes)
+    monkeypatch.setattr(decode_kernel, "decode_gemm_runs", lambda: True)
+    cached = (deep_gemm_runs, decode_gemm_runs, vllm_supports)
     for function in cached:
         function.cache_clear()
     yield
@@ -97,8 +104,8 @@ def test_where_decode_gemm_does_not_run_the_others_take_few_tokens_too(
     with_it = gemm.select(SHAPE, torch.bfloat16, KernelSettings())
     assert with_it is not None
     assert with_it.decode_tokens > 0
-    monkeypatch.setattr(gemm, "decode_gemm_runs", decode_gemm_runs)
-    monkeypatch.setattr(gemm.decode_gemm, "decode_gemm", fail)
+    monkeypatch.setattr(decode_kernel, "decode_gemm_runs", decode_gemm_runs)
+    monkeypatch.setattr(decode_gemm, "decode_gemm", fail)
     with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
         for shape in (SHAPE, (4096, 4096)):
             assert gemm.select(shape, torch.bfloat16, KernelSettings()) == GemmRoute(0, "deep_gemm")
@@ -110,7 +117,7 @@ def test_where_decode_gemm_does_not_run_the_others_take_few_tokens_too(
 
 def test_decode_gemm_is_not_tried_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep_gemm, "multiply", lambda *_: None)
-    monkeypatch.setattr(gemm, "decode_gemm_runs", pytest.fail)
+    monkeypatch.setattr(decode_kernel, "decode_gemm_runs", pytest.fail)
     for section in (
         {"shapes": {"*": {"decode_tokens": 0, "gemm": "deep_gemm"}}},
         {"batch_invariant": True},
@@ -125,13 +132,13 @@ def test_what_varies_with_the_batch_is_not_batch_invariant(monkeypatch: pytest.M
     """vLLM's Triton kernels have sizes by the number of tokens, but with a variable of vLLM's."""
     monkeypatch.setattr(deep_gemm, "is_deep_gemm_supported", lambda: False)
     monkeypatch.setattr(
-        gemm, "triton_sizes", lambda n, k: {} if gemm.envs.VLLM_BATCH_INVARIANT else {1: "small"}
+        triton, "block_sizes", lambda n, k: {} if vllm.envs.VLLM_BATCH_INVARIANT else {1: "small"}
     )
-    linear = KernelSettings.model_validate({"batch_invariant": True, "shapes": {"*": {"gemm": "triton"}}})
+    settings = KernelSettings.model_validate({"batch_invariant": True, "shapes": {"*": {"gemm": "triton"}}})
     for invariant in (False, True):
-        monkeypatch.setattr(gemm.envs, "VLLM_BATCH_INVARIANT", invariant)
+        monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", invariant)
         chosen = [
-            lambda: gemm.select(SHAPE, torch.bfloat16, linear),
+            lambda: gemm.select(SHAPE, torch.bfloat16, settings),
             lambda: expert_gemm.select(experts(), 2048, KernelSettings(batch_invariant=True)),
         ]
         for select in chosen:
@@ -140,7 +147,7 @@ def test_what_varies_with_the_batch_is_not_batch_invariant(monkeypatch: pytest.M
             else:
                 with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT=1"):
                     select()
-        varied = gemm.select(SHAPE, torch.bfloat16, linear.model_copy(update={"batch_invariant": False}))
+        varied = gemm.select(SHAPE, torch.bfloat16, settings.model_copy(update={"batch_invariant": False}))
         assert varied is not None
         assert varied.gemm == "triton"
 
@@ -182,9 +189,9 @@ def test_vllms_triton_kernel_gets_as_many_tokens_as_it_can_tell_apart(
         return codes[:, :1].float() + scales[:, :1]
 
     monkeypatch.setattr(fp8_utils, "w8a8_triton_block_scaled_mm", multiply)
-    monkeypatch.setattr(gemm, "_TRITON_ELEMENTS", 2048)
+    monkeypatch.setattr(triton, "MOST_ELEMENTS", 2048)
     rows = torch.arange(tokens * 128).view(tokens, 128)
     x = Quantized(rows, rows[:, :1].float())
-    out = gemm.triton(x, torch.empty(256, 128), torch.empty(2, 1), torch.bfloat16)
+    out = TRITON.run(x, torch.empty(256, 128), torch.empty(2, 1), torch.bfloat16)
     assert torch.equal(out, rows[:, :1] * 2.0)
     assert sum(seen) == tokens

@@ -3,8 +3,6 @@
 
 import pytest
 
-from vllm_fp8ext.kernels.gemm.selection import MULTIPLES
-from vllm_fp8ext.layers.gemm import _KERNELS
 from vllm_fp8ext.layers.unquantized_layers import in_encoder, report, unfit
 
 
@@ -24,10 +22,6 @@ from vllm_fp8ext.layers.unquantized_layers import in_encoder, report, unfit
 )
 def test_shapes_that_kernels_take(rows: int, columns: int, dtype: str, taken: bool) -> None:
     assert (unfit(rows, columns, dtype) is None) is taken
-
-
-def test_the_multiples_are_those_of_the_kernels_that_run() -> None:
-    assert _KERNELS.keys() == MULTIPLES.keys()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from vllm_fp8ext.bench.options import CommandLine
 from vllm_fp8ext.bench.rivals import NAMES
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.layers import gemm_kernels
 
 PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention", "experts")
 
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandLine("kernels", __doc__)
     parser.add_choice("--only", PARTS, PARTS, "these parts alone", metavar="PART")
     parser.add_choice("--rivals", NAMES, NAMES, "beside GEMMs of ours, where they run", nargs="*")
+    names = [kernel.name for kernel in gemm_kernels.LARGE_M]
+    parser.add_choice("--gemms", names, names[:1], "kernels for large M that are timed alone", nargs="*")
     for part, tokens in (
         ("prefill", kernel_cases.PREFILL_TOKENS),
         ("decode", kernel_cases.DECODE_TOKENS),
@@ -61,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     report = Report(options.out, stop=start + options.seconds)
     if "decode" in options.only:
-        gemms.decode(report, options.decode_tokens, options.rivals)
+        gemms.decode(report, options.decode_tokens, options.rivals, options.gemms)
     if "prefill" in options.only:
-        gemms.prefill(report, options.prefill_tokens, options.rivals)
+        gemms.prefill(report, options.prefill_tokens, options.rivals, options.gemms)
     if "weights" in options.only:
         quantizers.weights(report)
     if "fused" in options.only:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers stay in 16 bits unless settings ask for them: those of encoders beside the language model, and those
-of shapes that FP8 kernels do not take for many tokens.
+"""Decides which linear layers stay in 16 bits unless settings ask for them.
+
+They are those of encoders beside the language model, and those of shapes that FP8 kernels do not take for many tokens.
 
 Names, shapes and settings decide, never the device: a CPU, a GPU and `fp8ext digest` choose alike. Imports no vLLM.
 """
@@ -11,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 
 from vllm_fp8ext.config import SECTION
-from vllm_fp8ext.kernels.gemm.selection import COLUMNS, rows_multiple
+from vllm_fp8ext.kernels.gemm.registry import COLUMNS_MULTIPLE
+from vllm_fp8ext.layers.gemm_kernels import rows_multiple
 
 ENCODERS = frozenset(
     {
@@ -19,7 +21,7 @@ ENCODERS = frozenset(
         *("audio_tower", "audio_encoder", "encoder"),
     }
 )
-"""What multimodal models call the modules that read images or sound."""
+"""Names that multimodal models give the modules that read images or sound."""
 ENCODER = "parts of an encoder beside the language model"
 
 building_encoder: ContextVar[bool] = ContextVar("fp8ext_building_encoder", default=False)
@@ -34,9 +36,12 @@ def in_encoder(name: str) -> bool:
 def unfit(rows: int, columns: int, dtype: str) -> str | None:
     """Say why a weight of this shape on one rank stays in 16 bits; None if kernels take it. `dtype`: torch's name."""
     multiple = rows_multiple(dtype)
-    if rows % multiple == 0 and columns % COLUMNS == 0:
+    if rows % multiple == 0 and columns % COLUMNS_MULTIPLE == 0:
         return None
-    return f"of {rows}x{columns}: FP8 kernels for many tokens take multiples of {multiple} rows and {COLUMNS} columns"
+    return (
+        f"of {rows}x{columns}: FP8 kernels for many tokens take multiples of {multiple} rows and "
+        f"{COLUMNS_MULTIPLE} columns"
+    )
 
 
 def report(kept: Mapping[str, Iterable[str]]) -> list[str]:

@@ -55,12 +55,12 @@ def linear(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def slow_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_fp8ext.kernels.gemm.linear import GEMMS
+    from vllm_fp8ext.kernels.gemm.registry import GEMM_KERNELS, GemmKernel
 
     def gemm(x: Any, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.gemm(*x, codes, scales).to(dtype)
 
-    monkeypatch.setitem(GEMMS, "slow", gemm)
+    monkeypatch.setitem(GEMM_KERNELS, "slow", GemmKernel(name="slow", run=gemm))
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention import attention as _operators  # noqa
 
 from vllm_fp8ext.compat.graphs.fusion_attention import configure, join_attention
 from vllm_fp8ext.kernels.gemm import linear
+from vllm_fp8ext.kernels.gemm.registry import GemmKernel
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.testing import kernel_cases
 
@@ -42,7 +43,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Any:
     def gemm(x: Any, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.gemm(*x, codes, scales).to(dtype)
 
-    monkeypatch.setitem(linear.GEMMS, "slow", gemm)
+    monkeypatch.setitem(linear.GEMM_KERNELS, "slow", GemmKernel(name="slow", run=gemm))
     own = SimpleNamespace(forward=attend, do_kv_cache_update=lambda *_: None)
     layer = SimpleNamespace(impl=own, kv_cache=torch.empty(0))
     context = ForwardContext(

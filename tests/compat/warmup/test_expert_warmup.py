@@ -54,13 +54,13 @@ def layer(route: ExpertRoute, local: int) -> Any:
 
 
 @pytest.mark.parametrize(("experts", "chosen", "ranks"), [(16, 4, 1), (128, 8, 1), (128, 8, 2), (8, 2, 1)])
-@pytest.mark.parametrize("one_path", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_deep_gemm_is_compiled_for_every_number_of_rows_that_it_can_get(
-    monkeypatch: pytest.MonkeyPatch, experts: int, chosen: int, ranks: int, one_path: bool
+    monkeypatch: pytest.MonkeyPatch, experts: int, chosen: int, ranks: int, batch_invariant: bool
 ) -> None:
     """What `deep_gemm` gives it for each number of tokens, seen where it would multiply."""
     monkeypatch.setattr(expert_warmup, "alignment", lambda: 128)
-    route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"), one_path=one_path)
+    route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"), batch_invariant=batch_invariant)
     local, most = experts // ranks, 900
     sizes = expert_sizes([layer(route, local)], most)
     assert set(sizes) == {(256, 384, local), (384, 128, local)}

@@ -35,10 +35,10 @@ def test_every_width_that_a_layer_can_take(
     assert [tokens for tokens, before in found if not before] == list(inside)
 
 
-@pytest.mark.parametrize("small_m", [0, 8, 32, 60, 128])
+@pytest.mark.parametrize("decode_tokens", [0, 8, 32, 60, 128])
 @pytest.mark.parametrize("most", [64, 700, 2048])
 def test_deep_gemm_is_run_for_every_number_of_its_blocks(
-    monkeypatch: pytest.MonkeyPatch, small_m: int, most: int
+    monkeypatch: pytest.MonkeyPatch, decode_tokens: int, most: int
 ) -> None:
     """Its blocks have 64, 128 or 256 rows, or 16 or 32 where there are no more tokens; it counts them to choose a kernel."""
     from vllm.model_executor.warmup import deep_gemm_warmup
@@ -48,14 +48,14 @@ def test_deep_gemm_is_run_for_every_number_of_its_blocks(
     monkeypatch.setattr(deep_gemm_warmup, "num_compute_units", lambda index: 132)
     layer, method = (
         SimpleNamespace(weight=torch.empty(512, 128)),
-        SimpleNamespace(route=GemmRoute(small_m, "deep_gemm")),
+        SimpleNamespace(route=GemmRoute(decode_tokens, "deep_gemm")),
     )
 
     def blocks(count: int) -> tuple[int, ...]:
         return count <= 16, count <= 32, -(-count // 64)
 
     run = {blocks(count) for count in _tokens(layer, method, most)}  # type: ignore[arg-type]  # all that it looks at
-    assert {blocks(count) for count in range(small_m + 1, most + 1)} <= run
+    assert {blocks(count) for count in range(decode_tokens + 1, most + 1)} <= run
 
 
 def layer_of(route: GemmRoute) -> tuple[Any, Any]:
@@ -112,23 +112,25 @@ def test_quantizers_are_run_for_one_token_to_a_program_and_for_several(
     assert len(run) == (6 if most < 4 else 12)
 
 
-@pytest.mark.parametrize("small_m", [0, 1, 16, 40, 700])
+@pytest.mark.parametrize("decode_tokens", [0, 1, 16, 40, 700])
 @pytest.mark.parametrize("most", [1, 64, 700, 2048])
 @pytest.mark.parametrize(
     "sizes",
     [{}, {8: "64x128"}, {1: "16x64", 16: "16x64", 48: "64x128", 512: "16x64", 4096: "128x128"}],
     ids=("untuned", "one", "tuned"),
 )
-def test_every_variant_of_vllms_triton_kernel_is_run(small_m: int, most: int, sizes: dict[int, str]) -> None:
+def test_every_variant_of_vllms_triton_kernel_is_run(
+    decode_tokens: int, most: int, sizes: dict[int, str]
+) -> None:
     """It takes the blocks tuned for the nearest number of tokens; Triton compiles 1 and multiples of 16 apart."""
-    from vllm_fp8ext.compat.warmup.warmup import _triton_tokens
+    from vllm_fp8ext.layers.gemm_kernels.triton import variants
 
     def variant(count: int) -> tuple[str, bool, bool]:
         nearest = min(sizes, key=lambda tuned: abs(tuned - count), default=0)
         return sizes.get(nearest, ""), count == 1, count % 16 == 0
 
-    run = _triton_tokens(sizes, small_m, most)
-    served = range(small_m + 1, most + 1)
+    served = range(decode_tokens + 1, most + 1)
+    run = variants(sizes, served)
     assert set(run) <= set(served)
     assert len({variant(count) for count in run}) == len(run)
     assert {variant(count) for count in run} == {variant(count) for count in served}
@@ -140,19 +142,19 @@ def test_blocks_are_those_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> No
 
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
-    from vllm_fp8ext.layers.gemm import triton_sizes
+    from vllm_fp8ext.layers.gemm_kernels.triton import block_sizes
 
     folder = Path(fp8_utils.__file__).parent / "configs"
     name = "N=1536,K=7168,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json"
     monkeypatch.setattr(fp8_utils, "get_device_name_as_file_name", lambda: "NVIDIA_H200")
     fp8_utils.get_w8a8_block_fp8_configs.cache_clear()
     try:
-        found = triton_sizes(1536, 7168)
+        found = block_sizes(1536, 7168)
         tuned = json.loads((folder / name).read_text())
         assert {str(count): json.loads(sizes) for count, sizes in found.items()} == tuned
-        assert triton_sizes(1536, 7169) == {}
+        assert block_sizes(1536, 7169) == {}
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-        assert triton_sizes(1536, 7168) == {}
+        assert block_sizes(1536, 7168) == {}
     finally:
         fp8_utils.get_w8a8_block_fp8_configs.cache_clear()
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_fp8ext.kernels.gemm import linear
 from vllm_fp8ext.kernels.gemm.linear import reference_linear
+from vllm_fp8ext.kernels.gemm.registry import GemmKernel
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
@@ -102,7 +103,7 @@ def test_activations_that_are_quantized_already(monkeypatch: pytest.MonkeyPatch)
     def multiply(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.gemm(*x, codes_NK, scales_NbKb).to(dtype)
 
-    monkeypatch.setitem(linear.GEMMS, "slow", multiply)
+    monkeypatch.setitem(linear.GEMM_KERNELS, "slow", GemmKernel(name="slow", run=multiply))
     x, codes, scales = operands(5, 40, 256, 3, torch.bfloat16, "fp32")
     quantized, bias = reference.quantize_activation(x), torch.randn(40).bfloat16()
     out = linear.quantized_linear(*quantized, codes, scales, bias, 0, "slow")
@@ -137,7 +138,7 @@ def test_tokens_that_do_not_lie_in_rows(name: str, monkeypatch: pytest.MonkeyPat
     def multiply(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.dequantize_activation(x.codes, x.scales).to(dtype)
 
-    monkeypatch.setitem(linear.GEMMS, "noted", multiply)
+    monkeypatch.setitem(linear.GEMM_KERNELS, "noted", GemmKernel(name="noted", run=multiply))
     x, codes, scales = operands(40, 7, 130, 3, torch.bfloat16, "fp32")
     turned = x.T.contiguous().T
     assert turned.stride(1) != 1
@@ -183,7 +184,7 @@ def test_norms_are_made_for_few_tokens_where_the_decode_gemm_takes_them(
 
     monkeypatch.setattr(rmsnorm_quantize, "rmsnorm_quantize", noted)
     monkeypatch.setattr(linear.decode_gemm, "decode_gemm", multiply)
-    monkeypatch.setitem(linear.GEMMS, "noted", multiply)
+    monkeypatch.setitem(linear.GEMM_KERNELS, "noted", GemmKernel(name="noted", run=multiply))
     x, codes, scales = operands(tokens, 7, 256, 3, torch.bfloat16, "fp32")
     norm_K = torch.ones(256).bfloat16()
     linear.rmsnorm_linear(x, None, norm_K, 1e-6, codes, scales, None, "fp32", most, "noted")

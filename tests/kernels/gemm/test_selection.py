@@ -10,6 +10,7 @@ import pytest
 
 from vllm_fp8ext.kernels.gemm import decode_gemm_configs, selection
 from vllm_fp8ext.kernels.gemm.selection import GemmRoute, crossover, crossover_alone, route
+from vllm_fp8ext.layers.gemm_kernels import LARGE_M
 
 ALL = ("deep_gemm", "cutlass", "triton")
 BIG, WIDE = (4096, 12288), (24576, 4096)
@@ -205,3 +206,25 @@ def test_every_measured_shape_says_of_which_run_it_is() -> None:
         for times in case["us"].values():
             assert {"decode_gemm", "deep_gemm"} <= set(times) <= set(KERNELS)
             assert all(us > 0 for us in times.values())
+
+
+SELECTED = json.loads(Path(__file__).with_name("selection_table.json").read_text())
+"""By shape, from which number of tokens on which kernel runs; of `decode_gemm` the tile config too."""
+
+
+@pytest.mark.parametrize("shape", SELECTED)
+def test_what_runs_for_each_number_of_tokens(shape: str) -> None:
+    """Measured shapes, others like them, rows that few kernels take and columns that the widest have no room for."""
+    n, k = map(int, shape.split("x"))
+    taking = [kernel.name for kernel in LARGE_M if kernel.takes(n, k, "bfloat16")]
+    chosen = route((n, k), taking, small_m=True)
+    assert chosen is not None
+    runs = []
+    for m in range(1, 257):
+        run: list[object] = [chosen.gemm]
+        if m <= chosen.decode_tokens:
+            config = decode_gemm_configs.choose(n, k, decode_gemm_configs.width(m), quantized=True)
+            run = ["decode_gemm", config.rows, config.splits, config.stages, config.stream, config.early]
+        if not runs or runs[-1][1:] != run:
+            runs.append([m, *run])
+    assert runs == SELECTED[shape]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every kernel that the model can need, before the server says that it is ready.
 
-Calls `_generate_optimal_warmup_m_values`, vLLM's list of token counts at which DeepGEMM takes another kernel.
+Numbers of tokens are those of the registered kernels (`GemmKernel.warmup_shapes`).
 """
 
 import itertools
@@ -14,7 +14,6 @@ import torch
 import vllm.envs as envs
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.model_executor.warmup.deep_gemm_warmup import _generate_optimal_warmup_m_values
 
 from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.compat.warmup.deep_gemm_compile import compile_ahead
@@ -22,14 +21,13 @@ from vllm_fp8ext.compat.warmup.deep_gemm_sizes import Sizes
 from vllm_fp8ext.compat.warmup.expert_warmup import expert_layers, expert_sizes, run_experts
 from vllm_fp8ext.compat.warmup.quantizer_warmup import warm_up_quantizers, warm_up_together
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
-from vllm_fp8ext.kernels.gemm.linear import GEMMS
+from vllm_fp8ext.kernels.gemm.registry import DECODE_GEMM, GEMM_KERNELS
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.kernels.quantize.gated_quantize import ACTIVATIONS, GELUS, gated_quantize, gelu_quantize
 from vllm_fp8ext.kernels.quantize.quantize_activation import large_m, quantize_activation
 from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
 from vllm_fp8ext.kernels.runtime import compile_counts
-from vllm_fp8ext.kernels.runtime.launch import compiled_as
-from vllm_fp8ext.layers.gemm import triton_sizes
+from vllm_fp8ext.layers.gemm_kernels.deep_gemm import DEEP_GEMM
 from vllm_fp8ext.layers.linear import SCALES, BlockFp8LinearMethod
 
 FEATURE: str = "kernel_warmup"
@@ -38,12 +36,7 @@ WHY: str = (
 )
 GAIN: str = "no request waits for a compiler"
 REPLACES: tuple[str, ...] = ()
-USES: dict[str, tuple[str, ...]] = {
-    "compile DeepGEMM's kernels before the server is ready": (
-        "vllm.model_executor.warmup.deep_gemm_warmup:_generate_optimal_warmup_m_values("
-        "max_tokens, n, device)",
-    ),
-}
+USES: dict[str, tuple[str, ...]] = {}
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM warms up kernels of a plugin's methods"
 GPU_ONLY: bool = True
@@ -110,33 +103,18 @@ def _compile(layers: Layers) -> None:
 def _decode_kernels(method: BlockFp8LinearMethod) -> list[tuple[int, bool]]:
     """Widths of the decode GEMM that the layer can take, and whether activations come quantized."""
     assert method.route is not None
-    small_m, gemm = method.route
-    quantized = decode_gemm_configs.TOKENS if gemm == "decode_gemm" else decode_gemm_configs.widths(small_m)
-    inside = decode_gemm_configs.widths(min(small_m, decode_gemm.PROLOGUE_TOKENS))
+    decode_tokens, gemm = method.route
+    every = gemm == DECODE_GEMM
+    quantized = decode_gemm_configs.TOKENS if every else decode_gemm_configs.widths(decode_tokens)
+    inside = decode_gemm_configs.widths(min(decode_tokens, decode_gemm.PROLOGUE_TOKENS))
     return [(tokens, True) for tokens in quantized] + [(tokens, False) for tokens in inside]
 
 
 def _tokens(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> list[int]:
-    """Numbers of tokens at which the kernel for many tokens is another one."""
+    """Numbers of tokens at which the kernel for large M is another one."""
     assert method.route is not None
-    small_m, name = method.route
-    counts = {max_tokens}
-    if name == "deep_gemm" and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
-        found = _generate_optimal_warmup_m_values(max_tokens, layer.weight.shape[0], layer.weight.device)
-        counts |= {count for count in found if count > small_m}
-    if name == "triton":
-        counts |= set(_triton_tokens(triton_sizes(*layer.weight.shape), small_m, max_tokens))
-    return sorted(counts)
-
-
-def _triton_tokens(sizes: dict[int, str], small_m: int, most: int) -> list[int]:
-    """One number of tokens from `few` + 1 to `most` for each variant of vLLM's kernel: its sizes, which are those of the
-    nearest number that was tuned, and what Triton compiles apart, which is 1, multiples of 16, and all others."""
-    variants: dict[tuple[str, str], int] = {}
-    for count in range(small_m + 1, most + 1):
-        size = sizes[min(sizes, key=lambda tuned: abs(tuned - count))] if sizes else ""
-        variants.setdefault((size, compiled_as(count)), count)
-    return sorted(variants.values())
+    beyond = range(method.route.decode_tokens + 1, max_tokens + 1)
+    return sorted({max_tokens, *GEMM_KERNELS[method.route.gemm].warmup_shapes(layer.weight, beyond)})
 
 
 def _deep_gemm_sizes(layers: Layers, max_tokens: int) -> Sizes:
@@ -145,7 +123,7 @@ def _deep_gemm_sizes(layers: Layers, max_tokens: int) -> Sizes:
     return {
         shape: _tokens(layer, method, max_tokens)
         for shape, (layer, method) in layers.items()
-        if method.route is not None and method.route.gemm == "deep_gemm"
+        if method.route is not None and method.route.gemm == DEEP_GEMM.name
     }
 
 
@@ -181,4 +159,5 @@ def _multiply(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
     x = torch.zeros(max_tokens, weight.shape[1], dtype=method.out_dtype, device=weight.device)
     for count in _tokens(layer, method, max_tokens):
-        GEMMS[method.route.gemm](quantize_activation(x[:count], form), weight, scales, method.out_dtype)
+        x_quantized = quantize_activation(x[:count], form)
+        GEMM_KERNELS[method.route.gemm].run(x_quantized, weight, scales, method.out_dtype)
