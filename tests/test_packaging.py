@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the built packages hold, and what installing them would change."""
 
+import ast
 import configparser
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -91,13 +93,74 @@ def test_wheel_has_one_top_level(wheel: Path) -> None:
 
 @pytest.mark.parametrize("name", LINKED)
 def test_wheel_holds_linked_folders_as_files(wheel: Path, name: str) -> None:
-    own = {str(path.relative_to(PROJECT)) for path in (PROJECT / name).rglob("*.py")}
+    own = {str(path.relative_to(PROJECT)) for path in (PROJECT / name).rglob("*.py")} - {*left_out()}
     packed = {path.removeprefix("vllm_fp8ext/") for path in members(wheel) if path.endswith(".py")}
     assert f"{name}/__init__.py" in own
     assert own <= packed
     with zipfile.ZipFile(wheel) as archive:
         modes = [info.external_attr >> 16 for info in archive.infolist()]
     assert not any(mode & 0o170000 == 0o120000 for mode in modes)
+
+
+def left_out() -> list[str]:
+    """Files of the package that the wheel leaves out, without the package's name."""
+    settings = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+    patterns = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]
+    return [pattern.removeprefix("**/") for pattern in patterns]
+
+
+class Modules:
+    """The modules of a wheel, and which of them each one uses: imports, and modules and files that strings name."""
+
+    def __init__(self, wheel: Path) -> None:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".py")]
+            self.trees = {_dotted(name): ast.parse(archive.read(name)) for name in names}
+
+    def used(self, module: str) -> set[str]:
+        """Names of what a module uses of the package, whether the wheel has it or not."""
+        names: set[str] = set()
+        for node in ast.walk(self.trees[module]):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {node.module, *(name for name in inside if name in self.trees)}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names |= {name for name in self.trees if re.search(rf"{re.escape(name)}\b", node.value)}
+                if re.fullmatch(r"\w+\.py", node.value):
+                    names |= {name for name in self.trees if name.endswith("." + node.value[:-3])}
+        parents = {name.rpartition(".")[0] for name in names}
+        return {name for name in names | parents if name.split(".")[0] == "vllm_fp8ext"}
+
+    def reached(self, *roots: str) -> set[str]:
+        """Names of what these modules use, and what that uses."""
+        seen, left = set(roots), list(roots)
+        while left:
+            fresh = self.used(left.pop()) - seen
+            seen |= fresh
+            left += [name for name in fresh if name in self.trees]
+        return seen
+
+
+def _dotted(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def test_wheel_holds_what_its_programs_and_trainers_use_and_nothing_else(wheel: Path) -> None:
+    """What only tests and the scripts of `benchmarks/` use is named in pyproject.toml, and left out."""
+    modules = Modules(wheel)
+    programs = [
+        name
+        for name, tree in modules.trees.items()
+        if any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body)
+    ]
+    roots = {"vllm_fp8ext.cli", "vllm_fp8ext.register", "vllm_fp8ext.serve.plugin"}
+    trainers = {"vllm_fp8ext.serve.client", "vllm_fp8ext.serve.embedded", "vllm_fp8ext.kv_trainer"}
+    reached = modules.reached(*roots, *trainers, *programs)
+    assert reached - modules.trees.keys() == set(), "used, but not in the wheel"
+    assert modules.trees.keys() - reached == set(), "in the wheel, but not used"
+    assert all((PROJECT / "vllm_fp8ext" / file).is_file() for file in left_out())
 
 
 def test_wheel_is_small(wheel: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.moe.expert_configs import TILE_CONFIGS, ExpertChoice
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -32,8 +32,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def layer() -> kernel_cases.ExpertCase:
-    return kernel_cases.experts(max(TOKENS), HIDDEN, WIDTH, EXPERTS, CHOSEN, "cuda")
+def layer() -> hard_cases.ExpertCase:
+    return hard_cases.experts(max(TOKENS), HIDDEN, WIDTH, EXPERTS, CHOSEN, "cuda")
 
 
 def routed(tokens: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def routed(tokens: int, kind: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", ["uniform", "ragged", "remote"])
 @pytest.mark.parametrize(("kernel", "tokens"), CASES)
 def test_each_kernel_is_the_reference(
-    layer: kernel_cases.ExpertCase, kernel: str | int, tokens: int, kind: str
+    layer: hard_cases.ExpertCase, kernel: str | int, tokens: int, kind: str
 ) -> None:
     from vllm_fp8ext.layers.expert_gemm import ExpertWeights, compute
 

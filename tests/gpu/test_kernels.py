@@ -13,7 +13,7 @@ from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -229,12 +229,12 @@ def test_codes_of_activations(shape: tuple[int, int], scale_format: ScaleFormat)
     assert all(kernel_cases.same(*parts) for parts in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", kernel_cases.GEMM_KINDS)
+@pytest.mark.parametrize("kind", hard_cases.GEMM_KINDS)
 @pytest.mark.parametrize("m", kernel_cases.DECODE_TOKENS)
 @pytest.mark.parametrize("name", kernel_cases.LINEAR)
 def test_decode_gemm_as_it_is_chosen_for_a_model(name: str, m: int, kind: str) -> None:
     n, k = kernel_cases.LINEAR[name]
-    x, weight = kernel_cases.gemm_inputs(m, n, k, kind, "cuda")
+    x, weight = hard_cases.gemm_inputs(m, n, k, kind, "cuda")
     codes, scales = reference.quantize_weight(weight)
     out = decode_gemm.decode_gemm(x, codes, scales, None, "fp32")
     assert kernel_cases.gemm_error(out, *reference.quantize_activation(x), codes, scales) < 1
@@ -246,8 +246,8 @@ def test_decode_gemm_quantizes_as_the_reference_does(m: int, splits: int, scale_
     """A weight that is one on the diagonal gives the activations back, dequantized and rounded to BF16. For one token a
     bias takes that away again, and what comes is what the rounding cut."""
     k = 1040
-    x = kernel_cases.awkward(m, k, "normal", torch.float32, m)
-    x *= torch.exp(2 * kernel_cases.awkward(m, k, "normal", torch.float32, m + 1))
+    x = hard_cases.awkward(m, k, "normal", torch.float32, m)
+    x *= torch.exp(2 * hard_cases.awkward(m, k, "normal", torch.float32, m + 1))
     x[-1, :BLOCK] = 0
     x[-1, BLOCK : 2 * BLOCK] *= 2.0**-40
     here = x.bfloat16().cuda()
@@ -263,7 +263,7 @@ def test_decode_gemm_quantizes_as_the_reference_does(m: int, splits: int, scale_
         assert torch.equal(rest, (exact - out.float()).bfloat16())
 
 
-@pytest.mark.parametrize("kind", kernel_cases.GEMM_KINDS)
+@pytest.mark.parametrize("kind", hard_cases.GEMM_KINDS)
 @pytest.mark.parametrize(
     ("shape", "splits"), [((1, 4096, 4096), 4), ((33, 200, 1040), 2), ((64, 4096, 12288), 1)]
 )
@@ -271,7 +271,7 @@ def test_triton_gemm_stays_within_the_bound(shape: tuple[int, int, int], splits:
     from vllm_fp8ext.kernels.gemm import decode_gemm_triton
 
     m, n, k = shape
-    x, weight = kernel_cases.gemm_inputs(m, n, k, kind, "cuda")
+    x, weight = hard_cases.gemm_inputs(m, n, k, kind, "cuda")
     codes, scales = reference.quantize_weight(weight)
     config = decode_gemm_triton.TritonTileConfig(splits=splits)
     out = decode_gemm_triton.decode_gemm_triton(x, codes, scales, None, "fp32", config)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.kernels.gemm import linear
 from vllm_fp8ext.kernels.numerics import reference
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 from vllm_fp8ext.layers.gemm_kernels import LARGE_M
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def _layer(
     return layer, method
 
 
-@pytest.mark.parametrize("kind", kernel_cases.GEMM_KINDS)
+@pytest.mark.parametrize("kind", hard_cases.GEMM_KINDS)
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 @pytest.mark.parametrize(
     ("shape", "gemm"),
@@ -70,7 +70,7 @@ def _layer(
 )
 @pytest.mark.parametrize("tokens", [1, 64, 300])
 def test_linear_stays_within_the_bound(config, shape, tokens, scale_format, kind, gemm):
-    x, weight = kernel_cases.gemm_inputs(tokens, *shape, kind, "cuda")
+    x, weight = hard_cases.gemm_inputs(tokens, *shape, kind, "cuda")
     layer, method = _layer(config, weight, scale_format, gemm=gemm)
     codes, scales = _quantized_on_the_cpu(shape, kind, scale_format)
     assert kernel_cases.same(layer.weight, codes)
@@ -87,7 +87,7 @@ def test_linear_stays_within_the_bound(config, shape, tokens, scale_format, kind
 @functools.cache
 def _quantized_on_the_cpu(shape, kind, scale_format):
     """The weight of every number of tokens: it depends on its own shape alone."""
-    weight = kernel_cases.gemm_inputs(1, *shape, kind, "cuda")[1]
+    weight = hard_cases.gemm_inputs(1, *shape, kind, "cuda")[1]
     return reference.quantize_weight(weight.cpu(), scale_format)
 
 

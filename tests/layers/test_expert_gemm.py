@@ -13,7 +13,7 @@ from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice, Kernel
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases
 from vllm_fp8ext.layers import expert_gemm
 from vllm_fp8ext.layers.expert_gemm import ExpertWeights, compute
 
@@ -70,7 +70,7 @@ def test_tokens_find_their_experts_and_back(
     monkeypatch.setattr(expert_gemm, "_triton", by_slot)
     monkeypatch.setattr(expert_gemm, "alignment", lambda: ALIGN)
     monkeypatch.setattr(fused_moe, "try_get_optimal_moe_config", lambda *_, **__: CUT)
-    case = kernel_cases.experts(tokens, 256, 128, 6, 2, "cpu")
+    case = hard_cases.experts(tokens, 256, 128, 6, 2, "cpu")
     of = torch.where(case.experts_MT % 2 == 1, -1, case.experts_MT) if remote else case.experts_MT
     weights = ExpertWeights(*case[1:5])
     operands = case.x_MK, weights, case.weights_MT, of, "silu", "fp32"
@@ -80,6 +80,6 @@ def test_tokens_find_their_experts_and_back(
 
 
 def test_no_tokens() -> None:
-    case = kernel_cases.experts(1, 256, 128, 4, 2, "cpu")
+    case = hard_cases.experts(1, 256, 128, 4, 2, "cpu")
     none = (case.x_MK[:0], ExpertWeights(*case[1:5]), case.weights_MT[:0], case.experts_MT[:0])
     assert compute(ExpertChoice("triton", None), *none, "silu", "fp32").shape == (0, 256)

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.attention.norm_rope import NormWeights, norm_rope, norm_rope_reference
@@ -59,10 +59,10 @@ def test_everything_is_the_references(
     seed: int,
 ) -> None:
     columns = (heads[0] + 2 * heads[1]) * size
-    qkv = kernel_cases.integers(m, columns, exponent=exponent, dtype=dtype, seed=seed)
+    qkv = hard_cases.integers(m, columns, exponent=exponent, dtype=dtype, seed=seed)
     noise = torch.Generator().manual_seed(seed + 1)
     positions = torch.randint(POSITIONS, (m,), generator=noise)
-    weights = kernel_cases.awkward(2, size, "normal", dtype, seed).clamp(-500, 500)
+    weights = hard_cases.awkward(2, size, "normal", dtype, seed).clamp(-500, 500)
     norms = NormWeights(weights[0], weights[1], 1e-6) if normed else None
     scale = {
         "none": None,
@@ -76,7 +76,7 @@ def test_everything_is_the_references(
 
 
 def test_rows_further_apart_and_no_tokens(device: str) -> None:
-    wide = kernel_cases.integers(3, 6 * 64 + 48, exponent=0, dtype=torch.bfloat16, seed=3).to(device)
+    wide = hard_cases.integers(3, 6 * 64 + 48, exponent=0, dtype=torch.bfloat16, seed=3).to(device)
     qkv, table = wide[:, : 6 * 64], cos_sin(64, torch.bfloat16)
     positions = torch.tensor([5, 0, 63])
     found = norm_rope(qkv, positions.to(device), table.to(device), None, None, 4, 1)

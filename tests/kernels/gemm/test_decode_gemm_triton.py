@@ -6,13 +6,13 @@ import torch
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.gemm.decode_gemm_triton import TritonTileConfig, decode_gemm_triton
 
 
-@pytest.mark.parametrize("kind", kernel_cases.GEMM_KINDS)
+@pytest.mark.parametrize("kind", hard_cases.GEMM_KINDS)
 @pytest.mark.parametrize(
     ("m", "n", "k", "splits", "rows", "biased", "scale_format"),
     [
@@ -34,7 +34,7 @@ def test_results_stay_within_the_bound(
     scale_format: ScaleFormat,
     kind: str,
 ) -> None:
-    x, weight = kernel_cases.gemm_inputs(m, n, k, kind, device)
+    x, weight = hard_cases.gemm_inputs(m, n, k, kind, device)
     codes, scales = reference.quantize_weight(weight, scale_format)
     bias = kernel_cases.activations(1, n, device, 3)[0] if biased else None
     config = TritonTileConfig(splits=splits, rows=rows)

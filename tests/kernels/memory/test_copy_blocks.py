@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics import reference
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.memory.copy_blocks import CopyBlocks
@@ -16,9 +16,7 @@ SHAPES = ((128, 128), (256, 384), (130, 192))
 
 
 def quantized(device: str, scale_format: reference.ScaleFormat = "fp32") -> list[tuple[Tensor, Tensor]]:
-    weights = [
-        kernel_cases.awkward(*shape, "heavy", torch.bfloat16, seed) for seed, shape in enumerate(SHAPES)
-    ]
+    weights = [hard_cases.awkward(*shape, "heavy", torch.bfloat16, seed) for seed, shape in enumerate(SHAPES)]
     found = [reference.quantize_weight(weight, scale_format) for weight in weights]
     return [(codes.to(device), scales.to(device)) for codes, scales in found]
 

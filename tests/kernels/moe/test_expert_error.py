@@ -11,16 +11,16 @@ from vllm_fp8ext.kernels.moe.expert_error import BLOCK, experts_error
 from vllm_fp8ext.kernels.moe.experts import ACTIVATIONS, reference_experts
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, CHOSEN = 8, 512, 256, 12, 8
 CUT = 2.0**-13
 
 
 @pytest.fixture(scope="module", params=["fp32", "pow2"])
-def case(request: pytest.FixtureRequest) -> kernel_cases.ExpertCase:
+def case(request: pytest.FixtureRequest) -> hard_cases.ExpertCase:
     form: ScaleFormat = request.param
-    return kernel_cases.experts(TOKENS, HIDDEN, WIDTH, EXPERTS, CHOSEN, "cpu", scale_format=form)
+    return hard_cases.experts(TOKENS, HIDDEN, WIDTH, EXPERTS, CHOSEN, "cpu", scale_format=form)
 
 
 def cut_product(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def cut_product(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     return total
 
 
-def on_tensor_cores(case: kernel_cases.ExpertCase, short: torch.dtype) -> Tensor:
+def on_tensor_cores(case: hard_cases.ExpertCase, short: torch.dtype) -> Tensor:
     """The definition with such products, and results of experts in `short`."""
     x, parts = (
         reference.dequantize_activation(*reference.quantize_activation(case.x_MK, case.scale_format)),
@@ -51,13 +51,13 @@ def on_tensor_cores(case: kernel_cases.ExpertCase, short: torch.dtype) -> Tensor
 
 
 @pytest.mark.parametrize("short", [torch.float32, torch.bfloat16])
-def test_tensor_cores_stay_within_it(case: kernel_cases.ExpertCase, short: torch.dtype) -> None:
+def test_tensor_cores_stay_within_it(case: hard_cases.ExpertCase, short: torch.dtype) -> None:
     out = on_tensor_cores(case, short)
     assert 0.01 < experts_error(out, *case.operands) < 0.9
     assert experts_error(reference_experts(*case.operands), *case.operands) == 0
 
 
-def wrong(case: kernel_cases.ExpertCase, mistake: str) -> tuple[Any, ...]:
+def wrong(case: hard_cases.ExpertCase, mistake: str) -> tuple[Any, ...]:
     """Operands that differ at one place."""
     operands = [part.clone() if isinstance(part, Tensor) else part for part in case.operands]
     weights, of = operands[5], operands[6]
@@ -86,11 +86,11 @@ MISTAKES += ("experts swapped", "expert left out", "scales of activations")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_do_not(case: kernel_cases.ExpertCase, mistake: str) -> None:
+def test_mistakes_do_not(case: hard_cases.ExpertCase, mistake: str) -> None:
     assert experts_error(reference_experts(*wrong(case, mistake)), *case.operands) > 1
 
 
-def test_nothing_else_is_finite_or_there(case: kernel_cases.ExpertCase) -> None:
+def test_nothing_else_is_finite_or_there(case: hard_cases.ExpertCase) -> None:
     out = reference_experts(*case.operands)
     out[3, 5] = torch.nan
     assert experts_error(out, *case.operands) == float("inf")

@@ -14,7 +14,7 @@ from vllm_fp8ext.kernels.moe.expert_configs import ExpertTileConfig
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.moe.expert_mlp import expert_mlp
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases
 
 
 def compare(
@@ -25,7 +25,7 @@ def compare(
     device: str,
     **others: object,
 ) -> None:
-    case = kernel_cases.experts(tokens, *sizes, device, scale_format=form)
+    case = hard_cases.experts(tokens, *sizes, device, scale_format=form)
     of = others.get("of")
     experts = case.experts_MT if of is None else of
     assert isinstance(experts, Tensor)
@@ -74,7 +74,7 @@ def test_other_activations(activation: str, device: str) -> None:
 @pytest.mark.parametrize("config", TILE_CONFIGS, ids=str)
 def test_experts_of_another_rank_add_nothing(config: ExpertTileConfig, device: str) -> None:
     of = torch.tensor([[-1, 2], [0, -1], [-1, -1]], dtype=torch.int32, device=device)
-    case = kernel_cases.experts(3, *SMALL, device)
+    case = hard_cases.experts(3, *SMALL, device)
     operands = (*case.operands[:6], of, "silu", "fp32")
     out = expert_mlp(*operands, config)
     assert experts_error(out, *operands) < 1
@@ -82,11 +82,11 @@ def test_experts_of_another_rank_add_nothing(config: ExpertTileConfig, device: s
 
 
 def test_no_tokens(device: str) -> None:
-    case = kernel_cases.experts(0, *SMALL, device)
+    case = hard_cases.experts(0, *SMALL, device)
     assert expert_mlp(*case.operands, ExpertTileConfig()).shape == (0, 256)
 
 
 def test_what_it_does_not_take_is_refused(device: str) -> None:
-    case = kernel_cases.experts(1, *SMALL, device)
+    case = hard_cases.experts(1, *SMALL, device)
     with pytest.raises(ValueError, match="parts of 64 or"):
         expert_mlp(*case.operands, ExpertTileConfig(rows=32))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.quantize.gated_quantize import (
@@ -72,9 +72,9 @@ def test_codes_and_scales_are_the_references(
     scale_format: ScaleFormat,
     seed: int,
 ) -> None:
-    gate = decided(kernel_cases.awkward(m, k, gate_kind, dtype, seed).clamp(-100, 100), activation)
+    gate = decided(hard_cases.awkward(m, k, gate_kind, dtype, seed).clamp(-100, 100), activation)
     # products stay finite
-    up = kernel_cases.awkward(m, k, up_kind, dtype, seed + 1).clamp(-600, 600)
+    up = hard_cases.awkward(m, k, up_kind, dtype, seed + 1).clamp(-600, 600)
     gate_up = torch.cat((gate, up), 1)
     codes, scales = gated_quantize(gate_up.to(device), activation, scale_format)
     expected = gated_quantize_reference(gate_up, activation, scale_format)
@@ -89,7 +89,7 @@ def test_codes_and_scales_are_the_references(
 def test_without_a_gate(
     device: str, k: int, activation: Gelu, dtype: torch.dtype, scale_format: ScaleFormat
 ) -> None:
-    wide = decided(kernel_cases.awkward(3, k + 8, "normal", dtype, k) * 4, activation)
+    wide = decided(hard_cases.awkward(3, k + 8, "normal", dtype, k) * 4, activation)
     codes, scales = gelu_quantize(wide.to(device)[:, :k], activation, scale_format)
     expected = gelu_quantize_reference(wide[:, :k], activation, scale_format)
     assert kernel_cases.same(codes, expected[0])
@@ -108,14 +108,14 @@ def test_several_tokens_to_a_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._MANY", 1)
-    gate_up = decided(kernel_cases.awkward(m, 2 * k, "normal", torch.bfloat16, k), activation)
+    gate_up = decided(hard_cases.awkward(m, 2 * k, "normal", torch.bfloat16, k), activation)
     found = gated_quantize(gate_up.to(device), activation, scale_format)
     expected = gated_quantize_reference(gate_up, activation, scale_format)
     assert all(kernel_cases.same(*parts) for parts in zip(found, expected, strict=True))
 
 
 def test_rows_may_lie_apart(device: str) -> None:
-    wide = decided(kernel_cases.awkward(3, 900, "normal", torch.bfloat16))
+    wide = decided(hard_cases.awkward(3, 900, "normal", torch.bfloat16))
     codes, scales = gated_quantize(wide.to(device)[:, 100:700], "silu", "fp32")
     expected = gated_quantize_reference(wide[:, 100:700], "silu", "fp32")
     assert kernel_cases.same(codes, expected[0])
@@ -123,7 +123,7 @@ def test_rows_may_lie_apart(device: str) -> None:
 
 
 def test_scales_lie_by_column_or_by_token(device: str) -> None:
-    gate_up = decided(kernel_cases.awkward(5, 600, "normal", torch.bfloat16))
+    gate_up = decided(hard_cases.awkward(5, 600, "normal", torch.bfloat16))
     expected = gated_quantize_reference(gate_up, "silu", "fp32")
     for by_token, strides in ((False, (1, 8)), (True, (3, 1))):
         codes, scales = gated_quantize(gate_up.to(device), "silu", "fp32", by_token=by_token)
@@ -142,7 +142,7 @@ def test_no_tokens_make_no_codes(device: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("column", [200, 500], ids=["gate", "up"])
 def test_scales_show_what_is_not_finite(device: str, value: float, column: int) -> None:
-    gate_up = decided(kernel_cases.awkward(2, 600, "normal", torch.bfloat16) + 1)
+    gate_up = decided(hard_cases.awkward(2, 600, "normal", torch.bfloat16) + 1)
     gate_up[1, column] = value
     codes, scales = gated_quantize(gate_up.to(device), "silu", "fp32")
     expected = gated_quantize_reference(gate_up, "silu", "fp32")
@@ -152,7 +152,7 @@ def test_scales_show_what_is_not_finite(device: str, value: float, column: int) 
 
 
 def test_rows_that_are_not_named_are_left_alone(device: str) -> None:
-    gate_up = decided(kernel_cases.awkward(4, 600, "normal", torch.bfloat16))
+    gate_up = decided(hard_cases.awkward(4, 600, "normal", torch.bfloat16))
     rows = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
     codes, scales = gated_quantize(gate_up.to(device), "silu", "fp32", rows)
     expected = gated_quantize_reference(gate_up, "silu", "fp32")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.numerics.quantized import empty
@@ -28,7 +28,7 @@ DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
 @given(
     st.integers(1, 4),
     SIZES,
-    st.sampled_from(kernel_cases.KINDS),
+    st.sampled_from(hard_cases.KINDS),
     DTYPES,
     st.sampled_from(("fp32", "pow2")),
     st.integers(0, 2**32 - 1),
@@ -39,7 +39,7 @@ DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
 def test_codes_and_scales_are_the_references(
     device: str, m: int, k: int, kind: str, dtype: torch.dtype, scale_format: ScaleFormat, seed: int
 ) -> None:
-    x = kernel_cases.awkward(m, k, kind, dtype, seed)
+    x = hard_cases.awkward(m, k, kind, dtype, seed)
     codes, scales = quantize_activation(x.to(device), scale_format)
     expected = reference.quantize_activation(x, scale_format)
     assert kernel_cases.same(codes, expected[0])
@@ -58,7 +58,7 @@ def test_several_tokens_to_a_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._MANY", 1)
-    x = kernel_cases.awkward(m, k, "heavy", dtype, m)
+    x = hard_cases.awkward(m, k, "heavy", dtype, m)
     expected = reference.quantize_activation(x, scale_format)
     for by_token in (False, True):
         room = empty(m + 2, k, torch.device(device), by_token=by_token)
@@ -80,7 +80,7 @@ def test_programs_take_several_tokens_where_there_are_many(k: int, tokens: int) 
 def test_scales_at_every_power_boundary(device: str, scale_format: ScaleFormat) -> None:
     """448 times each power of two, and its neighbours in BF16, as the largest value of a group."""
     largest = torch.tensor([446.0, 448.0, 450.0])[:, None] * torch.exp2(torch.arange(-42.0, 119.0))
-    x = kernel_cases.awkward(3, 161 * BLOCK, "edge", torch.bfloat16).float().view(3, 161, BLOCK) / 2**40
+    x = hard_cases.awkward(3, 161 * BLOCK, "edge", torch.bfloat16).float().view(3, 161, BLOCK) / 2**40
     x = (x.clamp(-1, 1) * largest[:, :, None]).flatten(1).bfloat16()
     x[:, 1::BLOCK] = largest.bfloat16()
     codes, scales = quantize_activation(x.to(device), scale_format)
@@ -90,7 +90,7 @@ def test_scales_at_every_power_boundary(device: str, scale_format: ScaleFormat) 
 
 
 def test_rows_may_lie_apart(device: str) -> None:
-    wide = kernel_cases.awkward(5, 900, "heavy", torch.bfloat16)
+    wide = hard_cases.awkward(5, 900, "heavy", torch.bfloat16)
     codes, scales = quantize_activation(wide.to(device)[::2, 100:400], "fp32")
     expected = reference.quantize_activation(wide[::2, 100:400], "fp32")
     assert kernel_cases.same(codes, expected[0])
@@ -98,7 +98,7 @@ def test_rows_may_lie_apart(device: str) -> None:
 
 
 def test_scales_lie_by_column_or_by_token(device: str) -> None:
-    x = kernel_cases.awkward(5, 300, "heavy", torch.bfloat16)
+    x = hard_cases.awkward(5, 300, "heavy", torch.bfloat16)
     expected = reference.quantize_activation(x, "fp32")
     for by_token, strides in ((False, (1, 8)), (True, (3, 1))):
         codes, scales = quantize_activation(x.to(device), "fp32", 8, by_token=by_token)
@@ -118,7 +118,7 @@ def test_no_tokens_make_no_codes(device: str) -> None:
 def test_only_the_groups_scale_shows_what_is_not_finite(
     device: str, value: float, scale_format: ScaleFormat
 ) -> None:
-    x = kernel_cases.awkward(2, 300, "normal", torch.bfloat16)
+    x = hard_cases.awkward(2, 300, "normal", torch.bfloat16)
     expected = reference.quantize_activation(x, scale_format)
     x[1, 200] = value
     codes, scales = (part.cpu() for part in quantize_activation(x.to(device), scale_format))
@@ -137,7 +137,7 @@ def test_tokens_are_written_to_the_rows_that_are_named(
     device: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._MANY", least)
-    x = kernel_cases.awkward(3, 300, "heavy", torch.bfloat16)
+    x = hard_cases.awkward(3, 300, "heavy", torch.bfloat16)
     places = torch.tensor([[5, 0], [-1, 3], [-1, -1]], dtype=torch.int32, device=device)
     codes, scales = quantize_to_rows(x.to(device), "fp32", 8, places)
     expected = reference.quantize_activation(x, "fp32")

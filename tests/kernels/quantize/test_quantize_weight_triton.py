@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.quantize import quantize_weight_triton
@@ -31,7 +31,7 @@ def filled(weight: Tensor) -> tuple[Tensor, Tensor]:
 @given(
     SIZES,
     SIZES,
-    st.sampled_from(kernel_cases.KINDS),
+    st.sampled_from(hard_cases.KINDS),
     st.sampled_from(DTYPES),
     st.sampled_from(("fp32", "pow2")),
     st.integers(0, 2**32 - 1),
@@ -50,7 +50,7 @@ def test_codes_and_scales_are_the_references(
     scale_format: ScaleFormat,
     seed: int,
 ) -> None:
-    weight = kernel_cases.awkward(rows, columns, kind, dtype, seed)
+    weight = hard_cases.awkward(rows, columns, kind, dtype, seed)
     codes, scales = filled(weight.to(device))
     quantize_weight_triton.launch(weight.to(device), codes, scales, scale_format)
     expected = reference.quantize_weight(weight, scale_format)
@@ -64,8 +64,7 @@ def test_the_sums_are_the_error_and_the_norm(
     device: str, dtype: torch.dtype, scale_format: ScaleFormat
 ) -> None:
     weights = [
-        kernel_cases.awkward(*shape, "normal", dtype, 1)
-        for shape in ((130, 70), (128, 256), (1, 5), (130, 1))
+        hard_cases.awkward(*shape, "normal", dtype, 1) for shape in ((130, 70), (128, 256), (1, 5), (130, 1))
     ]
     for weight in weights:
         here = weight.to(device)
@@ -81,7 +80,7 @@ def test_the_sums_are_the_error_and_the_norm(
 
 def test_views_are_read_and_written_in_place(device: str) -> None:
     """A transposed source, and a destination that is a part of a larger matrix in both directions."""
-    weight = kernel_cases.awkward(140, 260, "heavy", torch.bfloat16).to(device).T
+    weight = hard_cases.awkward(140, 260, "heavy", torch.bfloat16).to(device).T
     codes = torch.zeros(388, 300, dtype=torch.uint8, device=device)
     scales = torch.zeros(4, 5, device=device)
     inside = codes[128:, 32:172].view(torch.float8_e4m3fn)
@@ -104,7 +103,7 @@ def test_columns_that_lie_very_far_apart(device: str, tmp_path: Path) -> None:
     else:
         flat = torch.empty(300 * apart, dtype=torch.bfloat16, device=device)
     weight = flat.as_strided((130, 300), (1, apart))
-    weight.copy_(kernel_cases.awkward(130, 300, "heavy", torch.bfloat16))
+    weight.copy_(hard_cases.awkward(130, 300, "heavy", torch.bfloat16))
     codes, scales = empty_like(weight)
     quantize_weight_triton.launch(weight, codes, scales, "fp32")
     expected = reference.quantize_weight(weight.cpu().contiguous(), "fp32")
@@ -126,7 +125,7 @@ def test_destinations_of_another_shape_or_with_columns_apart_are_refused(device:
 def test_only_the_blocks_scale_shows_what_is_not_finite(
     device: str, value: float, scale_format: ScaleFormat
 ) -> None:
-    weight = kernel_cases.awkward(200, 300, "normal", torch.bfloat16)
+    weight = hard_cases.awkward(200, 300, "normal", torch.bfloat16)
     expected = reference.quantize_weight(weight, scale_format)
     weight[150, 130] = value
     codes, scales = filled(weight.to(device))

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.quantize import quantize_weights_batched
@@ -37,7 +37,7 @@ def test_each_is_what_it_is_by_itself(
     device: str, shapes: tuple[tuple[int, int], ...], dtype: torch.dtype, scale_format: ScaleFormat
 ) -> None:
     weights = [
-        kernel_cases.awkward(*shape, kind, dtype, seed).to(device)
+        hard_cases.awkward(*shape, kind, dtype, seed).to(device)
         for seed, (shape, kind) in enumerate(zip(shapes, ("normal", "heavy", "zeros"), strict=True))
     ]
     places = [destination(weight) for weight in weights]
@@ -53,7 +53,7 @@ def test_each_is_what_it_is_by_itself(
 
 
 def test_several_launches_are_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = [kernel_cases.awkward(*shape, "normal", torch.bfloat16).to(device) for shape in SHAPES[0]]
+    weights = [hard_cases.awkward(*shape, "normal", torch.bfloat16).to(device) for shape in SHAPES[0]]
     places = [[destination(weight) for weight in weights] for _ in range(2)]
     whole = QuantizeBatched(places[0], torch.bfloat16, "fp32").queue(addresses(weights))
     monkeypatch.setattr(quantize_weights_batched, "SLICE_BLOCKS", 2)
@@ -67,7 +67,7 @@ def test_several_launches_are_one(device: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_same_places_take_other_weights(device: str) -> None:
-    one, other = (kernel_cases.awkward(256, 128, "heavy", torch.bfloat16, seed).to(device) for seed in (1, 2))
+    one, other = (hard_cases.awkward(256, 128, "heavy", torch.bfloat16, seed).to(device) for seed in (1, 2))
     place = destination(one)
     together = QuantizeBatched([place], one.dtype, "fp32")
     found = [together.queue(addresses([weight])).cpu() for weight in (one, other, one)]
@@ -77,7 +77,7 @@ def test_the_same_places_take_other_weights(device: str) -> None:
 
 
 def test_what_lies_beside_a_part_stays_as_it_is(device: str) -> None:
-    weight = kernel_cases.awkward(192, 96, "heavy", torch.bfloat16).to(device)
+    weight = hard_cases.awkward(192, 96, "heavy", torch.bfloat16).to(device)
     codes = torch.full((256, 128), 0x55, dtype=torch.uint8, device=device)
     scales = torch.zeros(2, 1, device=device)
     place = Destination(codes[:192, :96].view(torch.float8_e4m3fn), scales, 96)
@@ -91,7 +91,7 @@ def test_what_lies_beside_a_part_stays_as_it_is(device: str) -> None:
 
 
 def test_parts_of_larger_matrices_are_read_and_written_in_place(device: str) -> None:
-    weight = kernel_cases.awkward(384, 512, "heavy", torch.bfloat16).to(device)[128:, 256:]
+    weight = hard_cases.awkward(384, 512, "heavy", torch.bfloat16).to(device)[128:, 256:]
     codes = torch.zeros(388, 304, dtype=torch.uint8, device=device)
     scales = torch.zeros(4, 5, device=device)
     inside = codes[128:384, 32:288].view(torch.float8_e4m3fn)
@@ -109,7 +109,7 @@ def test_parts_of_larger_matrices_are_read_and_written_in_place(device: str) -> 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_what_is_not_finite_shows_in_its_own_weight(device: str) -> None:
-    weights = [kernel_cases.awkward(256, 128, "normal", torch.bfloat16).to(device) for _ in range(3)]
+    weights = [hard_cases.awkward(256, 128, "normal", torch.bfloat16).to(device) for _ in range(3)]
     weights[1][130, 3] = float("nan")
     weights[1][3, 3] = float("inf")
     places = [destination(weight) for weight in weights]

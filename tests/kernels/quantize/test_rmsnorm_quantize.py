@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.kernels.testing import kernel_cases
+from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm_fp8ext.kernels.quantize import rmsnorm_quantize as kernel
@@ -55,10 +55,10 @@ def test_everything_is_the_references(
     scale_format: ScaleFormat,
     seed: int,
 ) -> None:
-    x = kernel_cases.integers(m, k, exponent=exponent, dtype=dtype, seed=seed)
-    residual = kernel_cases.integers(m, k, exponent=exponent, dtype=dtype, seed=seed + 1) if add else None
+    x = hard_cases.integers(m, k, exponent=exponent, dtype=dtype, seed=seed)
+    residual = hard_cases.integers(m, k, exponent=exponent, dtype=dtype, seed=seed + 1) if add else None
     # products with up to sqrt(k) stay finite
-    weight = kernel_cases.awkward(1, k, kind, dtype, seed)[0].clamp(-500, 500)
+    weight = hard_cases.awkward(1, k, kind, dtype, seed)[0].clamp(-500, 500)
     here = x.to(device), None if residual is None else residual.to(device), weight.to(device)
     found = rmsnorm_quantize(*here, 1e-6, scale_format, small_m=small_m)
     expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, scale_format)
@@ -75,9 +75,9 @@ def test_a_token_of_zeros_stays_zero(device: str) -> None:
 
 
 def test_rows_may_lie_apart(device: str) -> None:
-    wide = kernel_cases.integers(3, 700, exponent=0, dtype=torch.bfloat16, seed=1)
+    wide = hard_cases.integers(3, 700, exponent=0, dtype=torch.bfloat16, seed=1)
     x, residual = wide[:, :300], wide[:, 400:]
-    weight = kernel_cases.awkward(1, 300, "normal", torch.bfloat16)[0]
+    weight = hard_cases.awkward(1, 300, "normal", torch.bfloat16)[0]
     there = wide.to(device)
     found = rmsnorm_quantize(there[:, :300], there[:, 400:], weight.to(device), 1e-6, "pow2")
     expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, "pow2")
@@ -88,7 +88,7 @@ def test_rows_may_lie_apart(device: str) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_only_the_token_with_what_is_not_finite_is_lost(device: str, value: float) -> None:
     """NaN and infinity reach the mean, hence the whole token."""
-    x = kernel_cases.integers(3, 300, exponent=0, dtype=torch.bfloat16, seed=2)
+    x = hard_cases.integers(3, 300, exponent=0, dtype=torch.bfloat16, seed=2)
     weight = torch.ones(300, dtype=torch.bfloat16)
     expected = rmsnorm_quantize_reference(x, None, weight, 1e-6, "fp32")
     x[1, 200] = value
