@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one new token of each request over a paged cache, FP8 or BF16, which it joins (`decode_attention.cu`): K and V
-read once, at memory speed.
+"""Attention of one new token of each request over a paged cache (`decode_attention.cu`).
+
+The token joins the cache, FP8 or BF16; K and V are read once, at memory speed.
 
 Written in CUDA C++: with a few query heads to a KV head a tensor core's tile is all but empty, and what counts is that
 bytes never stop coming. That takes copies that run ahead of a warp without its registers, and fragments that are loaded as
@@ -26,7 +27,7 @@ HEAD_DIMENSION = 128
 TILE = 16
 """Tokens of a tile; blocks of the cache hold a multiple of them."""
 DTYPES = (FP8_DTYPE, torch.bfloat16)
-"""Of caches."""
+"""Dtypes of caches."""
 MOST_GROUP = 16
 """Query heads of one KV head that the kernel takes."""
 _WARPS = 8
@@ -64,7 +65,10 @@ class AttentionTileConfig:
 
 
 def choose(kv_heads: int, requests: int = 1, dtype: torch.dtype = FP8_DTYPE) -> AttentionTileConfig:
-    """Choose the tile config for layers of `kv_heads`, up to so many requests, and a cache of this dtype."""
+    """Choose the tile config for layers of `kv_heads`.
+
+    `requests`: the most of a step. `dtype`: of the cache.
+    """
     together = max(count for count in range(1, _WARPS + 1) if kv_heads % count == 0)
     config = AttentionTileConfig(together, _WARPS // together, stages=3, resident=1)
     fits = config.shared_bytes(requests, dtype) <= cuda_kernel.MOST_SHARED_BYTES
@@ -80,8 +84,10 @@ class DecodeStep(NamedTuple):
     value_RGD: Tensor
     """BF16, of the new tokens."""
     cache: Tensor
-    """E4M3 (bytes will do) or BF16, `[blocks, G, block tokens, 2 * D]` in any order of the first three, each token's K before
-    its V."""
+    """E4M3 (bytes will do) or BF16, `[blocks, G, block tokens, 2 * D]`.
+
+    The first three dimensions may lie in any order; each token's K comes before its V.
+    """
     table_RB: Tensor
     """int32 blocks of each request."""
     lengths_R: Tensor
@@ -95,10 +101,10 @@ class DecodeStep(NamedTuple):
 
 
 class DecodeAttention:
-    """The kernel for layers of one shape and a cache of one dtype on one device, with room for the parts of up to `requests`
-    requests.
+    """The kernel for layers of one shape and one cache dtype on one device.
 
-    Calls must be of one stream and one thread at a time: they share that room.
+    It has room for the parts of up to `requests` requests. Calls must be of one stream and one thread at a time: they share
+    that room.
 
     Raises:
         ValueError: a shape, or a number of requests, that the kernel does not take.
@@ -141,9 +147,10 @@ class DecodeAttention:
         self._sums = torch.empty(slots, heads, 2, dtype=torch.float32, device=device)
 
     def __call__(self, step: DecodeStep, out: Tensor | Quantized, scale_format: ScaleFormat = "fp32") -> None:
-        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out`, zero where it has no tokens, and its
-        new token's K and V into the cache, quantized for FP8 as vLLM does it. Another request's context may have that token
-        too, if it completes a block.
+        """Write `softmax(query @ K.T * softmax_scale) @ V` of each request into `out`.
+
+        That is zero where a request has no tokens. Each new token's K and V go into the cache, quantized for FP8 as vLLM does
+        it. Another request's context may have that token too, if it completes a block.
 
         `out`: BF16 `[R, H, D]`; or `[R, H * D]` quantized, as `reference.quantize_activation` does it in this format of the
         scales, of which tokens are adjacent.
@@ -262,8 +269,10 @@ def _is_plain(scale: Tensor) -> bool:
 
 
 def lies_well(part: Tensor, align: int = 16) -> bool:
-    """Whether each row's heads, `[rows, heads, D]`, lie side by side, at a multiple of so many bytes. Where a next row or
-    head would be does not matter if there is none."""
+    """Tell whether each row's heads are contiguous, at a multiple of so many bytes.
+
+    Heads are `[rows, heads, D]`. The distance to a next row or head does not matter if there is none.
+    """
     rows, heads, _ = part.shape
     row, head, element = part.stride()
     beside = element == 1 and (heads == 1 or head == HEAD_DIMENSION)
@@ -291,7 +300,7 @@ def decode_attention_reference(
     scales: tuple[Tensor, Tensor, Tensor],
     softmax_scale: float,
 ) -> Tensor:
-    """What `DecodeAttention` computes, in fp64 `[R, H, D]`, of a cache that all tokens have joined."""
+    """Compute attention in fp64 `[R, H, D]`, from a cache that all tokens have joined."""
     heads, kv_heads = query_RHD.shape[1], cache.shape[1]
     q_scale, k_scale, v_scale = (scale.double().expand(kv_heads)[:, None, None] for scale in scales)
     rows = []

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Largest magnitudes of K, V and Q, gathered over many steps for the scales of an FP8 KV cache.
+"""Gathers the largest magnitudes of K, V and Q over many steps.
+
+The scales of an FP8 KV cache are made of them.
 
 Shape suffixes: T tokens, G KV heads, W columns that belong to a KV head (head_dim for K and V; head_dim times the query heads
 of a KV head for Q), P programs.
@@ -19,7 +21,7 @@ PROGRAMS = 64
 
 @dataclass(frozen=True)
 class AmaxCounts:
-    """What came by, on the CPU; first index `K`, `V`, `Q`.
+    """Largest magnitudes and counts of saturated elements, on the CPU; first index `K`, `V`, `Q`.
 
     `amax`: fp32 `[3, G]`; NaN and infinity stay visible. `saturated`: int64 `[3, G]`, elements whose magnitude was above
     448 times their scale, or NaN. `elements`: int64 `[3]`, elements of one head.
@@ -31,7 +33,7 @@ class AmaxCounts:
 
 
 class AmaxTally:
-    """What an attention layer of `heads` KV heads has seen since it was last taken."""
+    """Counts of an attention layer of `heads` KV heads since they were last taken."""
 
     def __init__(self, heads: int, device: torch.device) -> None:
         programs = PROGRAMS if device.type == "cuda" else 1
@@ -69,7 +71,7 @@ class AmaxTally:
             self.saturated_3GP[index, :, 0] += saturated
 
     def take(self) -> AmaxCounts:
-        """What was seen since the last time; waits for the GPU."""
+        """Return the counts since the last call and begin anew; waits for the GPU."""
         elements = self.tokens_P.sum() * torch.tensor(self._widths, device=self.tokens_P.device)
         seen = AmaxCounts(self.amax_3GP.amax(2).cpu(), self.saturated_3GP.sum(2).cpu(), elements.cpu())
         for part in (self.amax_3GP, self.saturated_3GP, self.tokens_P):
@@ -78,8 +80,10 @@ class AmaxTally:
 
 
 def kv_amax_reference(values_TGW: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each head the largest magnitude, fp32 `[G]`, and how many elements are saturated, int64 `[G]`, of one of the tensors
-    that `AmaxTally.add` takes."""
+    """Return the largest magnitude of each head, fp32 `[G]`, and its saturated elements, int64 `[G]`.
+
+    `values_TGW`: one of the tensors that `AmaxTally.add` takes.
+    """
     heads = values_TGW.shape[1]
     sizes = values_TGW.float().abs()
     if not len(sizes):

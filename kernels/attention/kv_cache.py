@@ -16,9 +16,9 @@ from torch import Tensor
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, FP8_MAX, ScaleFormat, scale_of
 
 _TOGETHER_ELEMENTS = 1 << 21
-"""Of values whose fit is told together: bounds the memory that this takes to 64 MiB, unless one has more."""
+"""Most elements whose fit is computed together: bounds temporaries to 64 MiB, unless one tensor has more."""
 MARGIN = 1.0
-"""Powers of two between the largest value that was seen and the largest that E4M3 holds."""
+"""Powers of two between the largest value seen and the largest that E4M3 holds."""
 
 
 def amax_by_head(values_THD: Tensor, heads: int) -> Tensor:
@@ -69,7 +69,7 @@ class Fit:
 
 
 def fit(values_TGD: Tensor, scales_G: Tensor) -> Fit:
-    """What quantizing these values with these scales loses."""
+    """Measure what quantizing these values with these scales loses."""
     return fit_all([(values_TGD, scales_G)])[0]
 
 
@@ -97,7 +97,7 @@ def fit_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Fit]:
 
 
 def _fit_sums(values_LTGD: Tensor, scales_LG: Tensor) -> Tensor:
-    """Of each of L, fp64 `[L, 3]`: saturated elements, squared error, squared norm."""
+    """Return saturated elements, squared error and squared norm of each of L, fp64 `[L, 3]`."""
     scales = scales_LG[:, None]
     each = (1, 2, 3)
     saturated = (~(values_LTGD.float().abs() <= FP8_MAX * _by_head(scales))).sum(each)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between the projection to Q, K and V and attention, in one launch: RMSNorm of each head where a model has it,
-rotary embedding, and quantization of the queries where attention takes them in FP8.
+"""Norm, rotary embedding and quantization between the QKV projection and attention, in one launch.
+
+The RMSNorm of each head is there where a model has it, the quantization of queries where attention takes them in FP8.
 
 Shape suffixes: M tokens, H query heads, G KV heads, D head dimension, P positions.
 """
@@ -37,8 +38,8 @@ def norm_rope_reference(
     heads: int,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel computes: vLLM's RMSNorm (`vllm/ir/ops/layernorm.py`: fp32, rounded before the weight and after it),
-    its rotary embedding with halves (`RotaryEmbedding.forward_static`, Neox style) in fp32, rounded once, and its
+    """Compute what the kernel does: vLLM's RMSNorm (`vllm/ir/ops/layernorm.py`: fp32, rounded before the weight and after
+    it), its rotary embedding with halves (`RotaryEmbedding.forward_static`, Neox style) in fp32, rounded once, and its
     `QuantFP8` with a given scale (times the reciprocal, clamped). Returns queries `[M, H, D]` and keys `[M, G, D]`."""
     size = cos_sin_PD.shape[1]
     cos_M1D, sin_M1D = cos_sin_PD[positions_M].float().unsqueeze(1).chunk(2, dim=-1)
@@ -142,7 +143,9 @@ def norm_rope(
     heads: int,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """Queries `[M, H, D]`, E4M3 with a `q_scale` (fp32, one or one for each KV head), and keys `[M, G, D]`.
+    """Return queries `[M, H, D]` and keys `[M, G, D]`.
+
+    Queries are E4M3 with a `q_scale`: fp32, one or one for each KV head.
 
     `qkv_MN`: BF16 or FP16, columns contiguous, heads of the queries, the keys, the values. `cos_sin_PD`: cosines, then sines,
     D a power of two; a position that is not in it is not looked for. All else is contiguous.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites FP8 K and V that are cached already for scales that have changed, in place.
+"""Rewrites cached FP8 K and V in place for scales that have changed.
 
 A code becomes `code * ratio`, the product in fp32, rounded to nearest even and clamped to ±448 in E4M3; `ratio` is the old
 scale by the new one. Steps by a power of two are exact short of clamping and of underflow. NaN stays NaN, as 0x7F.
@@ -34,7 +34,7 @@ class CachedLayer:
 
     @property
     def unchanged(self) -> bool:
-        """Whether every ratio is exactly 1."""
+        """True if every ratio is exactly 1."""
         return bool((self.k_ratio == 1).all() and (self.v_ratio == 1).all())
 
 
@@ -54,7 +54,7 @@ class Rescaled:
 
 
 def ratio_of(old: Tensor, new: Tensor, heads: int) -> Tensor:
-    """fp32 `[heads]` on the CPU of old and new scales, one for all heads or one for each.
+    """Divide old by new scales, one for all heads or one for each: fp32 `[heads]` on the CPU.
 
     Raises:
         ValueError: a ratio is not a positive finite number.
@@ -66,10 +66,11 @@ def ratio_of(old: Tensor, new: Tensor, heads: int) -> Tensor:
 
 
 def rescale_kv(layers: Sequence[CachedLayer], blocks: Sequence[int]) -> Rescaled:
-    """Rewrite the codes in these blocks of each layer whose ratios are not all 1, in place; waits until that is done.
+    """Rewrite the codes in these blocks in place; waits until that is done.
 
-    On a GPU one launch for all layers whose caches are laid out alike. `blocks`: rows of `k` and `v`, each once: those of one
-    KV cache group, since the same row is another request's in another group.
+    Layers whose ratios are all 1 stay as they are. On a GPU one launch for all layers whose caches are laid out alike.
+    `blocks`: rows of `k` and `v`, each once: those of one KV cache group, since the same row is another request's in another
+    group.
 
     Raises:
         ValueError: a block comes twice or is outside a cache, or K and V differ in shape or in the distance of blocks.
@@ -90,8 +91,10 @@ def rescale_kv(layers: Sequence[CachedLayer], blocks: Sequence[int]) -> Rescaled
 
 
 def warm_up(layers: Sequence[CachedLayer]) -> None:
-    """Compile what `rescale_kv` launches for these layers' caches, by rewriting block 0 (which no request holds) with ratios
-    of 1. Does nothing on a CPU."""
+    """Compile what `rescale_kv` launches for these layers' caches.
+
+    It rewrites block 0, which no request holds, with ratios of 1. Does nothing on a CPU.
+    """
     if layers and layers[0].k.is_cuda:
         from vllm_fp8ext.kernels.attention.rescale_kv_triton import Rescaling
 
@@ -100,7 +103,10 @@ def warm_up(layers: Sequence[CachedLayer]) -> None:
 
 
 def rescale_kv_reference(layers: Sequence[CachedLayer], blocks: Tensor) -> Rescaled:
-    """The same in plain torch, on any device, with temporaries of at most 50 MiB (or of one block)."""
+    """Rewrite in plain torch, on any device.
+
+    Temporaries take at most 50 MiB, or a block.
+    """
     total = Rescaled()
     for layer in layers:
         for cache, ratio in ((layer.k, layer.k_ratio), (layer.v, layer.v_ratio)):
@@ -116,15 +122,21 @@ def rescale_kv_reference(layers: Sequence[CachedLayer], blocks: Tensor) -> Resca
 
 
 def rescaled(codes: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """New codes (uint8) of old ones (uint8, any shape, with a ratio that broadcasts), and which of them were clamped."""
+    """Return new codes (uint8) of old ones, and which of them were clamped.
+
+    `codes`: uint8 of any shape. `ratio`: broadcasts to it.
+    """
     exact = codes.view(FP8_DTYPE).float() * ratio
     new = exact.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE).view(torch.uint8)
     return new.masked_fill_(exact.isnan(), NAN_CODE), exact.abs() > FP8_MAX
 
 
 def counted_range(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """The magnitudes that a ratio clamps (above 1) or flushes to zero (below 1), as the middle of their range and its half
-    width, both exact, fp32 of its shape; a negative width where there are none."""
+    """Return the range of magnitudes that a ratio clamps or flushes to zero.
+
+    A ratio above 1 clamps, one below 1 flushes. The range is its middle and its half width, both exact, fp32 of the shape of
+    `ratio`; the width is negative where there are none.
+    """
     codes = torch.arange(NAN_CODE, dtype=torch.uint8)
     values = codes.view(FP8_DTYPE).float().expand(*ratio.shape, -1)
     new, saturated = rescaled(codes, ratio[..., None])

@@ -18,7 +18,7 @@ from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, Rescaled, coun
 from vllm_fp8ext.kernels.numerics.triton_numerics import encoded
 
 TILE_BYTES = 1 << 14
-"""What one program rewrites."""
+"""Bytes that one program rewrites."""
 _UNIT = 16
 """Bytes of the widest load."""
 
@@ -151,7 +151,7 @@ class Rescaling:
             )
 
     def counts(self) -> Rescaled:
-        """Of the last run; waits for it."""
+        """Return the counts of the last run; waits for it."""
         sums = torch.stack([launch.counts.sum(0, dtype=torch.int64) for launch in self._launches]).sum(0)
         saturated, flushed = sums.tolist()
         return Rescaled(self._codes, saturated, flushed)
@@ -164,8 +164,10 @@ def _layout(layer: CachedLayer) -> tuple[int, ...]:
 
 
 def _rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Distance in bytes of each row of a block from the block's first K, ascending, int64; and its head, int32, those of V
-    counted after those of K."""
+    """Return each row's distance from the first K of its block, and its head.
+
+    Distances are bytes, ascending, int64. Heads are int32; those of V are counted after those of K.
+    """
     tokens, heads = k.shape[1], k.shape[2]
     token, head = torch.arange(tokens)[:, None], torch.arange(heads)[None, :]
     places = [

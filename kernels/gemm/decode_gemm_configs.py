@@ -64,7 +64,7 @@ class TileConfig:
         return self.ring(tokens, k) * self._stage_bytes(tokens) + self._fixed_bytes(tokens, k)
 
     def fits(self, tokens: int, k: int) -> bool:
-        """Tell whether a ring fits beside the part of x that a block keeps, and accumulators in registers."""
+        """Tell whether a ring fits in shared memory, and accumulators in registers."""
         return self.ring(tokens, k) >= _FEWEST_STAGES and tokens <= _WIDEST.get(self.rows, TOKENS[-1])
 
     def _stage_bytes(self, tokens: int) -> int:
@@ -186,7 +186,7 @@ def _table() -> list[dict[str, Any]]:
 
 @functools.cache
 def most_in_layers() -> dict[tuple[int, int], int]:
-    """Return, by shape `(N, K)`, up to how many tokens a layer was the fastest with this kernel.
+    """Return, by shape, the most tokens with which layers prefer this kernel.
 
     Beyond, it was faster with `BESIDE`. Shapes count that were measured until it was, or with all numbers of tokens that
     this kernel takes.

@@ -112,8 +112,10 @@ def decode_gemm_triton(
     scale_format: ScaleFormat,
     config: TritonTileConfig,
 ) -> Tensor:
-    """`x @ weight.T (+ bias)`, `[M, N]` in the dtype of `x_MK` (BF16 or FP16), quantized as
-    `reference.quantize_activation` does; columns contiguous, scales contiguous."""
+    """Multiply: `x @ weight.T (+ bias)`, `[M, N]` in the dtype of `x_MK`.
+
+    `x_MK`: BF16 or FP16, columns contiguous, quantized as `reference.quantize_activation` does. Scales are contiguous.
+    """
     m, (n, k) = x_MK.shape[0], codes_NK.shape
     out = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device)
     splits = min(config.splits, blocks(k))

@@ -63,10 +63,10 @@ def linear(
     decode_tokens: int,
     gemm: str,
 ) -> Tensor:
-    """`x @ weight.T (+ bias)` `[M, N]` in the dtype of `x_MK`, which is quantized per token and 128 columns.
+    """Multiply: `x @ weight.T (+ bias)` `[M, N]` in the dtype of `x_MK`.
 
-    Up to `decode_tokens` tokens (BF16 then) are taken by `decode_gemm`, more by `GEMM_KERNELS[gemm]`; more than
-    `decode_gemm.PROLOGUE_TOKENS` are quantized before.
+    Activations are quantized per token and 128 columns. Up to `decode_tokens` tokens (BF16 then) are taken by `decode_gemm`,
+    more by `GEMM_KERNELS[gemm]`; more than `decode_gemm.PROLOGUE_TOKENS` are quantized before.
     """
     from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
@@ -92,7 +92,10 @@ def rmsnorm_linear(
     decode_tokens: int,
     gemm: str,
 ) -> tuple[Tensor, Tensor]:
-    """`linear` of the RMSNorm of `x_MK (+ residual_MK)`, and that sum, the new residual (empty without a residual)."""
+    """Apply `linear` to the RMSNorm of `x_MK (+ residual_MK)`.
+
+    Returns the product and that sum, the new residual, which is empty without a residual.
+    """
     from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
 
     residual_MK = None if residual_MK is None else _in_rows(residual_MK)
@@ -196,10 +199,10 @@ def _large_m(
 
 @operator(_like_linear)
 def reference_linear(x_MK: Tensor, weight_NK: Tensor, scale_format: str) -> Tensor:
-    """Quantize `x_MK` (BF16 or FP16) per token and 128 columns, multiply by a dequantized fp32 weight.
+    """Quantize activations per token and 128 columns, and multiply by a dequantized fp32 weight.
 
-    `weight_NK` is `reference.dequantize_weight` of the served codes. Returns `[M, N]` in the dtype of `x_MK`. The CPU
-    backend runs on it, and so do layers on a GPU whose shape no FP8 kernel takes.
+    `x_MK`: BF16 or FP16. `weight_NK` is `reference.dequantize_weight` of the served codes. Returns `[M, N]` in the dtype of
+    `x_MK`. The CPU backend runs on it, and so do layers on a GPU whose shape no FP8 kernel takes.
     """
     out = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
     step = max(1, _LARGEST_SLICE // x_MK.shape[1])

@@ -65,7 +65,7 @@ class GemmKernel:
     """Name in messages, where it is another one."""
 
     def takes(self, n: int, k: int, dtype: str) -> bool:
-        """Tell by shape and dtype alone whether the kernel takes a weight `[n, k]`, whatever the machine."""
+        """Tell whether the kernel takes a weight `[n, k]`, by shape and dtype alone."""
         fits = n % self.rows_multiple == 0 and k % COLUMNS_MULTIPLE == 0
         return fits and (self.dtypes is None or dtype in self.dtypes)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the kernel that multiplies by a weight, by its shape and the number of tokens."""
+"""Chooses the kernel for a weight by its shape and the number of tokens."""
 
 import functools
 import itertools
@@ -13,9 +13,10 @@ from vllm_fp8ext.kernels.gemm import decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.registry import DECODE_GEMM
 
 TABLE = Path(__file__).with_name("crossover.json")
-"""Microseconds by shape, number of tokens and kernel, on one H200, with activations that a launch before quantizes.
+"""Microseconds by shape, number of tokens and kernel, on one H200.
 
-`benchmarks/crossover.py` writes it, and names the run of each shape. `decode_gemm_configs` has what was measured in layers.
+Activations are quantized by a launch before. `benchmarks/crossover.py` writes it, and names the run of each shape.
+`decode_gemm_configs` has what was measured in layers.
 """
 MOST = 64
 """Most tokens of `decode_gemm` beside a kernel that was not measured."""

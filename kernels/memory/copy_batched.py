@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many tensors copied in one launch, each to its place, and looked at on the way: norms, biases, embeddings of an update."""
+"""Copies many tensors in one launch, each to its destination.
+
+NaN and infinity are counted on the way. Tensors are norms, biases and embeddings of an update.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -14,15 +17,17 @@ from vllm_fp8ext.kernels.quantize.quantize_weights_batched import TYPES
 _TILE = 1 << 13
 """Elements that a program copies."""
 _COLUMNS = 3
-"""Of the table: address of the place, elements, and tiles in all places before."""
+"""Columns of the table: address of the destination, elements, and tiles in all destinations before."""
 
 
 @triton.jit
 def _copy_values(
     table, owners, sources, wrong, TYPE: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):
-    """One program, one tile of the tensor that `owners` names by its row of `table` and of `sources`, which has its
-    address."""
+    """One program, one tile of the tensor that `owners` names.
+
+    The name is its row of `table`, and of `sources`, which has its address.
+    """
     owner = tl.load(owners + tl.program_id(0))
     at = table + owner * COLUMNS
     source = tl.multiple_of(tl.load(sources + owner).to(tl.pointer_type(TYPE)), 16)
@@ -41,7 +46,7 @@ def _copy_values(
 
 
 def takes(place: Tensor) -> bool:
-    """Whether a tensor can be copied there together with others."""
+    """Tell whether a tensor can be copied there together with others."""
     return (
         place.dtype in TYPES and place.numel() > 0 and place.is_contiguous() and not place.data_ptr() % UNIT
     )

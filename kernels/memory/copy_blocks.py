@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes and block scales of many weights copied in one launch, each to its place, and looked at on the way."""
+"""Copies codes and block scales of many weights in one launch, and checks them."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,8 +12,8 @@ from vllm_fp8ext.kernels.numerics.tile_index import Tiles
 from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Destination
 
 _COLUMNS = 9
-"""Of the table: addresses of the place's codes and scales, distances of rows of codes (that come, and of the place) and of
-scales (likewise), rows and columns, and blocks in all places before."""
+"""Columns of the table: addresses of the destination's codes and scales, distances of rows of codes (that come, and of the
+place) and of scales (likewise), rows and columns, and blocks in all places before."""
 
 
 @triton.jit
@@ -27,9 +27,10 @@ def _copy_blocks(
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program, one block of 128x128, of the weight that `owners` names by its row of `table` and of `sources`, which has
-    the addresses of its codes and scales. `wrong`: 1 where a code or the scale is not finite; 1 where the scale can't be
-    served."""
+    """One program, one block of 128x128, of the weight that `owners` names.
+
+    The name is its row of `table`, and of `sources`, which has the addresses of its codes and scales. `wrong`: 1 where a code
+    or the scale is not finite; 1 where the scale can't be served."""
     block = tl.program_id(0)
     wrong_at = wrong + block.to(tl.int64) * 2
     owner = tl.load(owners + block)

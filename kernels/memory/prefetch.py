@@ -7,8 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def prefetch_rows(at, columns, last, ROWS: tl.constexpr, LINE: tl.constexpr):
-    """Ask for the first `columns` bytes of each of the `ROWS` rows that begin at `at` (pointers to bytes), but for none
-    behind byte `last`. Nothing waits for them. Not in Triton's interpreter."""
+    """Ask for the first `columns` bytes of each of the `ROWS` rows.
+
+    Rows begin at `at` (pointers to bytes); bytes behind `last` are not asked for. Nothing waits for them. Not in Triton's
+    interpreter."""
     for first in range(0, columns, 4 * LINE):
         here = tl.minimum(first + tl.arange(0, 4) * LINE, last)
         lines = (at[:, None] + here[None, :]).to(tl.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels multiply by the experts of a layer, and how the one for few tokens is cut."""
+"""Chooses kernels for the experts of a layer, and tile configs for small M."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple, cast
 Kernel = Literal["fused", "triton", "deep_gemm"]
 """`fused`: ours (`expert_mlp`). `triton` and `deep_gemm`: vLLM's grouped GEMMs between kernels of ours."""
 LARGE_M_KERNELS: tuple[Kernel, ...] = ("deep_gemm", "triton", "fused")
-"""For many tokens, the fastest first."""
+"""Kernels for large M, the fastest first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertTileConfig:
-    """How the two GEMMs of `expert_mlp` are cut."""
+    """Tile sizes of the two GEMMs of `expert_mlp`."""
 
     tokens: int = 16
     """Tokens of one expert that a program takes: 16, 32 or 64."""
@@ -25,10 +25,11 @@ class ExpertTileConfig:
     """Blocks of 128 columns in flight."""
     warps: int = 4
     alone: bool = False
-    """Whether each slot makes a block of its own, so that nobody lists each expert's: for fewer slots than experts."""
+    """Each slot makes a block of its own, and no expert's slots are listed: for fewer slots than experts."""
     ahead: int = 0
-    """Blocks of 128 columns of its weights that a program asks the L2 cache for before it waits for activations. All programs
-    that run at once should together ask for less than the cache holds."""
+    """Blocks of 128 columns of weights to prefetch before waiting for activations.
+
+    Programs that run at once should together ask for less than the L2 cache holds."""
 
     @property
     def name(self) -> str:
@@ -43,14 +44,16 @@ TILE_CONFIGS: tuple[tuple[float, ExpertTileConfig], ...] = (
     (32.0, ExpertTileConfig(tokens=32, rows=128, down_rows=128, stages=3, ahead=2)),
     (float("inf"), ExpertTileConfig(tokens=64, rows=128, down_rows=128, stages=3, warps=8)),
 )
-"""By the most slots for each expert of the model: up to 32 within 4 % of the fastest that `fp8ext bench kernels --only
+"""Tile configs by the most slots for each expert of the model.
+
+Up to 32 slots they are within 4 % of the fastest that `fp8ext bench kernels --only
 experts` finds for each number of tokens. The last one is for users who want `fused` beyond."""
 FUSED, TRITON = 16.0, 48.0
 """Most slots for each expert that go to `fused`, and to `triton` beyond; `deep_gemm` takes the others."""
 
 
 class ExpertChoice(NamedTuple):
-    """A kernel, and its cut if it is `fused`."""
+    """A kernel, and its tile config if it is `fused`."""
 
     kernel: Kernel
     config: ExpertTileConfig | None
@@ -61,7 +64,7 @@ class ExpertRoute:
     """The kernels of one layer, by number of tokens."""
 
     experts: int
-    """Of the whole model: tokens are shared out among these."""
+    """Experts of the whole model: tokens are shared out among these."""
     chosen: int
     """Experts of a token."""
     gemm: Kernel
@@ -79,7 +82,7 @@ class ExpertRoute:
         return ExpertChoice("triton" if tokens <= self.triton_tokens else self.gemm, None)
 
     def boundaries(self, most: int) -> list[int]:
-        """Up to `most` tokens, the largest number of each kernel and cut."""
+        """Up to `most` tokens, the largest number of each kernel and tile config."""
         ends = {self.fused_tokens, self.triton_tokens, most}
         if self.gemm == "fused" or self.fused_tokens:
             ends |= {int(load * self.experts / self.chosen) for load, _ in TILE_CONFIGS[:-1]}
@@ -96,10 +99,11 @@ def expert_route(
     triton_tokens: int | None = None,
     gemm: str | None = None,
 ) -> ExpertRoute:
-    """Choose the kernels of a layer of `experts` in all, of which each token goes to `chosen`.
+    """Choose the kernels of a layer of experts.
 
-    `usable`: kernels that take it here. `batch_invariant`: the same kernel whatever the number of tokens. A kernel or a
-    number of tokens that the user chose (`fused_tokens`, `triton_tokens`, `gemm`) is kept.
+    Each token goes to `chosen` of all `experts`. `usable`: kernels that take it here. `batch_invariant`: the same kernel
+    whatever the number of tokens. A kernel or a number of tokens that the user chose (`fused_tokens`, `triton_tokens`,
+    `gemm`) is kept.
 
     Raises:
         ValueError: a kernel that the user chose does not take the layer here, or nothing does.

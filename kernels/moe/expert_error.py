@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a kernel's result of experts may lie from `reference_experts`, place by place and altogether.
+"""Bounds the distance of a kernel's result from `reference_experts`, place by place and altogether.
 
 Both round the same numbers at the same places, to BF16 and then to E4M3, but a kernel adds products up in another order and
 on tensor cores. That moves a number by a little, P, before it is rounded, and so turns its rounding with probability
@@ -69,7 +69,7 @@ def _variance(
     activation: str,
     scale_format: ScaleFormat,
 ) -> Tensor:
-    """Of each place of the result, but for its rounding."""
+    """Return the variance of each place of the result, but for its rounding."""
     total_MK = torch.zeros(x_MK.shape, device=x_MK.device)
     quantized = reference.dequantize_activation(*reference.quantize_activation(x_MK, scale_format))
     for expert in range(gate_up_E2PK.shape[0]):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`reference_experts` on a Hopper GPU for few tokens, where the time goes into reading the weights of many experts: two
-grouped GEMMs, of which the first also applies the gate, and a sum.
+"""`reference_experts` on a Hopper GPU for small M.
+
+The time goes into reading the weights of many experts: two grouped GEMMs, of which the first also applies the gate, and a
+sum.
 
 Weights are the left operand: tensor cores want 64 rows there, and take few columns. Each expert's tokens come in blocks, from
 its list (`expert_slots`). Every sum has a fixed order.

@@ -49,7 +49,10 @@ def capacity(slots: int, experts: int, align: int) -> int:
 
 
 def expert_rows_reference(experts_MT: Tensor, experts: int, align: int) -> ExpertRows:
-    """What the kernel computes; what it leaves undefined, the slots of rows beyond those in use, is `NOBODY` here."""
+    """Compute what the kernel does.
+
+    What it leaves undefined, the slots of rows beyond those in use, is `NOBODY` here.
+    """
     flat = experts_MT.flatten().tolist()
     r = capacity(len(flat), experts, align)
     slots, owners = [NOBODY] * r, [-1] * (r // align)

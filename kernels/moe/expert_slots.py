@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the experts' kernels for few tokens need, in one launch: quantized tokens, and which slots each expert has.
+"""Quantizes tokens and lists each expert's slots in one launch, for small M.
 
 A token and the number of one of its experts make a slot; slot `m * T + t` is the t-th expert of token m. Each expert has room
 for all of them, so that no expert's list depends on another's.
@@ -20,7 +20,7 @@ from vllm_fp8ext.kernels.numerics.triton_numerics import quantized
 from vllm_fp8ext.kernels.quantize.quantize_activation import GROUPS
 
 ROOM = 64
-"""What the number of places in an expert's list is a multiple of."""
+"""Multiple of the number of places in an expert's list."""
 SCANNED = 1024
 """Slots that a program reads at a time."""
 
@@ -102,7 +102,7 @@ def taken(slots_E, count, expert, first, S, room, ALONE: tl.constexpr, TOKENS: t
 
 @triton.jit
 def has_slot(experts_S, expert, S, SCANNED: tl.constexpr):
-    """Whether a slot goes to the expert."""
+    """Tell whether a slot goes to the expert."""
     found = tl.zeros((SCANNED,), tl.int32)
     for first in range(0, S, SCANNED):
         slots = first + tl.arange(0, SCANNED)
@@ -115,8 +115,10 @@ def has_slot(experts_S, expert, S, SCANNED: tl.constexpr):
 def expert_slots(
     x_MK: Tensor, experts_MT: Tensor, experts: int, scale_format: ScaleFormat, *, listed: bool = True
 ) -> tuple[Quantized, ExpertSlots]:
-    """Codes and scales of `x_MK` (BF16 or FP16, columns contiguous, at least one token), and the slots of each expert
-    (integers, contiguous). `listed`: false leaves these uninitialized.
+    """Return codes and scales of `x_MK`, and the slots of each expert.
+
+    `x_MK`: BF16 or FP16, columns contiguous, at least one token. `experts_MT`: integers, contiguous. `listed`: false leaves
+    the slots uninitialized.
 
     A kernel that is launched early behind this one may read `experts_MT` before it waits.
     """

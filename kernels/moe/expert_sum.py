@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up what the experts of each token made of it, weighted, in fp32 and in the order of the token's experts."""
+"""Adds up the weighted results of each token's experts, in fp32 and in their order."""
 
 import torch
 import triton
@@ -20,7 +20,7 @@ def expert_sum_reference(
     experts_MT: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What the kernel computes, but for fused multiply-adds."""
+    """Compute what the kernel does, but for fused multiply-adds."""
     m, t = experts_MT.shape
     total = torch.zeros(m, parts_RK.shape[1], dtype=torch.float32, device=parts_RK.device)
     places = torch.arange(m * t, device=parts_RK.device) if places_MT is None else places_MT

@@ -44,7 +44,7 @@ def reference_experts(
     activation: str,
     scale_format: str,
 ) -> Tensor:
-    """What the experts of each token make of it, weighted and added up: `[M, K]` in the dtype of `x_MK`.
+    """Add up the weighted results of each token's experts: `[M, K]` in the dtype of `x_MK`.
 
     Weights are codes with their scales, fp32 `[E, blocks, blocks]`, or dequantized fp32 values without scales. Where
     `experts_MT` is negative, another rank has the expert and nothing is added.

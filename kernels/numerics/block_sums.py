@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up what the quantization of weights says of each block, for many tensors at once."""
+"""Adds up the sums of each block of quantized weights, for many tensors at once."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,10 @@ def added(sums_TC: Tensor, bounds: Tensor) -> Tensor:
 
 
 def totals(parts: Sequence[Tensor]) -> Tensor:
-    """fp64 `[P, 3]` of `P` tensors fp32 `[…, 3]` on one device, in a few launches whatever their number."""
+    """Add up each of `P` tensors fp32 `[…, 3]` on one device: fp64 `[P, 3]`.
+
+    Takes a few launches whatever their number.
+    """
     flat = [part.reshape(-1, COLUMNS) for part in parts]
     bounds = torch.tensor([0, *(len(part) for part in flat)]).cumsum(0)
     return added(torch.cat(flat), bounds.to(flat[0].device))

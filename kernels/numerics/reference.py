@@ -56,7 +56,7 @@ def scale_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
 
 
 def is_pow2(scales: Tensor) -> bool:
-    """Whether every scale is a power of two."""
+    """Tell whether every scale is a power of two."""
     mantissa, _ = torch.frexp(scales)
     return bool((mantissa == 0.5).all())
 
@@ -109,7 +109,7 @@ def gemm(x_codes_MK: Tensor, x_scales_MKb: Tensor, codes_NK: Tensor, scales_NbKb
 def gemm_error_bound(
     x_codes_MK: Tensor, x_scales_MKb: Tensor, codes_NK: Tensor, scales_NbKb: Tensor
 ) -> Tensor:
-    """Largest absolute error of an fp32 GEMM of these operands against exact arithmetic, float64 `[M, N]`.
+    """Bound the absolute error of an fp32 GEMM of these operands: float64 `[M, N]`.
 
     A dot product of length K in fp32, in any order, errs by at most `gamma_K * sum |x||w|` with
     `gamma_n = n u / (1 - n u)` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1). Scaling each

@@ -30,5 +30,5 @@ class Tiles:
         return torch.empty(len(self), columns, dtype=torch.float32, device=self.owners.device)
 
     def added(self, told: Tensor) -> Tensor:
-        """By tensor, fp64 `[tensors, columns]`."""
+        """Add up by tensor: fp64 `[tensors, columns]`."""
         return block_sums.added(told, self._bounds)

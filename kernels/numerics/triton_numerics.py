@@ -30,7 +30,7 @@ def _division(before: str, values: Sequence[str], first: int) -> str:
 
 
 _SHORT_DIVISION = tl.constexpr(_division("", ("$1", "$2", "$3", "$4"), 5))
-"""Of values in $1 to $4."""
+"""PTX for codes of values in $1 to $4."""
 _BFLOAT16_DIVISION = tl.constexpr(
     _division(
         "shl.b32 $0, $1, 16; mov.b32 x0, $0; and.b32 $0, $1, 0xffff0000; mov.b32 x1, $0;"
@@ -39,13 +39,15 @@ _BFLOAT16_DIVISION = tl.constexpr(
         3,
     )
 )
-"""Of BF16 values, two in $1 and two in $2. $0 is written early."""
+"""PTX for codes of BF16 values, two in $1 and two in $2. $0 is written early."""
 _SCALE = tl.constexpr(
     "{ .reg .f32 q, r; .reg .pred number; mul.rn.f32 q, $1, 0f3B124925; fma.rn.f32 r, q, 0fC3E00000, $1;"
     "fma.rn.f32 r, r, 0f3B124925, q; setp.num.f32 number, r, r; selp.f32 $0, r, q, number; }"
 )
-"""$1 / 448, for which a reciprocal (0f3B124925) and a correction do (tried for every mantissa, see the test); infinite where
-$1 is. Without the branches that a division has for what no scale is: subnormal."""
+"""PTX for $1 / 448, by a reciprocal (0f3B124925) and a correction.
+
+That is exact (tried for every mantissa, see the test); infinite where $1 is. Without the branches that a division has for
+what no scale is: subnormal."""
 _RECIPROCAL = tl.constexpr(
     "{ .reg .f32 e, m; neg.f32 m, $1; rcp.approx.ftz.f32 $0, $1;"
     + 2 * "fma.rn.f32 e, m, $0, 0f3F800000; fma.rn.f32 $0, $0, e, $0;"
@@ -62,7 +64,10 @@ def magnitude_bits(x):
 
 @triton.jit
 def amax_bits(x, axis: tl.constexpr = None):
-    """Bits of the largest magnitude of a tile, or along an axis, as of an fp32 value; NaN where there is one."""
+    """Return the bits of the largest magnitude of a tile, or along an axis.
+
+    They are those of an fp32 value; NaN where there is one.
+    """
     if x.dtype == tl.bfloat16:
         return tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=axis).to(tl.int32) << 16
     return tl.max(magnitude_bits(x.to(tl.float32)), axis=axis)
@@ -122,7 +127,7 @@ def codes_of(x, scale, SHORT: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def quantized(x, POW2: tl.constexpr, SHORT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Codes and scales of groups of values, each a row of `x`, as `codes_of` takes it."""
+    """Quantize groups of values, each a row of `x`, as `codes_of` takes it."""
     scale = scale_of(amax_bits(x, 1), POW2, HARDWARE)
     return codes_of(x, scale[:, None], SHORT, HARDWARE), scale
 

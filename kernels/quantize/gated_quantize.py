@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation function, of the gate times the up projection or alone, and activation quantization, in one launch."""
+"""Applies an activation function and quantizes the result in one launch.
+
+The function is that of a gate, times the up projection, or alone.
+"""
 
 from typing import Literal, get_args
 
@@ -19,7 +22,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 Gelu = Literal["gelu", "gelu_tanh"]
 GELUS: tuple[Gelu, ...] = get_args(Gelu)
-"""Those that come without a gate too."""
+"""Functions that come without a gate too."""
 
 _TOGETHER = 2
 """Tokens that a program takes where there are many."""
@@ -28,8 +31,8 @@ _TOGETHER = 2
 def gated_quantize_reference(
     gate_up_M2K: Tensor, activation: Activation, scale_format: ScaleFormat
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel computes: vLLM's `SiluAndMul` and `GeluAndMul` (the function in fp32, rounded to the dtype before the
-    product and after it), then `reference.quantize_activation`."""
+    """Compute what the kernel does: vLLM's `SiluAndMul` and `GeluAndMul` (the function in fp32, rounded to the dtype before
+    the product and after it), then `reference.quantize_activation`."""
     gate, up = gate_up_M2K.chunk(2, dim=1)
     active = torch.nn.functional.silu(gate) if activation == "silu" else _gelu(gate, activation)
     return reference.quantize_activation(active * up, scale_format)
@@ -38,7 +41,7 @@ def gated_quantize_reference(
 def gelu_quantize_reference(
     x_MK: Tensor, activation: Gelu, scale_format: ScaleFormat
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel computes without a gate: `torch.nn.GELU`, then `reference.quantize_activation`."""
+    """Compute what the kernel does without a gate: `torch.nn.GELU`, then `reference.quantize_activation`."""
     return reference.quantize_activation(_gelu(x_MK, activation), scale_format)
 
 

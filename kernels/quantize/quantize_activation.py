@@ -20,8 +20,11 @@ _LARGE_M = 8192
 
 
 def large_m(k: int) -> int:
-    """Of so many columns, the number of tokens from which on a program takes several. Then less is spent on addresses and
-    scales, and more is loaded at once; with one, a few tokens keep more multiprocessors busy."""
+    """Return the number of tokens of `k` columns from which on a program takes several.
+
+    Then less is spent on addresses and scales, and more is loaded at once; with one, a few tokens keep more multiprocessors
+    busy.
+    """
     return -(-_LARGE_M // parts(k))
 
 
@@ -32,7 +35,10 @@ def parts(k: int) -> int:
 
 @triton.jit
 def places(first, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """What a program works on, of tokens from `first` on, a row for each group: its token, which group of it, its columns."""
+    """Return the work of a program, a row for each group: its token, which group of it, its columns.
+
+    Tokens count from `first` on.
+    """
     rows = tl.arange(0, TOKENS * GROUPS)
     groups = tl.program_id(1) * GROUPS + rows % GROUPS
     return first + rows // GROUPS, groups, groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -97,8 +103,10 @@ def quantize_into(room: Quantized, x_MK: Tensor, scale_format: ScaleFormat) -> N
 
 
 def quantize_to_rows(x_MK: Tensor, scale_format: ScaleFormat, rows: int, places_MT: Tensor) -> Quantized:
-    """The same, each token written to the rows that `places_MT` (int32, contiguous) names, of so many; -1 names none. Rows
-    that nobody names stay uninitialized."""
+    """Quantize each token into the rows that `places_MT` names, of `rows` rows.
+
+    `places_MT`: int32, contiguous; -1 names none. Rows that nobody names stay uninitialized.
+    """
     return _quantized(empty(rows, x_MK.shape[1], x_MK.device), x_MK, scale_format, places_MT)
 
 

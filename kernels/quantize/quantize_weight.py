@@ -16,7 +16,10 @@ _COPIED_ELEMENTS = 1 << 24
 
 
 def empty_like(weight_NK: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Uninitialized codes and scales for a weight of this shape, on its device unless another is named."""
+    """Make uninitialized codes and scales for a weight of this shape.
+
+    They are on its device unless another is named.
+    """
     rows, columns = weight_NK.shape
     where = weight_NK.device if device is None else device
     codes = torch.empty(rows, columns, dtype=reference.FP8_DTYPE, device=where)
@@ -69,7 +72,7 @@ def queue(
 
 
 def totals(sums: Sequence[Tensor]) -> Tensor:
-    """What `queue` returned, added up for each of its calls: fp64 `[calls, 3]`, on their device, where it is only queued."""
+    """Add up what each call of `queue` returned: fp64 `[calls, 3]`, only queued on their device."""
     if sums[0].is_cuda:
         from vllm_fp8ext.kernels.numerics import block_sums
 

@@ -10,12 +10,15 @@ from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.numerics.triton_numerics import amax_bits, codes_of, scale_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What it reads."""
+"""Dtypes of weights."""
 
 
 def programs(dtype: torch.dtype, even: bool) -> dict[str, int]:
-    """Warps of a program and, of BF16 in whole blocks, the most registers of a thread with which four programs fit on an SM:
-    128 values in flight in each thread."""
+    """Return the warps of a program, and the most registers of a thread.
+
+    Registers are limited for BF16 in whole blocks. With these four programs fit on an SM: 128 values in flight in each
+    thread.
+    """
     return {"num_warps": 4, "maxnreg": 128} if dtype == torch.bfloat16 and even else {"num_warps": 8}
 
 

@@ -18,8 +18,8 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 SLICE_BLOCKS = 1 << 15
 """Blocks of one of several launches: a GiB of BF16."""
 _COLUMNS = 8
-"""Of the table: addresses of codes and scales, distances of rows of weight, codes and scales, rows and columns, and blocks in
-all weights before."""
+"""Columns of the table: addresses of codes and scales, distances of rows of weight, codes and scales, rows and columns, and
+blocks in all weights before."""
 
 
 @triton.jit
@@ -37,8 +37,10 @@ def _quantize_weights(
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program, one block of 128x128, `before` blocks behind the first, of the weight that `owners` names by its row of
-    `table` and of `weights`, which has its address."""
+    """One program, one block of 128x128 of the weight that `owners` names.
+
+    The name is its row of `table`, and of `weights`, which has its address. The block is `before` blocks behind the first.
+    """
     block = before + tl.program_id(0)
     sums_at = sums + block.to(tl.int64) * 3
     owner = tl.load(owners + block)
@@ -67,15 +69,17 @@ def _quantize_weights(
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where one weight `[N, K]` goes: codes `[N, K]` and fp32 scales, which may be parts of larger ones. `row`: elements from
-    one row of the weight to the next."""
+    """Destination of one weight `[N, K]`: codes `[N, K]` and fp32 scales.
+
+    Both may be parts of larger ones. `row`: elements from one row of the weight to the next.
+    """
 
     codes_NK: Tensor
     scales_NbKb: Tensor
     row: int
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether a weight of this dtype, or codes, can come together with others."""
+        """Tell whether a weight of this dtype, or codes, can come together with others."""
         codes, scales = self.codes_NK, self.scales_NbKb
         contiguous = codes.stride(1) == 1 and scales.stride(1) == 1
         aligned = not (codes.data_ptr() % UNIT or codes.stride(0) % UNIT or self.row % UNIT)
@@ -88,7 +92,7 @@ class Destination:
 
     @property
     def even(self) -> bool:
-        """Whether it is made of whole blocks."""
+        """True if it is made of whole blocks."""
         rows, columns = self.codes_NK.shape
         return rows % BLOCK == 0 and columns % BLOCK == 0
 
@@ -120,9 +124,11 @@ class QuantizeBatched:
         }
 
     def queue(self, addresses: Tensor, did: Callable[[int], None] | None = None) -> Tensor:
-        """Quantize the weights at these addresses, int64 `[weights]`, multiples of 16, which must stay as they are until the
-        current stream has come so far. `did`: make launches of about a GiB, and call this with the bytes of each. Returns
-        fp64 `[weights, 3]` on their device: squared error, squared norm, and how many blocks hold NaN or infinity."""
+        """Quantize the weights at these addresses, int64 `[weights]`, multiples of 16.
+
+        They must stay as they are until the current stream has come so far. `did`: make launches of about a GiB, and call
+        this with the bytes of each. Returns fp64 `[weights, 3]` on their device: squared error, squared norm, and how many
+        blocks hold NaN or infinity."""
         tiles, blocks = self._tiles, len(self._tiles)
         addresses, sums = addresses.to(self._device, non_blocking=True), tiles.empty(3)
         step = SLICE_BLOCKS if did else blocks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, with the addition of a residual if there is one, and activation quantization in one launch."""
+"""Applies RMSNorm and quantizes the result in one launch, with the addition of a residual."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from vllm_fp8ext.kernels.runtime.launch import Launcher
 def rmsnorm_quantize_reference(
     x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, epsilon: float, scale_format: ScaleFormat
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernel computes: vLLM's RMSNorm (`vllm/ir/ops/layernorm.py`: fp32, rounded to `weight_K.dtype` before the
+    """Compute what the kernel does: vLLM's RMSNorm (`vllm/ir/ops/layernorm.py`: fp32, rounded to `weight_K.dtype` before the
     weight and after it), then `reference.quantize_activation`. Returns codes, scales and the new residual, which is the
     input of the norm, rounded."""
     x = x_MK.float()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what was compiled in this process, so that a server can show that nothing is compiled under traffic."""
+"""Counts what was compiled in this process.
+
+So a server can show that nothing is compiled under traffic.
+"""
 
 import collections
 

@@ -89,7 +89,7 @@ def compile_source(source: str, headers: Mapping[str, str], defines: Mapping[str
 
 
 def _kept(name: str) -> Path | None:
-    """Where machine code of this name is on disk; a user without a home keeps none."""
+    """Return the file of machine code of this name; a user without a home keeps none."""
     try:
         return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "vllm-fp8ext") / f"{name}.cubin"
     except RuntimeError:
@@ -209,8 +209,10 @@ class Launcher:
 
 
 def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple[int, int]) -> TensorMap:
-    """Describe a matrix of bytes, `shape` rows and columns, `pitch` bytes between rows, for copies of `box` rows and columns
-    into shared memory with the 128-byte swizzle. What lies outside the matrix is read as zeros."""
+    """Describe a matrix of bytes for copies into shared memory with the 128-byte swizzle.
+
+    `shape`: rows and columns. `pitch`: bytes between rows. `box`: rows and columns of a copy. What lies outside the matrix is
+    read as zeros."""
     storage = (ctypes.c_byte * (ctypes.sizeof(TensorMap) + 64))()
     found = TensorMap.from_buffer(storage, -ctypes.addressof(storage) % 64)
     uint8, no_interleave, swizzle_128, promote_256, zeros = 0, 0, 3, 3, 0

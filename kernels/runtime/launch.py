@@ -14,18 +14,18 @@ from torch import Tensor
 ALIGNED = 16
 """Bytes that Triton takes a pointer to be a multiple of, or not; and numbers likewise."""
 MOST_KERNELS = 1024
-"""That are remembered; a program has some dozens."""
+"""Compiled kernels kept in the cache; a program has some dozens."""
 _REGISTERS = 65536
-"""Of a multiprocessor. ptxas takes the number that it is told, also where a block's threads cannot have so many."""
+"""Registers of a multiprocessor. ptxas takes the number that it is told, also where a block's threads cannot have so many."""
 
 
 def compiled_as(number: int) -> str:
-    """What Triton compiles a kernel for, of its arguments that are numbers: 1, multiples of 16, or all others."""
+    """Return the kind of number for which Triton compiles a kernel: 1, multiples of 16, or all others."""
     return "1" if number == 1 else "of 16" if number % ALIGNED == 0 else "other"
 
 
 class Launcher:
-    """Launches one function of Triton, by the kernel that it was compiled into for arguments like these.
+    """Launches one function of Triton, by the kernel compiled for arguments like these.
 
     Its parameters are in this order: tensors, numbers by which kernels differ, numbers by which they do not (floats, or
     `do_not_specialize`), constants.

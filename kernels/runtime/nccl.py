@@ -43,7 +43,10 @@ class _Config(ctypes.Structure):
 
 
 def unique_id() -> bytes:
-    """What the ranks of a new communicator find each other by. The caller's process listens for them from now on."""
+    """Make the id by which the ranks of a new communicator find each other.
+
+    The caller's process listens for them from now on.
+    """
     found = _Id()
     _call("ncclGetUniqueId", ctypes.byref(found))
     return ctypes.string_at(ctypes.byref(found), ID_BYTES)
@@ -64,7 +67,7 @@ class Communicator:
         _call("ncclCommInitRankConfig", ctypes.byref(self._handle), size, unique, rank, ctypes.byref(config))
 
     def ready(self) -> bool:
-        """Whether what was begun (the communicator itself, or the launch of a broadcast) has been done on this side.
+        """Tell whether the communicator, or the launch of a broadcast, is done on this side.
 
         Raises:
             NcclError: it failed, or another rank has.
@@ -75,7 +78,10 @@ class Communicator:
         return state.value == _SUCCESS
 
     def broadcast(self, address: int, size: int, stream: int) -> None:
-        """Queue, on a CUDA stream, that the `size` bytes at rank 0's `address` come to the others' `address`."""
+        """Queue the broadcast of `size` bytes at rank 0's `address` to the others'.
+
+        `stream`: a CUDA stream.
+        """
         pointer = ctypes.c_void_p(address)
         _call("ncclBroadcast", pointer, pointer, size, _UINT8, 0, self._handle, ctypes.c_void_p(stream))
 
@@ -101,7 +107,7 @@ def _require(function: str, status: int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The NCCL that this process has loaded (torch's, say), else the one that torch installs, else the system's."""
+    """Open the NCCL that this process has loaded, else torch's, else the system's."""
     name = "libnccl.so.2"
     found = None
     with contextlib.suppress(OSError):

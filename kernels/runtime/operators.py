@@ -16,8 +16,10 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def operator(fake: Callable[..., object]) -> Callable[[Function], Function]:
-    """The operator of a function that changes none of its arguments and returns none of them, under its name. `fake` makes
-    results of the right shapes and dtypes from arguments without values."""
+    """Register an operator under the function's name.
+
+    The function changes none of its arguments and returns none of them. `fake` makes results of the right shapes and dtypes
+    from arguments without values."""
 
     def register(function: Function) -> Function:
         name = function.__name__

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of requests with one new token each gives a model and its attention, in one launch."""
+"""Writes the inputs of a decode step, for model and attention, in one launch.
+
+In such a step each request has one new token.
+"""
 
 from typing import NamedTuple
 
@@ -14,7 +17,7 @@ BLOCK = 1024
 
 
 class Requests(NamedTuple):
-    """What is kept of every request, at its place of `S`."""
+    """State of every request, at its place of `S`."""
 
     computed_S: Tensor
     """int32, tokens that have keys and values."""
@@ -27,7 +30,7 @@ class Requests(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Of a step: what is read of up to `R` requests and `T` tokens."""
+    """Inputs of a step of up to `R` requests and `T` tokens."""
 
     tokens_T: Tensor
     """int32."""
@@ -103,8 +106,10 @@ _launch = Launcher(_step_inputs)
 def step_inputs(
     places_R: Tensor, requests: Requests, inputs: Inputs, count: int, padded: int, page: int
 ) -> None:
-    """Write the inputs of a step of `count` requests, whose places are the first of `places_R` (int64), and of rows up to
-    `padded` that have none. `page`: tokens of a page. Of tables, what lies behind a request's pages is left as it was."""
+    """Write the inputs of `count` requests, and of rows up to `padded` without one.
+
+    The requests' places are the first of `places_R` (int64). `page`: tokens of a page. Of tables, what lies behind a
+    request's pages is left as it was."""
     most, tokens = inputs.lengths_R.shape[0], inputs.slots_T.shape[0]
     tails = -(-max(most + 1, tokens) // BLOCK)
     _launch(

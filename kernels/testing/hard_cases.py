@@ -12,8 +12,11 @@ from vllm_fp8ext.kernels.testing.kernel_cases import activations, routing, weigh
 
 
 def integers(*shape: int, exponent: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Small integers times a power of two, on the CPU, zeros of both signs among them: squares of 2,500 that are twice as
-    large stay below 2^24 in sum, which is exact in any order."""
+    """Draw small integers times a power of two, on the CPU.
+
+    Zeros of both signs are among them. Squares of 2,500 that are twice as large stay below 2^24 in sum, which is exact in any
+    order.
+    """
     noise = torch.Generator().manual_seed(seed)
     values = torch.randint(-32, 33, shape, generator=noise).float() * 2.0**exponent
     values[..., ::5] *= -0.0
@@ -25,7 +28,9 @@ KINDS = ("normal", "heavy", "zeros", "floor", "subnormal", "large", "edge")
 
 
 def awkward(rows: int, columns: int, kind: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Finite values on the CPU that quantizers get wrong most easily, zeros of both signs among them.
+    """Draw finite values that quantizers get wrong most easily, on the CPU.
+
+    Zeros of both signs are among them.
 
     `heavy`: tails over many powers of two; `zeros`: whole blocks of them; `floor`: magnitudes around
     `reference.AMAX_FLOOR`; `large`: near the end of the range, but where a code rounded up can still be scaled back;
@@ -98,7 +103,10 @@ def experts(
     *,
     scale_format: reference.ScaleFormat = "fp32",
 ) -> ExpertCase:
-    """`count` experts of `width` (a multiple of 128), and tokens of which each goes to `chosen` different ones."""
+    """Make `count` experts of `width`, and tokens of which each goes to `chosen` different ones.
+
+    `width`: a multiple of 128.
+    """
     codes = [
         torch.empty(count, rows, columns, dtype=reference.FP8_DTYPE, device=device)
         for rows, columns in ((2 * width, hidden), (hidden, width))

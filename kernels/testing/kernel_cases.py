@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests and benchmarks run the kernels on, and how exact they must be."""
+"""Shapes and inputs of kernels for tests and benchmarks, and how exact results must be."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ LINEAR = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), 
 """Projections of Qwen3-8B, `(N, K)`."""
 LAYERS = 36
 EXPERTS = (128, 768, 2048)
-"""Of a layer of Qwen3-30B-A3B: how many, the columns that each multiplies by, and the hidden size."""
+"""Experts of a layer of Qwen3-30B-A3B: their number, their width and the hidden size."""
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 KV_BLOCK = 16
 """Tokens of a block of the KV cache."""
@@ -118,8 +118,11 @@ def kv_views(memory: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def kv_step(tokens: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """K and V `[tokens, KV_HEADS, HEAD_DIM]` of one layer and step, BF16, side by side in memory; and Q quantized,
-    `[tokens, KV_HEADS, Q_HEADS / KV_HEADS * HEAD_DIM]`."""
+    """Make K, V and quantized Q of one layer and step.
+
+    K and V: BF16 `[tokens, KV_HEADS, HEAD_DIM]`, side by side in memory. Q: `[tokens, KV_HEADS, Q_HEADS / KV_HEADS *
+    HEAD_DIM]`.
+    """
     fused = activations(tokens, 2 * KV_HEADS * HEAD_DIM, device, seed)
     k, v = (part.view(tokens, KV_HEADS, HEAD_DIM) for part in fused.chunk(2, 1))
     q = 40 * activations(tokens, Q_HEADS * HEAD_DIM, device, seed + 1)

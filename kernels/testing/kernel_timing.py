@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing of kernels in CUDA graphs, over operands that do not fit in the L2 cache."""
+"""Times kernels in CUDA graphs, over operands that do not fit in the L2 cache."""
 
 import dataclasses
 import statistics
