@@ -14,7 +14,7 @@ from vllm_fp8ext.serve.client.bodies import body_of
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Sent
 from vllm_fp8ext.serve.client.repeat import call
 from vllm_fp8ext.serve.safetensors_body import PIECE, Body
-from vllm_fp8ext.update.engine.session import WAIT_SECONDS
+from vllm_fp8ext.update.contract.fields import WAIT_SECONDS
 
 Content = bytes | Iterable[bytes]
 """A body to send. What is no iterator can be read again, and so be sent again."""

@@ -16,6 +16,9 @@ Size = Annotated[int, Field(ge=0, le=2**53)]
 Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
 ChunkNumber = Annotated[int, Field(ge=0, le=65_535)]
 
+WAIT_SECONDS = 60.0
+"""Longest time that a commit waits for running requests, unless its update says another."""
+
 
 class Body(BaseModel):
     """A request body: unknown fields are errors, and nothing is taken for what it is not (`true` for 1, say)."""

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks answered, as one."""
+"""Answers of all ranks, taken as one."""
+
+from typing import Any
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.engine.jobs import Result
+
+Result = dict[str, Any]
+"""One rank's answer."""
 
 
 def raise_first(results: list[Result]) -> None:

@@ -9,10 +9,11 @@ from typing import Any, NoReturn, Protocol
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.log_text import shown
+from vllm_fp8ext.update.contract.fields import WAIT_SECONDS
 from vllm_fp8ext.update.contract.labels import Label, first_label
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.engine.kv_scales import KvEngine, ScaleSet
-from vllm_fp8ext.update.engine.session import WAIT_SECONDS, Running
+from vllm_fp8ext.update.engine.session import Running
 from vllm_fp8ext.update.engine.totals import Totals
 
 logger = logging.getLogger("vllm.fp8ext")

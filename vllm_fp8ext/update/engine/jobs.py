@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm_fp8ext.errors import UpdateError, described
 from vllm_fp8ext.update.contract.operations import RankMethod
+from vllm_fp8ext.update.contract.rank_results import Result as Result
 
-Result = dict[str, Any]
 Ranks = Callable[..., list[Result]]
 """`ranks(method, *arguments)`: one result of each rank."""
 

@@ -31,9 +31,6 @@ from vllm_fp8ext.update.engine.timestamp import Moment
 if TYPE_CHECKING:
     from vllm_fp8ext.update.contract.kv_request import Asked  # needs torch
 
-
-WAIT_SECONDS = 60.0
-"""Longest wait for running requests when nothing else was asked for."""
 MISSING_LISTED = 100
 """Names of missing tensors that an update tells of itself: of thousands of experts all would be a megabyte."""
 
