@@ -45,7 +45,7 @@ def test_what_json_can_say_is_taken() -> None:
             "held_slots": False,
             "batch_invariant": False,
         },
-        "serving": {"output_interval": 1, "flat_logprobs": False},
+        "serving": {"output_interval": 1, "stream_interval": 1, "flat_logprobs": False},
         "allowed_dirs": ["/data"],
         "spool_dir": "/tmp",
         "spool_bytes": 1 << 20,

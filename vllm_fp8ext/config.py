@@ -175,6 +175,9 @@ class ServingSettings(BaseModel):
     """Tokens of a request that the engine sends together where the client waits for the whole answer and gives no stop
     strings; 1: each by itself, as vLLM does."""
 
+    stream_interval: int = Field(default=2, ge=1, le=64)
+    """Tokens of a stream that the engine sends together while more than 32 requests run; 1: each by itself."""
+
     flat_logprobs: bool = True
     """Logprobs of sampled tokens are kept in flat lists (`vllm.logprobs.FlatLogprobs`), and answers are made of these; else
     in a dictionary for each token."""

@@ -21,7 +21,8 @@ from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStat
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_fp8ext.compat.speed import output_interval
-from vllm_fp8ext.compat.speed.output_interval import OutputHolder
+from vllm_fp8ext.compat.speed.output_interval import MANY, OutputHolder
+from vllm_fp8ext.config import ServingSettings
 
 WHOLE, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
@@ -29,10 +30,16 @@ WHOLE, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 class Engine:
     """Requests, and what was sent of them."""
 
-    def __init__(self, interval: int = 4, stream_interval: int = 1) -> None:
+    def __init__(self, interval: int = 4, stream_interval: int = 1, many_streams_interval: int = 1) -> None:
         self.requests: dict[str, Any] = {}
         self.sent: list[tuple[int, EngineCoreOutputs]] = []
-        self.holder = OutputHolder(self.requests, self.sent.append, interval, stream_interval)
+        self.holder = OutputHolder(
+            self.requests,
+            self.sent.append,
+            interval=interval,
+            stream_interval=stream_interval,
+            many_streams_interval=many_streams_interval,
+        )
 
     def add(self, name: str, kind: RequestOutputKind = WHOLE, **params: Any) -> None:
         sampling = SamplingParams(output_kind=kind, **params)
@@ -101,6 +108,23 @@ def test_streams_that_asked_for_an_interval_are_sent_by_it(of_request: int | Non
     for value in range(6):
         engine.step(token("r", value))
     assert engine.tokens("r") == [("a", [0, 1, 2]), ("a", [3, 4, 5])]
+
+
+@pytest.mark.parametrize(("streams", "sizes"), [(MANY, {1}), (MANY + 1, {3})])
+def test_many_streams_are_sent_a_few_tokens_at_a_time_in_turn(streams: int, sizes: set[int]) -> None:
+    engine = Engine(many_streams_interval=3)
+    names = [f"r{index}" for index in range(streams)]
+    for name in names:
+        engine.add(name, DELTA)
+    for value in range(12):
+        engine.step(*(token(name, value) for name in names))
+    parts = {name: [tokens for _, tokens in engine.tokens(name)] for name in names}
+    assert {len(part) for of_one in parts.values() for part in of_one[1:]} == sizes
+    assert len({len(of_one[0]) for of_one in parts.values()}) == max(sizes)  # not all in the same step
+    engine.holder.flush()
+    assert all(
+        [value for _, tokens in engine.tokens(name) for value in tokens] == list(range(12)) for name in names
+    )
 
 
 def test_an_end_without_tokens_is_sent_where_nothing_is_held() -> None:
@@ -200,7 +224,7 @@ def test_a_queue_gives_what_is_to_be_sent() -> None:
         scheduler=SimpleNamespace(requests=requests),
         vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(stream_interval=1)),
     )
-    output_interval.attach(core, 3)
+    output_interval.attach(core, ServingSettings(output_interval=3))
     for value in range(4):
         outputs.put_nowait((0, EngineCoreOutputs(outputs=[token("r", value)], weight_version="a")))
     outputs.put_nowait(b"ENGINE_CORE_DEAD")
@@ -209,11 +233,31 @@ def test_a_queue_gives_what_is_to_be_sent() -> None:
     assert found[2] == b"ENGINE_CORE_DEAD"
 
 
-@pytest.mark.parametrize("interval", [1, 16])
-def test_an_engine_without_a_queue_or_an_interval_is_left_alone(interval: int) -> None:
-    core: Any = SimpleNamespace() if interval > 1 else SimpleNamespace(output_queue=queue.Queue())
-    output_interval.attach(core, interval)
-    assert interval > 1 or "get" not in vars(core.output_queue)
+@pytest.mark.parametrize("queued", [False, True], ids=["no queue", "nothing to do"])
+def test_an_engine_without_a_queue_or_an_interval_is_left_alone(queued: bool) -> None:
+    core: Any = SimpleNamespace(output_queue=queue.Queue()) if queued else SimpleNamespace()
+    output_interval.attach(
+        core, ServingSettings(output_interval=1, stream_interval=1, flat_logprobs=not queued)
+    )
+    assert not queued or "get" not in vars(core.output_queue)
+
+
+@pytest.mark.parametrize(("rust", "packed"), [(None, True), ("1", False)])
+def test_logprobs_are_packed_for_who_unpacks_them(
+    rust: str | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rust:
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
+    core: Any = SimpleNamespace(
+        output_queue=queue.Queue(),
+        scheduler=SimpleNamespace(requests={}),
+        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(stream_interval=1)),
+    )
+    output_interval.attach(core, ServingSettings())
+    outputs = [token("r", 1, new_logprobs=logprobs(0.5)), token("s", 1, new_logprobs=logprobs(0.25))]
+    core.output_queue.put_nowait((0, EngineCoreOutputs(outputs=outputs)))
+    _, message = core.output_queue.get()
+    assert (message.outputs[1].new_logprobs is None) is packed
 
 
 def test_each_token_counts_in_the_inter_token_latencies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@
 vLLM's engine core sends one message a step with one output a request. Each output is encoded, decoded and processed
 alone: with 128 requests the API server's process spends more time on that than the GPU on the tokens. Here an output
 that holds only tokens and logprobs is held until there are `interval` tokens, or the request ends. First tokens are
-sent at once. `get` of the engine core's output queue is replaced on an instance, so that the thread of the sockets does
+sent at once. Of streams, `stream_interval` tokens are sent together while more than `MANY` requests run, part of the
+streams in each step. `get` of the engine core's output queue is replaced on an instance, so that the thread of the sockets does
 the work and steps do not wait for it. `update_from_output` counts one inter-token latency for each output.
 """
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +22,9 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
 
+from vllm_fp8ext.compat.speed.packed_logprobs import pack
 from vllm_fp8ext.compat.wrapping import wrap
+from vllm_fp8ext.config import ServingSettings
 
 FEATURE: str = "output_interval"
 WHY: str = (
@@ -43,18 +47,27 @@ UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM's engine core does that for `FINAL_ONLY` requests"
 SWITCH: tuple[str, object] = ("serving.output_interval", 1)
 
+UNCHANGED = ServingSettings(output_interval=1, stream_interval=1, flat_logprobs=False)
+"""Settings with which messages are vLLM's."""
+MANY = 32
+"""Running requests up to which each token of a stream is sent alone."""
 LONGEST_SECONDS = 0.5
 """Seconds after which held tokens are sent with the next message, so that metrics of slow engines stay current."""
 
 
-def attach(core: Any, interval: int) -> None:
-    """Have an `EngineCoreProc` hold outputs back; nothing changes with an interval of 1, or in an engine without a queue."""
+def attach(core: Any, settings: ServingSettings) -> None:
+    """Have an `EngineCoreProc` hold outputs back and pack logprobs; nothing changes in an engine without a queue."""
     queue = getattr(core, "output_queue", None)
-    if queue is None or interval <= 1:
+    if queue is None or settings == UNCHANGED:
         return
     ready: deque[Any] = deque()
-    stream_interval = core.vllm_config.scheduler_config.stream_interval
-    holder = OutputHolder(core.scheduler.requests, ready.append, interval, stream_interval)
+    holder = OutputHolder(
+        core.scheduler.requests,
+        _packing(ready.append) if settings.flat_logprobs and not _rust_front_end() else ready.append,
+        interval=settings.output_interval,
+        many_streams_interval=settings.stream_interval,
+        stream_interval=core.vllm_config.scheduler_config.stream_interval,
+    )
     take = queue.get
 
     def get(*args: Any, **kwargs: Any) -> Any:
@@ -63,6 +76,20 @@ def attach(core: Any, interval: int) -> None:
         return ready.popleft()
 
     queue.get = get
+
+
+def _packing(put: Callable[[Any], None]) -> Callable[[Any], None]:
+    def pack_and_put(item: Any) -> None:
+        if isinstance(item, tuple):
+            pack(item[1].outputs)
+        put(item)
+
+    return pack_and_put
+
+
+def _rust_front_end() -> bool:
+    """Whether vLLM's front end is not Python: it would not unpack."""
+    return os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
 
 
 def install() -> None:
@@ -106,13 +133,22 @@ class OutputHolder:
     """
 
     def __init__(
-        self, requests: Any, put: Callable[[Any], None], interval: int, stream_interval: int = 1
+        self,
+        requests: Any,
+        put: Callable[[Any], None],
+        *,
+        interval: int,
+        many_streams_interval: int = 1,
+        stream_interval: int = 1,
     ) -> None:
         self._requests = requests
         """By id, the scheduler's requests."""
         self._put = put
         self._interval = interval
+        self._many_streams_interval = many_streams_interval
         self._stream_interval = stream_interval
+        self._many = False
+        self._steps = 0
         self._held: dict[str, _Held] = {}
         self._version: str | None = None
         self._phases = itertools.cycle(range(1, interval + 1))
@@ -129,6 +165,8 @@ class OutputHolder:
                 self.flush()
                 self._version = message.weight_version
             now = message.timestamp
+            self._steps += 1
+            self._many = len(message.outputs) > MANY
             message.outputs = [
                 output for given in message.outputs if (output := self._take(client, given, now)) is not None
             ]
@@ -150,7 +188,7 @@ class OutputHolder:
 
     def _take(self, client: int, output: Any, now: float) -> Any:
         """What is to be sent of a request now: None, or an output with all its tokens."""
-        name, plain = output.request_id, _is_plain(output)
+        name, plain = output.request_id, is_plain(output)
         held = self._held.get(name)
         if held is None:
             target = self._target(name) if plain else 0
@@ -182,10 +220,15 @@ class OutputHolder:
             # requests that came together are not to be sent together
             first = request.num_output_tokens <= 2
             return next(self._phases) if first else self._interval
-        return max(params.stream_interval or 1, self._stream_interval)
+        usual = max(params.stream_interval or 1, self._stream_interval)
+        if not self._many:
+            return usual
+        # every stream has a step of its own in which its tokens are sent
+        interval = self._many_streams_interval
+        return max(usual, interval - (self._steps + hash(name)) % interval)
 
 
-def _is_plain(output: Any) -> bool:
+def is_plain(output: Any) -> bool:
     """Whether an output says nothing but tokens and their logprobs."""
     return bool(
         output.finish_reason is None
@@ -222,9 +265,14 @@ def _joined(held: _Held) -> Any:
 
 def _before(held: _Held, output: Any) -> Any:
     """An output that is sent now, with what was held before its own."""
-    output.new_token_ids = held.output.new_token_ids + output.new_token_ids
-    output.new_logprobs = _concatenated([*held.logprobs, output.new_logprobs])
+    join(_joined(held), output)
     return output
+
+
+def join(early: Any, late: Any) -> None:
+    """Put the tokens and logprobs of a plain output before those of a later one of its request."""
+    late.new_token_ids = early.new_token_ids + late.new_token_ids
+    late.new_logprobs = _concatenated([early.new_logprobs, late.new_logprobs])
 
 
 def _concatenated(parts: list[Any]) -> Any:

@@ -109,7 +109,7 @@ def _beginning(initialize: Any) -> Any:
         if is_available("output_interval"):
             from vllm_fp8ext.compat.speed import output_interval
 
-            output_interval.attach(self, settings.serving.output_interval)
+            output_interval.attach(self, settings.serving)
 
     return initialized
 
