@@ -5,8 +5,8 @@ vLLM's engine core sends one message a step with one output a request. Each outp
 alone: with 128 requests the API server's process spends more time on that than the GPU on the tokens. Here an output
 that holds only tokens and logprobs is held until there are `interval` tokens, or the request ends. First tokens are
 sent at once. Of streams, `stream_interval` tokens are sent together while more than `MANY` requests run, part of the
-streams in each step. `get` of the engine core's output queue is replaced on an instance, so that the thread of the sockets does
-the work and steps do not wait for it. `update_from_output` counts one inter-token latency for each output.
+streams in each step. `get` of the engine core's output queue is replaced on an instance: the thread of the sockets does
+the work, and steps do not wait for it. `update_from_output` counts one inter-token latency for each output.
 """
 
 import itertools
