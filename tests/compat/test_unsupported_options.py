@@ -3,12 +3,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python.processes import run
 from transformers import DeepseekV2Config
 
 from vllm_fp8ext.checkpoints import EARLY
@@ -139,7 +139,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for options in cases.values():
         options["model"] = str(folder / "mla" if options.get("model") == "mla" else EARLY)
     out = folder / "answers.json"
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-P", "-c", SCRIPT, str(out)],
         input=json.dumps(cases),
         env={**os.environ, "VLLM_PLUGINS": "fp8ext"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python.processes import Popen
 from safetensors.torch import load_file, save_file
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
@@ -26,6 +27,8 @@ PATIENCE_SECONDS = 8.0
 
 SERVED = {"servers", "others", "faulty"}
 """Fixtures that are servers."""
+
+Server.popen = Popen
 
 COLD: dict[str, dict[str, Any]] = {}
 """What each server served before its first update."""

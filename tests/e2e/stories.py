@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from forked_python.processes import run
+
 from .plugins import HERE, variables
 
 
@@ -19,8 +21,6 @@ def told_by(name: str, folder: Path, *more: str, seconds: float, ends: int = 0) 
     line = [sys.executable, "-P", str(HERE / name), str(facts), *more]
     own = {**os.environ, **variables(folder)}
     with log.open("wb") as file, contextlib.suppress(subprocess.TimeoutExpired):
-        code = subprocess.run(
-            line, env=own, stdout=file, stderr=subprocess.STDOUT, timeout=seconds
-        ).returncode
+        code = run(line, env=own, stdout=file, stderr=subprocess.STDOUT, timeout=seconds).returncode
     assert code == ends, log.read_text(errors="replace")[-6000:]
     return json.loads(facts.read_text())

@@ -2,12 +2,12 @@
 """`benchmarks/host_step.py` on real engines on this CPU: vLLM's cache is asked for slots where it has to be."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python.processes import run
 
 from vllm_fp8ext.checkpoints import EARLY
 
@@ -23,7 +23,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     line += ["--kv-gib", "0.05", "--engine", '{"enforce_eager": true}']
     line += ["--settings", "{}", '{"kernels": {"held_slots": false}}']
     line += ["--cases", f"{REQUESTS}x8x40", f"{REQUESTS}x8x1"]
-    done = subprocess.run([*line, "--out", str(out)], capture_output=True, text=True, timeout=400)
+    done = run([*line, "--out", str(out)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "update_from_output" in done.stdout
     found: list[dict[str, Any]] = json.loads(out.read_text())["cases"]

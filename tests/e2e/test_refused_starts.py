@@ -5,7 +5,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python.processes import run
 from safetensors.torch import load_file, save_file
 from transformers import (
     Ernie4_5_MoeConfig,
@@ -251,16 +251,14 @@ def outcomes(
             "--skip-tokenizer-init",
         ]
         env = {**os.environ, "VLLM_PLUGINS": "fp8ext", "FP8EXT_ADMIN_KEY": "k"}
-        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=500)
+        done = run(line, env=env, capture_output=True, text=True, timeout=500)
         return done.returncode, done.stdout + done.stderr
 
     def engines() -> list[dict[str, str]]:
         cases = {case: {"model": str(models[case]), **options} for case, (options, _) in ENGINES.items()}
         env = {**os.environ, "VLLM_PLUGINS": "fp8ext"}
         line = [sys.executable, "-P", "-c", SCRIPT, str(out), *NAMED]
-        done = subprocess.run(
-            line, env=env, input=json.dumps(cases), capture_output=True, text=True, timeout=500
-        )
+        done = run(line, env=env, input=json.dumps(cases), capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-4000:]
         found: list[dict[str, str]] = json.loads(out.read_text())
         return found

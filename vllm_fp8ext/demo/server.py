@@ -9,10 +9,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 
@@ -40,6 +40,9 @@ class Server:
     """`fp8ext serve` on a free port of this machine, with its log in a file. `stock`: vLLM's own server with the routes of
     its dev mode and without any plugin, for comparisons."""
 
+    popen: ClassVar[Callable[..., "subprocess.Popen[Any]"]] = subprocess.Popen
+    """Starts the process: tests set a quicker one."""
+
     def __init__(
         self,
         model: Path,
@@ -65,7 +68,7 @@ class Server:
             line = command(str(model), [*here, *told])
         with contextlib.ExitStack() as started:
             with held_back(), log.open("wb") as file:
-                self.process = subprocess.Popen(
+                self.process = type(self).popen(
                     line, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
                 )
                 started.callback(self.stop)

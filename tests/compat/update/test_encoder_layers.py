@@ -3,12 +3,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python.processes import run
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -52,7 +52,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list
         str(out),
     ]
     env = {**os.environ, "VLLM_PLUGINS": "fp8ext"}
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=500)
+    done = run(line, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, list[str]]] = json.loads(out.read_text())
     return found

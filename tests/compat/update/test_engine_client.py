@@ -5,13 +5,13 @@ import asyncio
 import contextlib
 import json
 import queue
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked_python.processes import run
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.work import outcome
@@ -103,7 +103,7 @@ CASES = {
 def codes() -> dict[tuple[str, str], int]:
     """By case; each a process of its own, forked from one that has vLLM imported."""
     line = [sys.executable, "-P", "-c", SCRIPT, json.dumps(list(CASES))]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    done = run(line, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

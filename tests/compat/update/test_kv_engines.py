@@ -3,12 +3,12 @@
 in them, and what is recorded of K, V and Q, against what reached the cache and the layers."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python.processes import run
 
 pytestmark = pytest.mark.fp8_kv
 
@@ -20,7 +20,7 @@ def _told(kind: str, factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = factory.mktemp(kind) / "facts.json"
     story = Path(__file__).with_name("kv_story.py")
     line = [sys.executable, "-P", str(story), kind, str(file)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    done = run(line, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return {"kind": kind, **json.loads(file.read_text())}
 

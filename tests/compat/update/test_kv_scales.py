@@ -4,7 +4,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python.processes import run
 
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.attention.kv_cache import next_scales
@@ -57,7 +57,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases = {name: [*case[:2], OPTIONS.get(name, {})] for name, case in (REFUSED | TAKEN).items()}
     (folder / "cases.json").write_text(json.dumps(cases))
     script, out = Path(__file__).with_name("kv_scales_story.py"), folder / "answers.json"
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-P", str(script), str(folder / "cases.json"), str(out)],
         env={**os.environ, "VLLM_PLUGINS": "fp8ext"},
         capture_output=True,

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first seed of a test session, and what its programs do before their own code runs."""
+
+import gc
+import importlib
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from typing import Any
+
+from forked_python.seed import Request, Seed, serve, umask
+
+MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm_fp8ext.register",
+)
+"""Imported before anything is forked: what processes of vLLM import themselves, without plugins."""
+
+
+def main(folder: str, descriptor: str) -> None:
+    """Import, and serve the control socket of this number. `folder`: where this package was found."""
+    sys.path.remove(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those who import them first would be told
+        for name in MODULES:
+            importlib.import_module(name)
+    paths = [path for path in sys.path if path not in _paths_of(os.environ)]
+    launched = dict(os.environ)
+    gc.collect()
+    gc.freeze()
+    request, seed = serve(socket.socket(fileno=int(descriptor)))
+    _settle(request, seed, paths, launched)
+    run(request.arguments)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run a program as Python does that was started with these arguments and `-P`."""
+    first, *rest = arguments
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    code: Any
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        code = compile(rest[0], "<string>", "exec")
+    elif first == "-m":
+        spec, code = _module(rest[0])
+        module.__spec__, module.__package__, module.__file__ = spec, spec.parent, spec.origin
+        module.__loader__ = spec.loader
+        sys.argv = [spec.origin or rest[0], *rest[1:]]
+    else:
+        sys.argv = [first, *rest]
+        module.__file__ = first
+        with open(first, "rb") as file:
+            code = compile(file.read(), first, "exec")
+    exec(code, module.__dict__)
+
+
+def _module(name: str) -> tuple[ModuleSpec, Any]:
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    if spec is None:
+        raise ImportError(f"No module named {name}")
+    return spec, spec.loader.get_code(spec.name)  # type: ignore[union-attr]  # loaders of files have it
+
+
+def _settle(request: Request, seed: Seed, paths: Sequence[str], launched: dict[str, str]) -> None:
+    """Do what an interpreter does at its start, and have `multiprocessing` fork what it would spawn."""
+    sys.path[:] = [*_paths_of(request.environment), *paths]
+    importlib.invalidate_caches()
+    if request.environment.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[attr-defined]  # text streams
+    multiprocessing.current_process().authkey = os.urandom(32)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
+    _bind_threads(request.environment, launched)
+    _fork_what_is_spawned(seed)
+
+
+def _paths_of(environment: Any) -> list[str]:
+    return [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _bind_threads(environment: dict[str, str], launched: dict[str, str]) -> None:
+    """Take what OpenMP reads when it is loaded: threads, and the cores that they have."""
+    count = environment.get("OMP_NUM_THREADS")
+    if count and count != launched.get("OMP_NUM_THREADS"):
+        sys.modules["torch"].set_num_threads(int(count))
+    cores = environment.get("GOMP_CPU_AFFINITY") or environment.get("OMP_PLACES", "")
+    if cores != (launched.get("GOMP_CPU_AFFINITY") or launched.get("OMP_PLACES", "")):
+        os.sched_setaffinity(0, set(map(int, re.findall(r"\d+", cores))))
+
+
+def _fork_what_is_spawned(seed: Seed) -> None:
+    from multiprocessing import util
+
+    spawn: Callable[[Any, Any, Any], int] = util.spawnv_passfds
+
+    def fork(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        words = [os.fsdecode(word) for word in args]
+        if not seed.usable or "--multiprocessing-fork" not in words:  # the tracker of resources is small
+            return spawn(path, args, passfds)
+        numbers = sorted({0, 1, 2, *map(int, passfds)})
+        request = Request(
+            arguments=words[words.index("-c") :],
+            environment=dict(os.environ),
+            folder=os.getcwd(),
+            descriptors=numbers,
+            group=os.getpgrp(),
+            umask=umask(),
+        )
+        return seed.fork(request, numbers)
+
+    util.spawnv_passfds = fork  # type: ignore[assignment]  # of the same arguments
