@@ -31,7 +31,10 @@ from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.spool import Spool
 
 LIMIT = 32 << 20
-IDLE_SECONDS = 0.5
+PATIENT_SECONDS = 60.0
+"""How long servers here wait for more of a body: a machine may be busy elsewhere for seconds."""
+IDLE_SECONDS = 2.0
+"""How long they wait where the body of a test stops coming."""
 BODY = os.urandom(1 << 20) * 24
 
 
@@ -49,11 +52,21 @@ class Served:
     status of each. `delay`: seconds between the arrival of a body's first bytes and their being looked at."""
 
     port: int
+    spool: Spool
     handed: list[int] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
     delay: float = 0.0
     tasks: list[Any] = field(default_factory=list)
     loop: Any = None
+
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """Bodies that begin meanwhile are given up after `IDLE_SECONDS`."""
+        self.spool._idle_seconds = IDLE_SECONDS
+        try:
+            yield
+        finally:
+            self.spool._idle_seconds = PATIENT_SECONDS
 
     def put(self, body: Any, length: int | None = None, digest: str | None = None) -> Answer:
         """Send a body on a connection of its own."""
@@ -86,10 +99,8 @@ def digest_of(body: bytes) -> str:
 
 
 @contextmanager
-def serving(
-    folder: Path, loop: Any = "auto", idle_seconds: float = IDLE_SECONDS, **options: Any
-) -> Iterator[Served]:
-    spool = Spool(str(folder), LIMIT, idle_seconds)
+def serving(folder: Path, loop: Any = "auto", **options: Any) -> Iterator[Served]:
+    spool = Spool(str(folder), LIMIT, PATIENT_SECONDS)
 
     async def pieces(request: Request) -> AsyncIterator[bytes]:
         state.handed.append(0)
@@ -120,7 +131,7 @@ def serving(
         await answer(scope, receive, send)
 
     listening = socket.create_server(("127.0.0.1", 0))
-    state = Served(listening.getsockname()[1])
+    state = Served(listening.getsockname()[1], spool)
     config = uvicorn.Config(application, log_level="warning", lifespan="off", loop=loop, **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -223,7 +234,8 @@ def test_a_body_that_stops_coming_is_given_up(served: Served, sent: int) -> None
     def stops() -> Iterator[bytes]:
         yield BODY[:sent]
 
-    status, told = served.put(stops(), len(BODY)).told
+    with served.impatient():
+        status, told = served.put(stops(), len(BODY)).told
     assert (status, told["kind"]) == (408, "upload-stalled")
     assert f"after {sent} of {len(BODY)} bytes" in told["detail"]
 
@@ -253,7 +265,7 @@ def _eventually(happened: Callable[[], bool]) -> None:
 def test_a_cancelled_request_ends_its_reading(tmp_path: Path, loop: str) -> None:
     """Long before it would have waited long enough for more."""
     with (
-        serving(tmp_path, loop, idle_seconds=60) as served,
+        serving(tmp_path, loop) as served,
         socket.create_connection(("127.0.0.1", served.port), 120) as client,
     ):
         client.sendall(f"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode())
@@ -305,6 +317,7 @@ def test_bodies_that_stall_do_not_hold_up_others(served: Served) -> None:
     count = 2 * len(os.sched_getaffinity(0)) + 30
     before = len(served.answers)
     with ExitStack() as stack:
+        stack.enter_context(served.impatient())
         stalled = [
             stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 30))
             for _ in range(count)
