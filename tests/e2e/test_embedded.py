@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from .stories import told_by
+from .scenarios import run_scenario
 
 SECONDS = 900
-"""For a story: many, where servers of other tests have the machine."""
+"""For a scenario: many, where servers of other tests have the machine."""
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 
 @pytest.fixture(scope="session")
 def facts(tmp_path_factory: pytest.TempPathFactory, kv_dtype: str) -> dict[str, Any]:
-    """What `embedded_story` saw."""
-    found: dict[str, Any] = told_by(
-        "embedded_story.py",
+    """What `embedded_scenario` saw."""
+    found: dict[str, Any] = run_scenario(
+        "embedded_scenario.py",
         tmp_path_factory.mktemp("embedded"),
         kv_dtype,
         seconds=SECONDS,
@@ -30,8 +30,8 @@ def facts(tmp_path_factory: pytest.TempPathFactory, kv_dtype: str) -> dict[str, 
 
 @pytest.fixture(scope="session")
 def blocking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `llm_story` saw."""
-    found: dict[str, Any] = told_by("llm_story.py", tmp_path_factory.mktemp("llm"), seconds=SECONDS)
+    """What `llm_scenario` saw."""
+    found: dict[str, Any] = run_scenario("llm_scenario.py", tmp_path_factory.mktemp("llm"), seconds=SECONDS)
     return found
 
 
@@ -168,7 +168,7 @@ def test_a_blocking_engine_that_died_is_named(blocking: dict[str, Any]) -> None:
 
 
 def test_a_model_with_a_constant_without_dimensions_is_updated(tmp_path: Path) -> None:
-    found = told_by("gemma_story.py", tmp_path, seconds=SECONDS)
+    found = run_scenario("gemma_scenario.py", tmp_path, seconds=SECONDS)
     assert found["one"] != found["other"]
     assert found["one again"] == found["one"]
     assert found["state"] == "serving"

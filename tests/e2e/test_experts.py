@@ -35,7 +35,7 @@ from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.worker.digest import EXPERT, Digests, checkpoint_digests
 
 from .block_fp8 import write_block_fp8
-from .stories import told_by
+from .scenarios import run_scenario
 
 WIDTH = 192
 """Of an expert: no multiple of 128, and on two ranks not even one block."""
@@ -111,22 +111,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def stories(
+def scenarios(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """What `experts_story` saw with each setting; two processes, each with half of them."""
+    """What `experts_scenario` saw with each setting; two processes, each with half of them."""
     runs = {}
     for name, (kind, options) in SETTINGS.items():
         run = DEFAULTS | {"early": "early", "late": "late"} | options
         paths = {which: str(checkpoints[kind] / run[which]) for which in ("served", "early", "late")}
         runs[name] = run | paths
     halves = [list(runs)[start::2] for start in (0, 1)]
-    folders = [tmp_path_factory.mktemp("stories") for _ in halves]
+    folders = [tmp_path_factory.mktemp("scenarios") for _ in halves]
 
     def told(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
         settings = folder / "settings.json"
         settings.write_text(json.dumps([runs[name] for name in names]))
-        found = told_by("experts_story.py", folder, str(settings), seconds=SECONDS)
+        found = run_scenario("experts_scenario.py", folder, str(settings), seconds=SECONDS)
         return dict(zip(names, found, strict=True))
 
     with ThreadPoolExecutor() as pool:
@@ -140,8 +140,8 @@ def setting(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def facts(setting: str, stories: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return stories[setting]
+def facts(setting: str, scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return scenarios[setting]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_some_matrices_of_some_experts_are_updated(
 
 
 def test_fused_experts_of_one_shape_both_ways_are_refused_without_their_layout(facts: dict[str, Any]) -> None:
-    """The update that says `out_in` is the one that `experts_story.updated` serves."""
+    """The update that says `out_in` is the one that `experts_scenario.updated` serves."""
     shapes = Manifest.from_dict(facts["manifest"]).fused
     square = [name for name, whole in shapes.items() if whole.shape[1] == whole.shape[2]]
     assert facts["not told"] == dict.fromkeys(square, "wrong-layout")
@@ -196,11 +196,11 @@ def test_one_bad_matrix_of_one_expert_refuses_an_update(setting: str, facts: dic
 
 @pytest.mark.parametrize(("name", "ranks"), [("Mixtral", 1), ("two ranks", 2)])
 def test_a_plan_knows_what_a_twin_takes(
-    stories: dict[str, dict[str, Any]], checkpoints: dict[str, Path], name: str, ranks: int
+    scenarios: dict[str, dict[str, Any]], checkpoints: dict[str, Path], name: str, ranks: int
 ) -> None:
     model = read_model(str(checkpoints[SETTINGS[name][0]] / "early"))
     planned = weight_memory(model, ranks, fp8=True)
-    found = stories[name]["twin bytes"]
+    found = scenarios[name]["twin bytes"]
     assert found == pytest.approx([planned] * ranks, rel=5e-3), "GLM's router is served in 32 bits"
 
 
@@ -233,8 +233,8 @@ def test_answers_are_those_of_the_same_weights_in_transformers(
     assert median(differences) < 0.12 * median(spread)
 
 
-def test_each_rank_has_experts_of_its_own(stories: dict[str, dict[str, Any]]) -> None:
-    tensors = stories["two ranks that share out experts"]["manifest"]["tensors"]
+def test_each_rank_has_experts_of_its_own(scenarios: dict[str, dict[str, Any]]) -> None:
+    tensors = scenarios["two ranks that share out experts"]["manifest"]["tensors"]
     for expert in range(EXPERTS):
         name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
         (piece,) = tensors[name]["pieces"]
@@ -244,14 +244,14 @@ def test_each_rank_has_experts_of_its_own(stories: dict[str, dict[str, Any]]) ->
     assert len(tensors["model.layers.0.mlp.gate.weight"]["pieces"]) == 2
 
 
-def test_projections_that_gemms_do_not_take_stay_in_16_bits(stories: dict[str, dict[str, Any]]) -> None:
+def test_projections_that_gemms_do_not_take_stay_in_16_bits(scenarios: dict[str, dict[str, Any]]) -> None:
     """A shared expert of 192 columns is one that they do not take, and on two ranks it has 96; one of 256 they do."""
     for setting, name, columns in (
         ("DeepSeek-V3", "shared_experts", 192),
         ("two ranks", "shared_experts", 96),
         ("a shared expert with a gate, from FP8", "shared_expert", 256),
     ):
-        tensor = stories[setting]["manifest"]["tensors"][f"model.layers.1.mlp.{name}.down_proj.weight"]
+        tensor = scenarios[setting]["manifest"]["tensors"][f"model.layers.1.mlp.{name}.down_proj.weight"]
         assert {(piece["target_shape"][1], piece["quantized"]) for piece in tensor["pieces"]} == {
             (columns, columns == 256)
         }
@@ -270,11 +270,11 @@ def test_routers_stay_as_they_are(setting: str, facts: dict[str, Any]) -> None:
 
 
 def test_the_bias_of_a_router_and_the_gate_of_a_shared_expert_are_updated(
-    stories: dict[str, dict[str, Any]],
+    scenarios: dict[str, dict[str, Any]],
 ) -> None:
     for setting, name in (
         ("DeepSeek-V3", "model.layers.1.mlp.gate.e_score_correction_bias"),
         ("a shared expert with a gate, from FP8", "model.layers.0.mlp.shared_expert_gate.weight"),
     ):
-        found = stories[setting]
+        found = scenarios[setting]
         assert found["late digests"]["digests"][name] != found["cold digests"]["digests"][name]

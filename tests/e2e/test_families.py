@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .stories import told_by
+from .scenarios import run_scenario
 
 FAMILIES = ["gemma4", "paligemma", "mixtral", "qwen3"]
 WITH_IMAGES = ["gemma3", "qwen2_5_vl"]
@@ -18,7 +18,9 @@ RENAMED = {"paligemma", "mixtral", "gemma3", "qwen2_5_vl"}
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What became of each family."""
     more = WITH_IMAGES if importlib.util.find_spec("torchvision") else []
-    return told_by("families_story.py", tmp_path_factory.mktemp("families"), *FAMILIES, *more, seconds=560)
+    return run_scenario(
+        "families_scenario.py", tmp_path_factory.mktemp("families"), *FAMILIES, *more, seconds=560
+    )
 
 
 def family(told: dict[str, Any], name: str) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from .stories import told_by
+from .scenarios import run_scenario
 
 SECONDS = 900
-"""For the story: many, where servers of other tests have the machine."""
+"""For the scenario: many, where servers of other tests have the machine."""
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 RESTARTS = 2
 TOKENS = 4
@@ -19,8 +19,10 @@ NATS = 1.0
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `prefill_story` saw."""
-    found: dict[str, Any] = told_by("prefill_story.py", tmp_path_factory.mktemp("prefill"), seconds=SECONDS)
+    """What `prefill_scenario` saw."""
+    found: dict[str, Any] = run_scenario(
+        "prefill_scenario.py", tmp_path_factory.mktemp("prefill"), seconds=SECONDS
+    )
     return found
 
 
@@ -89,10 +91,10 @@ def test_a_session_that_can_t_begin_again_tells_of_both_weights(facts: dict[str,
 def test_no_answer_beside_commits_without_a_break_names_one_version_and_is_of_two(
     facts: dict[str, Any],
 ) -> None:
-    crowd = facts["crowd"]
-    alone = [each for each in crowd if len(each["spans"]) == 1]
+    many_requests = facts["many_requests"]
+    alone = [each for each in many_requests if len(each["spans"]) == 1]
     assert len(alone) >= 10, "else nothing was tried"
-    assert len({epoch for each in crowd for epoch in each["epochs"]}) > 10
+    assert len({epoch for each in many_requests for epoch in each["epochs"]}) > 10
     for each in alone:
         other = "late" if each["spans"][0][0] == "epoch-0" else "epoch-0"
         expected = facts[each["spans"][0][0]][each["prompt"]]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a server's processes end that is killed, what the next one finds of it, and what becomes of requests when that one is
-told to end. One story, since each ending costs a server."""
+told to end. One scenario, since each ending costs a server."""
 
 import json
 import os

@@ -28,11 +28,19 @@ pytestmark = [
 
 
 def trained(server: Server, folder: Path) -> dict[str, Any]:
-    """What `trl_story` saw."""
+    """What `trl_scenario` saw."""
     facts, log = folder / "facts.json", folder / "log"
     path = os.pathsep.join(filter(None, [str(TRAINERS), os.environ.get("PYTHONPATH", "")]))
     variables = os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
-    line = [sys.executable, "-P", str(HERE / "trl_story.py"), str(facts), server.url, server.key, str(folder)]
+    line = [
+        sys.executable,
+        "-P",
+        str(HERE / "trl_scenario.py"),
+        str(facts),
+        server.url,
+        server.key,
+        str(folder),
+    ]
     with log.open("wb") as file:
         done = subprocess.run(line, env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=SECONDS)
     assert done.returncode == 0, log.read_text(errors="replace")[-6000:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories that engines tell in several modes, all at once on one GPU."""
+"""Scenarios that engines tell in several modes, all at once on one GPU."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from typing import Any
 def told(
     name: str, modes: Sequence[str], model: Path, folder: Path, *, own_kernels: bool = False
 ) -> list[Any]:
-    """What the story of this folder writes down in each mode. With `own_kernels` each has a folder of DeepGEMM's, which can
+    """What the scenario of this folder writes down in each mode. With `own_kernels` each has a folder of DeepGEMM's, which can
     be counted: compiled in the first mode, ahead of the others."""
     for wave in (modes[:1], modes[1:]) if own_kernels else (modes,):
         running = []

@@ -52,8 +52,16 @@ def trained(server: Server, ranks: int, *pushes: Any) -> subprocess.CompletedPro
     ranks): NCCL takes them for processes of two machines then, else it would refuse."""
     gpus = torch.cuda.device_count()
     variables = dict(os.environ) | ({"NCCL_HOSTID": "the-trainer"} if gpus <= ranks else {})
-    story = Path(__file__).with_name("broadcast_story.py")
-    line = [sys.executable, "-P", str(story), server.url, server.key, f"cuda:{gpus - 1}", *map(str, pushes)]
+    scenario = Path(__file__).with_name("broadcast_scenario.py")
+    line = [
+        sys.executable,
+        "-P",
+        str(scenario),
+        server.url,
+        server.key,
+        f"cuda:{gpus - 1}",
+        *map(str, pushes),
+    ]
     return subprocess.run(line, env=variables, capture_output=True, text=True, timeout=200)
 
 

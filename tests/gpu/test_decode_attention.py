@@ -37,7 +37,7 @@ SHAPES = {
 }
 """Query heads and KV heads."""
 TOKENS = 24
-"""Of the longest answer in `attention_story.py`."""
+"""Of the longest answer in `attention_scenario.py`."""
 PROMPTS = 6
 """That it begins with at once."""
 
@@ -359,7 +359,7 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
         *("eager", "graphs", "longer", "short", "pieces", "whole", "unquantized", "flash"),
         *("plain", "plain eager", "plain flash"),
     )
-    found = told("attention_story.py", modes, tmp_path / "model", tmp_path)
+    found = told("attention_scenario.py", modes, tmp_path / "model", tmp_path)
     eager, graphs, longer, short, pieces, whole, unquantized, flash, plain, plain_eager, plain_flash = found
     for one in (eager, plain_eager):
         assert one["calls"] - one["at start"] >= 28 * (TOKENS - 1)

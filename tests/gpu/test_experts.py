@@ -90,11 +90,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def story(early: Path, late: Path, out: Path, cache: Path, more: dict[str, Any]) -> dict[str, Any]:
+def scenario(early: Path, late: Path, out: Path, cache: Path, more: dict[str, Any]) -> dict[str, Any]:
     """`cache`: where DeepGEMM keeps kernels, and those that are there are counted."""
     # whoever skips the warm-up elsewhere does not here
     env = {**os.environ, "DG_JIT_CACHE_DIR": str(cache), "VLLM_DEEP_GEMM_WARMUP": "relax"}
-    line = [sys.executable, "-P", str(Path(__file__).with_name("experts_story.py"))]
+    line = [sys.executable, "-P", str(Path(__file__).with_name("experts_scenario.py"))]
     done = subprocess.run(
         [*line, str(early), str(late), str(out), json.dumps(more)],
         capture_output=True,
@@ -110,18 +110,18 @@ def story(early: Path, late: Path, out: Path, cache: Path, more: dict[str, Any])
     return found
 
 
-Stories: TypeAlias = dict[tuple[str, int], dict[str, Any]]
+Scenarios: TypeAlias = dict[tuple[str, int], dict[str, Any]]
 """What engines saw that began on the early or on the late checkpoint of a width."""
 
 
-def told(checkpoints: dict[str, Path], folder: Path, more: dict[str, Any]) -> Stories:
+def told(checkpoints: dict[str, Path], folder: Path, more: dict[str, Any]) -> Scenarios:
     """All at the same time."""
     keys = [(name, width) for width in WIDTHS for name in ("early", "late")]
 
     def one(key: tuple[str, int]) -> dict[str, Any]:
         name, width = key
         served, late = checkpoints[f"{name}{width}"], checkpoints[f"late{width}"]
-        return story(served, late, folder / f"{name}{width}.json", folder / f"kernels{width}", more)
+        return scenario(served, late, folder / f"{name}{width}.json", folder / f"kernels{width}", more)
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(keys, pool.map(one, keys), strict=True))
@@ -129,41 +129,41 @@ def told(checkpoints: dict[str, Path], folder: Path, more: dict[str, Any]) -> St
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stories")
+    return tmp_path_factory.mktemp("scenarios")
 
 
 @pytest.fixture(scope="module")
-def stories(checkpoints: dict[str, Path], folder: Path) -> Stories:
+def scenarios(checkpoints: dict[str, Path], folder: Path) -> Scenarios:
     return told(checkpoints, folder, {})
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["tensor parallel", "expert parallel"])
-def stories_of_two(
+def scenarios_of_two(
     request: pytest.FixtureRequest,
     checkpoints: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Stories:
+) -> Scenarios:
     """Of engines of two ranks."""
     together = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     more = {**together, "disable_custom_all_reduce": True, "enable_expert_parallel": request.param}
-    return told(checkpoints, tmp_path_factory.mktemp("stories"), more)
+    return told(checkpoints, tmp_path_factory.mktemp("scenarios"), more)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_an_update_in_an_engine_serves_what_a_cold_start_serves(
-    width: int, checkpoints: dict[str, Path], stories: Stories
+    width: int, checkpoints: dict[str, Path], scenarios: Scenarios
 ) -> None:
-    require_equal_to_a_cold_start(width, checkpoints, stories)
+    require_equal_to_a_cold_start(width, checkpoints, scenarios)
 
 
 def test_large_steps_say_the_same_in_graphs(
-    checkpoints: dict[str, Path], folder: Path, stories: Stories
+    checkpoints: dict[str, Path], folder: Path, scenarios: Scenarios
 ) -> None:
     """A prompt of 3,000 tokens: its experts are DeepGEMM's."""
     early, settings = checkpoints["early768"], {"fp8ext": {"kernels": {"graph_tokens": 0}}}
     files = folder / "apart.json", folder / "kernels768"
-    apart = story(early, early, *files, {"additional_config": settings})
-    facts = stories["early", 768]
+    apart = scenario(early, early, *files, {"additional_config": settings})
+    facts = scenarios["early", 768]
     assert not apart["graphs"]
     assert any("to 4096 tokens replay" in line for line in facts["graphs"])
     assert facts["long"] == apart["long"]
@@ -171,16 +171,18 @@ def test_large_steps_say_the_same_in_graphs(
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("width", WIDTHS)
-def test_so_it_does_on_two_ranks(width: int, checkpoints: dict[str, Path], stories_of_two: Stories) -> None:
-    require_equal_to_a_cold_start(width, checkpoints, stories_of_two)
+def test_so_it_does_on_two_ranks(
+    width: int, checkpoints: dict[str, Path], scenarios_of_two: Scenarios
+) -> None:
+    require_equal_to_a_cold_start(width, checkpoints, scenarios_of_two)
 
 
-def require_equal_to_a_cold_start(width: int, checkpoints: dict[str, Path], stories: Stories) -> None:
+def require_equal_to_a_cold_start(width: int, checkpoints: dict[str, Path], scenarios: Scenarios) -> None:
     from vllm_fp8ext.update.contract.manifest import Manifest
     from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
     early, late = checkpoints[f"early{width}"], checkpoints[f"late{width}"]
-    facts, cold = stories["early", width], stories["late", width]
+    facts, cold = scenarios["early", width], scenarios["late", width]
     manifest = Manifest.from_dict(facts["manifest"])
     for name, path in (("cold digests", early), ("late digests", late), ("early digests", early)):
         assert facts[name]["digests"] == checkpoint_digests(path, manifest), name

@@ -25,14 +25,14 @@ def test_a_real_model(tmp_path: Path) -> None:
     from vllm_fp8ext.bench.generated import write_checkpoint
 
     write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
-    story, facts = Path(__file__).with_name("graph_story.py"), tmp_path / "facts.json"
+    scenario, facts = Path(__file__).with_name("graph_scenario.py"), tmp_path / "facts.json"
     variables = os.environ | {
         "VLLM_DISABLE_COMPILE_CACHE": "1",  # every graph passes through the pass,
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # those alike once
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_DEEP_GEMM_WARMUP": "skip",
     }
-    line = [sys.executable, "-P", str(story), str(tmp_path / "model"), str(facts)]
+    line = [sys.executable, "-P", str(scenario), str(tmp_path / "model"), str(facts)]
     try:
         done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=570)
     except subprocess.TimeoutExpired as late:

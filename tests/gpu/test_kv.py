@@ -98,8 +98,8 @@ def test_nothing_is_recorded_into_a_graph() -> None:
 @pytest.mark.parametrize("kind", ["plain", "hybrid"])
 def test_a_real_engine(kind: str, tmp_path: Path) -> None:
     """As `tests/compat` sees it on a CPU, but for what decoding in FP8 makes of finer scales."""
-    story = Path(__file__).parents[1] / "compat" / "update" / "kv_story.py"
-    line = [sys.executable, "-P", str(story), kind, str(tmp_path / "facts.json")]
+    scenario = Path(__file__).parents[1] / "compat" / "update" / "kv_scenario.py"
+    line = [sys.executable, "-P", str(scenario), kind, str(tmp_path / "facts.json")]
     done = subprocess.run(line, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     facts = json.loads((tmp_path / "facts.json").read_text())

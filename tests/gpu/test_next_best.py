@@ -33,10 +33,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_serves_with_the_next_best(
     variables: dict[str, str], said: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    story, facts = Path(__file__).with_name("kernels_story.py"), tmp_path / "facts.json"
+    scenario, facts = Path(__file__).with_name("kernels_scenario.py"), tmp_path / "facts.json"
     cached = {"DG_JIT_CACHE_DIR": str(tmp_path / "dg"), "VLLM_CACHE_ROOT": str(tmp_path / "vllm")}
     variables = os.environ | cached | variables | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    line = [sys.executable, "-P", str(story), str(checkpoint), str(facts)]
+    line = [sys.executable, "-P", str(scenario), str(checkpoint), str(facts)]
     done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=570)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-6000:]

@@ -18,8 +18,8 @@ def test_an_engine_serves_the_same_after_it_slept(tmp_path: Path) -> None:
     from vllm_fp8ext.bench.generated import write_checkpoint
 
     write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
-    story, facts = Path(__file__).with_name("sleep_story.py"), tmp_path / "facts.json"
-    line = [sys.executable, "-P", str(story), str(tmp_path / "model"), str(facts)]
+    scenario, facts = Path(__file__).with_name("sleep_scenario.py"), tmp_path / "facts.json"
+    line = [sys.executable, "-P", str(scenario), str(tmp_path / "model"), str(facts)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(facts.read_text())

@@ -16,8 +16,8 @@ def test_they_answer_as_vllm_does(tmp_path: Path) -> None:
 
     write_checkpoint(tmp_path / "model", "Qwen3-1.7B", 0, "cuda")
     modes = "steady", "async", "unsampled", "plain"
-    stories = told("steady_story.py", modes, tmp_path / "model", tmp_path, own_kernels=True)
-    steady, early, unsampled, plain = stories
+    scenarios = told("steady_scenario.py", modes, tmp_path / "model", tmp_path, own_kernels=True)
+    steady, early, unsampled, plain = scenarios
     assert plain["followed"] == plain["sampled"] == 0
     alike = 27 * 11
     assert unsampled["sampled"] == 0

@@ -10,14 +10,16 @@ from .modes import apart, told
 pytestmark = pytest.mark.gpu
 
 
-def test_a_crowd_is_answered_as_in_pieces(tmp_path: Path) -> None:
+def test_many_requests_are_answered_as_in_pieces(tmp_path: Path) -> None:
     """Steps that mix prompts and over 200 requests that decode, one of them with a longer context than prompts may have; and
     nothing is compiled for any of them."""
     from vllm_fp8ext.bench.generated import write_checkpoint
 
     write_checkpoint(tmp_path / "model", "Qwen3-0.6B", 0, "cuda")
     modes = "whole", "pieces", "eager"
-    whole, pieces, eager = told("crowd_story.py", modes, tmp_path / "model", tmp_path, own_kernels=True)
+    whole, pieces, eager = told(
+        "many_requests_scenario.py", modes, tmp_path / "model", tmp_path, own_kernels=True
+    )
     assert len(whole["whole"]) >= 27, "every step in which requests join"
     assert max(whole["whole"]) == 256
     assert pieces["whole"] == eager["whole"] == []

@@ -55,8 +55,8 @@ def trivial(unused_port: int) -> Iterator[Trivial]:
 
 
 @pytest.fixture
-def mortal(unused_port: int) -> Iterator[Trivial]:
-    server = Trivial(unused_port, str(Path(__file__).with_name("mortal.py")))
+def crashing(unused_port: int) -> Iterator[Trivial]:
+    server = Trivial(unused_port, str(Path(__file__).with_name("crashing_server.py")))
     yield server
     server.stop()
 
@@ -153,11 +153,11 @@ def test_no_step_begins_after_the_end(trivial: Trivial, tmp_path: Path, processe
     assert measured["e2e"]["max"] <= measured["seconds"]
 
 
-def test_a_server_that_dies_in_mid_run(mortal: Trivial, tmp_path: Path) -> None:
+def test_a_server_that_dies_in_mid_run(crashing: Trivial, tmp_path: Path) -> None:
     start = time.monotonic()
     code, report, said = load(
         *(
-            mortal.url,
+            crashing.url,
             tmp_path,
             "--users",
             "3",

@@ -20,7 +20,7 @@ PROMPT = Prompt((11, 12, 13), 4)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    line = [sys.executable, str(Path(__file__).with_name("moody.py"))]
+    line = [sys.executable, str(Path(__file__).with_name("flaky_server.py"))]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{process.stdout.readline().strip()}"

@@ -47,7 +47,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list
     line = [
         sys.executable,
         "-P",
-        str(Path(__file__).with_name("encoder_layers_story.py")),
+        str(Path(__file__).with_name("encoder_layers_scenario.py")),
         str(asked),
         str(out),
     ]

@@ -18,8 +18,8 @@ TOKENS = 33 + 100 + 5
 
 def _told(kind: str, factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = factory.mktemp(kind) / "facts.json"
-    story = Path(__file__).with_name("kv_story.py")
-    line = [sys.executable, "-P", str(story), kind, str(file)]
+    scenario = Path(__file__).with_name("kv_scenario.py")
+    line = [sys.executable, "-P", str(scenario), kind, str(file)]
     done = run(line, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return {"kind": kind, **json.loads(file.read_text())}
@@ -27,7 +27,7 @@ def _told(kind: str, factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of the early checkpoint (`kv_story`)."""
+    """Of the early checkpoint (`kv_scenario`)."""
     return _told("plain", tmp_path_factory)
 
 

@@ -56,7 +56,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kv")
     cases = {name: [*case[:2], OPTIONS.get(name, {})] for name, case in (REFUSED | TAKEN).items()}
     (folder / "cases.json").write_text(json.dumps(cases))
-    script, out = Path(__file__).with_name("kv_scales_story.py"), folder / "answers.json"
+    script, out = Path(__file__).with_name("kv_scales_scenario.py"), folder / "answers.json"
     done = run(
         [sys.executable, "-P", str(script), str(folder / "cases.json"), str(out)],
         env={**os.environ, "VLLM_PLUGINS": "fp8ext"},

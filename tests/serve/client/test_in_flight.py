@@ -51,7 +51,7 @@ def meeting(barrier: threading.Barrier) -> Fault:
     return fault
 
 
-class Crowd:
+class Overlap:
     """Counts the calls that are being handled at the same time; each takes a moment."""
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ def test_chunks_are_under_way_together(caller: Caller, server: Server, width: in
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_no_more_are_under_way_than_the_caller_said(caller: Caller, server: Server, width: int) -> None:
-    crowd = Crowd()
-    server.faults = {chunk(n): [crowd.fault] for n in range(8)}
+    overlap = Overlap()
+    server.faults = {chunk(n): [overlap.fault] for n in range(8)}
     caller(server.url, "push", tensors(8), chunk_bytes=40, chunks_in_flight=width)
-    assert crowd.most <= width
+    assert overlap.most <= width
 
 
 def test_chunks_go_to_several_servers_together(caller: Caller, start: Callable[..., Server]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose decoding steps attend by our own kernel; writes what it saw.
 
-attention_story.py MODE FOLDER FACTS
+attention_scenario.py MODE FOLDER FACTS
 
 `eager` and `plain eager` compare calls with the same in fp64 over the live cache. `longer`: with graphs for steps with
 prompts too, broken at attention. `short`: with such of whole steps, but for prompts of more than `SHORT` tokens. `pieces`:

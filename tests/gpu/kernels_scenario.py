@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that serves with whatever kernels run; writes which ones its linear layers take, and what it answers.
 
-kernels_story.py FOLDER FACTS
+kernels_scenario.py FOLDER FACTS
 """
 
 import json

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small mixtures of experts, served and updated one after the other in one process. Takes a file, to
-which it writes what it saw, as JSON, and a file of settings, each the arguments of `story`."""
+which it writes what it saw, as JSON, and a file of settings, each the arguments of `scenario`."""
 
 import asyncio
 import json
@@ -149,7 +149,7 @@ async def updated(
     return facts
 
 
-async def story(
+async def scenario(
     served: str, early: str, late: str, staging: str, ranks: int, share_out: bool
 ) -> dict[str, Any]:
     """`served`: the early checkpoint, in the form in which an engine starts on it. `share_out`: expert parallelism."""
@@ -168,4 +168,4 @@ async def story(
 if __name__ == "__main__":
     os.environ["VLLM_MLA_DISABLE"] = "1"  # DeepSeek's attention, expanded
     settings = json.loads(Path(sys.argv[2]).read_text())
-    Path(sys.argv[1]).write_text(json.dumps([asyncio.run(story(**setting)) for setting in settings]))
+    Path(sys.argv[1]).write_text(json.dumps([asyncio.run(scenario(**setting)) for setting in settings]))

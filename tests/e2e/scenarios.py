@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories: scripts of this folder that hold engines in their own process, as a trainer does, and write down what they saw."""
+"""Scenarios: scripts of this folder that hold engines in their own process, as a trainer does, and write down what they saw."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ from forked_python.processes import run
 from .plugins import HERE, variables
 
 
-def told_by(name: str, folder: Path, *more: str, seconds: float, ends: int = 0) -> Any:
-    """What a story, given a file for it and the arguments `more`, writes down there; its log is beside it. `ends`: its
+def run_scenario(name: str, folder: Path, *more: str, seconds: float, ends: int = 0) -> Any:
+    """What a scenario, given a file for it and the arguments `more`, writes down there; its log is beside it. `ends`: its
     code."""
     facts, log, code = folder / "facts.json", folder / "log", None
     line = [sys.executable, "-P", str(HERE / name), str(facts), *more]

@@ -104,7 +104,7 @@ async def met_for_sure(
     raise AssertionError(f"in {ATTEMPTS} attempts no prompt met {commits} commits: {found}")
 
 
-async def crowd(engine: AsyncLLM, weights: AsyncClient) -> list[dict[str, Any]]:
+async def many_requests(engine: AsyncLLM, weights: AsyncClient) -> list[dict[str, Any]]:
     """Requests of all lengths, each followed by another, beside commits without a break."""
     over = False
 
@@ -112,7 +112,7 @@ async def crowd(engine: AsyncLLM, weights: AsyncClient) -> list[dict[str, Any]]:
         found = []
         while not over:
             prompt = PROMPTS[number][: 40 + 90 * (len(found) * 5 % 7)]
-            found += await ask(engine, prompt, f"crowd {number} {len(found)}", max_tokens=8)
+            found += await ask(engine, prompt, f"many_requests {number} {len(found)}", max_tokens=8)
         return [{**each, "prompt": number} for each in found]
 
     users = [asyncio.create_task(user(number)) for number in range(6)]
@@ -142,7 +142,7 @@ async def main(out: Path) -> None:
         facts["cached"] = await whole()
         facts["cached before"] = await met_for_sure(weights, whole, ahead=half)
         facts["session"] = await met_for_sure(weights, partial(session, engine, PROMPTS[3], "session"))
-        facts["crowd"] = await crowd(engine, weights)
+        facts["many_requests"] = await many_requests(engine, weights)
     engine.shutdown()
     out.write_text(json.dumps(facts))
 

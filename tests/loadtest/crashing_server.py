@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trivial server, which dies in the middle of an answer once it has sent another one to its end."""
+"""The trivial server, which crashes in the middle of an answer once it has sent another one to its end."""
 
 import os
 
 from vllm_fp8ext.loadtest import trivial
 
 
-class Mortal(trivial.Connection):
+class Crashing(trivial.Connection):
     sent = 0
 
     def _chunk(self, text: str) -> None:
@@ -17,5 +17,5 @@ class Mortal(trivial.Connection):
 
 
 if __name__ == "__main__":
-    trivial.Connection = Mortal  # type: ignore[misc]  # what this server makes for each client
+    trivial.Connection = Crashing  # type: ignore[misc]  # what this server makes for each client
     trivial.main()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine with an FP8 KV cache in this process, stopped between steps to look at its cache. Writes what it saw.
 
-kv_story.py plain|hybrid FACTS
+kv_scenario.py plain|hybrid FACTS
 """
 
 import json
@@ -66,7 +66,7 @@ def hybrid_folder() -> str:
     return folder
 
 
-class Story:
+class Scenario:
     def __init__(self, llm: LLM) -> None:
         self.engine = llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -181,25 +181,25 @@ def _refusal(layer: Any, **changes: Any) -> str:
     return ""
 
 
-def recorded(story: Story, every: int) -> dict[str, Any]:
+def recorded(scenario: Scenario, every: int) -> dict[str, Any]:
     """A run of few steps that is watched and recorded."""
-    before = {name: vars(layer.impl).get("forward") for name, layer in story.layers.items()}
-    recorder = Recorder(story.layers, every)
-    with story.watched():
-        story.begin()
-        steps = story.steps(7)
+    before = {name: vars(layer.impl).get("forward") for name, layer in scenario.layers.items()}
+    recorder = Recorder(scenario.layers, every)
+    with scenario.watched():
+        scenario.begin()
+        steps = scenario.steps(7)
     seen = recorder.take()
     empty = recorder.take()
-    for name, layer in story.layers.items():
+    for name, layer in scenario.layers.items():
         vars(layer.impl).pop("forward")
         if before[name] is not None:
             layer.impl.forward = before[name]
     found: dict[str, Any] = {"steps": steps, "equal": True, "elements": [], "saturated": 0}
-    for name, layer in story.layers.items():
-        queries = [query.view(len(query), layer.num_kv_heads, -1) for query in story.queries[name]]
+    for name, layer in scenario.layers.items():
+        queries = [query.view(len(query), layer.num_kv_heads, -1) for query in scenario.queries[name]]
         for side, parts in (
-            (K, [step[0] for step in story.written[name]]),
-            (V, [step[1] for step in story.written[name]]),
+            (K, [step[0] for step in scenario.written[name]]),
+            (V, [step[1] for step in scenario.written[name]]),
             (Q, queries),
         ):
             some = torch.cat(parts[::every]).float().abs()
@@ -214,41 +214,41 @@ def recorded(story: Story, every: int) -> dict[str, Any]:
         found["elements"].append(seen[name].elements.tolist())
         found["saturated"] += int(seen[name].saturated.sum())
     found["empty"] = not any(part.elements.any() or part.amax.any() for part in empty.values())
-    found["left alone"] = not any("forward" in vars(layer.impl) for layer in story.layers.values())
+    found["left alone"] = not any("forward" in vars(layer.impl) for layer in scenario.layers.values())
     return found
 
 
 def main(kind: str, file: Path) -> None:
     model = {"model": str(EARLY)} if kind == "plain" else {"model": hybrid_folder(), "load_format": "dummy"}
-    story = Story(LLM(**model, **OPTIONS))
-    facts: dict[str, Any] = {"idle": [group.blocks for group in held_blocks(story.core)]}
-    story.begin()
-    facts["sampled"] = story.sampled()
-    with story.watched():
-        story.begin()
-        story.steps(40)
-        held = held_blocks(story.core)
+    scenario = Scenario(LLM(**model, **OPTIONS))
+    facts: dict[str, Any] = {"idle": [group.blocks for group in held_blocks(scenario.core)]}
+    scenario.begin()
+    facts["sampled"] = scenario.sampled()
+    with scenario.watched():
+        scenario.begin()
+        scenario.steps(40)
+        held = held_blocks(scenario.core)
     facts["held"] = [[list(group.layers), group.block_size, list(group.blocks)] for group in held]
     facts["written"] = {
         name: sorted({int(slot) // BLOCK for step in steps for slot in step[2]})
-        for name, steps in story.written.items()
+        for name, steps in scenario.written.items()
     }
-    facts["views"] = all(story.views_hold_what_was_written(group) for group in held)
-    facts["compared"] = story.compared
-    facts["rescaled"], facts["values stay"] = story.rescale(held)
-    facts["sampled after"] = story.sampled()
-    facts["after"] = [group.blocks for group in held_blocks(story.core)]
-    story.scale(1.0)
-    story.begin()
-    story.steps(40)
-    story.scale(SCALE)
-    facts["sampled without"] = story.sampled()
-    story.scale(1.0)
-    facts["recorded"] = recorded(story, 1)
-    story.sampled()
-    story.scale(2.0**-10)
-    facts["recorded some"] = recorded(story, 3)
-    layer = next(iter(story.layers.values()))
+    facts["views"] = all(scenario.views_hold_what_was_written(group) for group in held)
+    facts["compared"] = scenario.compared
+    facts["rescaled"], facts["values stay"] = scenario.rescale(held)
+    facts["sampled after"] = scenario.sampled()
+    facts["after"] = [group.blocks for group in held_blocks(scenario.core)]
+    scenario.scale(1.0)
+    scenario.begin()
+    scenario.steps(40)
+    scenario.scale(SCALE)
+    facts["sampled without"] = scenario.sampled()
+    scenario.scale(1.0)
+    facts["recorded"] = recorded(scenario, 1)
+    scenario.sampled()
+    scenario.scale(2.0**-10)
+    facts["recorded some"] = recorded(scenario, 3)
+    layer = next(iter(scenario.layers.values()))
     facts["refusals"] = [
         _refusal(layer, kv_cache_dtype="fp8_e5m2"),
         _refusal(layer, head_size_v=16),

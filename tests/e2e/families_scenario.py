@@ -157,7 +157,9 @@ def scalars(value: float) -> Callable[[Any], None]:
     return change
 
 
-def engine_story(family: str, early: Path, late: Path, tensors: dict[str, Tensor], **options: Any) -> Facts:
+def engine_scenario(
+    family: str, early: Path, late: Path, tensors: dict[str, Tensor], **options: Any
+) -> Facts:
     llm = engine_on(early, worker_extension_cls="foreign_loaders.ForeignLoaders", **options)
     try:
         with embedded_blocking(llm) as weights:
@@ -177,15 +179,15 @@ def engine_story(family: str, early: Path, late: Path, tensors: dict[str, Tensor
         llm.llm_engine.engine_core.shutdown()
 
 
-def story(family: str, folder: Path) -> Facts:
+def scenario(family: str, folder: Path) -> Facts:
     early, late = folder / f"{family}-early", folder / f"{family}-late"
     if family == "gemma4":
         written(early, family, 0, scalars(0.5))
-        return engine_story(family, early, late, written(late, family, 1, scalars(1.5)))
+        return engine_scenario(family, early, late, written(late, family, 1, scalars(1.5)))
     first = written(early, family, 0)
     tensors = written(late, family, 1)
     if family != "qwen3":
-        return engine_story(family, early, late, tensors)
+        return engine_scenario(family, early, late, tensors)
     for path, content in (
         (early, first),
         (late, tensors),
@@ -194,13 +196,13 @@ def story(family: str, folder: Path) -> Facts:
         tied(path, content)
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    return engine_story(family, early, late, tensors, **ranks)
+    return engine_scenario(family, early, late, tensors, **ranks)
 
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     found = {}
     for family in sys.argv[2:]:
-        found[family] = story(family, out.parent)
+        found[family] = scenario(family, out.parent)
         gc.collect()
     out.write_text(json.dumps(found))

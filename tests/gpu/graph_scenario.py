@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that compiles its model; writes what is in its graphs and how often activations are quantized apart.
 
-graph_story.py FOLDER FACTS
+graph_scenario.py FOLDER FACTS
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tests/e2e/experts_story.py` on a GPU: CUDA graphs, batches of every size, and what is compiled meanwhile. Takes two
+"""`tests/e2e/experts_scenario.py` on a GPU: CUDA graphs, batches of every size, and what is compiled meanwhile. Takes two
 checkpoints, a file for what it saw, as JSON, and more arguments of the engine, as JSON too."""
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from experts_story import answers, updated
+from experts_scenario import answers, updated
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose requests decode together, come and go, with any sampling; writes what it saw.
 
-steady_story.py MODE FOLDER FACTS
+steady_scenario.py MODE FOLDER FACTS
 
 `steady`: a step of the requests of the step before is prepared by one launch, and sampled by a CUDA graph. `async`: and is
 scheduled before the one ahead has ended. `unsampled`: and its logits are computed by what no CUDA graph can hold. `plain`: by
@@ -28,7 +28,7 @@ from vllm_fp8ext.compat.warmup.compilations import counts
 TOGETHER = 1, 2, 3, 8, 13
 """Requests at once."""
 TOKENS = 40
-CROWD = 32
+REQUESTS = 32
 """More requests than the KV cache has room for."""
 ABORTED = 3
 WORDS = 500
@@ -94,7 +94,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         answer for count in TOGETHER for sampling in SAMPLING for answer in together(llm, count, [sampling])
     ]
     seen["alike"] = {"followed": seen["followed"], "sampled": seen["sampled"]}
-    seen["answers"] += together(llm, CROWD, SAMPLING, come=2)
+    seen["answers"] += together(llm, REQUESTS, SAMPLING, come=2)
     Path(facts).write_text(json.dumps({**seen, "compiled after": counts()}))
 
 

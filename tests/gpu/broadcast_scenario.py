@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer that broadcasts checkpoints to a server by NCCL, through one group; prints what came of each, as JSON.
 
-broadcast_story.py URL KEY DEVICE WHAT FOLDER [WHAT FOLDER …]
+broadcast_scenario.py URL KEY DEVICE WHAT FOLDER [WHAT FOLDER …]
 
 WHAT: `whole`, `parts` (many buckets), `fp8` (many, as codes and scales), `lent` (from one buffer that is overwritten), or
 `dies` (as the second bucket is under way).

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine in which many requests begin while others decode, one of them a long one; writes what it saw.
 
-crowd_story.py MODE FOLDER FACTS
+many_requests_scenario.py MODE FOLDER FACTS
 
 `whole`: steps with prompts replay one CUDA graph. `pieces`: they replay graphs that are broken at attention. `eager`: none.
 """
@@ -22,7 +22,7 @@ from vllm_fp8ext.compat.warmup.compilations import counts
 
 LONG = 4500
 """Tokens of the first prompt: more than FlashAttention may have in a graph."""
-CROWD = 220
+REQUESTS = 220
 AT_ONCE = 8
 TOKENS = 40
 WORDS = 500
@@ -72,11 +72,11 @@ def main(mode: str, folder: str, facts: str) -> None:
         params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False, **sampling)
         llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)
     seen["whole"].clear()
-    seen["logprobs"] = crowd(llm, LONG, CROWD, AT_ONCE, TOKENS)
+    seen["logprobs"] = many_requests(llm, LONG, REQUESTS, AT_ONCE, TOKENS)
     Path(facts).write_text(json.dumps({**seen, "compiled after": counts()}))
 
 
-def crowd(llm: LLM, long: int, count: int, at_once: int, tokens: int) -> list[list[float]]:
+def many_requests(llm: LLM, long: int, count: int, at_once: int, tokens: int) -> list[list[float]]:
     """A prompt of `long` tokens, which goes on until all others are done, and `count` short ones, `at_once` in each step."""
     engine = llm.llm_engine
     finished = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real models with an FP8 KV cache, built in a process of its own as a worker builds them; what came of each as JSON.
 
-`kv_scales_story.py CASES OUT`: CASES are `{name: [kv_cache_dtype, settings, engine options]}`.
+`kv_scales_scenario.py CASES OUT`: CASES are `{name: [kv_cache_dtype, settings, engine options]}`.
 """
 
 import json

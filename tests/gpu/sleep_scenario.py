@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that gives its GPU memory to a trainer and takes it back, at both levels; writes what it saw.
 
-sleep_story.py FOLDER FACTS
+sleep_scenario.py FOLDER FACTS
 """
 
 import json
