@@ -17,6 +17,10 @@ FP8_KV = torch.cuda.is_available() or torch.cpu._is_avx512_supported() or torch.
 BESIDE = Path(sys.prefix) / "beside"
 """Where Triton and NCCL may lie where there is no GPU: out of sight of vLLM, which would import it without any use."""
 
+_STARTED = time.monotonic()
+_ENDS = pytest.StashKey[float | None]()
+"""When no more tests begin, by `time.monotonic`."""
+
 # a busy machine is no reason to fail
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -29,6 +33,26 @@ if torch.cuda.device_count() == 0:
     os.environ["TRITON_INTERPRET"] = "1"
     if BESIDE.is_dir():
         sys.path.append(str(BESIDE))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run end in time."""
+    parser.addoption(
+        "--seconds", type=float, help="begin no test after so many seconds; the others are skipped"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seconds = config.getoption("--seconds")
+    config.stash[_ENDS] = None if seconds is None else _STARTED + seconds
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that the time does not suffice for, before its fixtures are made."""
+    ends = item.config.stash[_ENDS]
+    if ends is not None and time.monotonic() > ends:
+        pytest.skip("no time is left")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios: scripts of this folder that hold engines in their own process, as a trainer does, and write down what they saw."""
+"""Scenarios: scripts of this folder that hold engines in their own process, as a trainer does, and record what they saw."""
 
 import contextlib
 import json

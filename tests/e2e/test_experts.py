@@ -2,9 +2,10 @@
 """Small mixtures of experts with random weights, routed in several ways: what an update leaves is what a cold start makes,
 byte for byte, and tokens go to the same experts."""
 
+import functools
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,8 +63,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "two ranks": ("glm4", {"ranks": 2}),
     "two ranks that share out experts": ("qwen3", {"ranks": 2, "share_out": True}),
 }
-SECONDS = 1500
-"""For seven engines, which share what others leave of the machine."""
+REPRESENTATIVES = {"in place", "two ranks that share out experts"}
+"""Settings that `make test` has."""
+SECONDS = 900
+"""For an engine, which shares what others leave of the machine."""
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 DEFAULTS = {"served": "early", "staging": "shadow", "ranks": 1, "share_out": False}
 
@@ -98,56 +101,64 @@ def model(kind: str) -> PreTrainedModel:
     return made
 
 
+Seen = Callable[[str], Any]
+"""What is there by the name of a setting, or of a kind of model: made when it is first asked for."""
+
+
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each kind of model a folder with an early and a late checkpoint; of one the early one in FP8 as well."""
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Of a kind of model a folder with an early and a late checkpoint; of one the early one in FP8 as well."""
     folder = tmp_path_factory.mktemp("mixtures")
-    for kind in {kind for kind, _ in SETTINGS.values()}:
+
+    @functools.cache
+    def written(kind: str) -> Path:
         for seed, name in enumerate(("early", "late")):
             torch.manual_seed(seed)
             model(kind).bfloat16().save_pretrained(folder / kind / name)
-    write_block_fp8(folder / "qwen2" / "early", folder / "qwen2" / "early-fp8")
-    return {kind: folder / kind for kind, _ in SETTINGS.values()}
+        if kind == "qwen2":
+            write_block_fp8(folder / kind / "early", folder / kind / "early-fp8")
+        return folder / kind
+
+    return written
 
 
 @pytest.fixture(scope="module")
-def scenarios(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
-    """What `experts_scenario` saw with each setting; two processes, each with half of them."""
-    runs = {}
-    for name, (kind, options) in SETTINGS.items():
+def scenarios(checkpoints: Seen, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What `experts_scenario` saw with a setting."""
+
+    @functools.cache
+    def seen(name: str) -> dict[str, Any]:
+        kind, options = SETTINGS[name]
         run = DEFAULTS | {"early": "early", "late": "late"} | options
-        paths = {which: str(checkpoints[kind] / run[which]) for which in ("served", "early", "late")}
-        runs[name] = run | paths
-    halves = [list(runs)[start::2] for start in (0, 1)]
-    folders = [tmp_path_factory.mktemp("scenarios") for _ in halves]
+        paths = {which: str(checkpoints(kind) / run[which]) for which in ("served", "early", "late")}
+        folder = tmp_path_factory.mktemp("scenarios")
+        (folder / "settings.json").write_text(json.dumps([run | paths]))
+        [facts] = run_scenario("experts_scenario.py", folder, str(folder / "settings.json"), seconds=SECONDS)
+        return dict(facts)
 
-    def told(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-        settings = folder / "settings.json"
-        settings.write_text(json.dumps([runs[name] for name in names]))
-        found = run_scenario("experts_scenario.py", folder, str(settings), seconds=SECONDS)
-        return dict(zip(names, found, strict=True))
-
-    with ThreadPoolExecutor() as pool:
-        one, other = pool.map(told, halves, folders)
-    return one | other
+    return seen
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.full) for name in SETTINGS
+    ],
+)
 def setting(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def facts(setting: str, scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return scenarios[setting]
+def facts(setting: str, scenarios: Seen) -> dict[str, Any]:
+    found: dict[str, Any] = scenarios(setting)
+    return found
 
 
 @pytest.fixture(scope="module")
-def digests(setting: str, facts: dict[str, Any], checkpoints: dict[str, Path]) -> tuple[Digests, Digests]:
+def digests(setting: str, facts: dict[str, Any], checkpoints: Seen) -> tuple[Digests, Digests]:
     """Of the early and of the late checkpoint, computed from their files."""
-    folder, manifest = checkpoints[SETTINGS[setting][0]], Manifest.from_dict(facts["manifest"])
+    folder, manifest = checkpoints(SETTINGS[setting][0]), Manifest.from_dict(facts["manifest"])
     return checkpoint_digests(folder / "early", manifest), checkpoint_digests(folder / "late", manifest)
 
 
@@ -194,13 +205,12 @@ def test_one_bad_matrix_of_one_expert_refuses_an_update(setting: str, facts: dic
         assert facts["digests after refusals"] == facts["late digests"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "ranks"), [("Mixtral", 1), ("two ranks", 2)])
-def test_a_plan_knows_what_a_twin_takes(
-    scenarios: dict[str, dict[str, Any]], checkpoints: dict[str, Path], name: str, ranks: int
-) -> None:
-    model = read_model(str(checkpoints[SETTINGS[name][0]] / "early"))
+def test_a_plan_knows_what_a_twin_takes(scenarios: Seen, checkpoints: Seen, name: str, ranks: int) -> None:
+    model = read_model(str(checkpoints(SETTINGS[name][0]) / "early"))
     planned = weight_memory(model, ranks, fp8=True)
-    found = scenarios[name]["twin bytes"]
+    found = scenarios(name)["twin bytes"]
     assert found == pytest.approx([planned] * ranks, rel=5e-3), "GLM's router is served in 32 bits"
 
 
@@ -214,10 +224,10 @@ def test_an_update_serves_what_a_cold_start_serves(facts: dict[str, Any]) -> Non
 
 
 def test_answers_are_those_of_the_same_weights_in_transformers(
-    setting: str, facts: dict[str, Any], checkpoints: dict[str, Path]
+    setting: str, facts: dict[str, Any], checkpoints: Seen
 ) -> None:
     """A definition of these models that is nobody's kernel: what tokens get from the experts, and how much of it."""
-    folder = checkpoints[SETTINGS[setting][0]]
+    folder = checkpoints(SETTINGS[setting][0])
     differences: list[float] = []
     spread: list[float] = []
     for checkpoint in ("early", "late"):
@@ -233,8 +243,8 @@ def test_answers_are_those_of_the_same_weights_in_transformers(
     assert median(differences) < 0.12 * median(spread)
 
 
-def test_each_rank_has_experts_of_its_own(scenarios: dict[str, dict[str, Any]]) -> None:
-    tensors = scenarios["two ranks that share out experts"]["manifest"]["tensors"]
+def test_each_rank_has_experts_of_its_own(scenarios: Seen) -> None:
+    tensors = scenarios("two ranks that share out experts")["manifest"]["tensors"]
     for expert in range(EXPERTS):
         name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
         (piece,) = tensors[name]["pieces"]
@@ -244,14 +254,15 @@ def test_each_rank_has_experts_of_its_own(scenarios: dict[str, dict[str, Any]]) 
     assert len(tensors["model.layers.0.mlp.gate.weight"]["pieces"]) == 2
 
 
-def test_projections_that_gemms_do_not_take_stay_in_16_bits(scenarios: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.full
+def test_projections_that_gemms_do_not_take_stay_in_16_bits(scenarios: Seen) -> None:
     """A shared expert of 192 columns is one that they do not take, and on two ranks it has 96; one of 256 they do."""
     for setting, name, columns in (
         ("DeepSeek-V3", "shared_experts", 192),
         ("two ranks", "shared_experts", 96),
         ("a shared expert with a gate, from FP8", "shared_expert", 256),
     ):
-        tensor = scenarios[setting]["manifest"]["tensors"][f"model.layers.1.mlp.{name}.down_proj.weight"]
+        tensor = scenarios(setting)["manifest"]["tensors"][f"model.layers.1.mlp.{name}.down_proj.weight"]
         assert {(piece["target_shape"][1], piece["quantized"]) for piece in tensor["pieces"]} == {
             (columns, columns == 256)
         }
@@ -269,12 +280,13 @@ def test_routers_stay_as_they_are(setting: str, facts: dict[str, Any]) -> None:
     assert ("gate.wg.weight" if SETTINGS[setting][0] == "hunyuan" else "gate.weight") in kept
 
 
+@pytest.mark.full
 def test_the_bias_of_a_router_and_the_gate_of_a_shared_expert_are_updated(
-    scenarios: dict[str, dict[str, Any]],
+    scenarios: Seen,
 ) -> None:
     for setting, name in (
         ("DeepSeek-V3", "model.layers.1.mlp.gate.e_score_correction_bias"),
         ("a shared expert with a gate, from FP8", "model.layers.0.mlp.shared_expert_gate.weight"),
     ):
-        found = scenarios[setting]
+        found = scenarios(setting)
         assert found["late digests"]["digests"][name] != found["cold digests"]["digests"][name]

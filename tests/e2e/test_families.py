@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families whose names, buffers or ties are special, in engines of their own; and other loaders on a served model."""
 
+import functools
 import importlib.util
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,34 +13,44 @@ from .scenarios import run_scenario
 FAMILIES = ["gemma4", "paligemma", "mixtral", "qwen3"]
 WITH_IMAGES = ["gemma3", "qwen2_5_vl"]
 """Those that vLLM reads only where there is torchvision."""
+REPRESENTATIVES = {"gemma4", "qwen3"}
+"""Families that `make test` has."""
 RENAMED = {"paligemma", "mixtral", "gemma3", "qwen2_5_vl"}
 
 
+Families = Callable[[str], dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of each family."""
-    more = WITH_IMAGES if importlib.util.find_spec("torchvision") else []
-    return run_scenario(
-        "families_scenario.py", tmp_path_factory.mktemp("families"), *FAMILIES, *more, seconds=560
-    )
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    """What became of a family, each in a process of its own when it is first asked for."""
+
+    @functools.cache
+    def seen(name: str) -> dict[str, Any]:
+        if name in WITH_IMAGES and importlib.util.find_spec("torchvision") is None:
+            pytest.skip("vLLM reads this family only with torchvision")
+        folder = tmp_path_factory.mktemp(name)
+        found: dict[str, Any] = run_scenario("families_scenario.py", folder, name, seconds=560)[name]
+        return found
+
+    return seen
 
 
-def family(told: dict[str, Any], name: str) -> dict[str, Any]:
-    if name not in told:
-        pytest.skip("vLLM reads this family only with torchvision")
-    return told[name]
+def every(names: Iterable[str]) -> list[Any]:
+    """Families as parameters: all but the representatives are left to `make test-all`."""
+    return [pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.full) for name in names]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *WITH_IMAGES])
-def test_a_family_is_served_as_its_checkpoint_says(told: dict[str, Any], name: str) -> None:
-    facts = family(told, name)
+@pytest.mark.parametrize("name", every([*FAMILIES, *WITH_IMAGES]))
+def test_a_family_is_served_as_its_checkpoint_says(families: Families, name: str) -> None:
+    facts = families(name)
     assert facts["cold"]
     assert facts["sampled"][0] != facts["sampled"][1]
 
 
-@pytest.mark.parametrize("name", sorted({*FAMILIES, *WITH_IMAGES} - {"qwen3"}))
-def test_names_of_the_checkpoint_and_of_transformers_go(told: dict[str, Any], name: str) -> None:
-    facts = family(told, name)
+@pytest.mark.parametrize("name", every(sorted({*FAMILIES, *WITH_IMAGES} - {"qwen3"})))
+def test_names_of_the_checkpoint_and_of_transformers_go(families: Families, name: str) -> None:
+    facts = families(name)
     assert bool(facts["renamed"]) == (name in RENAMED)
     assert facts["transformers' names"]
     assert facts["the checkpoint's names"]
@@ -49,14 +61,14 @@ def test_names_of_the_checkpoint_and_of_transformers_go(told: dict[str, Any], na
     assert facts["hints"] == [["unknown-tensor", facts["hint"]]] * 4
 
 
-def test_buffers_that_a_checkpoint_loads_are_in_the_manifest(told: dict[str, Any]) -> None:
-    assert told["gemma4"]["scalars"] == [f"model.layers.{layer}.layer_scalar" for layer in (0, 1)]
+def test_buffers_that_a_checkpoint_loads_are_in_the_manifest(families: Families) -> None:
+    assert families("gemma4")["scalars"] == [f"model.layers.{layer}.layer_scalar" for layer in (0, 1)]
 
 
 @pytest.mark.parametrize("name", ["gemma4", "qwen3"])
-def test_an_output_layer_that_is_the_embedding_must_be_equal(told: dict[str, Any], name: str) -> None:
+def test_an_output_layer_that_is_the_embedding_must_be_equal(families: Families, name: str) -> None:
     """Qwen3 starts on two ranks with an equal one in its checkpoint."""
-    facts = told[name]["ties"]
+    facts = families(name)["ties"]
     assert facts["tied"] == ["lm_head.weight", "model.embed_tokens.weight"]
     for way in ("one mapping", "the embedding first", "the output layer first"):
         assert facts[way] == ["tied-differs", True], way
@@ -66,8 +78,8 @@ def test_an_output_layer_that_is_the_embedding_must_be_equal(told: dict[str, Any
     assert facts["alone and equal"]
 
 
-def test_other_loaders_are_refused_by_name(told: dict[str, Any]) -> None:
-    facts = told["qwen3"]["doors"]
+def test_other_loaders_are_refused_by_name(families: Families) -> None:
+    facts = families("qwen3")["doors"]
     ways = {
         way: found
         for way, found in facts.items()

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in real servers. With one rank every one that leaves its server alive; with two those where the ranks differ in what
-they have done, also where they have different experts; and one for each of them that ends it.
+"""The fault matrix on real servers: some cells of each kind and outcome in `make test`, every cell in `make test-all`.
 
-`scripts/fault-matrix` runs them all.
+`scripts/fault-matrix` runs them as well, and writes their table.
 """
 
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import httpx
@@ -17,7 +16,6 @@ import pytest
 from vllm_fp8ext.errors import UpdateError
 
 from .ask import Stream, complete
-from .conftest import answering
 from .fault_cells import (
     CELLS,
     DEAD,
@@ -29,38 +27,43 @@ from .fault_cells import (
     run,
 )
 
-ALIVE = [
-    cell
-    for cell in CELLS
-    if cell.expected != DEAD
-    and cell.kind != "hang"
-    and (
-        (cell.ranks == 1 and not cell.experts)
-        or (
-            cell.ranks == 2
-            and cell.kind == "exception"
-            and cell.point in ("staging", "commit", "verify", "rollback")
-        )
-    )
-]
+REPRESENTATIVES = {
+    Cell("exception", "open", 1),
+    Cell("exception", "chunk", 1),
+    Cell("out of memory", "prepare", 1),
+    Cell("exception", "verify", 1),
+    Cell("exception", "commit", 1, lasting=True),
+    Cell("out of memory", "rollback", 1),
+    Cell("exception", "staging", 2),
+    Cell("exception", "commit", 2, experts=True),
+    Cell("exception", "rollback", 2, experts=True),
+    Cell("hang", "staging", 1),
+    Cell("kill -9", "staging", 2),
+    Cell("hang", "commit", 1),
+}
+"""Cells that `make test` has."""
+IN_ORDER = sorted(CELLS, key=lambda cell: (cell.expected == DEAD, cell.kind == "hang"))
+"""Those that end their server last: the others share one."""
 SERVERS = (1, False), (2, False), (2, True)
-ENDED = [Cell("kill -9", "staging", 2), Cell("hang", "commit", 1)]
+Servers = Callable[[tuple[int, bool]], FaultyServer]
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[int, bool], FaultyServer]]:
-    """Servers with the fault plugin, by their ranks and whether they have experts."""
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """A server with the fault plugin, by its ranks and whether it has experts: started when it is first asked for, and again
+    when it has ended."""
     folder = tmp_path_factory.mktemp("faulty")
     started: dict[tuple[int, bool], FaultyServer] = {}
+
+    def running(key: tuple[int, bool]) -> FaultyServer:
+        server = started.get(key)
+        if server is None or server.process.poll() is not None:
+            server = started[key] = stack.enter_context(FaultyServer(folder, *key))
+            server.wait()
+        return server
+
     with ExitStack() as stack:
-        for some in (
-            SERVERS[:2],
-            SERVERS[2:],
-        ):  # on two cores three at once would miss their deadline at start
-            new = {key: FaultyServer(folder, *key) for key in some}
-            stack.enter_context(answering(*new.values()))
-            started |= new
-        yield started
+        yield running
 
 
 def _flip_a_bit(server: FaultyServer) -> None:
@@ -70,9 +73,9 @@ def _flip_a_bit(server: FaultyServer) -> None:
 
 
 @pytest.mark.parametrize("key", SERVERS, ids=["TP 1", "TP 2", "TP 2, experts"])
-def test_a_bit_that_flips_is_found(faulty: dict[tuple[int, bool], FaultyServer], key: tuple[int, bool]):
+def test_a_bit_that_flips_is_found(faulty: Servers, key: tuple[int, bool]):
     """In weights that an update brought. A rollback does not bring them back unnoticed."""
-    server, ranks = faulty[key], key[0]
+    server, ranks = faulty(key), key[0]
     with server.client() as client:
         assert client.verify().ranks == ranks
         epoch = client.push(server.late, version="late").result["epoch"]
@@ -92,11 +95,9 @@ def test_a_bit_that_flips_is_found(faulty: dict[tuple[int, bool], FaultyServer],
 
 
 @pytest.mark.parametrize("key", SERVERS, ids=["TP 1", "TP 2", "TP 2, experts"])
-def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(
-    faulty: dict[tuple[int, bool], FaultyServer], key: tuple[int, bool]
-):
+def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(faulty: Servers, key: tuple[int, bool]):
     """Such weights serve nobody for longer than it takes to find out. The update can be sent again: that heals the server."""
-    server, ranks = faulty[key], key[0]
+    server, ranks = faulty(key), key[0]
     with server.client() as client:
         client.push(server.early, version="early")
         update = client.open(version="late")
@@ -119,16 +120,6 @@ def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(
         client.push(server.early, version="early")
 
 
-@pytest.mark.parametrize("cell", ALIVE, ids=str)
-def test_survived(faulty: dict[tuple[int, bool], FaultyServer], cell: Cell):
-    run(faulty[cell.ranks, cell.experts], cell)
-
-
-@pytest.mark.parametrize("cell", ENDED, ids=str)
-def test_ended(faulty: dict[tuple[int, bool], FaultyServer], cell: Cell):
-    run(faulty[cell.ranks, cell.experts], cell)
-
-
 def call(server: FaultyServer, path: str) -> httpx.Response:
     """What a call is answered, once."""
     return httpx.post(
@@ -140,10 +131,10 @@ def call(server: FaultyServer, path: str) -> httpx.Response:
 
 
 def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(
-    faulty: dict[tuple[int, bool], FaultyServer],
+    faulty: Servers,
 ) -> None:
     """Of a busy engine a call is given up; the engine goes on."""
-    server = faulty[2, True]
+    server = faulty((2, True))
     fault = {"point": "step", "kind": "slow", "rank": 0, "lasting": False, "seconds": 1.5 * DEADLINE_SECONDS}
     with server.client() as client:
         client.push(server.early, version="early")
@@ -164,10 +155,10 @@ def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(
 
 
 def test_an_engine_that_is_stopped_in_a_commit_is_ended(
-    faulty: dict[tuple[int, bool], FaultyServer],
+    faulty: Servers,
 ) -> None:
     """Its own watchdog is stopped with it."""
-    server = faulty[2, True]
+    server = faulty((2, True))
     fault = {"point": "call to commit", "kind": "stopped", "rank": 0, "lasting": False}
     with server.client() as client:
         update = client.open(version="late")
@@ -184,3 +175,21 @@ def test_an_engine_that_is_stopped_in_a_commit_is_ended(
     assert server.process.wait(seconds) != 0
     require_nothing_left(server)
     assert "nor did it run at all" in server.log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=() if cell in REPRESENTATIVES else pytest.mark.full, id=str(cell))
+        for cell in IN_ORDER
+    ],
+)
+def test_a_cell_ends_as_it_must(faulty: Servers, cell: Cell) -> None:
+    server = faulty((cell.ranks, cell.experts))
+    try:
+        run(server, cell)
+    except BaseException:
+        server.stop()  # nobody knows what became of it
+        raise
+    if cell.kind == "hang":
+        server.stop()

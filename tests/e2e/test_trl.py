@@ -21,7 +21,6 @@ TRAINERS = Path(sys.prefix) / "trainers"
 """Where TRL lies, out of sight of vLLM."""
 SECONDS = 900
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(SECONDS + 300),
     pytest.mark.skipif(not TRAINERS.is_dir(), reason="needs TRL: scripts/setup_env.py --beside"),
 ]
