@@ -4,7 +4,7 @@ VENV ?= .venv
 # auto takes the CUDA build of vLLM where there is an NVIDIA GPU, else the CPU build
 BUILD ?= auto
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test test-all test-rest check clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD)
@@ -14,7 +14,17 @@ demo: setup
 
 test:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --beside
-	@VENV=$(VENV) scripts/test
+	@VENV=$(VENV) $(PYTHON) scripts/test
+
+# what `make test` has, and every cell of its matrices
+test-all:
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --beside
+	@VENV=$(VENV) $(PYTHON) scripts/test --all
+
+# what `make test` leaves out; MINUTES: begin no test later
+test-rest:
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --beside
+	@VENV=$(VENV) $(PYTHON) scripts/test --rest $(if $(MINUTES),--minutes $(MINUTES))
 
 check: setup
 	@VENV=$(VENV) scripts/check

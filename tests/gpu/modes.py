@@ -15,8 +15,8 @@ from typing import Any
 def told(
     name: str, modes: Sequence[str], model: Path, folder: Path, *, own_kernels: bool = False
 ) -> list[Any]:
-    """What the scenario of this folder writes down in each mode. With `own_kernels` each has a folder of DeepGEMM's, which can
-    be counted: compiled in the first mode, ahead of the others."""
+    """What the scenario of this folder writes down in each mode. With `own_kernels` each has a folder of DeepGEMM's, which
+    can be counted: compiled in the first mode, ahead of the others."""
     for wave in (modes[:1], modes[1:]) if own_kernels else (modes,):
         running = []
         for mode in wave:
