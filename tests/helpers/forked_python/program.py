@@ -38,7 +38,8 @@ def main(folder: str, descriptor: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those who import them first would be told
         for name in MODULES:
-            with contextlib.suppress(ImportError):  # another release of vLLM: its programs import what they need
+            # another release of vLLM may lack one: programs import what they need
+            with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     paths = [path for path in sys.path if path not in _paths_of(os.environ)]
     launched = dict(os.environ)
