@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether DeepGEMM multiplies on this machine.
+"""Tells whether DeepGEMM multiplies on this machine.
 
 Replaces nothing; vLLM asks only whether DeepGEMM is there and knows the GPU. It compiles its kernels as it first needs them,
 with an nvcc that may be missing or too old. Can go once vLLM finds that out itself and takes another kernel.
@@ -16,9 +16,9 @@ from vllm.utils.deep_gemm import fp8_gemm_nt, is_deep_gemm_supported
 from vllm_fp8ext.layers.trials import SHAPE, operands, runs
 
 _CHOICES = "DG_JIT_USE_NVRTC", "DG_JIT_CPP_STANDARD"
-"""What decides, beside the compiler, whether and how it compiles."""
+"""Environment variables that decide, beside the compiler, whether and how it compiles."""
 TOKENS = 128
-"""That every version takes."""
+"""Number of tokens that every version takes."""
 
 
 def compiler() -> str:
@@ -42,5 +42,5 @@ def multiply(m: int, n: int, k: int) -> None:
 
 @cache
 def deep_gemm_runs() -> bool:
-    """Whether it is there and has multiplied once; a warning says why not."""
+    """Tell whether it is there and has multiplied once; a warning says why not."""
     return is_deep_gemm_supported() and runs("DeepGEMM", lambda: multiply(TOKENS, *SHAPE))

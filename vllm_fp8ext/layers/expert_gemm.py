@@ -55,7 +55,7 @@ class ExpertWeights(NamedTuple):
 
 
 def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> ExpertRoute | None:
-    """What multiplies by the experts of a layer, or None where the reference runs (CPUs).
+    """Choose what multiplies by the experts of a layer; None where the reference runs (CPUs).
 
     Raises:
         ConfigError: a kernel that the settings name does not take them here, or `batch_invariant` can't be kept.
@@ -195,7 +195,10 @@ def deep_gemm(
     activation: str,
     scale_format: ScaleFormat,
 ) -> Tensor:
-    """DeepGEMM's grouped kernel, between our own quantizers, which bring each expert's tokens together, and our own sum."""
+    """Run DeepGEMM's grouped kernel between our own quantizers and our own sum.
+
+    The quantizers bring each expert's tokens together.
+    """
     from vllm_fp8ext.kernels.moe.expert_rows import expert_rows
     from vllm_fp8ext.kernels.moe.expert_sum import expert_sum
     from vllm_fp8ext.kernels.quantize.gated_quantize import Activation, gated_quantize
@@ -211,7 +214,7 @@ def deep_gemm(
 
 
 def alignment() -> int:
-    """What each expert's first row must be a multiple of for `grouped`."""
+    """Return the multiple that each expert's first row must be for `grouped`."""
     return int(get_mk_alignment_for_contiguous_layout()[0])
 
 

@@ -226,7 +226,7 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
             yield BlockMatrix(f"{CODES[1]}[{expert}]", down[expert, :hidden, :width], of, CODES[1], SCALES[1])
 
     def weights(self, layer: RoutedExperts) -> ExpertWeights:
-        """What the kernels of a GPU read: the parameters themselves."""
+        """Return the parameters themselves, as the kernels of a GPU read them."""
         pairs = zip(CODES, SCALES, strict=True)
         return ExpertWeights(*(getattr(layer, name).data for pair in pairs for name in pair))
 

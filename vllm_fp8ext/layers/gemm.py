@@ -63,7 +63,10 @@ def select(shape_NK: tuple[int, int], dtype: torch.dtype, settings: KernelSettin
 
 
 def varies(what: str) -> ConfigError:
-    """Make the error of `batch_invariant` where the only kernel has sizes by the number of tokens."""
+    """Make the error of `batch_invariant` where only a kernel that varies is left.
+
+    `what`: weights or experts. Its sizes change with the number of tokens.
+    """
     return ConfigError(
         f"kernels.batch_invariant: {what} are left to vLLM's Triton kernel here, which chooses its sizes by the number of "
         "tokens: expected VLLM_BATCH_INVARIANT=1, for which it does not, or another kernel"

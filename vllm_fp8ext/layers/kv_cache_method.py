@@ -26,7 +26,10 @@ USES: dict[str, tuple[str, ...]] = {
 }
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-"""Attention whose cache is known, and that reads its scales anew in every step, also inside CUDA graphs."""
+"""Attention backends with a known cache that read scales anew in every step.
+
+They do so inside CUDA graphs too.
+"""
 FORMATS = ("fp8", "fp8_e4m3")
 PER_HEAD = ("FLASH_ATTN",)
 """Attention that takes a scale for each KV head."""

@@ -188,10 +188,10 @@ def require_scales(scales: Tensor, scale_format: ScaleFormat) -> None:
 
 
 class KeptLinearMethod(UnquantizedLinearMethod):
-    """A projection kept in the checkpoint's precision, whose weight stays readable and exchangeable on the CPU too.
+    """A projection kept in the checkpoint's precision.
 
-    vLLM's own method packs the weight into an opaque handle there and drops the original. `reason`: why, where the settings
-    did not say so.
+    Its weight stays readable and exchangeable on the CPU too. vLLM's own method packs the weight into an opaque handle there
+    and drops the original. `reason`: why, where the settings did not say so.
     """
 
     def __init__(self, reason: str | None = None) -> None:

@@ -52,7 +52,7 @@ USES: dict[str, tuple[str, ...]] = {
 logger = logging.getLogger("vllm.fp8ext")
 
 MATRICES = ("", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
-"""What stands behind the number of an expert, in names by which one may be ignored."""
+"""Suffixes behind the number of an expert, in names by which one may be ignored."""
 
 
 class BlockFp8Config(QuantizationConfig):
@@ -65,7 +65,7 @@ class BlockFp8Config(QuantizationConfig):
     def __init__(self, *, serialized: bool = False, kept: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.serialized = serialized
-        """Whether the checkpoint's projections are block FP8 already."""
+        """True if the checkpoint's projections are block FP8 already."""
         self.kept = kept
         """Modules that the checkpoint itself keeps unquantized."""
         self.shadow = False
@@ -139,7 +139,7 @@ class BlockFp8Config(QuantizationConfig):
         )
 
     def _named(self, prefix: str, patterns: tuple[str, ...]) -> bool:
-        """Whether these name a layer: a fused one by its own name, or by those of all its parts."""
+        """Tell whether these name a layer: a fused one by its own name, or by those of all its parts."""
         if should_ignore_layer(prefix, ignore=patterns, use_fnmatch=True):
             return True
         try:
@@ -184,7 +184,7 @@ class BlockFp8Config(QuantizationConfig):
 
     @property
     def kv_cache_scheme(self) -> dict[str, str] | None:
-        """What tells vLLM to look for attention that takes a scale for each KV head."""
+        """Scheme with which vLLM looks for attention that takes a scale for each KV head."""
         config = get_current_vllm_config()
         chosen = Settings.parse(config.additional_config).kv_scales
         if (
@@ -210,8 +210,10 @@ def _kept_because(layer: LinearBase, prefix: str, model: ModelConfig) -> str | N
 
 
 def _routes(layer: LinearBase, prefix: str) -> bool:
-    """Whether a layer sends tokens to experts, or weighs a shared one: some models build routers as plain layers, or as
-    modules with such a layer in them."""
+    """Tell whether a layer sends tokens to experts, or weighs a shared one.
+
+    Some models build routers as plain layers, or as modules with such a layer in them.
+    """
     called_so = any(
         name == "gate" or name.endswith(("expert_gate", "experts_gate")) or "router" in name
         for name in prefix.split(".")[-2:]

@@ -20,7 +20,10 @@ SHAPE = 4096, 4096
 
 
 def operands(m: int, n: int, k: int) -> tuple[Quantized, Tensor, Tensor]:
-    """`[m, k]`, codes `[n, k]` and their block scales, of any values, on the current GPU."""
+    """Make activations `[m, k]`, codes `[n, k]` and their block scales on the current GPU.
+
+    Values are any.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     codes_NK = torch.empty(n, k, dtype=FP8_DTYPE, device=device)
     scales_NbKb = torch.empty(blocks(n), blocks(k), dtype=torch.float32, device=device)
@@ -29,7 +32,10 @@ def operands(m: int, n: int, k: int) -> tuple[Quantized, Tensor, Tensor]:
 
 @torch.inference_mode()
 def runs(name: str, multiply: Callable[[], object]) -> bool:
-    """Whether `multiply`, which ends when the GPU has, has multiplied once; a warning says why not."""
+    """Tell whether `multiply` ran once; a warning says why not.
+
+    `multiply`: ends when the GPU has.
+    """
     try:
         multiply()
     except Exception as error:  # whatever a compiler or a driver that is missing or too old comes to

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compiled before a server is ready."""
+"""Compilation of kernels before a server is ready."""

@@ -27,8 +27,10 @@ _DEEP_GEMM_CACHE = "DG_JIT_CACHE_DIR"
 
 
 def counts() -> dict[str, int]:
-    """Kernels by NVRTC and Triton, those that DeepGEMM has on disk, whoever compiled them (it tells no count), and graphs by
-    `torch.compile`."""
+    """Count kernels by NVRTC, Triton and DeepGEMM, and graphs by `torch.compile`.
+
+    DeepGEMM tells no count: its kernels are those on disk, whoever compiled them.
+    """
     found = {"nvrtc": compile_counts.counts["nvrtc"], "triton": compile_counts.counts["triton"]}
     found["deep_gemm"] = _deep_gemm_kernels(os.environ.get(_DEEP_GEMM_CACHE))
     found["torch"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]

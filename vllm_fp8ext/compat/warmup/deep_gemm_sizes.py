@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders the sizes at which DeepGEMM is to have kernels, and shares them out among processes.
+"""Orders the sizes of DeepGEMM's kernels, and shares them out among processes.
 
 Imports neither torch nor vLLM.
 """
@@ -30,7 +30,10 @@ T = TypeVar("T")
 
 
 def ordered(sizes: Sizes) -> list[Size]:
-    """All sizes, by turns of each shape, and of a shape those first that divide its counts into halves, then quarters."""
+    """Order all sizes, by turns of each shape.
+
+    First come those that divide a shape's counts into halves, then quarters.
+    """
     turns = [spread([(count, *shape) for count in sorted(counts)]) for shape, counts in sizes.items()]
     return [size for turn in itertools.zip_longest(*turns) for size in turn if size is not None]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles every kernel that fused experts can need, before the server says that it is ready.
+"""Compiles every kernel that fused experts can need, before the server is ready.
 
 Reads the token counts for which vLLM has tuned its Triton kernel.
 """
@@ -42,7 +42,7 @@ Layers = list[tuple[RoutedExperts, BlockFp8ExpertsMethod, ExpertRoute]]
 
 
 def expert_layers(model: nn.Module) -> Layers:
-    """What is to be warmed up."""
+    """Find the layers to warm up."""
     layers: dict[object, tuple[RoutedExperts, BlockFp8ExpertsMethod, ExpertRoute]] = {}
     for module in model.modules():
         method = getattr(module, "quant_method", None)

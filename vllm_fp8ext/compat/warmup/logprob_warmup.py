@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles vLLM's kernel for log-probabilities for as many tokens as a request may ask for, before the server is ready.
+"""Compiles vLLM's kernel for log-probabilities before the server is ready.
 
-A trainer asks for those of the sampled tokens, for which vLLM's warm-up compiles nothing. While that runs,
-`compute_token_logprobs` is replaced.
+It does so for as many tokens as a request may ask for. A trainer asks for those of the sampled tokens, for which vLLM's
+warm-up compiles nothing. While that runs, `compute_token_logprobs` is replaced.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles what quantizes weights, on load and on update, before the server says that it is ready."""
+"""Compiles what quantizes weights, on load and on update, before the server is ready."""
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def warm_up_quantizers(codes_NK: Tensor, scales_NbKb: Tensor, scale_format: ScaleFormat) -> None:
-    """Quantize values for weights as wide as this one whose codes and scales lie as its do: kernels differ by whether blocks
-    are whole, and by whether sizes and distances are multiples of 16."""
+    """Quantize values for weights as wide as this one, laid out alike.
+
+    Kernels differ by whether blocks are whole, and by whether sizes and distances are multiples of 16.
+    """
     rows = codes_NK.shape[0]
     few = codes_NK[: min(rows, BLOCK) + rows % BLOCK]
     codes, scales = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles every kernel that the model can need, before the server says that it is ready.
+"""Compiles every kernel that the model can need, before the server is ready.
 
 Numbers of tokens are those of the registered kernels (`GemmKernel.warmup_shapes`).
 """
@@ -49,9 +49,11 @@ Layers: TypeAlias = dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]
 
 @torch.inference_mode()
 def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None) -> None:
-    """Run each kernel once for every shape of weight in `model`, of one served model or several, for up to `max_tokens`;
-    machine code is compiled on all cores first, DeepGEMM's in processes beside this one while it makes all others. `sampler`:
-    of an engine whose masks of logits are compiled too."""
+    """Run each kernel once for every shape of weight in `model`, for up to `max_tokens`.
+
+    `model`: one served model, or several in one module. Machine code is compiled on all cores first, DeepGEMM's in processes
+    beside this one while it makes all others. `sampler`: of an engine whose masks of logits are compiled too.
+    """
     start = time.perf_counter()
     layers: Layers = {}
     for module in model.modules():
@@ -145,7 +147,7 @@ def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> Non
 
 
 def _quantize(gate_up_M2K: torch.Tensor, form: ScaleFormat) -> None:
-    """By every kernel that quantizes activations, but a norm."""
+    """Quantize activations by every kernel that does, but a norm."""
     x_MK = gate_up_M2K[:, : gate_up_M2K.shape[1] // 2].contiguous()
     for activation in ACTIVATIONS:
         gated_quantize(gate_up_M2K, activation, form)

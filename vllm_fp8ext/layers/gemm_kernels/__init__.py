@@ -19,15 +19,15 @@ for _kernel in (*LARGE_M, DECODE_GEMM_KERNEL):
 
 
 def usable(n: int, k: int, dtype: str) -> list[str]:
-    """Name the kernels for large M that multiply by a weight `[n, k]` here, the fastest first.
+    """Name the kernels for large M that run here, the fastest first.
 
-    `dtype`: of activations, as torch names it.
+    `n`, `k`: of the weight `[n, k]` on this rank. `dtype`: of activations, as torch names it.
     """
     return [kernel.name for kernel in LARGE_M if kernel.takes(n, k, dtype) and kernel.supports(n, k, dtype)]
 
 
 def rows_multiple(dtype: str) -> int:
-    """Return the smallest multiple of rows with which some kernel for large M takes a weight.
+    """Return the smallest multiple of rows that a kernel for large M takes.
 
     `dtype`: of activations, as torch names it.
     """

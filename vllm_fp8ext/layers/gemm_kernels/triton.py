@@ -51,9 +51,9 @@ def supports(n: int, k: int, dtype: str) -> bool:
 
 
 def block_sizes(n: int, k: int) -> dict[int, str]:
-    """Return sizes of the kernel's blocks, as text, by the number of tokens that vLLM tuned them for on this GPU.
+    """Return sizes of the kernel's blocks by the number of tokens they were tuned for.
 
-    Empty where it takes the same for all.
+    Sizes are text, tuned by vLLM on this GPU. Empty where it takes the same for all.
     """
     import vllm.envs as envs
     from vllm.model_executor.layers.quantization.utils.fp8_utils import get_w8a8_block_fp8_configs

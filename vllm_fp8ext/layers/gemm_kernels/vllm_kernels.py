@@ -16,7 +16,10 @@ USES: dict[str, tuple[str, ...]] = {
 
 @cache
 def vllm_supports(kernel: str, n: int, k: int, dtype: str) -> bool:
-    """Ask vLLM's class of this name, for a weight `[n, k]` and activations of this dtype (torch's name)."""
+    """Ask vLLM's class of this name.
+
+    `n`, `k`: of the weight `[n, k]`. `dtype`: of activations, as torch names it.
+    """
     import torch
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
