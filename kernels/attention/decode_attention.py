@@ -193,15 +193,15 @@ class DecodeAttention:
     def _spread(self, requests: int) -> int:
         """Warps that add up one head's parts: more where few requests have many parts each."""
         most = self.config.warps & -self.config.warps
-        wanted = self.shares // requests // 4
-        return min(most, 1 << max(0, wanted.bit_length() - 1)) if wanted else 1
+        pieces = self.shares // requests // 4
+        return min(most, 1 << max(0, pieces.bit_length() - 1)) if pieces else 1
 
     def _holds(self, cache: Tensor) -> bool:
-        given = cache.dtype, cache.shape, cache.stride(), cache.data_ptr() % 16
-        if given != self._held:
+        layout = cache.dtype, cache.shape, cache.stride(), cache.data_ptr() % 16
+        if layout != self._held:
             if not self._can_hold(cache):
                 return False
-            self._held = given  # those of an engine's layers are alike
+            self._held = layout  # those of an engine's layers are alike
         return True
 
     def _can_hold(self, cache: Tensor) -> bool:

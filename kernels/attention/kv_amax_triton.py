@@ -104,8 +104,8 @@ def _kv_amax(
 ):
     """One program: the tiles `p`, `p + P`, … of one head of K, of V or of Q."""
     program, head, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    own = (side * tl.num_programs(1) + head) * tl.num_programs(0) + program
-    amax_P, saturated_P = amax_3GP + own, saturated_3GP + own
+    slot = (side * tl.num_programs(1) + head) * tl.num_programs(0) + program
+    amax_P, saturated_P = amax_3GP + slot, saturated_3GP + slot
     if side == 0:
         scale = tl.load(k_scale + head * K_PER_HEAD)
         tokens = _seen(

@@ -39,8 +39,8 @@ def next_scales(
     another is exact.
     """
     known = torch.isfinite(amax) & (amax > 0)
-    found = scale_of(torch.where(known, amax, 1.0).float() * 2.0**margin, scale_format)
-    return torch.where(known & torch.isfinite(found), found, served.to(amax.device))
+    scales = scale_of(torch.where(known, amax, 1.0).float() * 2.0**margin, scale_format)
+    return torch.where(known & torch.isfinite(scales), scales, served.to(amax.device))
 
 
 def quantize(values_TGD: Tensor, scales_G: Tensor) -> Tensor:
@@ -89,9 +89,9 @@ def fit_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Fit]:
         for group in groups
     ]
     rows = torch.cat(sums).tolist() if sums else []
-    found = dict(zip((index for group in groups for index in group), rows, strict=True))
+    losses = dict(zip((index for group in groups for index in group), rows, strict=True))
     return [
-        Fit(values.numel(), int(found[index][0]), *found[index][1:])
+        Fit(values.numel(), int(losses[index][0]), *losses[index][1:])
         for index, (values, _) in enumerate(pairs)
     ]
 

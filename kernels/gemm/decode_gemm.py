@@ -160,60 +160,67 @@ def _check(
     bias_N: Tensor | None,
     config: TileConfig | None,
 ) -> None:
-    (m, k), n = x_MK.shape, codes_NK.shape[0]
-    dtype = torch.bfloat16 if x_scales_MKb is None else reference.FP8_DTYPE
-    problems = [
-        text
-        for text, wrong in (
-            (
-                f"{decode_gemm_configs.TOKENS[-1]} tokens at most, found {m}",
-                not 0 < m <= decode_gemm_configs.TOKENS[-1],
-            ),
-            (f"weights of {k} columns, found {codes_NK.shape[1]}", codes_NK.shape[1] != k),
-            (f"columns in multiples of 16, found {k}", k % 16 != 0),
-            (f"{_KINDS[dtype]} activations, found {x_MK.dtype}", x_MK.dtype != dtype),
-            (
-                f"fp32 scales of activations [{m}, {blocks(k)}] with adjacent tokens, aligned columns",
-                x_scales_MKb is not None
-                and (
-                    tuple(x_scales_MKb.shape) != (m, blocks(k))
-                    or x_scales_MKb.dtype != torch.float32
-                    or not _columns_aligned(x_scales_MKb)
-                ),
-            ),
-            (f"E4M3 codes, found {codes_NK.dtype}", codes_NK.dtype != torch.float8_e4m3fn),
-            (
-                f"contiguous fp32 scales [{blocks(n)}, {blocks(k)}], found {list(scales_NbKb.shape)}",
-                tuple(scales_NbKb.shape) != (blocks(n), blocks(k))
-                or scales_NbKb.dtype != torch.float32
-                or not scales_NbKb.is_contiguous(),
-            ),
-            (
-                f"a tile config that fits, found {config}",
-                config is not None
-                and 0 < m <= decode_gemm_configs.TOKENS[-1]
-                and not config.fits(decode_gemm_configs.width(m), k),
-            ),
-            (
-                "quantized activations for the ring",
-                config is not None and config.stream and x_scales_MKb is None,
-            ),
-            ("rows of activations that begin at multiples of 16 bytes", not aligned(x_MK)),
-            ("rows of weights that begin at multiples of 16 bytes", not aligned(codes_NK)),
-            (
-                f"a contiguous BF16 bias [{n}]",
-                bias_N is not None
-                and (
-                    bias_N.dtype != torch.bfloat16
-                    or tuple(bias_N.shape) != (n,)
-                    or not bias_N.is_contiguous()
-                ),
-            ),
-        )
-        if wrong
-    ]
+    """Raise `ValueError` naming everything that the kernel does not take."""
+    faults = {
+        **_activation_faults(x_MK, x_scales_MKb, codes_NK.shape[1]),
+        **_weight_faults(codes_NK, scales_NbKb, bias_N),
+        **_config_faults(config, *x_MK.shape, quantized=x_scales_MKb is not None),
+    }
+    problems = [text for text, wrong in faults.items() if wrong]
     if problems:
         raise ValueError(f"decode_gemm: expected {'; '.join(problems)}")
+
+
+def _activation_faults(x_MK: Tensor, x_scales_MKb: Tensor | None, columns: int) -> dict[str, bool]:
+    """Return each requirement of activations, and whether it is broken."""
+    (m, k), most = x_MK.shape, decode_gemm_configs.TOKENS[-1]
+    dtype = torch.bfloat16 if x_scales_MKb is None else reference.FP8_DTYPE
+    return {
+        f"{most} tokens at most, found {m}": not 0 < m <= most,
+        f"weights of {k} columns, found {columns}": columns != k,
+        f"columns in multiples of 16, found {k}": k % 16 != 0,
+        f"{_KINDS[dtype]} activations, found {x_MK.dtype}": x_MK.dtype != dtype,
+        f"fp32 scales of activations [{m}, {blocks(k)}] with adjacent tokens, aligned columns": (
+            x_scales_MKb is not None
+            and (
+                tuple(x_scales_MKb.shape) != (m, blocks(k))
+                or x_scales_MKb.dtype != torch.float32
+                or not _columns_aligned(x_scales_MKb)
+            )
+        ),
+        "rows of activations that begin at multiples of 16 bytes": not aligned(x_MK),
+    }
+
+
+def _weight_faults(codes_NK: Tensor, scales_NbKb: Tensor, bias_N: Tensor | None) -> dict[str, bool]:
+    """Return each requirement of a weight and its bias, and whether it is broken."""
+    n, k = codes_NK.shape
+    return {
+        f"E4M3 codes, found {codes_NK.dtype}": codes_NK.dtype != torch.float8_e4m3fn,
+        f"contiguous fp32 scales [{blocks(n)}, {blocks(k)}], found {list(scales_NbKb.shape)}": (
+            tuple(scales_NbKb.shape) != (blocks(n), blocks(k))
+            or scales_NbKb.dtype != torch.float32
+            or not scales_NbKb.is_contiguous()
+        ),
+        "rows of weights that begin at multiples of 16 bytes": not aligned(codes_NK),
+        f"a contiguous BF16 bias [{n}]": (
+            bias_N is not None
+            and (bias_N.dtype != torch.bfloat16 or tuple(bias_N.shape) != (n,) or not bias_N.is_contiguous())
+        ),
+    }
+
+
+def _config_faults(config: TileConfig | None, m: int, k: int, *, quantized: bool) -> dict[str, bool]:
+    """Return each requirement of a tile config, and whether it is broken."""
+    if config is None:
+        return {}
+    known = 0 < m <= decode_gemm_configs.TOKENS[-1]
+    return {
+        f"a tile config that fits, found {config}": (
+            known and not config.fits(decode_gemm_configs.width(m), k)
+        ),
+        "quantized activations for the ring": config.stream and not quantized,
+    }
 
 
 def _columns_aligned(scales_MKb: Tensor) -> bool:

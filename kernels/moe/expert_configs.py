@@ -108,9 +108,9 @@ def expert_route(
     Raises:
         ValueError: a kernel that the user chose does not take the layer here, or nothing does.
     """
-    asked = [("fused", fused_tokens), ("triton", triton_tokens), (gemm, gemm)]
-    for kernel, wanted in asked:
-        if wanted and kernel not in usable:
+    chosen_kernels = [("fused", fused_tokens), ("triton", triton_tokens), (gemm, gemm)]
+    for kernel, setting in chosen_kernels:
+        if setting and kernel not in usable:
             able = ", ".join(usable) or "none"
             raise ValueError(f"{kernel}: does not take these experts here; those that do: {able}")
     order = [name for name in LARGE_M_KERNELS if name in usable and not (batch_invariant and name == "fused")]
@@ -118,9 +118,9 @@ def expert_route(
         raise ValueError("no FP8 kernel takes these experts here")
     last = cast("Kernel", gemm or order[0])
 
-    def most(load: float, kernel: str, wanted: int | None) -> int:
-        if wanted is not None:
-            return wanted
+    def most(load: float, kernel: str, setting: int | None) -> int:
+        if setting is not None:
+            return setting
         if batch_invariant or kernel not in usable or last == kernel:
             return 0
         return int(load * experts / chosen)

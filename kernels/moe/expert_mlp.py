@@ -84,10 +84,10 @@ def _gate_up(
     gate_rows = gate_up_E2PK + (owner * 2 * P + rows) * K
     if EARLY:
         if AHEAD:
-            wanted = owner >= 0
+            has_tokens = owner >= 0
             if not ALONE:
-                wanted = has_slot(experts_S, expert, S, SCANNED)
-            if wanted:
+                has_tokens = has_slot(experts_S, expert, S, SCANNED)
+            if has_tokens:
                 prefetch_rows(gate_rows, min(K, AHEAD * SIZE), K - 1, ROWS, SIZE)
                 prefetch_rows(gate_rows + P * K, min(K, AHEAD * SIZE), K - 1, ROWS, SIZE)
         tl.extra.cuda.gdc_wait()
@@ -184,8 +184,8 @@ def _down(
     down_rows = down_EKP + (owner * K + tl.minimum(rows, K - 1)) * P
     if EARLY:
         if AHEAD:
-            wanted = (owner >= 0) & (count > 0)
-            if wanted:
+            has_tokens = (owner >= 0) & (count > 0)
+            if has_tokens:
                 prefetch_rows(down_rows, min(P, AHEAD * SIZE), P - 1, ROWS, SIZE)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -235,16 +235,7 @@ def expert_mlp(
     """
     (m, k), (e, height, _), t = x_MK.shape, gate_up_E2PK.shape, experts_MT.shape[1]
     p, s = height // 2, m * t
-    if (
-        p % BLOCK
-        or config.rows not in (64, BLOCK)
-        or config.down_rows not in (64, BLOCK)
-        or x_MK.stride(1) != 1
-    ):
-        raise ValueError(
-            f"expert_mlp: expected an intermediate size in multiples of {BLOCK}, contiguous columns and parts of 64 or "
-            f"{BLOCK} rows, found {p}, strides {x_MK.stride()} and {config}"
-        )
+    _require(p, x_MK, config)
     if not s:
         return torch.zeros_like(x_MK)
     device, early = x_MK.device, x_MK.is_cuda
@@ -288,6 +279,20 @@ def expert_mlp(
         **common,
     )
     return expert_sum(parts, None, weights_MT, experts_MT, x_MK.dtype)
+
+
+def _require(p: int, x_MK: Tensor, config: ExpertTileConfig) -> None:
+    """Raise `ValueError` unless the kernels take these sizes."""
+    if (
+        p % BLOCK
+        or config.rows not in (64, BLOCK)
+        or config.down_rows not in (64, BLOCK)
+        or x_MK.stride(1) != 1
+    ):
+        raise ValueError(
+            f"expert_mlp: expected an intermediate size in multiples of {BLOCK}, contiguous columns and parts of 64 or "
+            f"{BLOCK} rows, found {p}, strides {x_MK.stride()} and {config}"
+        )
 
 
 def _codes(tensor: Tensor) -> Tensor:

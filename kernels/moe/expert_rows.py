@@ -67,8 +67,8 @@ def expert_rows_reference(experts_MT: Tensor, experts: int, align: int) -> Exper
         ends.append(row)
     used = -(-row // align) * align
     device = experts_MT.device
-    found = (slots, owners, places, ends, [used])
-    return ExpertRows(*(torch.tensor(part, dtype=torch.int32, device=device) for part in found))
+    fields = (slots, owners, places, ends, [used])
+    return ExpertRows(*(torch.tensor(part, dtype=torch.int32, device=device) for part in fields))
 
 
 @triton.jit(do_not_specialize=["S"])

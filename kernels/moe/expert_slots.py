@@ -103,13 +103,13 @@ def taken(slots_E, count, expert, first, S, room, ALONE: tl.constexpr, TOKENS: t
 @triton.jit
 def has_slot(experts_S, expert, S, SCANNED: tl.constexpr):
     """Tell whether a slot goes to the expert."""
-    found = tl.zeros((SCANNED,), tl.int32)
+    matches = tl.zeros((SCANNED,), tl.int32)
     for first in range(0, S, SCANNED):
         slots = first + tl.arange(0, SCANNED)
         # past the L1 cache, which may hold what lay there before
         chosen = tl.load(experts_S + slots, mask=slots < S, other=-1, cache_modifier=".cg")
-        found |= (chosen == expert).to(tl.int32)
-    return tl.max(found, axis=0) > 0
+        matches |= (chosen == expert).to(tl.int32)
+    return tl.max(matches, axis=0) > 0
 
 
 def expert_slots(

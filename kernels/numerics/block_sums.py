@@ -29,9 +29,9 @@ def _totals(sums_TC, bounds, totals_PC, STEP: tl.constexpr, COLUMNS: tl.constexp
 
 def added(sums_TC: Tensor, bounds: Tensor) -> Tensor:
     """fp64 `[P, C]`: the sum of each part, rows `bounds[p]` to `bounds[p + 1]` (int64 `[P + 1]`) of fp32 `[T, C]`."""
-    found = torch.empty(len(bounds) - 1, sums_TC.shape[1], dtype=torch.float64, device=sums_TC.device)
-    _totals[(len(found),)](sums_TC, bounds, found, STEP=_STEP, COLUMNS=sums_TC.shape[1])
-    return found
+    totals = torch.empty(len(bounds) - 1, sums_TC.shape[1], dtype=torch.float64, device=sums_TC.device)
+    _totals[(len(totals),)](sums_TC, bounds, totals, STEP=_STEP, COLUMNS=sums_TC.shape[1])
+    return totals
 
 
 def totals(parts: Sequence[Tensor]) -> Tensor:

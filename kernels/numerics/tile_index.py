@@ -29,6 +29,6 @@ class Tiles:
         """Room for what each program tells: fp32 `[programs, columns]`."""
         return torch.empty(len(self), columns, dtype=torch.float32, device=self.owners.device)
 
-    def added(self, told: Tensor) -> Tensor:
+    def added(self, sums: Tensor) -> Tensor:
         """Add up by tensor: fp64 `[tensors, columns]`."""
-        return block_sums.added(told, self._bounds)
+        return block_sums.added(sums, self._bounds)

@@ -214,11 +214,11 @@ def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple
     `shape`: rows and columns. `pitch`: bytes between rows. `box`: rows and columns of a copy. What lies outside the matrix is
     read as zeros."""
     storage = (ctypes.c_byte * (ctypes.sizeof(TensorMap) + 64))()
-    found = TensorMap.from_buffer(storage, -ctypes.addressof(storage) % 64)
+    tensor_map = TensorMap.from_buffer(storage, -ctypes.addressof(storage) % 64)
     uint8, no_interleave, swizzle_128, promote_256, zeros = 0, 0, 3, 3, 0
     call(
         "cuTensorMapEncodeTiled",
-        ctypes.byref(found),
+        ctypes.byref(tensor_map),
         uint8,
         2,
         ctypes.c_void_p(address),
@@ -231,7 +231,7 @@ def byte_matrix_map(address: int, shape: tuple[int, int], pitch: int, box: tuple
         promote_256,
         zeros,
     )
-    return found
+    return tensor_map
 
 
 def call(function: str, *arguments: Any) -> None:
@@ -278,12 +278,14 @@ def _driver(*, keeps_lock: bool = False) -> ctypes.CDLL:
 
 def nvrtc_files(entries: Iterable[str]) -> list[Path]:
     """NVRTC among the packages in these folders: the newest version first, and of one version that of the first folder."""
-    found = [
+    libraries = [
         path
         for entry in entries
         for path in (Path(entry) / "nvidia").glob("cu*/lib/libnvrtc.so.*")  # cu13, cuda_nvrtc
     ]
-    return sorted(found, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], reverse=True)
+    return sorted(
+        libraries, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], reverse=True
+    )
 
 
 @functools.cache

@@ -47,9 +47,9 @@ def unique_id() -> bytes:
 
     The caller's process listens for them from now on.
     """
-    found = _Id()
-    _call("ncclGetUniqueId", ctypes.byref(found))
-    return ctypes.string_at(ctypes.byref(found), ID_BYTES)
+    unique_id = _Id()
+    _call("ncclGetUniqueId", ctypes.byref(unique_id))
+    return ctypes.string_at(ctypes.byref(unique_id), ID_BYTES)
 
 
 class Communicator:
@@ -101,22 +101,22 @@ def _require(function: str, status: int) -> None:
     if status not in (_SUCCESS, _IN_PROGRESS):
         library = _library()
         texts = library.ncclGetErrorString(status), library.ncclGetLastError(None)
-        told = ": ".join(text.decode(errors="replace").strip() for text in texts if text)
-        raise NcclError(f"{function}: {told} ({status})")
+        message = ": ".join(text.decode(errors="replace").strip() for text in texts if text)
+        raise NcclError(f"{function}: {message} ({status})")
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     """Open the NCCL that this process has loaded, else torch's, else the system's."""
     name = "libnccl.so.2"
-    found = None
+    library = None
     with contextlib.suppress(OSError):
-        found = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     for path in (Path(entry) / "nvidia/nccl/lib" / name for entry in sys.path):
-        if found is None and path.is_file():
-            found = ctypes.CDLL(str(path))
+        if library is None and path.is_file():
+            library = ctypes.CDLL(str(path))
     try:
-        found = found or ctypes.CDLL(name)
+        library = library or ctypes.CDLL(name)
     except OSError as error:
         raise NcclError(f"found no NCCL: {error}") from None
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
@@ -129,6 +129,6 @@ def _library() -> ctypes.CDLL:
         "ncclGetErrorString": [integer],
         "ncclGetLastError": [pointer],
     }.items():
-        getattr(found, function).argtypes = types
-    found.ncclGetErrorString.restype = found.ncclGetLastError.restype = ctypes.c_char_p
-    return found
+        getattr(library, function).argtypes = types
+    library.ncclGetErrorString.restype = library.ncclGetLastError.restype = ctypes.c_char_p
+    return library

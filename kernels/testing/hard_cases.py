@@ -114,10 +114,10 @@ def experts(
     scales = [
         torch.empty(count, *(reference.blocks(s) for s in part.shape[1:]), device=device) for part in codes
     ]
-    for index, (part, own) in enumerate(zip(codes, scales, strict=True)):
+    for index, (part, scale) in enumerate(zip(codes, scales, strict=True)):
         for expert in range(count):
             values = weight(part.shape[1], part.shape[2], device, seed + 2 * expert + index)
-            part[expert], own[expert] = reference.quantize_weight(values, scale_format)
+            part[expert], scale[expert] = reference.quantize_weight(values, scale_format)
     return ExpertCase(
         activations(m, hidden, device, seed),
         codes[0],

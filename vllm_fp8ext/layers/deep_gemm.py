@@ -26,9 +26,9 @@ def compiler() -> str:
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     listed = [os.environ.get("DG_JIT_NVCC_COMPILER"), shutil.which("nvcc")]
     listed += [f"{home}/bin/nvcc" for home in homes if home]
-    found = next((Path(path) for path in listed if path and Path(path).is_file()), None)
-    changed = found.stat().st_mtime_ns if found else None
-    return f"{found} {changed} {[os.environ.get(name) for name in _CHOICES]}"
+    nvcc = next((Path(path) for path in listed if path and Path(path).is_file()), None)
+    changed = nvcc.stat().st_mtime_ns if nvcc else None
+    return f"{nvcc} {changed} {[os.environ.get(name) for name in _CHOICES]}"
 
 
 @torch.inference_mode()

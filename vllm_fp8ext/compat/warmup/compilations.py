@@ -31,10 +31,10 @@ def counts() -> dict[str, int]:
 
     DeepGEMM tells no count: its kernels are those on disk, whoever compiled them.
     """
-    found = {"nvrtc": compile_counts.counts["nvrtc"], "triton": compile_counts.counts["triton"]}
-    found["deep_gemm"] = _deep_gemm_kernels(os.environ.get(_DEEP_GEMM_CACHE))
-    found["torch"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return found
+    compiled = {"nvrtc": compile_counts.counts["nvrtc"], "triton": compile_counts.counts["triton"]}
+    compiled["deep_gemm"] = _deep_gemm_kernels(os.environ.get(_DEEP_GEMM_CACHE))
+    compiled["torch"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return compiled
 
 
 def _deep_gemm_kernels(folder: str | None) -> int:

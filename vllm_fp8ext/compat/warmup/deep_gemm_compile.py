@@ -71,8 +71,8 @@ def _compile_once(folder: Path, sizes: Sizes, device: torch.device) -> None:
     """Unless that was done before, with this vLLM and compiler on such a GPU; the ranks of one machine wait for the first."""
     folder.mkdir(parents=True, exist_ok=True)
     origin = [vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device), compiler()]
-    told = json.dumps([origin, [[shape, sizes[shape]] for shape in sorted(sizes)]])
-    done = folder / f"fp8ext-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    key = json.dumps([origin, [[shape, sizes[shape]] for shape in sorted(sizes)]])
+    done = folder / f"fp8ext-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     with (folder / "fp8ext-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
@@ -109,8 +109,8 @@ def _run(sizes: Sequence[Size], count: int, device: torch.device) -> bool:
             if process.poll() != 0:
                 failed += 1
                 errors.seek(0)
-                told = errors.read().decode(errors="replace")[-300:] or f"not done after {_SECONDS} s"
-                logger.warning("blockfp8: compiling ahead failed: %s", told)
+                message = errors.read().decode(errors="replace")[-300:] or f"not done after {_SECONDS} s"
+                logger.warning("blockfp8: compiling ahead failed: %s", message)
     return not failed
 
 
