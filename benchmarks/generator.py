@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     cases = []
-    line = [sys.executable, "-m", "vllm_fp8ext.loadtest.trivial", "--port", str(PORT)]
+    line = [sys.executable, "-m", "vllm_fp8ext.loadtest.trivial_server", "--port", str(PORT)]
     with subprocess.Popen([*line, "--interval", str(INTERVAL)]) as server:
         time.sleep(2)
         try:

@@ -70,7 +70,7 @@ def _write(
 ) -> None:
     write_cases(options.out, origin, cases)
     if options.page:
-        from vllm_fp8ext.loadtest.page import page
+        from vllm_fp8ext.loadtest.html_report import page
 
         options.page.write_text(page(reports))
 

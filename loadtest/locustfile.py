@@ -18,9 +18,9 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.loadtest import options
-from vllm_fp8ext.loadtest.load import Load, named_by
+from vllm_fp8ext.loadtest.locust_run import Load, named_by
 from vllm_fp8ext.loadtest.report import INVALID
-from vllm_fp8ext.loadtest.rollout import BEGIN, DONE
+from vllm_fp8ext.loadtest.rollout_steps import BEGIN, DONE
 
 GIVEN: dict[int, tuple[str, str]] = {}
 """What the command line names, for each environment of this process."""

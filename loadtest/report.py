@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a run: tables in the terminal, `report.json`, and `report.html` (`page.py`)."""
+"""What is left of a run: tables in the terminal, `report.json`, and `report.html` (`html_report.py`)."""
 
 import datetime
 import json
@@ -18,13 +18,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_fp8ext.environment import cores
-from vllm_fp8ext.loadtest import direct
-from vllm_fp8ext.loadtest.analysis import analyse
+from vllm_fp8ext.loadtest import http_client
+from vllm_fp8ext.loadtest.html_report import page
 from vllm_fp8ext.loadtest.latency import PERCENTILES, percentile_name
-from vllm_fp8ext.loadtest.page import page
 from vllm_fp8ext.loadtest.records import Run
-from vllm_fp8ext.loadtest.series import series
+from vllm_fp8ext.loadtest.run_metrics import analyse
 from vllm_fp8ext.loadtest.slo import LATENCIES, Slo, verdicts
+from vllm_fp8ext.loadtest.time_series import series
 
 BROKEN_SLO, INVALID = 1, 2
 """Exit codes. A run that is refused before it begins ends as an invalid one does."""
@@ -64,7 +64,7 @@ def provenance(url: str) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     try:
-        with direct.client(timeout=5) as client:
+        with http_client.client(timeout=5) as client:
             server = client.get(f"{url}/version").json()
     except (httpx.HTTPError, ValueError):
         server = None

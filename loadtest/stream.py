@@ -16,9 +16,9 @@ import gevent
 from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError
 
-from vllm_fp8ext.loadtest.parts import count
 from vllm_fp8ext.loadtest.prompts import Prompt
 from vllm_fp8ext.loadtest.records import TIMEOUT, UNFINISHED, Request, Span, short
+from vllm_fp8ext.loadtest.token_counter import count
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 LONGEST_REFUSAL = 16_384

@@ -268,7 +268,7 @@ def kv_accuracy(arguments: tuple[str, ...]) -> None:
 @click.option("--out", default="report.html", show_default=True, type=click.Path(path_type=Path))
 def bench_report(reports: tuple[Path, ...], out: Path) -> None:
     """Make one page of several runs, side by side, from their report.json."""
-    from vllm_fp8ext.loadtest.page import page, report_in
+    from vllm_fp8ext.loadtest.html_report import page, report_in
 
     out.write_text(page([report_in(path) for path in reports]))
     click.echo(out)

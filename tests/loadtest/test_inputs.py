@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_fp8ext.loadtest.arrivals import timetable
 from vllm_fp8ext.loadtest.command import command
 from vllm_fp8ext.loadtest.options import Options
 from vllm_fp8ext.loadtest.prompts import FIRST_TOKEN, Lengths, Prompt, Shared, prompts
 from vllm_fp8ext.loadtest.slo import Slo, verdicts
-from vllm_fp8ext.loadtest.timetable import timetable
 
 
 def some(count: int, seed: str = "0", **more: object) -> list[Prompt]:

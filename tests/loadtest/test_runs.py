@@ -21,7 +21,7 @@ import pytest
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.environment import ADMIN_KEY, API_KEY
 from vllm_fp8ext.loadtest.command import LOCUSTFILE
-from vllm_fp8ext.loadtest.weights import Pusher
+from vllm_fp8ext.loadtest.weight_updates import Pusher
 
 pytestmark = pytest.mark.alone
 INTERVAL = 0.02
@@ -32,7 +32,12 @@ class Trivial:
 
     def __init__(self, port: int, *program: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        line = [sys.executable, *(program or ("-m", "vllm_fp8ext.loadtest.trivial")), "--port", str(port)]
+        line = [
+            sys.executable,
+            *(program or ("-m", "vllm_fp8ext.loadtest.trivial_server")),
+            "--port",
+            str(port),
+        ]
         self.process = subprocess.Popen([*line, "--interval", str(INTERVAL)])
         for _ in range(200):
             try:
@@ -63,7 +68,7 @@ def crashing(unused_port: int) -> Iterator[Trivial]:
 
 @pytest.fixture
 def strict(unused_port: int) -> Iterator[Trivial]:
-    server = Trivial(unused_port, str(Path(__file__).with_name("strict.py")))
+    server = Trivial(unused_port, str(Path(__file__).with_name("strict_server.py")))
     yield server
     server.stop()
 
@@ -357,7 +362,7 @@ def test_an_update_whose_process_ends_is_a_failed_update(strict: Trivial) -> Non
 def test_a_process_that_has_refused_says_no_more_when_it_is_told_to_end() -> None:
     """As late as that may come: while its interpreter shuts down."""
     late = "atexit.register(os.kill, os.getpid(), signal.SIGTERM)"
-    code = f"import atexit, os, signal; from vllm_fp8ext.loadtest import weights; {late}; weights.main()"
+    code = f"import atexit, os, signal; from vllm_fp8ext.loadtest import weight_updates; {late}; weight_updates.main()"
     options = {
         "through": "fp8ext",
         "url": "http://127.0.0.1:9",

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_fp8ext.loadtest.stock import Routes
+from vllm_fp8ext.loadtest.vllm_dev_routes import Routes
 
 SERVE = ("--weight-transfer-config", json.dumps({"backend": "ipc"}))
 """What `vllm serve` is told."""

@@ -229,7 +229,7 @@ def _stock(
 ) -> Iterator[Push]:
     """By vLLM's own means."""
     if transport == "reload":
-        from vllm_fp8ext.loadtest.weights import Stock
+        from vllm_fp8ext.loadtest.weight_updates import Stock
 
         stock = {name: Stock(server.url, [path]) for name, path in folders.items()}
 

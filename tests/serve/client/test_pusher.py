@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_fp8ext.loadtest.weights import Pusher
+from vllm_fp8ext.loadtest.weight_updates import Pusher
 
 from .server import KEY, Handler, Server, chunk
 

@@ -7,7 +7,7 @@ import os
 import shutil
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.loadtest import trivial
+from vllm_fp8ext.loadtest import trivial_server
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.schema import PREFIX, PROBLEM, Weights
 
@@ -20,7 +20,7 @@ SERVED = Weights(
 )  # fmt: skip
 
 
-class Strict(trivial.Connection):
+class Strict(trivial_server.Connection):
     head = b""
 
     def data_received(self, data: bytes) -> None:
@@ -62,5 +62,5 @@ class Strict(trivial.Connection):
 
 
 if __name__ == "__main__":
-    trivial.Connection = Strict  # type: ignore[misc]  # what this server makes for each client
-    trivial.main()
+    trivial_server.Connection = Strict  # type: ignore[misc]  # what this server makes for each client
+    trivial_server.main()

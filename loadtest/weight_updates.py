@@ -22,7 +22,7 @@ import httpx
 from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.loadtest.records import Update, short
-from vllm_fp8ext.loadtest.stock import Routes
+from vllm_fp8ext.loadtest.vllm_dev_routes import Routes
 from vllm_fp8ext.serve.client import Client
 
 READY = "ready"
@@ -132,7 +132,7 @@ class Pusher:
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        line = [sys.executable, "-m", "vllm_fp8ext.loadtest.weights"]
+        line = [sys.executable, "-m", "vllm_fp8ext.loadtest.weight_updates"]
         pipe = gevent.subprocess.PIPE
         self._process = gevent.subprocess.Popen(line, stdin=pipe, stdout=pipe)
         self._pushes = itertools.count(1)

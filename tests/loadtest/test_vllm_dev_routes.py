@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fp8ext.loadtest.weights import Stock
+from vllm_fp8ext.loadtest.weight_updates import Stock
 
 PAUSE = "/pause?mode=keep&clear_cache=false"
 

@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from vllm_fp8ext.loadtest.analysis import analyse
-from vllm_fp8ext.loadtest.effects import effects, lies, staleness
 from vllm_fp8ext.loadtest.records import (
     TIMEOUT,
     UNFINISHED,
@@ -20,8 +18,10 @@ from vllm_fp8ext.loadtest.records import (
     plain,
     request_of,
 )
-from vllm_fp8ext.loadtest.series import series
+from vllm_fp8ext.loadtest.run_metrics import analyse
 from vllm_fp8ext.loadtest.slo import Slo
+from vllm_fp8ext.loadtest.time_series import series
+from vllm_fp8ext.loadtest.update_effects import effects, lies, staleness
 
 
 def stream(start: float, stop: float, every: float = 0.1, pause: tuple[float, float] = (0.0, 0.0)) -> Request:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_fp8ext.loadtest.effects import effects, lies, staleness
+from vllm_fp8ext.loadtest.error_summary import most_frequent, remarks
 from vllm_fp8ext.loadtest.latency import end_to_end, gaps, summary, tpot, ttft
 from vllm_fp8ext.loadtest.records import TIMEOUT, UNFINISHED, Request, Run
-from vllm_fp8ext.loadtest.remarks import most_frequent, remarks
 from vllm_fp8ext.loadtest.slo import Slo
+from vllm_fp8ext.loadtest.update_effects import effects, lies, staleness
 
 LATEST_DELAY = 0.010
 """Seconds that a generator may send or wake up late (99th percentile) for its run to be valid."""

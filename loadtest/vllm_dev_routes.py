@@ -5,14 +5,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_fp8ext.loadtest import direct
+from vllm_fp8ext.loadtest import http_client
 
 
 class Routes:
     """Of the server at `url`."""
 
     def __init__(self, url: str) -> None:
-        self._http = direct.client(base_url=url, timeout=600)
+        self._http = http_client.client(base_url=url, timeout=600)
 
     def call(self, path: str, **arguments: Any) -> None:
         """POST.

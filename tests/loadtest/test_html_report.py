@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from vllm_fp8ext.loadtest import report
-from vllm_fp8ext.loadtest.page import page
+from vllm_fp8ext.loadtest.html_report import page
 from vllm_fp8ext.loadtest.records import Request, Run, Scrape, Span, Step, Update
 
 

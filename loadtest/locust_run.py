@@ -16,16 +16,16 @@ from locust.runners import DistributedRunner, WorkerRunner
 
 from vllm_fp8ext.environment import API_KEY, key_of
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.loadtest import direct, report
+from vllm_fp8ext.loadtest import http_client, report
 from vllm_fp8ext.loadtest import options as options_of
+from vllm_fp8ext.loadtest.arrivals import timetable
 from vllm_fp8ext.loadtest.latency import ttft
+from vllm_fp8ext.loadtest.metrics_scraper import scrape_forever
 from vllm_fp8ext.loadtest.prompts import Lengths, Prompt, Shared, prompts
 from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Update, plain, request_of, short
-from vllm_fp8ext.loadtest.rollout import Rollouts
-from vllm_fp8ext.loadtest.scraper import scrape_forever
+from vllm_fp8ext.loadtest.rollout_steps import Rollouts
 from vllm_fp8ext.loadtest.stream import Asker, Target
-from vllm_fp8ext.loadtest.timetable import timetable
-from vllm_fp8ext.loadtest.weights import Pusher
+from vllm_fp8ext.loadtest.weight_updates import Pusher
 
 HEARTBEAT_SECONDS = 0.02
 LEAD_SECONDS = 0.2
@@ -251,7 +251,7 @@ def _model(url: str, key: str | None, named: str | None) -> str:
     one that is not there is told before the load."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with direct.client(timeout=30) as client:
+        with http_client.client(timeout=30) as client:
             answer = client.get(f"{url}/v1/models", headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A streaming server that does nothing but send tokens at fixed times: what the load generator itself is measured against.
 
-    python -m vllm_fp8ext.loadtest.trivial --port 8001 --interval 0.02
+    python -m vllm_fp8ext.loadtest.trivial_server --port 8001 --interval 0.02
 
 It answers `/v1/completions` and `/v1/chat/completions` as vLLM does, with `max_tokens` tokens, `/v1/models`, `/version` and
 `/metrics` (of vLLM's, the number of requests that were answered in full).

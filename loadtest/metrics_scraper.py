@@ -7,7 +7,7 @@ import gevent
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_fp8ext.loadtest import direct
+from vllm_fp8ext.loadtest import http_client
 from vllm_fp8ext.loadtest.records import Scrape
 
 NAMES = {
@@ -35,7 +35,7 @@ def parse(text: str) -> dict[str, float]:
 
 def scrape_forever(url: str, every: float, into: list[Scrape]) -> None:
     """Scrape until killed; a server that does not answer is left out."""
-    with direct.client(timeout=10) as client:
+    with http_client.client(timeout=10) as client:
         while True:
             at = time.monotonic()
             try:
