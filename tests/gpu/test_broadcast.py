@@ -91,7 +91,7 @@ def received(receiver: BroadcastReceiver, group: Group, n: int, tensors: dict[st
     thread = threading.Thread(target=send)
     thread.start()
     try:
-        with torch.inference_mode(), receiver.opened(source, wanted) as bucket:
+        with torch.inference_mode(), receiver.receive(source, wanted) as bucket:
             for tensor in listed:
                 wanted_bytes = tensors[tensor.spec.name].contiguous().view(-1).view(torch.uint8)
                 found = bucket.read(tensor)
@@ -107,7 +107,7 @@ def refused(
 ) -> UpdateError:
     """How the rank gives up, in time, and with nothing left on its GPU."""
     begun = time.monotonic()
-    with pytest.raises(UpdateError) as error, receiver.opened(source, asked):
+    with pytest.raises(UpdateError) as error, receiver.receive(source, asked):
         pass
     torch.cuda.synchronize(RANK)
     assert time.monotonic() < begun + 2 * SECONDS
@@ -193,7 +193,7 @@ def test_a_trainer_that_dies(receiver: BroadcastReceiver, group: Group, when: st
         source = BroadcastSource(**json.loads(process.stdout.readline()), seconds=SECONDS)
         begun = time.monotonic()
         try:
-            with receiver.opened(source, wanted):
+            with receiver.receive(source, wanted):
                 assert when != "joined"
         except UpdateError as error:
             assert error.kind in ("transfer-timeout", "transfer-failed")  # noqa: PT017  it need not fail

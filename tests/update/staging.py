@@ -4,7 +4,7 @@
 from torch import Tensor
 
 from vllm_fp8ext.update.worker.stager import Stager
-from vllm_fp8ext.update.worker.staging_steps import TensorRows
+from vllm_fp8ext.update.worker.staging_steps import StagingInput
 from vllm_fp8ext.update.worker.verdicts import VerdictTable
 
 
@@ -13,5 +13,5 @@ def stage(
 ) -> VerdictTable:
     """Queue the staging of rows of a tensor; the table tells what became of them."""
     table = VerdictTable()
-    stager.stage(TensorRows(name, values, first, scales), table)
+    stager.stage(StagingInput(name, values, first, scales), table)
     return table

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.gather import Gather, groups, reads
+from vllm_fp8ext.update.transports.gather import Gather, group_tensors, read_items
 from vllm_fp8ext.update.transports.http.receiver import mapped_parts
-from vllm_fp8ext.update.transports.memory import Placed
-from vllm_fp8ext.update.transports.read_ahead import Raw, ReadAhead, Rows, Wanted
+from vllm_fp8ext.update.transports.memory import ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import RawBytes, ReadAhead, ReadItem, TensorRows
 
 CPU = torch.device("cpu")
 ROOM, OFFSET = 4096, 7
@@ -47,7 +47,7 @@ def body(of: Shapes) -> tuple[bytes, dict[str, Tensor], list[StoredTensor]]:
     return bytes(data), tensors, stored
 
 
-def read(data: bytes, of: Iterable[Wanted], way: str) -> Iterable[Rows | Raw]:
+def read(data: bytes, of: Iterable[ReadItem], way: str) -> Iterable[TensorRows | RawBytes]:
     if way == "mapped":
         mapped = mmap.mmap(-1, max(1, len(data)))
         mapped[: len(data)] = data
@@ -64,14 +64,14 @@ def read(data: bytes, of: Iterable[Wanted], way: str) -> Iterable[Rows | Raw]:
 def test_everything_comes_whole_and_in_order(way: str, of: Shapes, apart: set[str]) -> None:
     data, tensors, stored = body(of)
     gather = Gather(CPU, ROOM)
-    plan = gather.plan(stored, apart)
+    schedule = gather.copy_schedule(stored, apart)
     found: dict[str, Tensor] = {}
     together = set()
-    for part in gather.gathered(read(data, reads(plan), way), plan):
-        for rows in (part,) if isinstance(part, Rows) else part:
+    for part in gather.copy_groups(read(data, read_items(schedule), way), schedule):
+        for rows in (part,) if isinstance(part, TensorRows) else part:
             name = rows.stored.spec.name
             found[name] = torch.cat([found[name], rows.values]) if name in found else rows.values.clone()
-        if isinstance(part, Placed):
+        if isinstance(part, ResidentTensors):
             together |= {where.spec.name for where in part.tensors}
     assert list(found) == list(tensors)
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
@@ -81,18 +81,18 @@ def test_everything_comes_whole_and_in_order(way: str, of: Shapes, apart: set[st
 @given(shapes, numbers)
 def test_groups_fit_and_are_as_large_as_they_can_be(of: Shapes, apart: set[str]) -> None:
     _, _, stored = body(of)
-    listed = list(groups(stored, ROOM, apart))
+    listed = list(group_tensors(stored, ROOM, apart))
     for group in listed:
         assert group.tensors
         for where in group.tensors:
-            assert where.start % 16 == 0 or not group.stretches
-        for stretch, following in pairwise(group.stretches):
-            adjoin = stretch.stop == following.start
-            assert not adjoin or (stretch.at + stretch.stop - stretch.start) % 16, "neighbours are one"
-        for stretch in group.stretches:
-            assert stretch.at % 256 == 0
-            assert stretch.at + stretch.stop - stretch.start <= ROOM
+            assert where.start % 16 == 0 or not group.ranges
+        for part, following in pairwise(group.ranges):
+            adjoin = part.stop == following.start
+            assert not adjoin or (part.destination + part.stop - part.start) % 16, "neighbours are one"
+        for part in group.ranges:
+            assert part.destination % 256 == 0
+            assert part.destination + part.stop - part.start <= ROOM
     for group, following in pairwise(listed):
-        if group.stretches and following.stretches:
+        if group.ranges and following.ranges:
             end = group.tensors[-1].start + group.tensors[-1].size
             assert -(-end // 256) * 256 + following.tensors[0].size > ROOM

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_fp8ext.kernels.numerics.reference import BLOCK
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.read_ahead import Extent, ReadAhead, Rows, extents, spans
+from vllm_fp8ext.update.transports.read_ahead import ReadAhead, ReadRange, TensorRows, ranges_of, read_spans
 
 CPU = torch.device("cpu")
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
@@ -45,7 +45,7 @@ def content(tensors: list[StoredTensor]) -> bytes:
     return torch.randint(256, (size,), generator=torch.Generator().manual_seed(0)).byte().numpy().tobytes()
 
 
-def raw(rows: Rows) -> bytes:
+def raw(rows: TensorRows) -> bytes:
     return rows.values.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -63,7 +63,7 @@ def test_all_rows_come_once_in_order(
     found: dict[str, list[bytes]] = {}
     rows_of: dict[str, int] = {}
     for rows in ReadAhead(CPU, readers, buffers, size).read(ordered, fill):
-        assert isinstance(rows, Rows)
+        assert isinstance(rows, TensorRows)
         spec = rows.stored.spec
         assert rows.values.dtype == spec.torch_dtype
         assert rows.values.shape[1:] == spec.shape[1:]
@@ -81,7 +81,7 @@ def test_all_rows_come_once_in_order(
 @given(files(), st.integers(1, 3000))
 def test_a_tensor_is_cut_as_far_as_its_kind_allows(tensors: list[StoredTensor], room: int) -> None:
     for stored in tensors:
-        parts = extents(stored, room)
+        parts = ranges_of(stored, room)
         assert (parts[0].start, parts[-1].stop) == (stored.start, stored.start + stored.size)
         assert all(before.stop == after.start for before, after in pairwise(parts))
         matrix = len(stored.spec.shape) == 2
@@ -92,20 +92,20 @@ def test_a_tensor_is_cut_as_far_as_its_kind_allows(tensors: list[StoredTensor], 
 
 @given(files(), st.integers(1, 3000))
 def test_a_span_fits_a_buffer_and_has_no_holes(tensors: list[StoredTensor], room: int) -> None:
-    for span in spans(tensors, room):
+    for span in read_spans(tensors, room):
         assert span[-1].stop - span[0].start <= room or len(span) == 1
         for before, after in pairwise(span):
             assert before.stop == after.start
-            assert (after.start - span[0].start) % after.of.spec.torch_dtype.itemsize == 0
+            assert (after.start - span[0].start) % after.item.spec.torch_dtype.itemsize == 0
 
 
 def test_neighbours_are_read_together_and_large_tensors_in_parts() -> None:
     small = [StoredTensor(TensorSpec(f"s{n}", (8,), "float32"), n * 32, 32) for n in range(3)]
     large = StoredTensor(TensorSpec("l", (300, 4), "bfloat16"), 96, 2400)
-    assert list(spans([*small, large], 2100)) == [
-        [*(Extent(stored, 0, 8, stored.start, stored.start + 32) for stored in small)],
-        [Extent(large, 0, 256, 96, 96 + 2048)],
-        [Extent(large, 256, 44, 96 + 2048, 96 + 2400)],
+    assert list(read_spans([*small, large], 2100)) == [
+        [*(ReadRange(stored, 0, 8, stored.start, stored.start + 32) for stored in small)],
+        [ReadRange(large, 0, 256, 96, 96 + 2048)],
+        [ReadRange(large, 256, 44, 96 + 2048, 96 + 2400)],
     ]
 
 

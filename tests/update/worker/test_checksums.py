@@ -8,17 +8,21 @@ import torch
 
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.read_ahead import Rows
+from vllm_fp8ext.update.transports.read_ahead import TensorRows
 from vllm_fp8ext.update.worker.checksums import Checksums
 
 VALUES = torch.randn(10, 3).bfloat16()
 STORED = StoredTensor(TensorSpec("w", (10, 3), "bfloat16"), 0, 60)
 SHA = hashlib.sha256(VALUES.view(torch.uint8).numpy().tobytes()).hexdigest()
-PARTS = [Rows(STORED, 0, VALUES[:4]), Rows(STORED, 4, VALUES[4:9]), Rows(STORED, 9, VALUES[9:])]
+PARTS = [
+    TensorRows(STORED, 0, VALUES[:4]),
+    TensorRows(STORED, 4, VALUES[4:9]),
+    TensorRows(STORED, 9, VALUES[9:]),
+]
 
 
-@pytest.mark.parametrize("parts", [PARTS, [Rows(STORED, 0, VALUES)]], ids=["rows", "whole"])
-def test_a_tensor_is_judged_once_all_of_it_is_there(parts: list[Rows]) -> None:
+@pytest.mark.parametrize("parts", [PARTS, [TensorRows(STORED, 0, VALUES)]], ids=["rows", "whole"])
+def test_a_tensor_is_judged_once_all_of_it_is_there(parts: list[TensorRows]) -> None:
     right, wrong = Checksums({"w": (SHA, ["w"])}), Checksums({"w": ("0" * 64, ["w"])})
     assert [right.problem(rows) for rows in parts] == [None] * len(parts)
     *before, last = [wrong.problem(rows) for rows in parts]
@@ -32,9 +36,9 @@ def test_each_tensor_has_its_own() -> None:
     sha = hashlib.sha256(value.numpy().tobytes()).hexdigest()
     checksums = Checksums({"w": (SHA, ["w"]), "s": (sha, ["s"])})
     assert checksums.problem(PARTS[0]) is None
-    assert checksums.problem(Rows(scalar, 0, value)) is None
+    assert checksums.problem(TensorRows(scalar, 0, value)) is None
     assert [checksums.problem(rows) for rows in PARTS[1:]] == [None, None]
-    assert Checksums({"s": (SHA, ["s"])}).problem(Rows(scalar, 0, value)) is not None
+    assert Checksums({"s": (SHA, ["s"])}).problem(TensorRows(scalar, 0, value)) is not None
 
 
 def test_what_was_not_claimed_passes() -> None:
@@ -46,7 +50,9 @@ def test_what_was_sent_as_one_is_judged_as_one(right: bool) -> None:
     """Of a tensor that comes as two."""
     both = torch.randn(4, 3).bfloat16()
     halves = {
-        name: Rows(StoredTensor(TensorSpec(name, (2, 3), "bfloat16"), 12 * n, 12), 0, both[2 * n : 2 * n + 2])
+        name: TensorRows(
+            StoredTensor(TensorSpec(name, (2, 3), "bfloat16"), 12 * n, 12), 0, both[2 * n : 2 * n + 2]
+        )
         for n, name in enumerate(("gate", "up"))
     }
     found = hashlib.sha256(both.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -19,10 +19,10 @@ from vllm_fp8ext.kernels.numerics.reference import NonFiniteError
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.gather import Gather, reads
+from vllm_fp8ext.update.transports.gather import Gather, read_items
 from vllm_fp8ext.update.transports.http.message import UploadSource
-from vllm_fp8ext.update.transports.memory import Bucket, Placed
-from vllm_fp8ext.update.transports.read_ahead import ReadAhead, Rows
+from vllm_fp8ext.update.transports.memory import BufferMemory, ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import ReadAhead, TensorRows
 from vllm_fp8ext.update.transports.receiver import Receivers
 from vllm_fp8ext.update.transports.transport import Source
 from vllm_fp8ext.update.worker.intake import Intake
@@ -87,7 +87,7 @@ def tensors(*names: str, seed: int = 1, **dtypes: torch.dtype) -> dict[str, Tens
     return {name: every[name] for name in names or every}
 
 
-def bucket(sent: dict[str, Tensor], gap: int = 16) -> Placed:
+def bucket(sent: dict[str, Tensor], gap: int = 16) -> ResidentTensors:
     """One behind the other, each at a multiple of `gap` bytes that is none of twice as much."""
     stored, size = [], 0
     for name, tensor in sent.items():
@@ -100,7 +100,7 @@ def bucket(sent: dict[str, Tensor], gap: int = 16) -> Placed:
     for tensor, where in zip(sent.values(), stored, strict=True):
         raw = tensor.reshape(-1).view(torch.uint8)
         data[where.start : where.start + where.size] = raw
-    return Placed(stored, Bucket(data))
+    return ResidentTensors(stored, BufferMemory(data))
 
 
 def contents(staged: Stager) -> list[Tensor]:
@@ -115,8 +115,8 @@ def one_by_one(sent: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, tuple[f
 
 
 def batch(
-    staged: Stager, placed: Placed, exclude: Collection[str] = (), limiter: RateLimiter | None = None
-) -> tuple[dict[str, Verdict], Placed]:
+    staged: Stager, placed: ResidentTensors, exclude: Collection[str] = (), limiter: RateLimiter | None = None
+) -> tuple[dict[str, Verdict], ResidentTensors]:
     """Stage what can be staged together; its verdicts, and the rest."""
     table = VerdictTable()
     rest = staged.stage_batch(placed, exclude, limiter or RateLimiter(0), table)
@@ -168,7 +168,7 @@ def test_other_tensors_than_prepared_ones_are_planned() -> None:
 class Nearby(Receivers):
     """Everything lies in one bucket, as on a rank's GPU."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: ResidentTensors) -> None:
         super().__init__()
         self._placed = placed
 
@@ -179,25 +179,29 @@ class Nearby(Receivers):
         tensors: Sequence[StoredTensor],
         apart: Collection[str] = (),
         require_wanted: Callable[[], None] = lambda: None,
-    ) -> Iterator[Iterable[Placed | Rows]]:
+    ) -> Iterator[Iterable[ResidentTensors | TensorRows]]:
         yield self._parts(replace(self._placed, tensors=tensors), apart)
 
-    def _parts(self, placed: Placed, apart: Collection[str]) -> Iterable[Placed | Rows]:
+    def _parts(
+        self, placed: ResidentTensors, apart: Collection[str]
+    ) -> Iterable[ResidentTensors | TensorRows]:
         return [placed]
 
 
 class Brought(Nearby):
     """Everything is brought there, 16 KiB at a time; "q" and "embed" are too large to go with others."""
 
-    def _parts(self, placed: Placed, apart: Collection[str]) -> Iterable[Placed | Rows]:
+    def _parts(
+        self, placed: ResidentTensors, apart: Collection[str]
+    ) -> Iterable[ResidentTensors | TensorRows]:
         cpu, data = torch.device("cpu"), bytes(placed.memory._data.numpy())
 
         def fill(buffer: memoryview, start: int) -> None:
             buffer[:] = data[start : start + len(buffer)]
 
         gather = Gather(cpu, 48 << 10)
-        plan = gather.plan(placed.tensors, apart)
-        return gather.gathered(ReadAhead(cpu, 2, 3, 16 << 10).read(reads(plan), fill), plan)
+        plan = gather.copy_schedule(placed.tensors, apart)
+        return gather.copy_groups(ReadAhead(cpu, 2, 3, 16 << 10).read(read_items(plan), fill), plan)
 
 
 def taken(sent: dict[str, Tensor], nearby: type[Nearby] = Nearby) -> tuple[list[Tensor], dict[str, Any]]:

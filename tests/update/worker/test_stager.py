@@ -16,7 +16,7 @@ from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import ShardSlice
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.stager import Stager
-from vllm_fp8ext.update.worker.staging_steps import TensorRows
+from vllm_fp8ext.update.worker.staging_steps import StagingInput
 from vllm_fp8ext.update.worker.verdicts import ScaleError, VerdictTable
 
 BF16 = torch.bfloat16
@@ -299,7 +299,7 @@ def stage_rows(
     table = VerdictTable()
     for start, stop in ranges:
         rows = weight[start:stop].clone()
-        stager.stage(TensorRows(name, rows, start), table)
+        stager.stage(StagingInput(name, rows, start), table)
         rows.fill_(99)  # what was staged does not need them any more
     return table.only()
 
@@ -368,7 +368,7 @@ def test_blocks_of_codes_make_the_whole(data: st.DataObject) -> None:
     codes, scales = reference.quantize_weight(weight, "fp32")
     table = VerdictTable()
     for start, stop in cuts(data, 700, BLOCK):
-        stager.stage(TensorRows("w", codes[start:stop], start, scales), table)
+        stager.stage(StagingInput("w", codes[start:stop], start, scales), table)
     table.only()
     assert holds(whole, torch.cat([weight[:128, :128], weight[256:, 128:]]))
 
@@ -427,11 +427,11 @@ def test_each_tensor_gets_its_own_verdict() -> None:
     )
     table = VerdictTable()
     for name, weight in weights.items():
-        stager.stage(TensorRows(name, weight), table)
+        stager.stage(StagingInput(name, weight), table)
     codes, scales = reference.quantize_weight(weights["a"], "fp32")
-    stager.stage(TensorRows("d", codes, scales=scales), table)
-    stager.stage(TensorRows("norm", torch.ones(4)), table)
-    stager.stage(TensorRows("other", torch.tensor([1.0, torch.nan, 2.0, 3.0])), table)
+    stager.stage(StagingInput("d", codes, scales=scales), table)
+    stager.stage(StagingInput("norm", torch.ones(4)), table)
+    stager.stage(StagingInput("other", torch.tensor([1.0, torch.nan, 2.0, 3.0])), table)
     found = table.verdicts()
     for name in ("a", "c"):
         error, norm = found[name]

@@ -7,26 +7,26 @@ import torch
 from torch import Tensor
 
 _UNIT = 256
-"""Where a tensor begins: what torch's allocator gives, too."""
+"""Bytes to a multiple of which tensors begin, as those of torch's allocator."""
 _LARGE = 8
-"""No more than such a part of a buffer is left empty: a larger tensor that does not fit behind others is by itself."""
+"""Part of a buffer, as a divisor, that may be left empty: a larger tensor that does not fit behind others is by itself."""
 
 
 def padded(size: int) -> int:
-    """Bytes that a tensor of `size` bytes takes in a buffer."""
+    """Return the bytes that a tensor of `size` bytes takes in a buffer."""
     return -(-size // _UNIT) * _UNIT
 
 
 class Buffers:
-    """Allocations of `buffer_bytes`, one on each device being filled. Each lives as long as one of its tensors."""
+    """Fills allocations of `buffer_bytes`, one on each device at a time. Each lives as long as one of its tensors."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._left: dict[torch.device, Tensor] = {}
-        """What is left of those that are being filled."""
+        """Unused rest of the allocation that is being filled, by device."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialized tensor, contiguous, behind the last one if there is room."""
+        """Return an uninitialized tensor, contiguous, behind the last one if there is room."""
         size = torch.Size(shape).numel() * dtype.itemsize
         taken = padded(size)
         left = self._left.get(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor that lies in memory as its elements, one after the other, as a client describes it."""
+"""Dense tensors in memory, as a client describes them: their elements one after the other."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class DenseTensor(Body):
 
 
 def dense_tensor(name: str, dtype: str, shape: Sequence[int], offset: int) -> StoredTensor:
-    """The tensor from byte `offset` of some memory on.
+    """Return the tensor from byte `offset` of some memory on.
 
     Raises:
         UpdateError: `wrong-dtype`: no dtype that an update may have.
@@ -39,5 +39,5 @@ def dense_tensor(name: str, dtype: str, shape: Sequence[int], offset: int) -> St
 
 
 def lies_within(tensor: StoredTensor, room: int) -> bool:
-    """Whether the first `room` bytes of that memory hold the tensor, aligned to its elements."""
+    """Tell whether the first `room` bytes of the memory hold the tensor, aligned."""
     return tensor.start + tensor.size <= room and tensor.start % ITEM_BYTES[tensor.spec.dtype] == 0

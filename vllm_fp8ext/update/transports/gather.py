@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings tensors that are read on the host to the rank's GPU, some at a time, so that they are staged there all at once.
-Little is left to do for each part of a tensor, and little of Python's interpreter is taken from the engine beside it."""
+"""Copies tensors from the host to the rank's GPU, some at a time, to be staged together.
+
+Little is left to do for each part of a tensor, and little of Python's interpreter is taken from the engine beside it.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,98 +13,108 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import UNIT
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.memory import Bucket, Placed
-from vllm_fp8ext.update.transports.read_ahead import Raw, Rows, Stretch, Wanted
+from vllm_fp8ext.update.transports.memory import BufferMemory, ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import ByteRange, RawBytes, ReadItem, TensorRows
 
-ROOM_BYTES = 256 << 20
-"""On the GPU, for tensors that wait for others. A larger tensor goes by itself, as rows."""
+BUFFER_BYTES = 256 << 20
+"""Buffer on the GPU for tensors that wait for others. A larger tensor goes by itself, as rows."""
 _ALIGNED = 256
-"""What the places of stretches are multiples of, in bytes; those of tensors are of `UNIT`."""
+"""Bytes to a multiple of which ranges begin in the buffer; tensors begin at multiples of `UNIT`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Tensors that are brought together: their starts are places in the room, where the `stretches` go that hold them. Or,
-    without stretches, one tensor that comes as rows."""
+class TensorGroup:
+    """Tensors that are copied together, whose starts count from the begin of the buffer; `ranges` of bytes hold them.
+
+    Without ranges it is one tensor that comes as rows.
+    """
 
     tensors: list[StoredTensor]
-    stretches: list[Stretch]
+    ranges: list[ByteRange]
 
 
-def groups(tensors: Iterable[StoredTensor], room: int, apart: Collection[str]) -> Iterator[Group]:
-    """The tensors, in their order; those of `apart`, by name, and larger ones as rows."""
-    group = Group([], [])
+def group_tensors(
+    tensors: Iterable[StoredTensor], room: int, as_rows: Collection[str]
+) -> Iterator[TensorGroup]:
+    """Yield the tensors as groups, in their order; those of `as_rows`, by name, and larger ones as rows."""
+    group = TensorGroup([], [])
     size = 0
     for stored in tensors:
-        whole = stored.size <= room and stored.spec.name not in apart
-        last = group.stretches[-1] if group.stretches else None
+        whole = stored.size <= room and stored.spec.name not in as_rows
+        last = group.ranges[-1] if group.ranges else None
         adjoins = last is not None and last.stop == stored.start and size % UNIT == 0
         at = size if adjoins else -(-size // _ALIGNED) * _ALIGNED
         if group.tensors and (not whole or at + stored.size > room):
             yield group
-            group, last, adjoins, at, size = Group([], []), None, False, 0, 0
+            group, last, adjoins, at, size = TensorGroup([], []), None, False, 0, 0
         if not whole:
-            yield Group([stored], [])
+            yield TensorGroup([stored], [])
             continue
         stop, size = stored.start + stored.size, at + stored.size
         group.tensors.append(stored._replace(start=at))
         if last is not None and adjoins:
-            group.stretches[-1] = replace(last, stop=stop)
+            group.ranges[-1] = replace(last, stop=stop)
         else:
-            group.stretches.append(Stretch(stored.start, stop, at))
+            group.ranges.append(ByteRange(stored.start, stop, at))
     if group.tensors:
         yield group
 
 
-def reads(plan: Iterable[Group]) -> Iterator[Wanted]:
-    """What is to be read of groups."""
-    for group in plan:
-        yield from group.stretches or group.tensors
+def read_items(schedule: Iterable[TensorGroup]) -> Iterator[ReadItem]:
+    """Yield what has to be read for groups."""
+    for group in schedule:
+        yield from group.ranges or group.tensors
 
 
 class Gather:
-    """Keeps its room, made when it is needed first."""
+    """Copies groups of tensors into one buffer of the device; allocates it at the first group."""
 
-    def __init__(self, device: torch.device, size: int = ROOM_BYTES) -> None:
+    def __init__(self, device: torch.device, size: int = BUFFER_BYTES) -> None:
         self._device = device
         self._size = size
 
-    def plan(self, tensors: Iterable[StoredTensor], apart: Collection[str]) -> list[Group]:
-        """How these tensors, in their order, are brought. Those of `apart`, by name, come as rows."""
-        return list(groups(tensors, self._size, apart))
+    def copy_schedule(self, tensors: Iterable[StoredTensor], as_rows: Collection[str]) -> list[TensorGroup]:
+        """Return the groups in which these tensors, in their order, are copied; those of `as_rows`, by name, come as rows."""
+        return list(group_tensors(tensors, self._size, as_rows))
 
-    def gathered(
-        self, parts: Iterable[Rows | Raw], plan: Sequence[Group], wanted: Callable[[], None] = lambda: None
-    ) -> Iterator[Placed | Rows]:
-        """What a plan `reads`, as it was planned: groups of tensors on the GPU, each valid until the next is taken (what
-        reads it must be queued on the current stream by then), and rows as they come. Given up when `wanted` raises."""
+    def copy_groups(
+        self,
+        parts: Iterable[TensorRows | RawBytes],
+        schedule: Sequence[TensorGroup],
+        require_wanted: Callable[[], None] = lambda: None,
+    ) -> Iterator[ResidentTensors | TensorRows]:
+        """Yield groups of tensors on the GPU, and rows as they come.
+
+        `parts`: the `read_items` of the schedule. A group is valid until the next is taken: what reads it must be queued on
+        the current stream by then. Given up when `require_wanted` raises.
+        """
         coming = iter(parts)
-        for group in plan:
-            if not group.stretches:
-                yield from _rows(coming)
+        for group in schedule:
+            if not group.ranges:
+                yield from _next_tensor(coming)
                 continue
-            missing = sum(stretch.stop - stretch.start for stretch in group.stretches)
+            missing = sum(part.stop - part.start for part in group.ranges)
             while missing:
-                wanted()
-                missing -= self._bring(next(coming))
-            yield Placed(group.tensors, Bucket(self._room))
+                require_wanted()
+                missing -= self._copy(next(coming))
+            yield ResidentTensors(group.tensors, BufferMemory(self._buffer))
 
-    def _bring(self, part: Rows | Raw) -> int:
-        """Queue the copy of some bytes to their place; how many."""
-        assert isinstance(part, Raw)
+    def _copy(self, part: TensorRows | RawBytes) -> int:
+        """Queue the copy of some bytes into the buffer; return how many."""
+        assert isinstance(part, RawBytes)
         size = len(part.values)
-        self._room[part.at : part.at + size].copy_(part.values, non_blocking=True)
+        self._buffer[part.destination : part.destination + size].copy_(part.values, non_blocking=True)
         return size
 
     @cached_property
-    def _room(self) -> Tensor:
+    def _buffer(self) -> Tensor:
         return torch.empty(self._size, dtype=torch.uint8, device=self._device)
 
 
-def _rows(parts: Iterator[Rows | Raw]) -> Iterator[Rows]:
-    """Those of the next tensor."""
+def _next_tensor(parts: Iterator[TensorRows | RawBytes]) -> Iterator[TensorRows]:
+    """Yield the rows of the next tensor."""
     for part in parts:
-        assert isinstance(part, Rows)
+        assert isinstance(part, TensorRows)
         yield part
         if part.last:
             return

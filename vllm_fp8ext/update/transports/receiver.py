@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.gather import Gather, Group
-from vllm_fp8ext.update.transports.memory import Memory, Placed
-from vllm_fp8ext.update.transports.read_ahead import Rows
+from vllm_fp8ext.update.transports.gather import Gather, TensorGroup
+from vllm_fp8ext.update.transports.memory import Memory, ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import TensorRows
 from vllm_fp8ext.update.transports.registry import TRANSPORTS
 from vllm_fp8ext.update.transports.transport import Source
 
@@ -21,7 +21,7 @@ S = TypeVar("S", bound=Source)
 
 
 class RankDevice:
-    """What the receivers of one rank share: its number, its device, and the room on its GPU."""
+    """Shared state of the receivers of one rank: its number, its device, and the buffer on its GPU."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
@@ -29,15 +29,20 @@ class RankDevice:
         self.on_gpu = device.type == "cuda"
         self.gather = Gather(device)
 
-    def placed(self, tensors: Sequence[StoredTensor], memory: Memory) -> Iterable[Placed | Rows]:
+    def resident(
+        self, tensors: Sequence[StoredTensor], memory: Memory
+    ) -> Iterable[ResidentTensors | TensorRows]:
         """Return tensors that lie in some memory: together where that is the rank's GPU, else as whole rows of each."""
-        placed = Placed(tensors, memory)
-        return [placed] if self.on_gpu and memory.device == self.device else placed
+        resident = ResidentTensors(tensors, memory)
+        return [resident] if self.on_gpu and memory.device == self.device else resident
 
-    def plan(self, tensors: Sequence[StoredTensor], apart: Collection[str]) -> list[Group]:
-        """Plan how tensors that are read on the host are brought to the device. On a CPU everything comes as rows."""
-        names = apart if self.on_gpu else {stored.spec.name for stored in tensors}
-        return self.gather.plan(tensors, names)
+    def copy_schedule(self, tensors: Sequence[StoredTensor], as_rows: Collection[str]) -> list[TensorGroup]:
+        """Return the groups in which tensors are copied to the device; on a CPU everything comes as rows.
+
+        As `Gather.copy_schedule`.
+        """
+        names = as_rows if self.on_gpu else {stored.spec.name for stored in tensors}
+        return self.gather.copy_schedule(tensors, names)
 
 
 class Receiver(ABC, Generic[S]):
@@ -51,55 +56,58 @@ class Receiver(ABC, Generic[S]):
         self,
         source: S,
         tensors: Sequence[StoredTensor],
-        apart: Collection[str],
+        as_rows: Collection[str],
         require_wanted: Callable[[], None],
-    ) -> AbstractContextManager[Iterable[Placed | Rows]]:
-        """Yield these tensors, in this order, each valid until the next is taken and inside the context.
+    ) -> AbstractContextManager[Iterable[ResidentTensors | TensorRows]]:
+        """Yield these tensors, in this order.
 
-        They come together where they lie on the rank's GPU, or are brought there, if they are none of `apart` (by name) nor
-        larger than the room; else as rows. What has to be waited for is given up when `require_wanted` raises.
+        Each is valid until the next is taken and inside the context. They come together where they lie on the rank's GPU, or
+        are brought there, if they are none of `as_rows` (by name) nor larger than its buffer; else as rows. What has to be
+        waited for is given up when `require_wanted` raises.
 
         Raises:
             UpdateError: on entering, reading or leaving.
         """
 
-    def rehearse(self) -> None:
-        """Load what is loaded when it is needed first."""
+    def warm_up(self) -> None:
+        """Load what would be loaded when it is needed first."""
 
-    def tidy(self) -> None:
-        """Do what is left of sources that were open, and what nobody has to wait for."""
+    def close_deferred(self) -> None:
+        """Close what sources have left open, since nobody had to wait for it."""
 
 
 class Receivers:
-    """Opens the sources of one rank, whatever transport they are of. A transport's receiver is made when it is first needed,
-    and kept."""
+    """Opens the sources of one rank, whatever transport they are of.
+
+    A transport's receiver is made when it is first needed, and kept.
+    """
 
     def __init__(self, rank: int = 0, device: torch.device = CPU) -> None:
         self._rank = RankDevice(rank, device)
-        self._made: dict[str, Receiver[Any]] = {}
+        self._receivers: dict[str, Receiver[Any]] = {}
 
-    def rehearse(self) -> None:
-        """Load what is loaded when it is needed first."""
+    def warm_up(self) -> None:
+        """Load what would be loaded when it is needed first."""
         if self._rank.on_gpu:
             for name in TRANSPORTS:
-                self._receiver(name).rehearse()
+                self._receiver(name).warm_up()
 
     def open(
         self,
         source: Source,
         tensors: Sequence[StoredTensor],
-        apart: Collection[str] = (),
+        as_rows: Collection[str] = (),
         require_wanted: Callable[[], None] = lambda: None,
-    ) -> AbstractContextManager[Iterable[Placed | Rows]]:
+    ) -> AbstractContextManager[Iterable[ResidentTensors | TensorRows]]:
         """Open a source by the receiver of its transport (`Receiver.open`)."""
-        return self._receiver(source.transport).open(source, tensors, apart, require_wanted)
+        return self._receiver(source.transport).open(source, tensors, as_rows, require_wanted)
 
-    def tidy(self) -> None:
-        """Do what is left of sources that were open, and what nobody has to wait for."""
-        for receiver in self._made.values():
-            receiver.tidy()
+    def close_deferred(self) -> None:
+        """Close what sources have left open, since nobody had to wait for it."""
+        for receiver in self._receivers.values():
+            receiver.close_deferred()
 
     def _receiver(self, name: str) -> Receiver[Any]:
-        if name not in self._made:
-            self._made[name] = TRANSPORTS[name].load_receiver()(self._rank)
-        return self._made[name]
+        if name not in self._receivers:
+            self._receivers[name] = TRANSPORTS[name].load_receiver()(self._rank)
+        return self._receivers[name]

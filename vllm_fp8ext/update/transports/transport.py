@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transport is: the types that each folder of `update/transports` fills, and its registry lists."""
+"""Types of a transport: each folder of `update/transports` fills them, the registry lists them."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """Where the ranks find the bytes of one chunk. A frozen dataclass of plain values; `transport` names its transport."""
+    """The place of one chunk's bytes, for the ranks. A frozen dataclass of plain values; `transport` names its transport."""
 
     transport: ClassVar[str]
 
@@ -31,7 +31,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """What a server takes of a chunk that its ranks fetch themselves."""
+    """Limits of a server for a chunk that its ranks fetch themselves."""
 
     world_size: int
     """Ranks of the server."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 on the wire: codes and block scales instead of 16 bits, half the bytes, the same served bytes. For trainers: needs
-torch, not vLLM."""
+"""Quantizes what a trainer sends: codes and block scales instead of 16 bits, half the bytes, the same served bytes.
+
+Needs torch, not vLLM.
+"""
 
 import os
 from collections import defaultdict
@@ -21,7 +23,7 @@ from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, file_te
 from vllm_fp8ext.update.transports.buffers import Buffers
 
 BUFFER_BYTES = 512 << 20
-"""Of codes and scales on a GPU, side by side: a server there opens few handles."""
+"""Bytes of a buffer of codes and scales on a GPU, side by side: a server there opens few handles."""
 
 
 _OTHER_DTYPES = {
@@ -37,13 +39,14 @@ _OTHER_DTYPES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
 }
-"""torch's names of dtypes that no update may have, by safetensors'."""
+"""torch's names of dtypes that no update may have, by those of safetensors."""
 
 
 def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Iterator[tuple[str, Any]]:
-    """The same tensors, quantized on their device as the servers of these manifests would quantize them: each that all of
-    them take as codes becomes two, E4M3 codes under its name, then fp32 block scales under `scale_name`. The others, and FP8
-    tensors, pass as they are.
+    """Yield the tensors, quantized on their device as servers with these manifests do it.
+
+    Each that all of them take as codes becomes two: E4M3 codes under its name, then fp32 block scales under `scale_name`. The
+    others, and FP8 tensors, pass as they are.
 
     On a GPU this is only queued, on the current stream: to wait for each weight takes longer than to quantize it, most beside
     an engine on the same GPU.
@@ -57,22 +60,22 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
         raise ValueError(
             f"expected servers of one scale format, found {', '.join(sorted(formats)) or 'none'}"
         )
-    form = cast("ScaleFormat", formats.pop())
+    scale_format = cast("ScaleFormat", formats.pop())
     queued: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
-    together, alone = Buffers(BUFFER_BYTES), Buffers(0)
+    packed, unpacked = Buffers(BUFFER_BYTES), Buffers(0)
     for name, tensor in tensors:
         if not _is_quantized(name, tensor, manifests):
             yield name, tensor
             continue
         _require_quantizable(name, tensor)
         source = tensor.detach().to(manifests[0].dtype_of(name))
-        buffers = together if source.is_cuda else alone
+        buffers = packed if source.is_cuda else unpacked
         codes, scales = (
             buffers.empty(part.shape, part.dtype, source.device)
             for part in empty_like(source, torch.device("meta"))
         )
         with torch.cuda.device_of(codes):  # kernels run on the current one
-            sums = queue(source, codes, scales, form)
+            sums = queue(source, codes, scales, scale_format)
         if codes.is_cuda:
             queued[codes.device].append((name, sums))
         else:
@@ -84,19 +87,19 @@ def quantized(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> Itera
 
 
 def require_all_quantizable(tensors: Iterable[tuple[str, Any]], *manifests: Manifest) -> None:
-    """Raises `ValueError` for a weight that `quantized` would refuse, before anything is sent."""
+    """Raise `ValueError` for a weight that `quantized` would refuse, before anything is sent."""
     for name, tensor in tensors:
         if _is_quantized(name, tensor, manifests):
             _require_quantizable(name, tensor)
 
 
 def _is_quantized(name: str, tensor: Any, manifests: Sequence[Manifest]) -> bool:
-    taken = all(manifest.takes_codes(name) for manifest in manifests)
-    return taken and getattr(tensor, "dtype", None) != FP8_DTYPE
+    takes_codes = all(manifest.takes_codes(name) for manifest in manifests)
+    return takes_codes and getattr(tensor, "dtype", None) != FP8_DTYPE
 
 
 def _require_quantizable(name: str, tensor: Any) -> None:
-    """Raises `ValueError` for what is no whole, dense matrix of a dtype that a server takes."""
+    """Raise `ValueError` unless it is a whole, dense matrix of a dtype that a server takes."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"tensor {name}: expected a torch tensor to quantize, found {type(tensor).__name__}")
     dtype = dtype_name(name, tensor)
@@ -107,20 +110,22 @@ def _require_quantizable(name: str, tensor: Any) -> None:
 
 
 def _require_finite(weights: Sequence[tuple[str, Tensor]]) -> None:
-    """Weights of one device, by what `queue` returned on whatever streams."""
-    sums = [of_one for _, of_one in weights]
+    """Raise `NonFiniteError` for weights of one device, by what `queue` returned on whatever streams."""
+    sums = [blocks for _, blocks in weights]
     with torch.cuda.device_of(sums[0]):
         if sums[0].is_cuda:
             torch.cuda.synchronize()
-        found = totals(sums)[:, 2].tolist()
-    wrong = [name for (name, _), not_finite in zip(weights, found, strict=True) if not_finite]
+        bad_blocks = totals(sums)[:, 2].tolist()
+    wrong = [name for (name, _), bad in zip(weights, bad_blocks, strict=True) if bad]
     if wrong:
         raise NonFiniteError(f"tensors {', '.join(wrong)}: expected finite values, found NaN or infinity")
 
 
 def stored(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a safetensors file, or of those that make the checkpoint in a folder, one at a time, scales beside
-    their weights; in memory of its own, on the first GPU if there is one, or on this device.
+    """Yield every tensor of a safetensors file, or of a checkpoint's folder.
+
+    Scales come beside their weights. Each is in memory of its own, on this device; by default on the first GPU if there is
+    one.
 
     Raises:
         UpdateError: a checkpoint that can't be read; `file-changed`: a file was changed or replaced before the last tensor
@@ -129,9 +134,9 @@ def stored(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, T
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     snapshot = Snapshot.of(checkpoint)
-    held = [(found.spec.name, file, found) for file in snapshot.files for found in file_tensors(file)]
-    for name, file, found in scales_beside(held, itemgetter(0)):
-        yield name, _read(snapshot, file, found).to(device)
+    listed = [(tensor.spec.name, file, tensor) for file in snapshot.files for tensor in file_tensors(file)]
+    for name, file, tensor in scales_beside(listed, itemgetter(0)):
+        yield name, _read(snapshot, file, tensor).to(device)
     snapshot.require_unchanged()
 
 

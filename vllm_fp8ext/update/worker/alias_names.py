@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other names under which tensors may come, and output layers that are served as the embedding."""
+"""Other names of tensors, and output layers that are served as the embedding."""
 
 import contextlib
 import re
@@ -24,7 +24,7 @@ class AliasCandidate:
     other: str
     name: str
     sure: bool
-    """Whether it is one even where the model's loader does not know it."""
+    """True if it is one even where the model's loader does not know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,14 @@ class ModelNames:
     """Names that a model's tensors have beside those that its loader takes."""
 
     heads: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Names of an output layer in checkpoints, the most usual first, by the path of the embedding that serves as it."""
+    """Names of an output layer in checkpoints, by the path of the embedding; the most usual first."""
     aliases: Callable[[Manifest, Sequence[TensorSpec]], Iterable[AliasCandidate]] = lambda manifest, specs: ()
     """Returns other names that tensors of a manifest, which was made of these, may have."""
 
     def tied(
         self, written: Mapping[str, Sequence[Tensor | None]], tensors: Mapping[str, Tensor]
     ) -> dict[str, str]:
-        """Return the name of the embedding that serves as it, by the name of each output layer.
+        """Return the embedding's name, by the name of each output layer that is served as it.
 
         `written`: by the name of each tensor of the checkpoint, what it is loaded into; `tensors`: by path, those of the
         model.

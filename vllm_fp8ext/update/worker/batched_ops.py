@@ -58,7 +58,7 @@ class BatchItem:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What items of one launch have in common."""
+        """Key that the items of one launch share."""
         scale_format = None if isinstance(self.step, CopyValues) else self.step.target.scale_format
         even = isinstance(self.destination, Destination) and self.destination.even
         return type(self.step), self.dtype, scale_format, even

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_fp8ext.update.transports.read_ahead import Rows
+from vllm_fp8ext.update.transports.read_ahead import TensorRows
 
 
 class Checksums:
@@ -27,7 +27,7 @@ class Checksums:
         """Names of the tensors that are hashed."""
         return self._sent.keys()
 
-    def problem(self, rows: Rows) -> dict[str, Any] | None:
+    def problem(self, rows: TensorRows) -> dict[str, Any] | None:
         """Hash the next rows of a tensor; return what is wrong with what was sent, once it ends with them."""
         sent = self._sent.get(rows.stored.spec.name)
         if sent is None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes SHA-256 digests of what is served, per checkpoint tensor and rank, from a live model or a checkpoint alone.
+"""Computes SHA-256 digests of served weights, from a live model or from a checkpoint alone.
+
+There is one for each checkpoint tensor and rank.
 
 A quantized piece's digest covers its codes (bytes, row by row) followed by the scales of every block that it touches
 (little-endian fp32, row by row); any other piece's covers its values in the served dtype, row by row. A tensor that a rank
@@ -34,7 +36,7 @@ from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.contract.update_errors import incomplete, refusal
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.stager import Stager
-from vllm_fp8ext.update.worker.staging_steps import TensorRows, destination_of
+from vllm_fp8ext.update.worker.staging_steps import StagingInput, destination_of
 from vllm_fp8ext.update.worker.verdicts import ScaleError, VerdictTable
 
 Digests = dict[str, dict[str, str]]
@@ -180,7 +182,7 @@ def _tied_problems(index: Mapping[str, _StoredMatrix], manifest: Manifest) -> li
 
 
 def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
-    """Return the manifest of a one-rank server of a Llama- or Qwen-like checkpoint with default settings.
+    """Return the manifest of a one-rank server, with default settings, of a Llama- or Qwen-like checkpoint.
 
     Projections are quantized, q/k/v and gate/up in one matrix each, and those of experts, each alone; everything else is
     served as it is, and so are projections that `_kept` names.
@@ -258,7 +260,7 @@ def _target_digests(
         tensor = index[name].read()
         block_scales = index[scale_name(name)].read() if tensor.dtype == FP8_DTYPE else None
         table = VerdictTable()
-        stager.stage(TensorRows(name, tensor, scales=block_scales), table)
+        stager.stage(StagingInput(name, tensor, scales=block_scales), table)
         try:
             table.only()
         except NonFiniteError as error:

@@ -12,15 +12,15 @@ from torch import Tensor
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, SCALES, scale_name
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.memory import Placed
-from vllm_fp8ext.update.transports.read_ahead import Rows
+from vllm_fp8ext.update.transports.memory import ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import TensorRows
 from vllm_fp8ext.update.transports.receiver import Receivers
 from vllm_fp8ext.update.transports.transport import Source
 from vllm_fp8ext.update.worker.checksums import Checksums
 from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
 from vllm_fp8ext.update.worker.shadow import Twin
 from vllm_fp8ext.update.worker.stager import Stager
-from vllm_fp8ext.update.worker.staging_steps import TensorRows
+from vllm_fp8ext.update.worker.staging_steps import StagingInput
 from vllm_fp8ext.update.worker.tied_tensors import TiedTensors
 from vllm_fp8ext.update.worker.verdicts import ScaleError, TiedError, Verdict, VerdictTable
 from vllm_fp8ext.update.worker.worker_threads import Result
@@ -70,7 +70,7 @@ class _Chunk:
             found.sort(key=lambda stored: (stored.spec.name not in first, stored.spec.name in apart))
         return found
 
-    def take(self, rows: Rows) -> None:
+    def take(self, rows: TensorRows) -> None:
         """Queue the staging of the next rows."""
         spec, first = rows.stored.spec, rows.first
         name = spec.name
@@ -84,7 +84,7 @@ class _Chunk:
             self._scales[name][first : first + len(rows.values)].copy_(rows.values, non_blocking=True)
             return
         scales = self._scales[scale_name(name)] if name in self._codes else None
-        part = TensorRows(name, rows.values, first, scales)
+        part = StagingInput(name, rows.values, first, scales)
         if self._places.compares(name):
             self._stager.compare(part, self.table)
         else:
@@ -112,7 +112,7 @@ class Intake:
         """Stage something that is thrown away, and look at what an update brings."""
         stager, known = self._twin.stager, self._twin.manifest.tensors
         stager.rehearse()
-        self._receivers.rehearse()
+        self._receivers.warm_up()
         if self._device.type == "cuda":
             stager.prepare_batches([known[name] for name in known if name in stager.pieces], self._device)
 
@@ -127,7 +127,7 @@ class Intake:
 
     def tidy(self) -> None:
         """Close what a chunk has left open."""
-        self._receivers.tidy()
+        self._receivers.close_deferred()
 
     def keep_others(self, session: str, names: list[str]) -> Result:
         """Give the twin the served weights wherever these tensors of an update lie not."""
@@ -172,8 +172,8 @@ class Intake:
                 for part in parts:
                     wanted()
                     came = True
-                    rest: Iterable[Rows]
-                    if isinstance(part, Placed):
+                    rest: Iterable[TensorRows]
+                    if isinstance(part, ResidentTensors):
                         rest = self._twin.stager.stage_batch(part, checked, limiter, chunk.table)
                         chunk.done += len(part.tensors) - len(rest.tensors)
                     else:

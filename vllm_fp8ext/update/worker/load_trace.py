@@ -198,7 +198,7 @@ def _merged(pieces: Iterable[ShardSlice]) -> tuple[ShardSlice, ...]:
 
 
 def _box(view: Tensor, whole: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return start and stop per dimension of a view of a tensor whose rows are contiguous."""
+    """Return start and stop per dimension of a view; the tensor's rows are contiguous."""
     if view.dim() != whole.dim():
         raise ConfigError(f"shape {list(whole.shape)} is reshaped to {list(view.shape)}")
     rest = view.storage_offset() - whole.storage_offset()

@@ -19,7 +19,7 @@ class Strip:
 
     @property
     def complete(self) -> bool:
-        """Whether all rows are there."""
+        """True when all rows are there."""
         return len(self.arrived) == self.rows_RK.shape[0]
 
 
@@ -50,7 +50,7 @@ class QuantizedTarget:
         return quantize_weight.queue(rows, codes, scales, self.scale_format)
 
     def fill(self, start: int, rows: Tensor, tensor_rows: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-        """Queue the copy of rows into the block row that holds them all, and its quantization when it is complete.
+        """Queue the copy of rows into their block row, and its quantization when it is complete.
 
         `tensor_rows`: start and stop of all rows that their tensor has here, which come in order. Returns the rows where they
         wait, and the sums of `quantize_weight.queue` of a block row that is complete: only of finite values, since those that

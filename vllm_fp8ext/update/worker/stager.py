@@ -19,10 +19,10 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import UNIT
 from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
-from vllm_fp8ext.update.transports.memory import Placed
+from vllm_fp8ext.update.transports.memory import ResidentTensors
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
-from vllm_fp8ext.update.worker.staging_steps import CopyValues, Step, TensorRows, steps_of
+from vllm_fp8ext.update.worker.staging_steps import CopyValues, StagingInput, Step, steps_of
 from vllm_fp8ext.update.worker.verdicts import COPIED_CODES, COPIED_VALUES, QUANTIZED, VerdictTable
 
 if TYPE_CHECKING:
@@ -53,16 +53,17 @@ class Stager:
         for target in self.quantized.values():
             target.reset()
 
-    def stage(self, rows: TensorRows, table: VerdictTable) -> None:
-        """Queue the staging of rows of one tensor, which this rank may have no part of. All of its rows must come, in order.
+    def stage(self, rows: StagingInput, table: VerdictTable) -> None:
+        """Queue the staging of rows of one tensor. All of its rows must come, in order.
 
-        What is found wrong is written all the same: the tensor counts as not staged until it comes again.
+        This rank may have no part of it.         What is found wrong is written all the same: the tensor counts as not staged
+        until it comes again.
         """
         table.add_tensor(rows.name)
         for step in self._steps(rows.name, (rows.first, rows.first + rows.count), rows.values.dtype):
             step.run(rows, table)
 
-    def compare(self, rows: TensorRows, table: VerdictTable) -> None:
+    def compare(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the comparison of rows of one tensor with what is in their place. Nothing is written."""
         table.add_tensor(rows.name)
         for step in self._steps(rows.name, (rows.first, rows.first + rows.count), rows.values.dtype):
@@ -70,9 +71,9 @@ class Stager:
             step.compare(rows, table)
 
     def stage_batch(
-        self, placed: Placed, exclude: Collection[str], limiter: RateLimiter, table: VerdictTable
-    ) -> Placed:
-        """Queue the staging of tensors where they lie on the rank's GPU, in a few launches.
+        self, placed: ResidentTensors, exclude: Collection[str], limiter: RateLimiter, table: VerdictTable
+    ) -> ResidentTensors:
+        """Queue the staging of tensors on the rank's GPU, in a few launches.
 
         Returns those of `exclude`, by name, and those that have to come as rows: with a strip to fill, values of another
         dtype than the served one, an odd address.
@@ -107,7 +108,7 @@ class Stager:
         table.verdicts()
 
     def rehearse(self) -> None:
-        """Run what `stage` runs, on a place of its own as large as the smallest target."""
+        """Run what `stage` runs, on memory as large as the smallest target."""
         table = VerdictTable()
         for values in list(self.plain.values())[:1]:
             table.add_values("", torch.zeros_like(values))

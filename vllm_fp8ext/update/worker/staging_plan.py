@@ -37,7 +37,7 @@ class StagingPlans:
         self._steps = steps
         self._items: dict[TensorSpec, list[BatchItem] | None] = {}
         self._plans: OrderedDict[tuple[int, ...], tuple[list[TensorSpec], StagingPlan]] = OrderedDict()
-        """By the identities of their specifications, which are kept: to compare thousands by their contents takes longer."""
+        """Plans by the identities of specifications, which are kept: to compare their contents takes longer."""
         self._prepared: tuple[list[TensorSpec], StagingPlan] = [], StagingPlan([], [])
 
     def prepare(self, specs: Sequence[TensorSpec]) -> None:
@@ -57,7 +57,7 @@ class StagingPlans:
         return self._plans[key][1]
 
     def _reordered(self, tensors: Sequence[StoredTensor]) -> StagingPlan | None:
-        """The prepared plan, if it is of these tensors."""
+        """Return the prepared plan, if it is of these tensors."""
         specs, prepared = self._prepared
         numbers = {stored.spec: number for number, stored in enumerate(tensors)}
         if len(specs) != len(numbers) or not numbers.keys() >= set(specs):
@@ -80,7 +80,10 @@ class StagingPlans:
         return StagingPlan(names, batched_ops(items))
 
     def _items_of(self, spec: TensorSpec) -> list[BatchItem] | None:
-        """None where a step has to run by itself, or where there are none: block scales come with their codes."""
+        """Return the items of a tensor; None where a step has to run by itself, or where there are none.
+
+        Block scales have none: they come with their codes.
+        """
         if spec not in self._items:
             items = [batch_item(spec, step) for step in self._steps(spec)]
             batched = [item for item in items if item is not None]

@@ -24,7 +24,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRows:
+class StagingInput:
     """Rows of a checkpoint tensor from `first` on, `[rows, …]`; a scalar's are itself.
 
     `scales`: of a tensor that comes as codes, fp32 `[ceil(N/128), ceil(K/128)]`, for all of its rows.
@@ -57,7 +57,7 @@ class QuantizeBlocks:
     target: QuantizedTarget
     start: int
 
-    def run(self, rows: TensorRows, table: VerdictTable) -> None:
+    def run(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the step."""
         values = rows.within(self.source).to(self.target.dtype)
         table.add_blocks(rows.name, self.target.quantize(self.start, values))
@@ -72,7 +72,7 @@ class FillStrip:
     start: int
     tensor_rows: tuple[int, int]
 
-    def run(self, rows: TensorRows, table: VerdictTable) -> None:
+    def run(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the step, and the quantization of the block row when it is complete."""
         values = rows.within(self.source).to(self.target.dtype)
         waiting, sums = self.target.fill(self.start, values, self.tensor_rows)
@@ -83,7 +83,7 @@ class FillStrip:
 
 @dataclass(frozen=True, slots=True)
 class CopyCodes:
-    """Copy whole blocks that come quantized, and their scales, into `target`, from its row `start` on."""
+    """Copy quantized blocks and their scales into `target`, from its row `start` on."""
 
     source: Box
     target: QuantizedTarget
@@ -95,7 +95,7 @@ class CopyCodes:
         (top, bottom), (left, right) = self.source
         return slice(top // BLOCK, -(-bottom // BLOCK)), slice(left // BLOCK, -(-right // BLOCK))
 
-    def run(self, rows: TensorRows, table: VerdictTable) -> None:
+    def run(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the step."""
         assert rows.scales is not None
         values = rows.within(self.source)
@@ -117,14 +117,14 @@ class CopyValues:
     source: Box
     destination: Tensor
 
-    def run(self, rows: TensorRows, table: VerdictTable) -> None:
+    def run(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the step."""
         self.destination.copy_(rows.within(self.source), non_blocking=True)
         if self.destination.is_floating_point():
             table.add_values(rows.name, self.destination)
 
-    def compare(self, rows: TensorRows, table: VerdictTable) -> None:
-        """Queue the comparison with what is there, as bytes of its dtype, instead of the copy."""
+    def compare(self, rows: StagingInput, table: VerdictTable) -> None:
+        """Queue the comparison with the destination's bytes, instead of the copy."""
         differs = ~same_bytes(rows.within(self.source), self.destination)
         table.add_flags(rows.name, COMPARED, differs[None])
 

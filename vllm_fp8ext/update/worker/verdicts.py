@@ -34,13 +34,13 @@ class Column(IntEnum):
 
 Columns: TypeAlias = tuple[Column, ...]
 QUANTIZED: Columns = (Column.ERROR, Column.NORM, Column.NOT_FINITE)
-"""What quantizing a part measures."""
+"""Columns that quantizing a part measures."""
 COPIED_CODES: Columns = (Column.NOT_FINITE, Column.WRONG_SCALES)
-"""What copying codes and scales measures."""
+"""Columns that copying codes and scales measures."""
 COPIED_VALUES: Columns = (Column.NOT_FINITE,)
-"""What copying values measures."""
+"""Columns that copying values measures."""
 COMPARED: Columns = (Column.DIFFERS,)
-"""What comparing a part measures."""
+"""Columns that comparing a part measures."""
 
 
 class ScaleError(ValueError):
@@ -79,7 +79,7 @@ class VerdictTable:
         self._blocks.append((self.add_tensor(name), sums))
 
     def add_values(self, name: str, values: Tensor) -> None:
-        """Have a part of a tensor looked at for NaN and infinity, where it was copied to, in the end."""
+        """Have copied values of a tensor checked for NaN and infinity, in the end."""
         if values.numel():
             self._values.append((self.add_tensor(name), values))
 

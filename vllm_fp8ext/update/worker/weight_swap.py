@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Swaps the contents of live and shadow parameters, so that every address stays where CUDA graphs expect it."""
+"""Swaps the contents of live and shadow parameters; addresses stay, as CUDA graphs expect."""
 
 import zlib
 from typing import TYPE_CHECKING
@@ -79,7 +79,7 @@ class WeightSwap:
         self.broken = False
 
     def restore(self) -> None:
-        """Zero the pairs, whose memory lost its contents, and make anew what is kept beside them.
+        """Zero the pairs, whose memory lost its contents, and renew the launches.
 
         What no update brings, padding that kernels compute with, stays zero.
         """

@@ -17,7 +17,7 @@ from vllm_fp8ext.serve.client.transports.nccl.buckets import Room
 from vllm_fp8ext.serve.schema import BroadcastGroup
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.update.transports.nccl.group import Group as Joined
+    from vllm_fp8ext.update.transports.nccl.group import GroupMember
 
 
 class Group:
@@ -36,7 +36,7 @@ class Group:
         self.seconds = seconds
         self._host = host
         self._members: tuple[Any, ...] = ()
-        self._joined: Joined | None = None
+        self._joined: GroupMember | None = None
         self._places: dict[str, BroadcastGroup] = {}
         self._store: Any = None
         self._rooms: list[Room] = []

@@ -125,7 +125,7 @@ def wanted() -> None:
 def received(receiver: BroadcastReceiver, trainer: Trainer, **tensors: Tensor) -> int:
     """Broadcast tensors and compare what came; the address of the rank's buffer."""
     source, listed, data = trainer.announce(**tensors)
-    with trainer.sending(data), torch.inference_mode(), receiver.opened(source, wanted) as bucket:
+    with trainer.sending(data), torch.inference_mode(), receiver.receive(source, wanted) as bucket:
         found = {tensor.spec.name: bucket.read(tensor) for tensor in listed}
         assert list(found) == list(tensors)
         for name, tensor in tensors.items():
@@ -139,7 +139,7 @@ def refused(
 ) -> UpdateError:
     """How the rank gives up, and that it does in time."""
     begun = time.monotonic()
-    with pytest.raises(UpdateError) as error, receiver.opened(source, asked):
+    with pytest.raises(UpdateError) as error, receiver.receive(source, asked):
         pass
     assert time.monotonic() < begun + LONGEST
     return error.value

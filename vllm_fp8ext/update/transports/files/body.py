@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client says of a checkpoint on the server's disk."""
+"""The body by which a client names a checkpoint on the server's disk."""
 
 from pydantic import Field
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks are told of a file on the server's disk."""
+"""The message that tells ranks of a file on the server's disk."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -15,9 +15,9 @@ from vllm_fp8ext.update.contract.regular_file import (
 )
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.files.message import FileSource
-from vllm_fp8ext.update.transports.gather import reads
-from vllm_fp8ext.update.transports.memory import Placed
-from vllm_fp8ext.update.transports.read_ahead import BUFFERS, READ_BYTES, READERS, Fill, ReadAhead, Rows
+from vllm_fp8ext.update.transports.gather import read_items
+from vllm_fp8ext.update.transports.memory import ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import BUFFERS, READ_BYTES, READERS, Fill, ReadAhead, TensorRows
 from vllm_fp8ext.update.transports.receiver import Receiver
 
 
@@ -29,9 +29,9 @@ class FileReceiver(Receiver[FileSource]):
         self,
         source: FileSource,
         tensors: Sequence[StoredTensor],
-        apart: Collection[str],
+        as_rows: Collection[str],
         require_wanted: Callable[[], None],
-    ) -> Iterator[Iterable[Placed | Rows]]:
+    ) -> Iterator[Iterable[ResidentTensors | TensorRows]]:
         """Yield the tensors of a file (`Receiver.open`); rows are those of larger tensors in parts, of all others whole.
 
         Raises:
@@ -43,9 +43,9 @@ class FileReceiver(Receiver[FileSource]):
             raise _read_error(source, error) from None
         try:
             _require_unchanged(descriptor, source)
-            plan = self._rank.plan(tensors, apart)
-            with closing(self._files.read(reads(plan), _filler(descriptor, source))) as parts:
-                yield self._rank.gather.gathered(parts, plan, require_wanted)
+            schedule = self._rank.copy_schedule(tensors, as_rows)
+            with closing(self._files.read(read_items(schedule), _filler(descriptor, source))) as parts:
+                yield self._rank.gather.copy_groups(parts, schedule, require_wanted)
             _require_unchanged(descriptor, source)
         finally:
             os.close(descriptor)
@@ -76,7 +76,10 @@ def _require_unchanged(descriptor: int, source: FileSource) -> None:
 
 
 def _read_error(source: FileSource, error: OSError) -> UpdateError:
-    """It could be opened when its stamp was taken: what is missing now, or no file, was changed since."""
+    """Return the error for a file that can't be read any more.
+
+    It could be opened when its stamp was taken: what is missing now, or no file, was changed since.
+    """
     refusal = path_error(source.path, error)
     if isinstance(error, NotRegularError) or refusal.kind in ("not-found", "file-changed"):
         return _changed(source)

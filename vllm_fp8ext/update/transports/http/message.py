@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks are told of a body that has come over HTTP."""
+"""The message that tells ranks of a body that has come over HTTP."""
 
 from dataclasses import dataclass
 from typing import ClassVar

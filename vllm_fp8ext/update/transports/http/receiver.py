@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads bodies that came over HTTP from the shared buffer of uploads, which each rank maps once."""
+"""Reads bodies that came over HTTP from the shared buffer of uploads."""
 
 import ctypes
 import logging
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from vllm_fp8ext.shared_memory import free_bytes
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.transports.gather import reads
+from vllm_fp8ext.update.transports.gather import read_items
 from vllm_fp8ext.update.transports.http.message import UploadSource
-from vllm_fp8ext.update.transports.memory import Placed
-from vllm_fp8ext.update.transports.read_ahead import Raw, Rows, Stretch, Wanted
+from vllm_fp8ext.update.transports.memory import ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import ByteRange, RawBytes, ReadItem, TensorRows
 from vllm_fp8ext.update.transports.receiver import RankDevice, Receiver
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -27,8 +27,10 @@ _PORTABLE = 1
 
 
 class UploadReceiver(Receiver[UploadSource]):
-    """Keeps the shared buffer mapped. For a GPU it is page-locked when it is mapped, so that copies to the GPU run beside
-    the reading."""
+    """Keeps the shared buffer mapped.
+
+    For a GPU it is page-locked when it is mapped, so that copies to the GPU run beside the reading.
+    """
 
     def __init__(self, rank: RankDevice) -> None:
         super().__init__(rank)
@@ -39,16 +41,19 @@ class UploadReceiver(Receiver[UploadSource]):
         self,
         source: UploadSource,
         tensors: Sequence[StoredTensor],
-        apart: Collection[str],
+        as_rows: Collection[str],
         require_wanted: Callable[[], None],
-    ) -> Iterator[Iterable[Placed | Rows]]:
+    ) -> Iterator[Iterable[ResidentTensors | TensorRows]]:
         """Yield the tensors of a body (`Receiver.open`); rows are those of whole tensors."""
-        plan = self._rank.plan(tensors, apart)
-        parts = mapped_parts(self._mapped(source.path), source.offset, reads(plan))
-        yield self._rank.gather.gathered(parts, plan, require_wanted)
+        schedule = self._rank.copy_schedule(tensors, as_rows)
+        parts = mapped_parts(self._mapped(source.path), source.offset, read_items(schedule))
+        yield self._rank.gather.copy_groups(parts, schedule, require_wanted)
 
     def _mapped(self, path: str) -> mmap.mmap:
-        """One at a time: a trainer that calls its engine anew has another, and nothing comes by the former any more."""
+        """Return the mapped buffer; one at a time.
+
+        A trainer that calls its engine anew has another, and nothing comes by the former any more.
+        """
         if self._shared is None or self._shared.path != path:
             if self._shared is not None:
                 self._shared.close()
@@ -56,26 +61,28 @@ class UploadReceiver(Receiver[UploadSource]):
         return self._shared.content
 
 
-def mapped_parts(mapped: mmap.mmap, offset: int, wanted: Iterable[Wanted]) -> Iterator[Rows | Raw]:
-    """All of this, in this order, of a body that begins there."""
-    for of in wanted:
-        if isinstance(of, Stretch):
-            if of.start == of.stop:
+def mapped_parts(
+    mapped: mmap.mmap, offset: int, items: Iterable[ReadItem]
+) -> Iterator[TensorRows | RawBytes]:
+    """Yield these items, in this order, of a body that begins at byte `offset`."""
+    for item in items:
+        if isinstance(item, ByteRange):
+            if item.start == item.stop:
                 continue
             raw = torch.frombuffer(
-                mapped, dtype=torch.uint8, count=of.stop - of.start, offset=offset + of.start
+                mapped, dtype=torch.uint8, count=item.stop - item.start, offset=offset + item.start
             )
-            yield Raw(of.at, raw)
+            yield RawBytes(item.destination, raw)
         else:
-            yield Rows(of, 0, _view(mapped, offset + of.start, of))
+            yield TensorRows(item, 0, _view(mapped, offset + item.start, item))
 
 
 class SharedBuffer:
-    """The shared buffer of uploads, mapped.
+    """Maps the shared buffer of uploads.
 
-    Without `page_lock` copies to the GPU go through a buffer of the driver's: slower, not wrong. By the driver, which refuses
-    a file on a disk: the runtime would report that once more at whatever comes next. To lock it takes room for all of it: not
-    what shared memory of vLLM's has claimed.
+    Without `page_lock` copies to the GPU go through a buffer of the driver's: slower, not wrong. The driver locks it, since
+    it refuses a file on a disk: the runtime would report that once more at whatever comes next. Locking takes memory for all
+    of it, but none that vLLM's own shared memory has claimed.
     """
 
     def __init__(self, path: str, *, page_lock: bool) -> None:

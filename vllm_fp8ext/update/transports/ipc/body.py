@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client says of tensors that it holds on a GPU of the server's machine."""
+"""The body by which a client announces tensors that it holds on a GPU."""
 
 from typing import Annotated
 

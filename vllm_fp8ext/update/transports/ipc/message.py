@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks are told of tensors that a client holds on a GPU."""
+"""The message that tells ranks of tensors that a client holds on a GPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ class IpcSource(Source):
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Where each allocation begins, and the end of the last."""
+        """Begin of each allocation, and the end of the last."""
         return tuple(accumulate((size for _, size in self.allocations), initial=0))
 
 
 def ipc_tensor(
     source: IpcSource, *, name: str, dtype: str, shape: Sequence[int], allocation: int, offset: int
 ) -> StoredTensor:
-    """One tensor of a source, from byte `offset` of an allocation on.
+    """Return one tensor of a source, from byte `offset` of an allocation on.
 
     Raises:
         UpdateError: `bad-handle`: it lies outside its allocation. `wrong-dtype`: no dtype that an update may have.

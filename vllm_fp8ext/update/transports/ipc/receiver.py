@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that another process of this machine holds on a GPU, read where they lie: CUDA's inter-process handles, opened for
-the time of one chunk. Through the driver, with ctypes: torch's own sharing wants pickled objects and counts references."""
+"""Reads tensors where another process of this machine holds them on a GPU, through CUDA IPC.
+
+Handles are open for the time of one chunk. They are opened through the driver, with ctypes: torch's own sharing wants pickled
+objects and counts references.
+"""
 
 import base64
 import ctypes
@@ -15,8 +18,8 @@ from vllm_fp8ext.kernels.runtime import cuda_kernel
 from vllm_fp8ext.kernels.runtime.cuda_kernel import CudaError
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.ipc.message import HANDLE_BYTES, IpcSource
-from vllm_fp8ext.update.transports.memory import Allocations, Placed
-from vllm_fp8ext.update.transports.read_ahead import Rows
+from vllm_fp8ext.update.transports.memory import AllocatedMemory, ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import TensorRows
 from vllm_fp8ext.update.transports.receiver import RankDevice, Receiver
 
 _LAZY_PEER_ACCESS = 1
@@ -33,9 +36,9 @@ class IpcReceiver(Receiver[IpcSource]):
 
     def __init__(self, rank: RankDevice) -> None:
         super().__init__(rank)
-        self._later: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Load what the driver loads when a handle is opened first."""
         device_index(str(torch.cuda.get_device_properties(self._rank.device).uuid))
 
@@ -44,27 +47,30 @@ class IpcReceiver(Receiver[IpcSource]):
         self,
         source: IpcSource,
         tensors: Sequence[StoredTensor],
-        apart: Collection[str],
+        as_rows: Collection[str],
         require_wanted: Callable[[], None],
-    ) -> Iterator[Iterable[Placed | Rows]]:
+    ) -> Iterator[Iterable[ResidentTensors | TensorRows]]:
         """Yield the tensors where they are (`Receiver.open`).
 
         Raises:
-            UpdateError: as `opened`.
+            UpdateError: as `open_allocations`.
         """
-        with opened(source, self._later.append) as memory:
-            yield self._rank.placed(tensors, memory)
+        with open_allocations(source, self._deferred.append) as memory:
+            yield self._rank.resident(tensors, memory)
 
-    def tidy(self) -> None:
+    def close_deferred(self) -> None:
         """Close handles."""
-        while self._later:
-            self._later.pop()()
+        while self._deferred:
+            self._deferred.pop()()
 
 
 @contextmanager
-def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> Iterator[Allocations]:
-    """The other process's memory, valid inside the context. When it is left nothing reads there any more; the handles are
-    closed by what is given to `later`.
+def open_allocations(
+    source: IpcSource, defer: Callable[[Callable[[], None]], None]
+) -> Iterator[AllocatedMemory]:
+    """Open the other process's memory, valid inside the context.
+
+    When it is left nothing reads there any more; the handles are closed by the call that is given to `defer`.
 
     Raises:
         UpdateError: `bad-handle`: a GPU that this process does not see, a handle that can't be opened, a smaller allocation.
@@ -76,13 +82,13 @@ def opened(source: IpcSource, later: Callable[[Callable[[], None]], None]) -> It
         with torch.cuda.device(index):
             for text, size in source.allocations:
                 addresses.append(_open(text))
-                _require(addresses[-1], size)
-        yield Allocations(torch.device("cuda", index), addresses, source.bounds)
+                _require_size(addresses[-1], size)
+        yield AllocatedMemory(torch.device("cuda", index), addresses, source.bounds)
     finally:
         torch.cuda.current_stream().synchronize()  # the rank's own: what it queued may still read
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # copies between GPUs
-        later(partial(_close, index, addresses))
+        defer(partial(_close, index, addresses))
 
 
 def _close(index: int, addresses: list[int]) -> None:
@@ -92,11 +98,11 @@ def _close(index: int, addresses: list[int]) -> None:
 
 
 def device_index(uuid: str) -> int:
-    """Which of this process's GPUs has this UUID."""
+    """Return the index of this process's GPU with this UUID."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid.removeprefix("GPU-"):
             return index
-    raise _bad(f"expected a GPU that the server sees, found {uuid}")
+    raise _bad_handle(f"expected a GPU that the server sees, found {uuid}")
 
 
 def _open(text: str) -> int:
@@ -104,17 +110,17 @@ def _open(text: str) -> int:
     try:
         cuda_kernel.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
     except CudaError as error:
-        raise _bad(
+        raise _bad_handle(
             f"a handle could not be opened ({error}): is its process alive, and another one?"
         ) from None
     return address.value
 
 
-def _require(address: int, size: int) -> None:
-    _, found = cuda_kernel.allocation_of(address)
-    if found < size:
-        raise _bad(f"an allocation should have {size} bytes, found {found}")
+def _require_size(address: int, size: int) -> None:
+    _, allocated = cuda_kernel.allocation_of(address)
+    if allocated < size:
+        raise _bad_handle(f"an allocation should have {size} bytes, found {allocated}")
 
 
-def _bad(message: str) -> UpdateError:
+def _bad_handle(message: str) -> UpdateError:
     return UpdateError("bad-handle", message, status=422)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client says of a bucket that it is about to broadcast."""
+"""The body by which a client announces a bucket that it is about to broadcast."""
 
 from typing import Annotated, Literal
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that a trainer broadcasts to, as each of them sees them: rank 0 sends, the others receive. No method waits."""
+"""Membership in a group of processes to which a trainer broadcasts: rank 0 sends, the others receive. No method waits."""
 
 import contextlib
 import socket
@@ -18,37 +18,41 @@ from vllm_fp8ext.kernels.runtime.nccl import Communicator, NcclError
 from vllm_fp8ext.update.transports.nccl.message import nccl_id
 
 _CONNECT_SECONDS = 0.5
-_LOOK_SECONDS = 0.02
+"""Seconds in which a connection has to be made, or it is tried again."""
+_POLL_SECONDS = 0.02
+"""Seconds between two looks for the sender."""
 _LINGERING = 8
-"""Groups that may be left and not yet ended: each has a thread, and the memory that it was to receive to."""
+"""Groups, at most, that were left and have not ended: each has a thread, and the memory into which it receives."""
 
 
-class Group(Protocol):
-    """One process's membership. Whatever is asked of a group that failed raises `UpdateError` `transfer-failed`.
-
-    `device`: where its buckets lie.
-    """
+class GroupMember(Protocol):
+    """One process's membership. Once the group failed, every method but `close` raises `UpdateError` `transfer-failed`."""
 
     device: torch.device
+    """Device of its buckets."""
 
     def joined(self) -> bool:
-        """Whether all processes are there."""
+        """Tell whether all processes are there."""
 
     def begin(self, data: Tensor) -> None:
-        """Start to broadcast bytes (uint8 `[n]`, the same n in all processes, on `device`) of a joined group."""
+        """Start to broadcast bytes in a joined group.
+
+        `data`: uint8 `[n]`, the same n in all processes, on `device`.
+        """
 
     def done(self) -> bool:
-        """Whether what was begun has ended here. Until then the bytes must stay as they are."""
+        """Tell whether the broadcast has ended here. Until then the bytes must stay as they are."""
 
     def close(self) -> None:
-        """Leave. What was begun breaks off; its bytes may not be used for anything else."""
+        """Leave the group. A broadcast breaks off; its bytes may not be used for anything else."""
 
 
 def join(
     backend: str, id: str, size: int, rank: int, device: torch.device, seconds: float
 ) -> "NcclGroup | GlooGroup":
-    """Start to join a group (`BroadcastSource` tells what of); `device`: the process's own. On it, NCCL works on the stream
-    that is the current one now.
+    """Start to join a group, as `BroadcastSource` describes it.
+
+    `device`: the process's own. On it, NCCL works on the stream that is the current one now.
 
     Raises:
         UpdateError: `transfer-failed`.
@@ -61,7 +65,7 @@ def join(
 
 
 class NcclGroup:
-    """Between GPUs."""
+    """Broadcasts between GPUs."""
 
     def __init__(self, id: bytes, size: int, rank: int, device: torch.device) -> None:
         self.device = device
@@ -100,7 +104,9 @@ class NcclGroup:
 
 
 class GlooGroup:
-    """Between CPUs. `id`: `host:port/name`. `seconds`: how long its callers wait; Gloo's own threads then give up too.
+    """Broadcasts between CPUs.
+
+    `id`: `host:port/name`. `seconds`: how long its callers wait; Gloo's own threads then give up too.
 
     Raises:
         UpdateError: `transfer-failed`, when too many that were left have not ended yet.
@@ -144,10 +150,13 @@ class GlooGroup:
         return True
 
     def close(self) -> None:
-        """Gloo can't break off what it does, and waits for it when it goes: a thread of its own does that, until the others
-        leave, too, or the time is over."""
+        """Leave the group (`GroupMember.close`).
+
+        Gloo can't break off what it does, and waits for it when it goes: a thread of its own does that, until the others
+        leave, too, or the time is over.
+        """
         self._left.set()
-        thread = threading.Thread(target=_outlive, args=(self._joining, self._work), daemon=True)
+        thread = threading.Thread(target=_wait_for_end, args=(self._joining, self._work), daemon=True)
         self._lingering.add(thread)
         thread.start()
 
@@ -184,11 +193,11 @@ class GlooGroup:
             self._require_joining(until)
 
     def _require_joining(self, until: float) -> None:
-        if self._left.wait(_LOOK_SECONDS) or time.monotonic() > until:
+        if self._left.wait(_POLL_SECONDS) or time.monotonic() > until:
             raise RuntimeError("the group was left before all were there")
 
 
-def _outlive(joining: Future[Any], work: Any) -> None:
+def _wait_for_end(joining: Future[Any], work: Any) -> None:
     with contextlib.suppress(RuntimeError, ValueError):
         joining.result()
         if work is not None:

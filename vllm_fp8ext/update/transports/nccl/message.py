@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks are told of tensors that are about to be broadcast: who takes part, and what lies where in the bucket."""
+"""The message that tells ranks of a broadcast: who takes part, and where tensors lie in the bucket."""
 
 import base64
 import binascii
@@ -15,18 +15,18 @@ from vllm_fp8ext.update.transports.dense_tensor import dense_tensor, lies_within
 from vllm_fp8ext.update.transports.transport import Announcement, ServerLimits, Source
 
 MARK_BYTES = 8
-"""Last bytes of every bucket, random: by them a rank knows that what came is what was announced."""
+"""Random bytes at the end of every bucket: they prove that it is the announced one."""
 
 _STORE = re.compile(r"[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}/[A-Za-z0-9]{1,64}")
 
 
 @dataclass(frozen=True)
 class BroadcastSource(Source):
-    """A bucket of `bytes` bytes, `mark` (hexadecimal) included, that rank 0 of a group broadcasts to `size - 1` others.
+    """A bucket of bytes that rank 0 of a group of `size` processes broadcasts.
 
-    `id`: what they find each other by: of NCCL a unique id in base64; of Gloo `host:port/name`, a TCP store that rank 0 runs
-    and a prefix of its keys. `first_rank`: the group's rank of the server's rank 0. `seconds`: longest time to wait, for the
-    others and for the bytes.
+    `bytes`: how many, the mark included. `mark`: in hexadecimal. `id`: by which they find each other: for NCCL a unique id in
+    base64; for Gloo `host:port/name`, a TCP store that rank 0 runs and a prefix of its keys. `first_rank`: the group's rank
+    of the server's rank 0. `seconds`: longest time to wait, for the others and for the bytes.
     """
 
     backend: str
@@ -87,7 +87,7 @@ def nccl_id(text: str) -> bytes:
 def broadcast_tensor(
     source: BroadcastSource, *, name: str, dtype: str, shape: Sequence[int], offset: int
 ) -> StoredTensor:
-    """One tensor of the bucket, from its byte `offset` on.
+    """Return one tensor of the bucket, from its byte `offset` on.
 
     Raises:
         UpdateError: `invalid-request`: it lies outside the bucket. `wrong-dtype`: no dtype that an update may have.
