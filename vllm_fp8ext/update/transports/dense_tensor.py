@@ -38,6 +38,6 @@ def dense_tensor(name: str, dtype: str, shape: Sequence[int], offset: int) -> St
     return StoredTensor(TensorSpec(name, tuple(shape), dtype), offset, size)
 
 
-def lies_within(tensor: StoredTensor, room: int) -> bool:
-    """Tell whether the first `room` bytes of the memory hold the tensor, aligned."""
-    return tensor.start + tensor.size <= room and tensor.start % ITEM_BYTES[tensor.spec.dtype] == 0
+def lies_within(tensor: StoredTensor, memory_bytes: int) -> bool:
+    """Tell whether the first `memory_bytes` bytes of the memory hold the tensor, aligned."""
+    return tensor.start + tensor.size <= memory_bytes and tensor.start % ITEM_BYTES[tensor.spec.dtype] == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies tensors from the host to the rank's GPU, some at a time, to be staged together.
+"""Copies groups of tensors from the host to the rank's GPU, to be staged together.
 
 Little is left to do for each part of a tensor, and little of Python's interpreter is taken from the engine beside it.
 """
@@ -34,17 +34,17 @@ class TensorGroup:
 
 
 def group_tensors(
-    tensors: Iterable[StoredTensor], room: int, as_rows: Collection[str]
+    tensors: Iterable[StoredTensor], capacity: int, as_rows: Collection[str]
 ) -> Iterator[TensorGroup]:
     """Yield the tensors as groups, in their order; those of `as_rows`, by name, and larger ones as rows."""
     group = TensorGroup([], [])
     size = 0
     for stored in tensors:
-        whole = stored.size <= room and stored.spec.name not in as_rows
+        whole = stored.size <= capacity and stored.spec.name not in as_rows
         last = group.ranges[-1] if group.ranges else None
         adjoins = last is not None and last.stop == stored.start and size % UNIT == 0
         at = size if adjoins else -(-size // _ALIGNED) * _ALIGNED
-        if group.tensors and (not whole or at + stored.size > room):
+        if group.tensors and (not whole or at + stored.size > capacity):
             yield group
             group, last, adjoins, at, size = TensorGroup([], []), None, False, 0, 0
         if not whole:

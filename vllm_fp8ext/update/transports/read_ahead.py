@@ -54,7 +54,7 @@ class TensorRows:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes `start` to `stop` of a file or body, for a buffer's bytes from `destination` on."""
+    """Bytes `start` to `stop` of a file or body, for a buffer from `destination` on."""
 
     start: int
     stop: int
@@ -87,29 +87,29 @@ class ReadRange:
     stop: int
 
 
-def ranges_of(item: ReadItem, room: int) -> list[ReadRange]:
-    """Cut an item into ranges of at most `room` bytes.
+def ranges_of(item: ReadItem, limit: int) -> list[ReadRange]:
+    """Cut an item into ranges of at most `limit` bytes.
 
     A tensor's are of rows; those of a matrix begin at multiples of 128, as its blocks do. What can't be cut so far (128 rows
     of a matrix, one of anything else) may be larger.
     """
     if isinstance(item, ByteRange):
-        starts = range(item.start, item.stop, room)
+        starts = range(item.start, item.stop, limit)
         return [
             ReadRange(item, first - item.start, last - first, first, last)
             for first, last in pairwise([*starts, item.stop])
         ]
-    return _row_ranges(item, room)
+    return _row_ranges(item, limit)
 
 
-def _row_ranges(stored: StoredTensor, room: int) -> list[ReadRange]:
+def _row_ranges(stored: StoredTensor, limit: int) -> list[ReadRange]:
     shape = stored.spec.shape
     rows = shape[0] if shape else 1
-    if stored.size <= room:
+    if stored.size <= limit:
         return [ReadRange(stored, 0, rows, stored.start, stored.start + stored.size)]
     row = stored.size // rows
     unit = BLOCK if len(shape) == 2 else 1
-    step = max(unit, room // row // unit * unit)
+    step = max(unit, limit // row // unit * unit)
     bounds = [*range(0, rows, step), rows]
     return [
         ReadRange(stored, first, last - first, stored.start + first * row, stored.start + last * row)
@@ -117,19 +117,19 @@ def _row_ranges(stored: StoredTensor, room: int) -> list[ReadRange]:
     ]
 
 
-def read_spans(items: Iterable[ReadItem], room: int) -> Iterator[list[ReadRange]]:
+def read_spans(items: Iterable[ReadItem], limit: int) -> Iterator[list[ReadRange]]:
     """Yield spans: ranges of these items, in this order, that are read together.
 
-    A span has at most `room` bytes and no hole, unless one range has more. Each range of a tensor is aligned to its elements,
-    counted from the begin of the span.
+    A span has at most `limit` bytes and no hole, unless one range has more. Each range of a tensor is aligned to its
+    elements, counted from the begin of the span.
     """
     span: list[ReadRange] = []
-    for part in (part for item in items for part in ranges_of(item, room)):
+    for part in (part for item in items for part in ranges_of(item, limit)):
         if span:
             begin = span[0].start
             itemsize = part.item.spec.torch_dtype.itemsize if isinstance(part.item, StoredTensor) else 1
             adjoins = span[-1].stop == part.start
-            if not adjoins or part.stop - begin > room or (part.start - begin) % itemsize:
+            if not adjoins or part.stop - begin > limit or (part.start - begin) % itemsize:
                 yield span
                 span = []
         span.append(part)
@@ -159,7 +159,7 @@ class _Buffer:
         return self._raw[:size] if size < len(self._bytes) else self._raw
 
     def release(self) -> None:
-        """Let the buffer be used again, once copies that the current stream has queued are done."""
+        """Let the buffer be used again, once queued copies of the current stream are done."""
         if self._copied is not None:
             self._copied.record()
 

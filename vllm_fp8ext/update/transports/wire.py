@@ -99,7 +99,7 @@ def _is_quantized(name: str, tensor: Any, manifests: Sequence[Manifest]) -> bool
 
 
 def _require_quantizable(name: str, tensor: Any) -> None:
-    """Raise `ValueError` unless it is a whole, dense matrix of a dtype that a server takes."""
+    """Raise `ValueError` unless it is a dense matrix of a dtype that a server takes."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"tensor {name}: expected a torch tensor to quantize, found {type(tensor).__name__}")
     dtype = dtype_name(name, tensor)

@@ -39,7 +39,7 @@ class ModelNames:
     def tied(
         self, written: Mapping[str, Sequence[Tensor | None]], tensors: Mapping[str, Tensor]
     ) -> dict[str, str]:
-        """Return the embedding's name, by the name of each output layer that is served as it.
+        """Return the embedding's name, by each output layer that is served as it.
 
         `written`: by the name of each tensor of the checkpoint, what it is loaded into; `tensors`: by path, those of the
         model.

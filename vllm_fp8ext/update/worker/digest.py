@@ -182,10 +182,10 @@ def _tied_problems(index: Mapping[str, _StoredMatrix], manifest: Manifest) -> li
 
 
 def default_manifest(specs: Iterable[TensorSpec]) -> Manifest:
-    """Return the manifest of a one-rank server, with default settings, of a Llama- or Qwen-like checkpoint.
+    """Return the manifest of a one-rank server of a Llama- or Qwen-like checkpoint.
 
-    Projections are quantized, q/k/v and gate/up in one matrix each, and those of experts, each alone; everything else is
-    served as it is, and so are projections that `_kept` names.
+    Its settings are the default ones. Projections are quantized, q/k/v and gate/up in one matrix each, and those of experts,
+    each alone; everything else is served as it is, and so are projections that `_kept` names.
 
     Raises:
         UpdateError: `wrong-form`: fused experts, whose matrices only a server's manifest names.

@@ -50,7 +50,7 @@ class QuantizedTarget:
         return quantize_weight.queue(rows, codes, scales, self.scale_format)
 
     def fill(self, start: int, rows: Tensor, tensor_rows: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-        """Queue the copy of rows into their block row, and its quantization when it is complete.
+        """Queue the copy of rows into their block row; quantize it when it is complete.
 
         `tensor_rows`: start and stop of all rows that their tensor has here, which come in order. Returns the rows where they
         wait, and the sums of `quantize_weight.queue` of a block row that is complete: only of finite values, since those that

@@ -59,7 +59,7 @@ def _tensors_in(value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def lies_in(part: Tensor, whole: Tensor) -> bool:
-    """Tell whether a tensor lies in the bytes of a contiguous one of the same storage."""
+    """Tell whether a tensor lies in the bytes of a contiguous one."""
     first, start = (tensor.storage_offset() * tensor.element_size() for tensor in (part, whole))
     reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
     return start <= first and first + reach * part.element_size() <= start + whole.nbytes

@@ -128,7 +128,7 @@ class Twin:
                 staged.scales.copy_(part.scales)
 
     def require_equal(self, heads: Mapping[str, Tensor]) -> None:
-        """Require that output layers of the checkpoint, on any device, are what is served as them: the embedding.
+        """Require that output layers of the checkpoint equal the embedding that is served as them.
 
         Raises:
             ConfigError: naming those that differ.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors are read where they are on a GPU of the server's machine, through CUDA IPC."""
+"""Tensors are read where they are, on a GPU of the server's machine."""
 
 from vllm_fp8ext.update.transports.ipc.body import Handles
 from vllm_fp8ext.update.transports.ipc.message import IpcSource, announce

@@ -46,9 +46,9 @@ def ipc_tensor(
         UpdateError: `bad-handle`: it lies outside its allocation. `wrong-dtype`: no dtype that an update may have.
     """
     tensor = dense_tensor(name, dtype, shape, offset)
-    room = source.allocations[allocation][1] if allocation < len(source.allocations) else -1
-    if not lies_within(tensor, room):
-        where = f"allocation {allocation} of {max(room, 0)} bytes"
+    memory_bytes = source.allocations[allocation][1] if allocation < len(source.allocations) else -1
+    if not lies_within(tensor, memory_bytes):
+        where = f"allocation {allocation} of {max(memory_bytes, 0)} bytes"
         message = f"tensor {name}: {tensor.size} bytes from {offset} on do not lie in {where}"
         raise UpdateError("bad-handle", message, status=422)
     return StoredTensor(tensor.spec, source.bounds[allocation] + offset, tensor.size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads tensors where another process of this machine holds them on a GPU, through CUDA IPC.
+"""Reads tensors where another process holds them on a GPU, through CUDA IPC.
 
 Handles are open for the time of one chunk. They are opened through the driver, with ctypes: torch's own sharing wants pickled
 objects and counts references.

@@ -93,10 +93,10 @@ def broadcast_tensor(
         UpdateError: `invalid-request`: it lies outside the bucket. `wrong-dtype`: no dtype that an update may have.
     """
     tensor = dense_tensor(name, dtype, shape, offset)
-    room = source.bytes - MARK_BYTES
-    if not lies_within(tensor, room):
+    memory_bytes = source.bytes - MARK_BYTES
+    if not lies_within(tensor, memory_bytes):
         raise _invalid(
-            f"tensor {name}: {tensor.size} bytes from {offset} on do not lie in {room} bytes before the mark"
+            f"tensor {name}: {tensor.size} bytes from {offset} on do not lie in {memory_bytes} bytes before the mark"
         )
     return tensor
 
