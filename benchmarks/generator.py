@@ -3,7 +3,7 @@
 
     python benchmarks/generator.py --processes 1 2 --out benchmarks/results/generator_cpu.json
 
-Against `vllm_fp8ext.loadtest.trivial`, at growing rates: the highest rate of requests and
+Against `vllm_fp8ext.loadtest.trivial_server`, at growing rates: the highest rate of requests and
 of tokens at which the schedule delay stays below 10 ms (99th percentile).
 """
 

@@ -11,14 +11,14 @@ from pathlib import Path
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 LOOPBACK = "127.0.0.1"
 PACKAGES = "locust", "hdrh", "plotly", "prometheus_client"
-"""What the extra `loadtest` brings: locust itself tells only by a traceback what its file lacks."""
+"""Modules that the extra `loadtest` brings: locust itself tells only by a traceback what its file lacks."""
 
 
 def command(
     url: str, profile: str, users: int, run_time: str, web: bool, arguments: Sequence[str]
 ) -> list[str]:
-    """What to run; `arguments` are passed on. Where these say nothing else, only this machine reaches what locust opens: its
-    page starts load tests for anybody, with the keys of whoever started locust.
+    """Return the command line of locust, with `arguments` passed on. Where these say nothing else, only this machine reaches
+    what locust opens: its page starts load tests for anybody, with the keys of whoever started locust.
 
     Raises:
         ModuleNotFoundError: locust, or what our file for it imports, is not installed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong in a run, in the words of who said it."""
+"""Failures of a run, in the words of who reported them."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run
 
 
 def most_frequent(failed: list[Request]) -> dict[str, Any] | None:
-    """The kind of failure that was seen most, how often, its HTTP status if it has one, and its most frequent text, which may
-    differ from request to request. None where nothing failed."""
+    """Return the kind of failure that came most often, its count, status and text. The status is HTTP's, if it has one; the
+    text the most frequent one, since texts differ from request to request. None where nothing failed."""
     if not failed:
         return None
     [(kind, count)] = Counter(request.error or "" for request in failed).most_common(1)

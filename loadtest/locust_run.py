@@ -74,7 +74,7 @@ class Load:
         self._taken = 0
         self._dispatching = False
         self.leading: gevent.Greenlet[Any] | None = None
-        """What leads rollout steps, in the process that does."""
+        """Return the leader of rollout steps, in the process that has it."""
 
     def begin(self, *, watching: bool) -> None:
         """Start the clock; `watching`: this process also changes weights and scrapes.
@@ -107,7 +107,7 @@ class Load:
             self.environment.process_exit_code = code
 
     def first_user(self) -> bool:
-        """Whether this is the first call in this process."""
+        """Return whether this is the first call in this process."""
         first, self._dispatching = not self._dispatching, True
         return first
 
@@ -168,13 +168,13 @@ class Load:
                     updating.join()
 
     def take(self) -> dict[str, Any]:
-        """What has been written down since the last call."""
+        """Return the records since the last call."""
         new, lags = self.run.requests[self._taken :], self.run.lags
         self._taken, self.run.lags = len(self.run.requests), []
         return {"requests": [plain(request) for request in new], "lags": lags}
 
     def merge(self, told: dict[str, Any]) -> None:
-        """What another process has written down."""
+        """Take the records of another process."""
         self.run.requests += [request_of(one) for one in told["requests"]]
         self.run.lags += told["lags"]
 
@@ -221,7 +221,7 @@ class Load:
             self._update()
 
     def _require_users(self) -> None:
-        """Where one user of each process sends, there must be that many; on the web page they are chosen later."""
+        """Require that many users where one of each process sends; on the web page they are chosen later."""
         parsed = self.environment.parsed_options
         users = getattr(parsed, "num_users", None) if getattr(parsed, "headless", False) else None
         if self.options.profile != "closed" and users is not None and users < self._parts:
@@ -267,7 +267,7 @@ def _model(url: str, key: str | None, named: str | None) -> str:
 
 
 def _require(given: tuple[str, str], found: tuple[str, str]) -> None:
-    """On the web page anybody may ask for another server, which would be sent our keys, or write elsewhere."""
+    """Refuse another server and other paths from the web page. Anybody may open it: another server would be sent our keys."""
     for option, expected, asked in zip(("host", "report"), given, found, strict=True):
         if asked != expected:
             raise ValueError(

@@ -23,12 +23,12 @@ from vllm_fp8ext.loadtest.report import INVALID
 from vllm_fp8ext.loadtest.rollout_steps import BEGIN, DONE
 
 GIVEN: dict[int, tuple[str, str]] = {}
-"""What the command line names, for each environment of this process."""
+"""Options of the command line, for each environment of this process."""
 LOADS: dict[int, Load] = {}
 """The load of each environment of this process."""
 IDLE_SECONDS = 3600.0
 SETTLE_SECONDS = 5.0
-"""What workers have written down is sent every three seconds: the first process waits so long for the rest."""
+"""Seconds that the first process waits for the last reports. Workers send theirs every three seconds."""
 QUIT_SECONDS = 0.5
 """For workers to be told that nothing begins."""
 
@@ -170,8 +170,8 @@ class _Spawning(_Asking):
 
 
 class Open(_Spawning):
-    """The first user of a process sends every request of that process at its time, whatever the server does. There must be as
-    many users as processes."""
+    """Open-loop traffic: the first user of a process sends all its requests on time, however slow the server. There must be
+    as many users as processes."""
 
     @task
     def dispatch(self) -> None:
@@ -188,7 +188,7 @@ class Rollout(_Spawning):
 
     @task
     def steps(self) -> None:
-        """Step after step, until the run ends or as many as were asked for are done."""
+        """Run steps until the run ends or its number of steps is reached."""
         if self.load.first_user():
             self.load.roll_out(self.running)
         gevent.sleep(IDLE_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server says of itself on `/metrics` while the load runs."""
+"""Reads the server's `/metrics` while the load runs."""
 
 import time
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of a load test, for locust's command line and web page and for `fp8ext bench load` alike."""
+"""Options of a load test. The same for locust's command line, its web page and `fp8ext bench load`."""
 
 import os
 from argparse import SUPPRESS, ArgumentParser
@@ -109,7 +109,7 @@ def _one_of(name: str, value: str, valid: Sequence[str]) -> None:
 
 
 def add(parser: ArgumentParser) -> None:
-    """Add every option to a parser (locust's takes `include_in_web_ui` from `add_argument`, and shows all of them)."""
+    """Add every option to a parser. Locust's takes `include_in_web_ui` from `add_argument`, and shows all of them."""
     group = parser.add_argument_group("rollout traffic and weight updates (vllm-fp8ext)")
     # locust has a --profile of its own
     group.add_argument("--traffic", choices=PROFILES, default="closed", help="how requests come")

@@ -51,7 +51,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked."""
+    """One request's prompt and length."""
 
     token_ids: tuple[int, ...]
     max_tokens: int

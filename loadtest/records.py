@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes down: requests, updates, scrapes and steps. Times are seconds of one monotonic clock of the machine that
-asks; a report subtracts the start of the run."""
+"""Records of a run: requests, updates, scrapes and steps. Times are seconds of one monotonic clock of the machine that asks;
+a report subtracts the start of the run."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ def short(text: str) -> str:
 
 @dataclass
 class Span:
-    """Tokens `[start, end)` of an answer that one version of the weights sampled, as the server says."""
+    """Tokens `[start, end)` of an answer, sampled by one version of the weights. The server says which."""
 
     version: str
     epoch: int
@@ -112,7 +112,7 @@ class Run:
     steps: list[Step] = field(default_factory=list)
     scrapes: list[Scrape] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
-    """By how much the generator itself woke up late, many times a second: what it reads then looks late too."""
+    """Lateness of the generator's own wake-ups, measured many times a second. What it reads then looks late too."""
 
 
 def plain(request: Request) -> dict[str, Any]:

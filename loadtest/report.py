@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a run: tables in the terminal, `report.json`, and `report.html` (`html_report.py`)."""
+"""Reports of a run: tables in the terminal, `report.json`, and `report.html` (`html_report.py`)."""
 
 import datetime
 import json

@@ -39,7 +39,7 @@ class Rollouts:
 
     @property
     def led(self) -> bool:
-        """Whether a step has begun."""
+        """Return whether a step has begun."""
         return self._number > 0
 
     def begun(self, told: dict[str, Any]) -> None:
@@ -65,8 +65,8 @@ class Rollouts:
             yield Step(self._number, began, max(self._ended, default=time.monotonic()))
 
     def follow(self, make: Callable[[], T], ask: Callable[[T, int, float], None]) -> None:
-        """`make` this process's part of each step while nobody waits for it, `ask` it by the step's number and begin, for
-        ever."""
+        """Run this process's part of every step, for ever. `make` prepares it while nobody waits for it, `ask` sends it,
+        given the step's number and begin."""
         while True:
             made = make()
             told = self._coming.get()

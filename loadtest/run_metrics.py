@@ -13,7 +13,7 @@ from vllm_fp8ext.loadtest.slo import Slo
 from vllm_fp8ext.loadtest.update_effects import effects, lies, staleness
 
 LATEST_DELAY = 0.010
-"""Seconds that a generator may send or wake up late (99th percentile) for its run to be valid."""
+"""Seconds that a generator may be late in a valid run. It is the 99th percentile, of sending and of waking up."""
 
 
 def analyse(run: Run, slos: list[Slo]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _until(request: Request, stop: float) -> Request:
 
 
 def _at_least(measured: Iterable[float | None], bounds: Iterable[float]) -> list[float]:
-    """What was measured, and lower bounds of what was not, as far as they are above all that."""
+    """Return what was measured, and lower bounds of what lies above all that."""
     found = [value for value in measured if value is not None]
     most = max(found, default=0.0)
     return found + [bound for bound in bounds if bound > most]
@@ -108,7 +108,7 @@ def _invalid(run: Run, measured: dict[str, Any]) -> list[str]:
 
 
 def _meets(request: Request, slos: list[Slo]) -> bool:
-    """Whether one request keeps every SLO about single requests."""
+    """Return whether one request keeps every SLO about single requests."""
     values = {"ttft": ttft(request), "tpot": tpot(request), "e2e": end_to_end(request)}
     values["itl"] = max(gaps(request), default=None)
     for slo in slos:
@@ -119,7 +119,7 @@ def _meets(request: Request, slos: list[Slo]) -> bool:
 
 
 def _steps(run: Run) -> dict[str, Any]:
-    """Duration of rollout steps, and the part of each that only its slowest half was waited for."""
+    """Return durations of rollout steps, and the share that only the slowest half took."""
     if not run.steps:
         return {}
     tails = []

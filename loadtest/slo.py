@@ -22,7 +22,7 @@ LATENCIES = {
     "generator_lag": "lag of the generator",
     "steps": "rollout step",
 }
-"""What a report has of times, and their titles."""
+"""Times of a report, and their titles."""
 STATISTICS = ("mean", "max", "p50", "p90", "p99", "p99.9")
 SINGLE = (
     *("tokens_per_s", "requests_per_s", "goodput_per_s", "achieved_rate", "input_tokens_per_s"),
@@ -56,11 +56,11 @@ class Slo:
         return cls(found[1], found[2], limit)
 
     def holds(self, value: float) -> bool:
-        """Whether a value keeps it."""
+        """Return whether a value keeps the objective."""
         return _SIGNS[self.sign](value, self.limit)
 
     def value(self, measured: Mapping[str, Any]) -> float | None:
-        """What was measured (`analysis.analyse`); None where nothing was."""
+        """Return what was measured (`run_metrics.analyse`); None where nothing was."""
         if self.name in SINGLE:
             return float(measured[self.name])
         latency, _, statistic = self.name.rpartition("_")

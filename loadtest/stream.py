@@ -109,7 +109,7 @@ class Asker:
             done(request)
 
     def body(self, prompt: Prompt) -> bytes:
-        """What is sent."""
+        """Return the body of the request."""
         return json.dumps(self._fields(prompt)).encode()
 
     def _fields(self, prompt: Prompt) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each change of weights did to the requests that ran."""
+"""Effects of each change of weights on the requests that ran."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -63,8 +63,8 @@ def stall(requests: list[Request], update: Update) -> float:
 def recovery(
     arrivals: list[tuple[float, int]], update: Update, earlier: float, later: float
 ) -> dict[str, float | None]:
-    """Tokens that came less than at the rate before, from the update's begin until the rate was back at 95 %; None when it
-    did not come back before the next update."""
+    """Return the tokens that an update cost, against the rate before it. They are counted from its begin until the rate was
+    back at 95 %; None when it did not come back before the next update."""
     since = max(earlier, update.began - BEFORE)
     if update.began - since < BIN:
         return {"tokens_per_s_before": None, "tokens_lost": None, "recovery_seconds": None}
@@ -113,7 +113,7 @@ def arrival(request: Request, token: int) -> float:
 
 
 def staleness(run: Run) -> dict[str, Any]:
-    """Tokens by how many epochs their weights were behind those served when their answer was complete.
+    """Count tokens by how many epochs their weights were behind. Those served when their answer was complete are compared.
 
     From `weight_versions`; for servers without, estimated by the updates between a token's arrival and its answer's end.
     """

@@ -9,7 +9,7 @@ from vllm_fp8ext.loadtest import http_client
 
 
 class Routes:
-    """Of the server at `url`."""
+    """Calls the dev routes of the server at `url`."""
 
     def __init__(self, url: str) -> None:
         self._http = http_client.client(base_url=url, timeout=600)

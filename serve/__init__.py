@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lives in the API server and in the trainer: routes, schema, keys, client."""
+"""The API server's and the trainer's side: routes, schema, keys, client."""

@@ -23,7 +23,7 @@ _LINKS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class AllowedPath:
-    """A path without links that lay in an allowed folder when it was resolved, or was that folder. Both are absolute."""
+    """A path without links that lay in an allowed folder, or was one, when resolved. Both are absolute. Both are absolute."""
 
     folder: str
     path: str
@@ -91,12 +91,12 @@ class AllowedDirs:
         return next((folder for folder in self._folders if _is_in(path, folder)), None)
 
     def _may_tell(self, path: str) -> bool:
-        """Whether it is no secret that this folder is there: an allowed one, one in it or one on the way to it."""
+        """Return whether this folder's existence is no secret: an allowed one, one in it or one on the way to it."""
         return self._holder(path) is not None or any(_is_in(folder, path) for folder in self._folders)
 
 
 def _why(folder: str, path: str) -> OSError:
-    """Why a path in a folder is not there, found out without a look through a link that may lie on the way by now."""
+    """Return why a path in a folder is not there, without following a link. One may lie on the way by now."""
     try:
         os.close(open_real(folder, path, os.O_PATH))
     except OSError as error:

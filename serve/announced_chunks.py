@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks whose bytes the ranks fetch themselves, by a transport that has a route of its own."""
+"""Chunks whose bytes the ranks fetch themselves, by a transport with its own route."""
 
 import asyncio
 from typing import Any

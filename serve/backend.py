@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the routes are about: one engine, the room for uploads, and what is known of both."""
+"""The engine behind the routes, the room for uploads, and what is known of both."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ _ENDED = (404, 409, 410)
 
 
 class Backend:
-    """What the routes need; filled once the engine is there."""
+    """The engine, the spool and the state that all routes share; filled once the engine is there."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.group: str | None = None
@@ -39,15 +39,15 @@ class Backend:
         self.spool: Spool
         self.world_size = 1
         self.receive_bytes = 0
-        """To which buckets of broadcasts are filled."""
+        """Bytes to which buckets of broadcasts are filled."""
         self.largest_bytes = 0
-        """Of a tensor in any dtype and form in which it may come: by itself a bucket may have as many, if that is more."""
+        """Bytes of the largest tensor in any dtype and form: a bucket of one tensor may have as many."""
         self.receive_seconds = 0.0
         self.allowed_dirs = AllowedDirs()
         self.bodies = BodyProcess()
         self.poisoned: str | None = None
         self.commits: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        """Those that go on, by the id of the update."""
+        """Commits that go on, by the id of the update."""
         self.metrics = Metrics(registry)
         self._coming: list[tuple[str, asyncio.Event]] = []
         """Bodies on their way: their update, and the event to set when another is open, or none."""
@@ -73,7 +73,7 @@ class Backend:
 
     @property
     def limits(self) -> ServerLimits:
-        """What is taken of a chunk that the ranks fetch themselves."""
+        """Limits of a chunk that the ranks fetch themselves."""
         return ServerLimits(
             world_size=self.world_size,
             chunk_bytes=max(self.receive_bytes, self.largest_bytes),
@@ -88,7 +88,7 @@ class Backend:
         self._cleanup.close()
 
     async def require_room(self) -> None:
-        """Make room for the largest tensor of a checkpoint, and allow for any that may come.
+        """Make room for the largest tensor of a checkpoint, in any form.
 
         Raises:
             ConfigError: it never could.
@@ -143,7 +143,7 @@ class Backend:
             await outcome(self.refresh_status())
 
     async def refresh_status(self) -> dict[str, Any]:
-        """What the engine says of itself; metrics and the poison guard tell it from now on."""
+        """Ask the engine for its status, and tell metrics and the poison guard."""
         status: dict[str, Any] = await self.engine(Operation.STATUS)
         self._note_poison(status["poisoned"])
         self.metrics.observe(status)
@@ -191,7 +191,7 @@ class Backend:
             self._coming.remove((id, gone))
 
     async def abandon_open(self) -> None:
-        """Give up the update that is open, if there is one, and a rollback that waits: nobody is left to finish them."""
+        """Give up the open update, if any, and a rollback that waits: nobody is left to finish them."""
         await self.engine.leave()
         updating = (await self.engine(Operation.STATUS))["update"]
         if updating is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a thread that blocks, answered by an application on the event loop of another thread."""
+"""Requests of a blocking thread, answered by an application on another thread's event loop."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any

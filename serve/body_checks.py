@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with a body from outside before anything else: parsed, counted, and compared with the manifest.
+"""Checks a body from outside first: it is parsed, counted, and compared with the manifest.
 
 Everything goes in and comes out as plain data, so that it can be done in another process. Needs neither torch nor vLLM.
 """
@@ -40,7 +40,7 @@ class Limits:
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Limits":
-        """Room for every tensor with its block scales, in any form in which it may come, for 256 others, and for as many
+        """Return limits for every tensor of a manifest, in any form, and 256 others. Block scales are counted, and as many
         token ids as a canary and a calibration take."""
         names = [*manifest.tensors, *manifest.fused, *manifest.ignored, *manifest.tied]
         longest = max((len(name) for name in (*names, *manifest.aliases)), default=0)
@@ -142,7 +142,7 @@ def _require_mostly_known(problems: list[dict[str, Any]]) -> None:
 
 
 def invalid(error: ValidationError) -> UpdateError:
-    """Return the refusal of a JSON body that has not the form that it should have."""
+    """Return the refusal of a JSON body that has another form."""
     count = error.error_count()
     if count > _LISTABLE:
         message = f"{count} values are not as they should be, too many to be listed"

@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<Q")
 _SMALL = 1024
 """Largest body, in bytes, that is checked at once where it has come: a millisecond, whatever is in it."""
 _STEPS_BEHIND = 10
-"""By how much the process gives way to others that want a core."""
+"""Niceness of the process: it gives way to others that want a core."""
 
 
 class BodyProcess:
@@ -44,7 +44,7 @@ class BodyProcess:
         return self._here.limits
 
     async def know(self, manifest: dict[str, Any]) -> None:
-        """Bound bodies by what a server takes, and compare them with it (`GET /weights/manifest`), from now on."""
+        """Bound bodies by a server's manifest (`GET /weights/manifest`), and compare them with it."""
         self._manifest = manifest
         self._here.run("manifest", manifest)
         await in_thread(self._end, executor=self._turns)
@@ -60,7 +60,7 @@ class BodyProcess:
         return fields
 
     async def header(self, header: bytes, length: int, name: str) -> list[StoredTensor]:
-        """Return every tensor of a safetensors body of `length` bytes, which `name` stands for in messages.
+        """Return every tensor of a safetensors body of `length` bytes. `name` stands for it in messages.
 
         Raises:
             UpdateError: as `safetensors_header.described_tensors`, or what is wrong with most of the tensors.

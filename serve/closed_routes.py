@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closes routes of vLLM's own that need no key and would change an engine in a way that blockfp8 does not serve."""
+"""Closes routes of vLLM's own that need no key and would harm blockfp8."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,11 @@ from fastapi.responses import JSONResponse
 CLOSED = {
     "/scale_elastic_ep": "elastic expert parallelism moves experts between ranks, away from where updates look for them"
 }
-"""What is refused to everybody, and why."""
+"""Routes that are refused to everybody, and why."""
 
 
 def close_routes(app: FastAPI) -> None:
-    """Answer each of them with 403, in the form in which vLLM tells of routes that are disabled."""
+    """Answer each closed route with 403, as vLLM answers for disabled ones."""
     for path, reason in CLOSED.items():
         app.add_api_route(path, _refusal(path, reason), methods=["POST"], include_in_schema=False)
 

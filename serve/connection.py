@@ -36,7 +36,7 @@ class Connection:
 
     @classmethod
     def of(cls, scope: Any, receive: Any) -> Self | None:
-        """That of a request; None where its bytes are not the body's, or do not come by uvicorn."""
+        """Return the connection of a request; None where its bytes are not the body's, or do not come by uvicorn."""
         cycle: Any = getattr(receive, "__self__", None)
         if (type(cycle).__module__, type(cycle).__name__) != _CYCLE:
             return None

@@ -55,8 +55,8 @@ class DiskFile:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskCheckpoint:
-    """Versions of the files that make a checkpoint, in order, and of the `index` that names them. `place`: the folder, or the
-    one file."""
+    """Versions of a checkpoint's files, in order, and of the `index` that names them. `place`: the folder, or the one
+    file."""
 
     place: AllowedPath
     files: tuple[DiskFile, ...]
@@ -170,7 +170,7 @@ class _Folder:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a file's name can be told to ranks and clients."""
+    """Return whether a file's name can be told to ranks and clients."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -47,8 +47,8 @@ _LEAVING_SECONDS = 10.0
 
 @contextlib.asynccontextmanager
 async def embedded(engine: Any) -> AsyncIterator[AsyncClient]:
-    """A client of the weights of this `AsyncLLM`, which was made with `quantization="blockfp8"`, on the event loop that it
-    runs on. Settings are those of its `additional_config`. One at a time for an engine.
+    """Yield a client of the weights of an `AsyncLLM` on its own event loop. The engine was made with
+    `quantization="blockfp8"`. Settings are those of its `additional_config`. One at a time for an engine.
 
     Raises:
         ConfigError: there is one already, or the largest tensor would not fit where uploads wait.

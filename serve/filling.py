@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A place that a body fills from its start, and the digest of what is there."""
+"""A place that a body fills from its start, and the digest so far."""
 
 from vllm_fp8ext.serve.content_digest import ContentDigest
 
@@ -18,12 +18,12 @@ class Filling:
 
     @property
     def rest(self) -> memoryview:
-        """Where the next byte goes, and those after it."""
+        """Memory for the next byte, and those after it."""
         return self.content[self.filled :]
 
     @property
     def behind(self) -> bool:
-        """Whether it is time to `hash`."""
+        """Return whether it is time to `hash`."""
         return self.digest is not None and self.filled - self._hashed >= _STEP
 
     def copy(self, piece: bytes) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each route does: HTTP on one side, the update engine on the other, nothing in between."""
+"""Endpoints: HTTP on one side, the update engine on the other, nothing in between."""
 
 import asyncio
 from typing import Any

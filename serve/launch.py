@@ -40,7 +40,7 @@ def stock_command(model: str, arguments: Sequence[str]) -> list[str]:
 
 
 def require_valid(arguments: Sequence[str]) -> None:
-    """Look at this plugin's settings among vLLM's arguments, to which vLLM itself comes after half a minute.
+    """Check this plugin's settings among vLLM's arguments. vLLM itself comes to them after half a minute.
 
     Raises:
         ConfigError: they are not valid.
@@ -60,7 +60,7 @@ def require_valid(arguments: Sequence[str]) -> None:
 
 
 def environment(base: Mapping[str, str]) -> tuple[dict[str, str], Path | None]:
-    """`base` with the plugin allowed and a key set, and the file that holds the key if one had to be made."""
+    """Return `base` with the plugin allowed and a key set. Beside it, the file that holds the key if one had to be made."""
     plugins = [name for name in base.get("VLLM_PLUGINS", "").split(",") if name]
     env = {**base, "VLLM_PLUGINS": ",".join(dict.fromkeys([*plugins, PLUGIN]))}
     if key_of(env.get(ADMIN_KEY)):

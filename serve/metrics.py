@@ -15,7 +15,7 @@ _SHARED = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def show_where_shared(app: FastAPI, metrics: "Metrics") -> None:
-    """Answer `/metrics` with these metrics too, where the server reads it from files that processes share.
+    """Answer `/metrics` with these metrics too, where processes share files of metrics.
 
     The server makes a registry for each answer then, to which nobody else can add a collector.
     """
@@ -43,7 +43,7 @@ class Metrics:
         self._refusals[kind] = self._refusals.get(kind, 0) + 1
 
     def observe(self, status: Mapping[str, Any]) -> None:
-        """What the engine says (`UpdateEngine.status`)."""
+        """Take the engine's status (`UpdateEngine.status`)."""
         self._status = status
 
     def describe(self) -> list[Metric]:

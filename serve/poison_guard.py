@@ -16,7 +16,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.problems import problem
 
 _OPEN = ("/fp8ext/", "/metrics", "/version", "/openapi.json", "/docs", "/redoc")
-"""What a poisoned server still answers: all that heals it or looks at it."""
+"""Paths that a poisoned server still answers: all that heals it or looks at it."""
 
 
 _REFRESH_SECONDS = 5.0

@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.fp8ext")
 MEDIA_TYPE = "application/problem+json"
 _JSON = re.compile(r"application/(\S+\+)?json", re.IGNORECASE)
 _DIGITS = 18
-"""Of the largest length that is looked at; Python refuses to read very long numbers."""
+"""Digits of the largest length that is looked at; Python refuses to read very long numbers."""
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "content": {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}}
@@ -65,8 +65,9 @@ def problem(error: UpdateError) -> JSONResponse:
 
 
 def guarded_route(key: AdminKey, refused: Callable[[str], None], bodies: BodyProcess) -> type[APIRoute]:
-    """A route class that asks for the key before it reads anything, has JSON bodies checked by `bodies`, and answers every
-    refusal with a problem document. The parameter `body` of an endpoint has plain values where its model has others nested.
+    """Return a route class that asks for the key before it reads anything. JSON bodies are checked by `bodies`, and every
+    refusal is answered with a problem document. The parameter `body` of an endpoint has plain values where its model has
+    others nested.
 
     `refused` is told the kind of each.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A number of bytes, lent in extents to those who ask, in the order in which they come.
+"""A number of bytes, lent in ranges to those who ask, first come first served.
 
 Who finds no room waits. Whoever comes later is served meanwhile where that makes nobody wait longer who came before: beside
 the part of the room that will be free soonest for the first who waits. So neither do small ones wait behind a large one that
@@ -32,7 +32,7 @@ class Room:
         self._waiting: list[_Waiting] = []
 
     async def take(self, size: int) -> int:
-        """Return the offset of an extent of `size` bytes that is the caller's until it is given back, or lost.
+        """Return the offset of a range of `size` bytes. It is the caller's until it is given back, or lost.
 
         Raises:
             UpdateError: `engine-timeout`: so much will never be free again, for what was lost.
@@ -88,8 +88,8 @@ class Room:
         return None
 
     def _soonest(self, size: int) -> int:
-        """Offset of the extent, beside what is lost, for which the fewest others must be given back; of such that with the
-        fewest bytes that are free now. There is one."""
+        """Return the offset of the range, beside what is lost, that is free soonest. The fewest others must be given back for
+        it; of such ranges it has the fewest bytes that are free now. There is one."""
         ends = [0, *(_up(offset + length) for offset, length in [*self._lent, *self._lost])]
         starts = [self.limit, *(offset for offset, _ in [*self._lent, *self._lost])]
         offsets = [*ends, *((start - size) // PAGE * PAGE for start in starts)]

@@ -52,7 +52,7 @@ class Range:
 
 
 def ranges_of(checkpoint: Path) -> list[Range]:
-    """Every tensor of a safetensors file, or of those that make the checkpoint in a folder, scales beside their weights.
+    """Return every tensor of a safetensors file, or of a checkpoint's files in a folder. Scales come beside their weights.
 
     Raises:
         ValueError: no such file, or one that is not safetensors.

@@ -29,7 +29,7 @@ Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class TensorClaim(Body):
-    """What a client says beforehand of one tensor; what it leaves out is not checked."""
+    """A client's claim about one tensor; what it leaves out is not checked."""
 
     shape: Annotated[list[Size], Field(max_length=64)] | None = None
     dtype: str | None = Field(None, max_length=32, description="torch's name, such as `bfloat16`.")

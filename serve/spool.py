@@ -183,7 +183,7 @@ class Spool:
 
 
 def _between(start: int, end: int, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What of a range lies in none of these, which are sorted and apart."""
+    """Return the parts of a range that lie in none of these. They are sorted and apart."""
     found = []
     for first, last in [*ranges, (end, end)]:
         if start < min(first, end):

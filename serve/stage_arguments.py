@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine is told of a chunk that it is to stage."""
+"""Arguments by which the engine stages a chunk."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -75,7 +75,7 @@ class TensorPart:
 
 
 class LentPart:
-    """A tensor that stays what it is until `keep` has returned, and is its owner's again then.
+    """A tensor that is its owner's again once `keep` has returned.
 
     `stream`: of one on a GPU, the CUDA stream that its owner works on. The copy is made there, so that whatever the owner
     does to the tensor next waits for it.
@@ -176,7 +176,7 @@ def tensor_parts(
 
 
 def _host_bytes(tensor: Any) -> Any:
-    """A flat buffer over the values of a tensor that is on no GPU, in C order, little-endian."""
+    """Return a flat buffer over the values of a tensor on no GPU. They are in C order and little-endian."""
     if 0 in tensor.shape:
         return b""
     if instance_of(tensor, "torch", "Tensor"):
@@ -199,8 +199,8 @@ def _host_copy(tensor: Any) -> Any:
 
 
 def _from_gpu(tensor: Any, stream: Any) -> tuple[Any, Any]:
-    """A contiguous copy in host memory, which is there once the event beside it has come: page-locked where that is not too
-    much, such copies run at the bus's speed, beside what is being computed."""
+    """Return a contiguous copy in host memory, and the event after which it is there. Page-locked where that is not too much,
+    such copies run at the bus's speed, beside what is being computed."""
     torch = sys.modules["torch"]
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.nbytes <= MOST_PINNED_BYTES)
     with torch.cuda.stream(stream):
@@ -209,7 +209,7 @@ def _from_gpu(tensor: Any, stream: Any) -> tuple[Any, Any]:
 
 
 def _current_stream(tensor: Any) -> Any:
-    """That of its GPU; None of a tensor elsewhere."""
+    """Return the current stream of a tensor's GPU; None of a tensor elsewhere."""
     return sys.modules["torch"].cuda.current_stream(tensor.device) if _on_gpu(tensor) else None
 
 

@@ -17,7 +17,7 @@ _WORK: set[asyncio.Future[Any]] = set()
 
 
 def keep_running(work: Awaitable[T]) -> asyncio.Future[T]:
-    """Work that is begun now and held on to until it ends, whoever waits for it."""
+    """Begin work, and hold on to it until it ends, whoever waits for it."""
     task = asyncio.ensure_future(work)
     _WORK.add(task)
     task.add_done_callback(_WORK.discard)
@@ -38,8 +38,8 @@ async def outcome(work: Awaitable[Any]) -> Any:
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any, executor: Executor | None = None) -> T:
-    """What a function returns that is called in a thread, of the loop's own if there is no other `executor`. A cancellation
-    waits for its end."""
+    """Call a function in a thread, and return its result. It is one of the loop's own threads if there is no other
+    `executor`. A cancellation waits for its end."""
     context = contextvars.copy_context()
     call = asyncio.get_running_loop().run_in_executor(executor, partial(context.run, function, *arguments))
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a response means: the body that was asked for, or the error in a problem document."""
+"""Turns a response into the body of a success, or a problem document's error."""
 
 from typing import TypeVar
 

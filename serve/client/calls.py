@@ -30,12 +30,12 @@ _COMMITTED = TypeAdapter(schema.Committed)
 
 
 def weights(endpoint: Endpoint, /) -> Flow[schema.Weights]:
-    """What is served."""
+    """Return what is served."""
     return call(endpoint, endpoint.request("GET", "/weights"), _WEIGHTS)
 
 
 def manifest(endpoint: Endpoint, /) -> Flow[dict[str, Any]]:
-    """What an update must bring (`update.contract.manifest.Manifest.from_dict` reads it)."""
+    """Return the manifest: every tensor that an update must bring. `update.contract.manifest.Manifest.from_dict` reads it."""
     return call(endpoint, endpoint.request("GET", "/weights/manifest"), _MANIFEST)
 
 
@@ -98,7 +98,7 @@ def open(
 
 
 def update(endpoint: Endpoint, /, id: str) -> Flow[schema.Update]:
-    """Where an update stands."""
+    """Return the state of an update."""
     return call(endpoint, endpoint.request("GET", f"/updates/{id}"), UPDATE)
 
 

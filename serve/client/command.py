@@ -104,7 +104,7 @@ def push(
     instance: str | None,
     **options: Any,
 ) -> None:
-    """Send CHECKPOINT (a folder of safetensors, or one file) to a server, or to several, and serve it."""
+    """Send CHECKPOINT, a folder of safetensors or one file, to servers, and serve it."""
     if options["wait_seconds"] is not None and options["running"] != "wait":
         raise click.UsageError(f"--wait-seconds goes with --running wait, found {options['running']}")
     if options["partial"] and options["base_epoch"] is None:
@@ -164,7 +164,7 @@ def _phases(title: str, url: str, seconds: Mapping[str, float]) -> None:
 @key_file_option
 @_json_option
 def status(url: str, key: str | None, key_file: Path | None, as_json: bool) -> None:
-    """What a server serves, and which update is open."""
+    """Show what a server serves, and which update is open."""
     with client.Client(url, key_of(key, key_file)) as server:
         served = server.weights()
         update = server.update(served.update) if served.update else None

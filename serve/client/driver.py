@@ -60,11 +60,11 @@ class BlockingDriver:
         self._http.close()
 
     def run(self, flow: Flow[T]) -> T:
-        """What the flow returns. Whatever interrupts a step is thrown into the flow, so that it can clean up."""
+        """Run a flow, and return its result. Whatever interrupts a step is thrown into the flow, so that it can clean up."""
         return self._run(flow, _Stop())
 
     def _run(self, flow: Flow[T], stop: _Stop) -> T:
-        """Once `stop` is set, `_Stopped` is what each step results in, and what a body under way breaks off with."""
+        """Run a flow until `stop` is set. Each step then results in `_Stopped`, and a body under way breaks off with it."""
         try:
             step = next(flow)
             while True:
@@ -144,7 +144,7 @@ class AsyncDriver:
         await self._http.aclose()
 
     async def run(self, flow: Flow[T]) -> T:
-        """What the flow returns. A cancellation too is thrown into the flow, so that it can clean up."""
+        """Run a flow, and return its result. A cancellation too is thrown into the flow, so that it can clean up."""
         try:
             step = next(flow)
             while True:
@@ -207,7 +207,7 @@ def _go_on(stop: threading.Event) -> None:
 
 
 def _some_done(futures: set[Future[Any]], *, wanted: bool) -> set[Future[Any]]:
-    """Those that go on; raises what one that is done has failed with. Waits for one if that is `wanted`."""
+    """Return the futures that go on; raise what one that is done has failed with. Waits for one if that is `wanted`."""
     done, others = wait(futures, None if wanted else 0, FIRST_COMPLETED)
     for future in done:
         future.result()

@@ -34,7 +34,7 @@ def on_all(endpoints: Iterable[Endpoint], flow: Callable[[Endpoint], Flow[T]]) -
 def outcomes(
     endpoints: Iterable[Endpoint], flow: Callable[[Endpoint], Flow[T]]
 ) -> Flow[tuple[dict[str, T], dict[str, Exception]]]:
-    """Run a flow on each server, and return what it returned, and what it raised, by URL."""
+    """Run a flow on each server. Return what each returned, and what it raised, by URL."""
     endpoints = list(endpoints)
     results = yield from together(flow(endpoint) for endpoint in endpoints)
     done: dict[str, T] = {}
@@ -48,7 +48,7 @@ def outcomes(
 
 
 def not_committed(failed: Mapping[str, str]) -> UpdateError:
-    """Return the error of an update that no server serves, because of what `failed` by URL."""
+    """Return the error of an update that no server serves. `failed`: why, by URL."""
     return UpdateError("not-committed", f"not committed: {listed(failed)}", status=409, failed=failed)
 
 

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 BUFFER_BYTES = 1 << 30
 _MOVED = "_fp8ext_buffer"
-"""Of a parameter, the address of the buffer that it was moved into."""
+"""Attribute of a parameter that was moved: the address of its buffer."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
-    """Move the parameters of a torch module, each on its device, into buffers of `buffer_bytes`, where they stay: its
+    """Move the parameters of a torch module into buffers of `buffer_bytes`, where they stay. Each stays on its device: its
     `Parameter`s are the same objects with the same values, contiguous now. Those that share all of their memory go on doing
     so. Buffers of the module, and other views of its parameters, are not followed.
 
@@ -35,7 +35,7 @@ def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
 
     sharing: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     beside: dict[tuple[str, int], dict[tuple[Any, ...], str]] = defaultdict(dict)
-    """Names of parameters by the memory that they were given and their place in it, where it is not ours."""
+    """Names of parameters, by memory and place in it, where it is not ours."""
     for name, parameter in model.named_parameters():
         data = parameter.data
         if type(data) is not torch.Tensor or data.layout is not torch.strided or data.is_meta:

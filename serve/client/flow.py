@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a flow is made of. A flow is a generator that does no I/O: it yields steps and is sent their results, or their errors.
+"""Flows and their steps. A flow is a generator that does no I/O: it yields steps and is sent their results, or their errors.
 
 A driver takes the steps: `driver.BlockingDriver` one after the other, `driver.AsyncDriver` on an event loop. So each
 operation of the client is written once.
@@ -29,13 +29,13 @@ class Endpoint:
     url: str
     key: str | None = field(repr=False)
     timeout: float
-    """Seconds without a byte after which a call has failed, and after whose end none is repeated."""
+    """Seconds without a byte after which a call fails, and after which none is repeated."""
     retries: int
     """How often a call that failed may be repeated."""
 
     @classmethod
     def of(cls, url: str | None, key: str | None, *, timeout: float, retries: int) -> Self:
-        """What is not given comes from the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`). A blank key is none.
+        """Take a URL and a key, or those of the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`). A blank key is none.
 
         Raises:
             ConfigError: the URL has no scheme, or another one than HTTP's, or names a user; the key is not ASCII.
@@ -73,7 +73,7 @@ class Request:
     """A streamed body."""
     sent: Sent | None = None
     repeatable: bool = True
-    """Whether sending it twice does what sending it once does."""
+    """True where sending it twice does what sending it once does."""
 
 
 @dataclass(frozen=True)

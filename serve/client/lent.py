@@ -10,12 +10,11 @@ from typing import Any
 from vllm_fp8ext.serve.tensors import TensorLike
 
 _OWN_ITEMS: tuple[type, ...] = type({}.items()), type(OrderedDict[str, Any]().items())
-"""What a mapping's `items()` are that holds its tensors, and does not make them as they are asked for."""
+"""Types of a mapping's `items()` that hold its tensors. Others may make them as they are asked for."""
 
 
 def end(weights: Any) -> None:
-    """End a generator that a push has failed to go through, so that what it has changed for that is changed back. One that
-    has not begun stays as it is."""
+    """End a generator that a push failed to go through, so that it cleans up. One that has not begun stays as it is."""
     if isinstance(weights, GeneratorType) and getgeneratorstate(weights) == GEN_SUSPENDED:
         weights.close()
 
@@ -46,5 +45,5 @@ class Pairs:
             del item
 
     def lent(self, tensor: Any) -> bool:
-        """Whether this very tensor was yielded last, and is its owner's again when the next one is asked for."""
+        """Return whether this very tensor was yielded last. It is its owner's again when the next one is asked for."""
         return tensor is not None and tensor is self._last

@@ -39,18 +39,18 @@ class PushOptions:
     base_epoch: int | None = None
     """Refuse unless this epoch is served."""
     partial: bool = False
-    """What is not sent keeps its served weights. Needs `base_epoch`, and of each parameter all of its tensors."""
+    """Served weights stay where nothing is sent. Needs `base_epoch`, and of each parameter all of its tensors."""
     running: schema.Running = "keep"
-    """What becomes of running requests."""
+    """Treatment of running requests: `keep`, `recompute`, `wait` or `abort`."""
     wait_seconds: float | None = None
     """With `running="wait"`: longest time, in seconds, that the commit waits for running requests."""
     canary: schema.Canary | None = None
     """Prompts on which the new weights are tried before they are served; by default the server's."""
     kv_scales: schema.KvScales | None = None
-    """Where the scales of an FP8 KV cache come from; by default as the server was started."""
+    """Policy for the scales of an FP8 KV cache; by default as the server was started."""
     expert_layout: schema.ExpertLayout | None = None
-    """How fused experts lie, which must be said where their shape is the same both ways. Servers take `out_in`, `[experts,
-    out, in]`, as transformers holds nearly all."""
+    """Layout of fused experts, needed where their shape is the same both ways. Servers take `out_in`, `[experts, out, in]`,
+    as transformers holds nearly all."""
     transport: Transport = "http"
     """How the tensors reach the server."""
     group: Group | None = None
@@ -58,7 +58,8 @@ class PushOptions:
     chunk_bytes: int | None = None
     """Bytes of tensors in one chunk (`CHUNK_BYTES`, `IPC_CHUNK_BYTES` or `BUCKET_BYTES`); a larger tensor travels alone."""
     chunks_in_flight: int = CHUNKS_IN_FLIGHT
-    """Chunks that are copied to host memory, hashed, sent or staged at the same time over HTTP, at most."""
+    """Chunks that are under way at the same time over HTTP, at most. Each is copied to host memory, hashed, sent and
+    staged."""
     checksum: bool = True
     """The server checks a SHA-256 of each chunk that comes over HTTP."""
     fp8: bool = False
@@ -126,7 +127,7 @@ P = ParamSpec("P")
 def by_keywords(
     push: Callable[[S, Pushable, Options], Flow[T]], options: Callable[P, Options]
 ) -> Callable[Concatenate[S, Pushable, P], Flow[T]]:
-    """Return a push that takes the fields of `options`, a class, as keywords of its own."""
+    """Return a push that takes the fields of `options`, a dataclass, as its keywords."""
 
     @functools.wraps(push)
     def with_keywords(subject: S, weights: Pushable, /, *args: P.args, **keywords: P.kwargs) -> Flow[T]:

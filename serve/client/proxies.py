@@ -66,7 +66,7 @@ class Exemption:
 
 @dataclass(frozen=True, kw_only=True)
 class Proxies:
-    """Every proxy of the environment, by the scheme of the servers that it is for (`all`: any)."""
+    """Proxies of the environment, by the scheme of their servers (`all`: any)."""
 
     by_scheme: Mapping[str, Proxy]
     exempt: tuple[Exemption, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which failed calls are repeated, how often, and when."""
+"""Decides which failed calls are repeated, how often, and when."""
 
 import random
 import time
@@ -25,7 +25,7 @@ _GATEWAY = (502, 503, 504)
 
 
 def call(endpoint: Endpoint, request: Request, form: TypeAdapter[T]) -> Flow[T]:
-    """Send a request, again where that is safe and may help, and return the body of its success.
+    """Send a request, and return the body of its success. It is sent again where that is safe and may help.
 
     Raises:
         UpdateError: a refusal.
@@ -58,24 +58,24 @@ def backoff(n: int) -> float:
 
 
 def unsent(error: BaseException) -> bool:
-    """Whether the server has not seen any of the request."""
+    """Return whether the server has not seen any of the request."""
     return isinstance(error, _UNSENT)
 
 
 def lost(error: BaseException) -> bool:
-    """Whether there was no answer of the server itself: what it did, if anything, is unknown."""
+    """Return whether there was no answer of the server itself. What it did, if anything, is unknown."""
     if isinstance(error, UpdateError):
         return error.kind == "http" and error.status in _GATEWAY
     return isinstance(error, _DROPPED)
 
 
 def undecided(error: BaseException) -> bool:
-    """Whether a commit that failed so may take place all the same: a busy engine comes to it later."""
+    """Return whether a commit that failed so may take place all the same. A busy engine comes to it later."""
     return lost(error) or (isinstance(error, UpdateError) and error.kind == "engine-timeout")
 
 
 def lost_by(endpoint: Endpoint, error: BaseException) -> bool:
-    """Whether it was this server that did not answer: what makes tensors may ask others, by httpx too."""
+    """Return whether it was this server that did not answer. What makes tensors may ask others, by httpx too."""
     if isinstance(error, httpx.RequestError):
         try:
             asked, own = error.request.url, httpx.URL(endpoint.url)

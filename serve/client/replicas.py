@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flow that sends weights to several servers and commits them on all, or on none."""
+"""The flow that sends weights to several servers and commits on all, or none."""
 
 import time
 import uuid
@@ -23,7 +23,7 @@ from vllm_fp8ext.serve.client.transports.sender import Sender
 def push_everywhere(
     endpoints: tuple[Endpoint, ...], weights: Pushable, /, options: ReplicasPushOptions
 ) -> Flow[dict[str, schema.Update]]:
-    """Open on all servers, send each chunk to all, prepare on all, and only then commit on all.
+    """Push to all servers: open, send and prepare everywhere, and only then commit.
 
     Keywords are the fields of `ReplicasPushOptions`, which says what each means. The update has one id on all servers. With
     the `id` of an update that is served by some of them only, the others follow. `progress` counts the bytes of all servers
@@ -70,7 +70,7 @@ class _ReplicatedUpdate:
         self._endpoints = endpoints
         self._options = options
         self._maybe_committed = False
-        """Whether a server that did not answer may serve the update."""
+        """True once a server that did not answer may serve the update."""
 
     @property
     def _waiting(self) -> list[Endpoint]:
@@ -134,7 +134,7 @@ class _ReplicatedUpdate:
             attempt += 1
 
     def cancel(self, stop: BaseException) -> Flow[None]:
-        """Abandon an update whose commit the caller does not wait for any more, and say so in the exception."""
+        """Abandon an update whose commit the caller has given up. The exception says what may still happen."""
         if not self.committed:
             yield from self._abandon()
         stop.add_note(f"update {self.id} was about to be committed everywhere: some servers may serve it")

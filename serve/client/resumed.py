@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update that is opened again has already, against what is pushed now."""
+"""Compares an update that is opened again with what is pushed now."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ from vllm_fp8ext.serve import schema
 
 
 def staged_digest(update: schema.Update, n: int, length: int) -> str | None:
-    """SHA-256, in hexadecimal, of chunk `n`, if it had been staged with this length when the update was opened."""
+    """Return the SHA-256 of chunk `n`, in hexadecimal, if it was staged with this length."""
     known = update.chunks.get(str(n))
     return known.sha256 if known is not None and known.staged and known.bytes == length else None
 
@@ -16,7 +16,7 @@ def staged_digest(update: schema.Update, n: int, length: int) -> str | None:
 def require_same(
     committed: Sequence[schema.Update], digests: Sequence[str | None], sha256: bytes | None
 ) -> None:
-    """Raise `other-update` where a committed update has another digest of a chunk than the one that would be sent."""
+    """Raise `other-update` if a committed update has another digest of a chunk."""
     for update, digest in zip(committed, digests, strict=True):
         if sha256 is not None and digest not in (None, sha256.hex()):
             raise UpdateError(
@@ -28,8 +28,7 @@ def require_same(
 
 
 def require_no_others(updates: Iterable[schema.Update], count: int) -> None:
-    """Raise `other-update` where an update had chunks that are none of the `count` that were pushed now: they would be
-    committed beside these."""
+    """Raise `other-update` if an update has more chunks than the `count` pushed now."""
     for update in updates:
         others = [
             key

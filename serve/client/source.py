@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be pushed, as chunks."""
+"""Weights that can be pushed, as chunks or as tensors."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,9 +17,9 @@ from vllm_fp8ext.update.contract.dtype_name import instance_of
 from vllm_fp8ext.update.contract.file_versions import Snapshot
 
 Pushable: TypeAlias = str | PathLike[str] | Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
-"""A checkpoint (a folder of safetensors, or one file), or torch tensors or numpy arrays by name, on any device. Those of a
-`dict` stay as they are until the push has ended. Any other iterable is gone through once, on the caller's thread, and what it
-yields is copied before it is asked for more."""
+"""Weights to push: a checkpoint's path, or tensors by name. A checkpoint is a folder of safetensors, or one file. Tensors are
+torch's or numpy's, on any device. Those of a `dict` stay as they are until the push has ended. Any other iterable is gone
+through once, on the caller's thread, and what it yields is copied before it is asked for more."""
 
 Whole: TypeAlias = list[Range] | list[TensorPart | LentPart]
 
@@ -30,7 +30,7 @@ class Source:
 
     parts: Whole | Iterator[TensorPart | LentPart]
     snapshot: Snapshot | None = None
-    """Of the files that the parts lie in."""
+    """Versions of the files that the parts lie in."""
 
     def confirm(self) -> None:
         """Raise `file-changed` unless all parts, which have been read, were of one checkpoint."""
@@ -39,7 +39,7 @@ class Source:
 
     @property
     def whole(self) -> bool:
-        """Whether all parts are known."""
+        """Return whether all parts are known."""
         return isinstance(self.parts, list)
 
     def chunks(self, limit: int) -> Iterator[Body | Work]:
@@ -109,7 +109,7 @@ def tensors_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) ->
 
 
 def _resolved(path: str | PathLike[str]) -> Path:
-    """Where a path leads now: a link to the newest checkpoint may soon lead to another one."""
+    """Return where a path leads now. A link to the newest checkpoint may soon lead to another one."""
     return Path(os.path.realpath(path))
 
 
@@ -131,7 +131,7 @@ def _taken(manifests: list[dict[str, Any]]) -> tuple[list[str], frozenset[str]]:
 
 
 def _shared_heads(weights: Mapping[str, TensorLike], manifest: dict[str, Any]) -> frozenset[str]:
-    """Names of output layers that a server serves as the embedding and that are it here too: in one memory both are equal."""
+    """Return names of output layers that are the embedding, for the server and here. In one memory both are equal."""
     tied, aliases = manifest.get("tied", {}), manifest.get("aliases", {})
     names = {aliases.get(name, name): name for name in weights} if tied else {}
     return frozenset(
@@ -165,7 +165,7 @@ def _pairs(weights: Pushable) -> Flow[Pairs]:
 
 
 def _quantized(pairs: Pairs, manifests: list[dict[str, Any]]) -> Iterator[tuple[str, TensorLike]]:
-    """Of these, what is new is nobody else's: codes and scales are not lent."""
+    """Quantize tensors for servers of these manifests. New ones are nobody else's: codes and scales are not lent."""
     from vllm_fp8ext.update.contract.manifest import Manifest
     from vllm_fp8ext.update.transports.wire import quantized, require_all_quantizable
 

@@ -13,13 +13,13 @@ PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
 
 
 def has_codes(tensor: Any) -> bool:
-    """Whether it may be a weight in FP8, which block scales follow: no server takes other shapes as codes."""
+    """Return whether it may be a weight in FP8, which block scales follow. No server takes other shapes as codes."""
     return str(tensor.dtype).endswith(CODES_DTYPE) and len(tensor.shape) == 2
 
 
 def size_with_scales(tensor: Any, alignment: int = 1) -> int:
-    """Bytes of a tensor, and of the block scales that follow it if it holds codes: a server takes them in one chunk. Each
-    begins at a multiple of `alignment`."""
+    """Return the bytes of a tensor with the block scales that follow codes. A server takes them in one chunk. Each begins at
+    a multiple of `alignment`."""
     if not has_codes(tensor):
         return int(tensor.nbytes)
     rows, columns = tensor.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transport is on the client's side."""
+"""The client's side of a transport."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Sender(Protocol):
-    """The weights of one push, checked as far as they can be before an update is opened."""
+    """Weights of one push, checked as far as possible before an update is opened."""
 
     def send(
         self,
@@ -23,7 +23,7 @@ class Sender(Protocol):
         everywhere: Everywhere,
         committed: Sequence[schema.Update] = (),
     ) -> Flow[None]:
-        """Send the weights to the servers of these open updates, until all of them are staged.
+        """Send the weights to the servers of open updates, until all are staged.
 
         `committed`: the same update on servers that serve it already. What is known to differ from it is refused.
 
@@ -44,4 +44,4 @@ class ClientTransport:
     name: str
     prepare: Prepare
     several_servers: bool = True
-    """Whether the same tensors can be sent to several servers."""
+    """True where the same tensors can be sent to several servers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks of a push on their way to the servers, several at the same time."""
+"""Chunks of a push on their way to the servers, several at once."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,8 +28,8 @@ def send_chunks(
     everywhere: Everywhere,
     served: Sequence[schema.Update] = (),
 ) -> Flow[None]:
-    """Send every chunk to all servers, but for those that a server has staged with the same digest. `served`: the same update
-    on servers that have committed it, by which chunks are the same as they were.
+    """Send every chunk to all servers. Those that a server has staged with the same digest are left out. `served`: the same
+    update on servers that have committed it, by which chunks are the same as they were.
 
     The source is advanced when a chunk may begin; where all of it is known, a tensor that travels alone goes first, since it
     takes longest. The first failure ends it all: no further chunk is begun, and those under way end, or break off, before it
@@ -89,7 +89,7 @@ def _flows(
 
 
 def _limit(updates: Iterable[schema.Update], options: "PushOptions") -> int:
-    """Bytes of tensors in a chunk, such that those under way and one more, for headers and gaps, fit into each server's room
+    """Return the bytes of tensors in a chunk. Those under way and one more, for headers and gaps, fit into each server's room
     for waiting chunks."""
     rooms = [update.max_chunk_bytes for update in updates if update.max_chunk_bytes]
     asked = CHUNK_BYTES if options.chunk_bytes is None else options.chunk_bytes
@@ -97,6 +97,6 @@ def _limit(updates: Iterable[schema.Update], options: "PushOptions") -> int:
 
 
 def _ready(body: Body, hashed: bool) -> tuple[Body, bytes | None]:
-    """The body where it can be read again and again, and its SHA-256 if it is to be hashed."""
+    """Return a body that can be read again and again, and its SHA-256. There is none unless it is to be `hashed`."""
     fetched = body.fetched()
     return fetched, fetched.sha256() if hashed else None

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 BUFFER_BYTES = 512 << 20
-"""Of copies, side by side: a server opens few handles."""
+"""Size of a buffer for copies, in bytes. They lie side by side, so that a server opens few handles."""
 
 
 def batches(
     tensors: Iterable[tuple[str, TensorLike]], limit: float, lent: Callable[[Any], bool] = never
 ) -> Iterator[list[tuple[str, Any]]]:
-    """CUDA tensors of one device, contiguous, in groups of `limit` bytes at most, or of one tensor, with its block scales.
+    """Yield contiguous CUDA tensors of one device in groups of `limit` bytes. A larger tensor is a group by itself, with its
+    block scales.
 
     `lent`: whether a tensor is its owner's again when the next one is asked for. It is copied on the stream that is current
     here, unless it is a group by itself. A group is to be read before more is asked for.
@@ -53,7 +54,7 @@ def batches(
 
 
 class _Group:
-    """Tensors of one device that a server reads together, and the room of those that were copied."""
+    """Tensors of one device that a server reads together, and room for copies."""
 
     def __init__(self) -> None:
         self.listed: list[tuple[str, Any]] = []
@@ -61,7 +62,7 @@ class _Group:
         self._copies: Buffers | None = None
 
     def takes(self, name: str, tensor: Any, left: float) -> bool:
-        """Whether a tensor belongs to these, where `left` bytes of them would leave it room."""
+        """Return whether a tensor belongs to these. `left`: bytes of them that would leave it room."""
         (last, other), fits = self.listed[-1], self._size <= left
         return tensor.device == other.device and (fits or follows(name, last))
 
@@ -78,7 +79,7 @@ class _Group:
 
 
 def handles(group: list[tuple[str, Any]], n: int) -> Handles:
-    """What tells a server where these tensors are; they must stay as they are until it has answered.
+    """Return the body that tells a server where these tensors are. They must stay as they are until it has answered.
 
     Raises:
         ValueError: memory that can't be shared (torch's expandable segments, say).

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vllm_fp8ext.serve.client.options import PushOptions
 
 IPC_CHUNK_BYTES = 4 << 30
-"""Bytes of tensors in a chunk that the server reads where they are, when they are made one by one: so many of them, or
-of copies of them, are there at once. Those of a `dict` are all there, and go as one chunk."""
+"""Bytes of a chunk when tensors are made one by one. So many of them, or of copies of them, are there at once. Those of a
+`dict` are all there, and go as one chunk."""
 
 
 @dataclass(frozen=True)

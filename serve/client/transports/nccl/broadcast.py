@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flow that broadcasts tensors to all ranks of one server, or of several at once.
+"""The flow that broadcasts tensors to all ranks of one server or several.
 
 While a bucket is broadcast the next one is packed and told to the servers: its ranks begin to wait for it once they have
 staged the one before. So a rank waits, on its GPU, only for what is there to be sent.
@@ -26,7 +26,8 @@ from vllm_fp8ext.update.contract.update_errors import refusal
 T = TypeVar("T")
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _LOOK_SECONDS = 0.0005, 0.02, 0.25
-"""Seconds between two looks at the group (a tenth of the time that has passed, within these), and at the servers."""
+"""Seconds between two looks at the group, and at the servers. The pause is a tenth of the time that has passed, within
+these."""
 
 _LOOKS = 4
 """How often the servers are looked at after the group failed here."""
@@ -55,8 +56,8 @@ def broadcast(
     everywhere: Everywhere,
     beside: Iterable[schema.Update] = (),
 ) -> Flow[None]:
-    """Send tensors to the servers of these open updates, until all of them are staged everywhere. `beside`: the same update
-    on servers that have committed it, by which buckets are as large as they were.
+    """Broadcast tensors to the servers of open updates, until all are staged everywhere. `beside`: the same update on servers
+    that have committed it, by which buckets are as large as they were.
 
     Raises:
         ValueError: a tensor that can't be sent.
@@ -139,8 +140,7 @@ def _tried(step: Callable[[], T], servers: _Servers, sent: int) -> Flow[T]:
 
 
 def _quiet(servers: _Servers) -> Flow[None]:
-    """Wait until the ranks of these servers, as they were opened, have ended, or given up, what a push told them before that
-    was interrupted."""
+    """Wait until the ranks have ended, or given up, what an interrupted push told them."""
     if any(chunk.busy for update in servers.updates.values() for chunk in update.chunks.values()):
         yield from _staged(servers, 0)
 
@@ -158,7 +158,7 @@ def _staged(servers: _Servers, sent: int) -> Flow[None]:
 
 
 def _busy(servers: _Servers, sent: int) -> Flow[bool]:
-    """Whether a server has still to stage some of the first `sent` chunks.
+    """Return whether a server has still to stage some of the first `sent` chunks.
 
     Raises:
         UpdateError: it has refused some.

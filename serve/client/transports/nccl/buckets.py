@@ -12,7 +12,7 @@ from vllm_fp8ext.update.contract.manifest import follows
 from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 
 ALIGNMENT = 16
-"""Of each tensor in a bucket, in bytes."""
+"""Alignment of each tensor in a bucket, in bytes."""
 
 
 class Room:
@@ -38,13 +38,13 @@ class Room:
 
 
 class Bucket:
-    """Tensors side by side in a room, what a server is told of them, and the mark behind them."""
+    """Tensors side by side in a room, their description, and the mark behind them."""
 
     def __init__(self, room: Room, limit: int) -> None:
         self.device = room.device
         self.listed: list[DenseTensor] = []
         self.end = 0
-        """Where the last tensor ends."""
+        """End of the last tensor, in bytes."""
         self.mark = secrets.token_bytes(MARK_BYTES)
         self._room = room
         self._limit = limit
@@ -70,7 +70,7 @@ class Bucket:
         self.end = end
 
     def packed(self) -> "Bucket":
-        """This bucket, all of which lies there when the current stream of this thread has come so far."""
+        """Return this bucket, and note the event after which all of it lies there."""
         import torch
 
         if self.device.type == "cuda":
@@ -97,8 +97,8 @@ class Bucket:
 def buckets(
     tensors: Iterable[tuple[str, TensorLike]], limit: int, room: Callable[[int, Any], Room]
 ) -> Iterator[Bucket]:
-    """The tensors in buckets of `limit` bytes at most, or of one tensor, with its block scales, all on the device of the
-    first. Each is copied to its place before the next one is asked for.
+    """Yield the tensors in buckets of `limit` bytes at most. A larger tensor is a bucket by itself, with its block scales;
+    all are on the device of the first. Each is copied to its place before the next one is asked for.
 
     `room`: that of bucket `n` on a device; nothing else may use it.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer broadcasts through. Imports no torch at module level."""
+"""The group of processes that a trainer broadcasts through. Imports no torch at module level."""
 
 import base64
 import contextlib
@@ -57,14 +57,14 @@ class Group:
         self.close()
 
     def confirm(self, told: Iterable[str | None]) -> None:
-        """Leave, unless this is still the group that each of the servers was `told` of last, by their own account."""
+        """Leave, unless each server names this group as the last it was `told` of."""
         known = {place.id for place in self._places.values()}
         if not known.issuperset(told):
             self.close()
 
     def meet(self, ranks: Mapping[str, int], device: Any) -> dict[str, BroadcastGroup]:
-        """Where each of the servers (ranks by URL) stands in the group, for it to be told before `joined`; a new group if
-        this is not the one of these servers and this device."""
+        """Return each server's place in the group, by URL. `ranks`: its number of ranks. It is to be told before `joined`;
+        the group is a new one if this is not the one of these servers and this device."""
         members = (device, *ranks.items())
         if members != self._members:
             self.close()
@@ -78,7 +78,7 @@ class Group:
         return self._places
 
     def joined(self) -> bool:
-        """Whether all are there; to be asked again and again once the servers know of the group."""
+        """Return whether all are there. Ask again and again once the servers know of the group."""
         if self._joined is None:
             from vllm_fp8ext.update.transports.nccl.group import join
 
@@ -88,7 +88,7 @@ class Group:
         return self._joined.joined()
 
     def room(self, ranks: Mapping[str, int], n: int, device: Any) -> Room:
-        """Where bucket `n` for these servers is packed: of two rooms the one that the bucket before the last was in."""
+        """Return the room in which bucket `n` is packed. Of two rooms it is the one of the bucket before the last."""
         self.meet(ranks, device)
         return self._rooms[n % 2]
 
@@ -98,7 +98,7 @@ class Group:
         self._joined.begin(data)
 
     def done(self) -> bool:
-        """Whether that has ended on this side."""
+        """Return whether that has ended on this side."""
         assert self._joined is not None
         return self._joined.done()
 
