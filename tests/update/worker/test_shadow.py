@@ -21,7 +21,7 @@ from vllm_fp8ext.update.engine.timestamp import Moment
 from vllm_fp8ext.update.worker.alias_names import AliasCandidate, ModelNames
 from vllm_fp8ext.update.worker.digest import checkpoint_digests
 from vllm_fp8ext.update.worker.rank import Rank
-from vllm_fp8ext.update.worker.shadow import Twin
+from vllm_fp8ext.update.worker.shadow import Shadow
 
 VOCABULARY, WIDTH = 40, 16
 EMBED, HEAD = "embed.weight", "lm_head.weight"
@@ -80,7 +80,7 @@ class Served:
             ],
         )
         self.rank = Rank(
-            Twin(self.live, twin, specs_of(tensors), 0, names, inplace=inplace), 0, 1, 0, lambda *_: None
+            Shadow(self.live, twin, specs_of(tensors), 0, names, inplace=inplace), 0, 1, 0, lambda *_: None
         )
         self.manifest: Manifest = self.rank.twin.manifest
         self._folder = folder
@@ -189,21 +189,23 @@ def test_a_loader_that_puts_another_tensor_in_place_is_refused() -> None:
 
     tensors = checkpoint(0)
     with pytest.raises(ConfigError, match="scalar: the model's loader puts another tensor in its place"):
-        Twin(Replacing(), Replacing(), specs_of(tensors), 0)
+        Shadow(Replacing(), Replacing(), specs_of(tensors), 0)
 
 
 def test_a_tensor_that_live_and_twin_share_cannot_be_loaded() -> None:
     live, twin = Model(), Model()
     twin.gain = live.gain
-    with pytest.raises(ConfigError, match="gain: loaded from the checkpoint, though live and twin share it"):
-        Twin(live, twin, specs_of(checkpoint(0)), 0)
+    with pytest.raises(
+        ConfigError, match="gain: loaded from the checkpoint, though live and shadow share it"
+    ):
+        Shadow(live, twin, specs_of(checkpoint(0)), 0)
 
 
 def test_parts_of_one_storage_are_exchanged_once_and_whole(serve: Callable[..., Served]) -> None:
     live, twin = Model(), Model()
     for model in (live, twin):
         model.a_part = model.gain[:4]
-    made = Twin(live, twin, specs_of(checkpoint(0)), 0)
+    made = Shadow(live, twin, specs_of(checkpoint(0)), 0)
     assert sorted(pair[0].numel() for pair in made.exchange.pairs) == sorted(
         tensor.nbytes for tensor in checkpoint(0).values()
     )
@@ -211,7 +213,7 @@ def test_parts_of_one_storage_are_exchanged_once_and_whole(serve: Callable[..., 
         both = torch.zeros(2 * WIDTH)
         model.gain, model.a_part = both[:WIDTH], both[WIDTH - 4 :]
     with pytest.raises(ConfigError, match="expected a part of a_part, whose storage it shares"):
-        Twin(live, twin, specs_of(checkpoint(0)), 0)
+        Shadow(live, twin, specs_of(checkpoint(0)), 0)
 
 
 def test_an_alias_is_what_the_loader_puts_into_the_same_place(serve: Callable[..., Served]) -> None:

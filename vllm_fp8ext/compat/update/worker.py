@@ -172,7 +172,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
     from vllm_fp8ext.compat.update.tied_layers import is_tied, tie_alike
     from vllm_fp8ext.compat.update.weight_names import names_of
     from vllm_fp8ext.update.worker.rank import Rank
-    from vllm_fp8ext.update.worker.shadow import Twin
+    from vllm_fp8ext.update.worker.shadow import Shadow
 
     if not recorded.specs:
         logger.warning(
@@ -192,7 +192,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
             tie_alike(model, shadow)
         names = names_of(shadow, config.model_config.hf_config, tied=tied)
         inplace = Settings.parse(config.additional_config).staging == "inplace"
-        twin = Twin(model, shadow, specs, worker.rank, names, inplace=inplace)
+        twin = Shadow(model, shadow, specs, worker.rank, names, inplace=inplace)
         twin.require_equal(recorded.heads)
         kv = _kv_cache(model, twin, config, device)
     cost = twin.exchange.bytes

@@ -18,7 +18,7 @@ from vllm_fp8ext.update.transports.receiver import Receivers
 from vllm_fp8ext.update.transports.transport import Source
 from vllm_fp8ext.update.worker.checksums import Checksums
 from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
-from vllm_fp8ext.update.worker.shadow import Twin
+from vllm_fp8ext.update.worker.shadow import Shadow
 from vllm_fp8ext.update.worker.stager import Stager
 from vllm_fp8ext.update.worker.staging_steps import StagingInput
 from vllm_fp8ext.update.worker.tied_tensors import TiedTensors
@@ -95,7 +95,7 @@ class Intake:
     """Works on the staging thread, one chunk after the other; `want` and `drop` are for others. `progress`: by job, how many
     tensors are in."""
 
-    def __init__(self, twin: Twin, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, twin: Shadow, rank: int, world_size: int, device: torch.device) -> None:
         self.progress: dict[int, int] = {}
         self._twin = twin
         self._rank = rank

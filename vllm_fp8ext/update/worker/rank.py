@@ -23,7 +23,7 @@ from vllm_fp8ext.update.worker.digest import combine, digest
 from vllm_fp8ext.update.worker.intake import Intake
 from vllm_fp8ext.update.worker.kv_scales import RankKv
 from vllm_fp8ext.update.worker.score_prompts import Attend, recite
-from vllm_fp8ext.update.worker.shadow import Twin
+from vllm_fp8ext.update.worker.shadow import Shadow
 from vllm_fp8ext.update.worker.stopwatch import Stopwatch
 from vllm_fp8ext.update.worker.worker_threads import Lanes, Result
 
@@ -58,7 +58,7 @@ class Rank:
 
     def __init__(
         self,
-        twin: Twin,
+        twin: Shadow,
         rank: int,
         world_size: int,
         kv_blocks: int,
@@ -265,13 +265,13 @@ class Rank:
 
     @described
     def keep_constants(self) -> Result:
-        """Memory is about to lose its contents (`Twin.keep_constants`)."""
+        """Memory is about to lose its contents (`Shadow.keep_constants`)."""
         self.twin.keep_constants()
         return {}
 
     @described
     def refresh(self) -> Result:
-        """Memory came back without its contents (`Twin.refresh`)."""
+        """Memory came back without its contents (`Shadow.refresh`)."""
         with torch.inference_mode():
             self.twin.refresh()
             if self.kv is not None:
