@@ -25,7 +25,7 @@ MIXED = ((1024, 1024), (256, 1536), (32, 1536), (8, 1536), (4, 20480))
 PROMPT = 512
 """Its tokens."""
 TOLERANCE = 0.1
-"""Of the outputs, ‖FP8 - BF16‖ / ‖BF16‖: queries, K and V each have an error of 2.7 %."""
+"""Bound for ‖FP8 - BF16‖ / ‖BF16‖ of the outputs: queries, K and V each have an error of 2.7 %."""
 BOUND = 4e-3
 """‖ours - exact‖ / ‖exact‖ of the same codes: to round the result to BF16 is 1.7e-3 of it."""
 CHECKED = 4
@@ -186,7 +186,7 @@ def _flash(
 
 
 def _is_right(out: Tensor, step: DecodeStep) -> bool:
-    """Whether ours made of a step's first requests what is exact."""
+    """Compare our outputs of a step's first requests with the exact ones."""
     few = slice(min(CHECKED, len(step.lengths_R)))
     shown = (step.query_RHD[few], step.cache, step.table_RB[few], step.lengths_R[few])
     exact = decode_attention_reference(*shown, step.scales, step.softmax_scale)

@@ -29,7 +29,7 @@ RATE_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 """Until what was measured is over."""
 STEADY = 0.1
-"""How far the rates of two halves of `RATE_SECONDS` may be apart when something is measured."""
+"""Largest relative difference between the rates of two halves of `RATE_SECONDS` in a steady state."""
 PATIENCE_SECONDS = 90.0
 """For a server that compiles kernels first."""
 
@@ -58,7 +58,7 @@ class Background:
         self._ask("settle", rested=rested)
 
     def during(self, begin: float, end: float) -> dict[str, Any]:
-        """Rates before, between and after two times of the monotonic clock, and the longest gap in one stream."""
+        """Return rates around two times of the monotonic clock, and one stream's longest gap."""
         found: dict[str, Any] = self._ask("during", begin, end)
         return found
 
@@ -119,7 +119,7 @@ class _Load:
             failed.result()
 
     def during(self, begin: float, end: float) -> dict[str, Any]:
-        """Rates around updates that lasted from `begin` to `end`, and the longest gap in the watched stream."""
+        """Return rates around updates from `begin` to `end`, and the watched stream's longest gap."""
         self._wait(SETTLE_SECONDS + RATE_SECONDS)
         rates = {
             "tokens_per_s_before": self._rate(begin - RATE_SECONDS, begin),

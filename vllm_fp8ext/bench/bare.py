@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transport takes at least: the same bytes moved, with nothing else done to them. Measured beside updates, in turns.
+"""Lower bounds of transports: the same bytes moved, with nothing else done to them. Measured beside updates, in turns.
 
 `http`: the checkpoint's chunks, as `push` makes them, are read and PUT to a handler that drops them, one after the other and
 as many at a time as `push` sends, of which the faster counts: an ASGI application of a few lines under uvicorn, in a process
@@ -27,7 +27,7 @@ from vllm_fp8ext.serve.safetensors_file import ranges_of
 from vllm_fp8ext.update.contract.checkpoint_files import checkpoint_files
 
 COPY_BYTES = 256 << 20
-"""Of one copy to the GPU."""
+"""Bytes of one copy to the GPU."""
 
 
 class Bare:
@@ -46,7 +46,7 @@ class Bare:
             self._samples[threads].append({"seconds": time.monotonic() - start, "bytes": float(size)})
 
     def case(self, model: str, transport: str) -> dict[str, Any]:
-        """What was measured with the number of threads that is fastest at the median."""
+        """Return the measurements of the number of threads that is fastest at the median."""
         medians = {
             threads: statistics.median(sample["seconds"] for sample in samples)
             for threads, samples in self._samples.items()

@@ -130,7 +130,7 @@ def rmsnorm(form: ScaleFormat, m: int, k: int) -> Verdict:
 def normed(
     found: tuple[Quantized, Tensor], x: Tensor, residual: Tensor, scaling: Tensor, form: ScaleFormat
 ) -> Verdict:
-    """What `rmsnorm_quantize` found."""
+    """Results of `rmsnorm_quantize`."""
     quantized, added = found
     return nearly(
         (*quantized, added), rmsnorm_quantize.rmsnorm_quantize_reference(x, residual, scaling, 1e-6, form)
@@ -196,7 +196,7 @@ def kv_amax(tokens: int) -> Verdict:
 
 
 def tallied(tally: AmaxTally, step: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, ...]) -> Verdict:
-    """What a tally has of one step's K, V and Q."""
+    """Return a tally's amaxes of one step's K, V and Q."""
     seen = tally.take()
     expected = [kv_amax_reference(part, scale) for part, scale in zip(step, scales, strict=True)]
     equal = torch.equal(seen.amax, torch.stack([top for top, _ in expected]).cpu())
@@ -205,7 +205,7 @@ def tallied(tally: AmaxTally, step: tuple[Tensor, Tensor, Tensor], scales: tuple
 
 
 def _differing(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
-    """Of each pair, the share of bytes that are not the same."""
+    """Return the share of bytes that differ, for each pair."""
     return [
         float((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).float().mean())
         for a, b in zip(found, expected, strict=True)
@@ -213,7 +213,7 @@ def _differing(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[
 
 
 def nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
-    """Sums in another order and another exponential move a rounding to BF16 here and there, nothing more."""
+    """Allow for sums in another order, which move a rounding to BF16 here and there."""
     differing = _differing(found, expected)
     values, wanted = (reference.dequantize_activation(*parts[:2]) for parts in (found, expected))
     distance = float((values - wanted).norm() / wanted.norm())

@@ -22,14 +22,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8_per_block": {"quantization": "fp8_per_block"},
     "blockfp8": {"quantization": "blockfp8"},
 }
-"""What vLLM is told, by variant."""
+"""Arguments of vLLM, by variant."""
 LENDS = "FP8EXT_BENCH_LENDS"
 """The environment variable that names the file of engines that lend."""
 
 
 def with_graphs(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ours for an engine that is told the size of its KV cache, or which sizes of CUDA graphs to capture: steps
-    of more tokens replay some all the same, as where vLLM chooses both."""
+    """Add the sizes of CUDA graphs that vLLM would choose to settings of ours.
+
+    An engine that is told the size of its KV cache, or which sizes to capture, has fewer otherwise."""
     kernels = {"graph_tokens": "auto", **settings.get("kernels", {})}
     return {**settings, "kernels": kernels}
 
@@ -95,7 +96,7 @@ class Engine:
             self._ask("lend")
 
     def seconds(self, requests: int, tokens: int, output: int, seed: int) -> float:
-        """How long it takes to answer `requests` prompts of `tokens` random tokens with `output` tokens each."""
+        """Time `requests` prompts of `tokens` random tokens with `output` tokens each, in seconds."""
         found = self._ask((requests, tokens, output, seed))
         assert isinstance(found, float)
         return found
@@ -112,12 +113,12 @@ class Engine:
         return found
 
     def compiled(self) -> dict[str, int]:
-        """What its worker has compiled so far, by compiler; nothing for engines without this plugin's methods."""
+        """Count its worker's compilations, by compiler; none for engines without this plugin."""
         found: dict[str, int] = self._ask("compiled")
         return found
 
     def steady(self, load: "Load") -> "list[Window]":
-        """What it does under a load. It was made with `disable_log_stats=False`."""
+        """Measure it under a load; it needs `disable_log_stats=False`."""
         found: list[Window] = self._ask(load)
         return found
 
@@ -152,7 +153,7 @@ class Engine:
 
 
 def in_turn(held: Iterator[Engine]) -> Generator[tuple[Engine, float]]:
-    """Engines that were held, one at a time, each as soon as it is ready, and after how many seconds that was. The next one
+    """Yield engines one at a time, once each is ready, and its seconds until then. The next one
     is made, and has imported everything, before this one works."""
     following = next(held, None)
     try:
@@ -257,7 +258,7 @@ def _linear_errors(engine: Any, arguments: Mapping[str, Any], tokens: tuple[int,
 
 
 def _compiled(engine: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Of its first worker, which says so in every answer; there is no such update."""
+    """Ask its first worker, which answers so about an update that does not exist."""
     if arguments.get("quantization") != "blockfp8":
         return {}
     found: dict[str, int] = engine.collective_rpc("fp8ext", args=(0, "drop", "no update"))[0]["compiled"]

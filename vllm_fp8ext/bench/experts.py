@@ -32,7 +32,7 @@ ROUTINGS = 4
 CHECKED = 128
 """Tokens of a case whose result is compared with the reference."""
 _PROCESSES = 14
-"""That compile at the same time."""
+"""Processes that compile at the same time."""
 _SECONDS = 240
 """For all of them."""
 _FUSED = 512
@@ -90,7 +90,7 @@ def _weights(seed: int, rows: int, columns: int) -> Tensor:
 
 
 def _calls(layer: Layer, m: int, names: Sequence[str] | None = None) -> tuple[Calls, list[Any], Tensor]:
-    """What is timed, the routings and the tokens."""
+    """Return the calls to time, the routings and the tokens."""
     x = kernel_cases.activations(m, HIDDEN, "cuda")
     routings = [kernel_cases.routing(m, EXPERTS, CHOSEN, "cuda", seed) for seed in range(ROUTINGS)]
     choices = {
@@ -169,7 +169,7 @@ def _line(m: int, timings: dict[str, kernel_timing.Timing]) -> str:
 
 
 def _right(layer: Layer, routings: list[tuple[Tensor, Tensor]], x: Tensor, call: Any, name: str) -> bool:
-    """Whether the first tokens' results are what the reference makes of them, and the same each time. vLLM gives activations
+    """Compare the first tokens' results with the reference, and with a second call. vLLM gives activations
     scales that are powers of two wherever DeepGEMM runs, also where it does not multiply."""
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
@@ -186,7 +186,7 @@ def _right(layer: Layer, routings: list[tuple[Tensor, Tensor]], x: Tensor, call:
 
 
 def _compile(report: Report, tokens: Sequence[int]) -> None:
-    """Run everything once in processes beside each other, which fill the caches of Triton and DeepGEMM."""
+    """Run everything once in parallel processes, which fill the caches of Triton and DeepGEMM."""
     layered: dict[str, list[int]] = {"bf16": list(tokens), "stock": list(tokens)}
     layered |= {"blockfp8_triton": list(tokens), "blockfp8_deep_gemm": list(tokens)}
     tasks = [(name, m) for name, counts in layered.items() for m in counts]

@@ -12,7 +12,7 @@ from vllm_fp8ext.update.transports.wire import stored
 
 
 def stored_fused(checkpoint: Path, device: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """`wire.stored`, but the matrices of a layer's experts as the one or two tensors that they may come as."""
+    """Yield what `wire.stored` yields, with the experts of a layer as one or two tensors."""
     whole = fused_experts({part.name: tuple(part.shape) for part in ranges_of(checkpoint)})
     places = {part: (name, number) for name, of in whole.items() for number, part in enumerate(of.parts)}
     begun: dict[str, Tensor] = {}

@@ -147,7 +147,7 @@ def _ready(report: Report, operands: Operands, others: Mapping[str, Gemm | str])
 
 
 def _within(operands: Operands, name: str, x: Tensor, call: Callable[[int], object]) -> bool:
-    """Whether the first tokens' results are within their bound."""
+    """Check the first tokens' results against their bound."""
     few = min(x.shape[0], 64)
     try:
         out = call(0)

@@ -92,7 +92,9 @@ def checkpoint(given: Path | None, shape: str) -> Iterator[Path]:
 def two_checkpoints(
     given: list[Path] | None, shape: str, folder: Path, device: str | None = None
 ) -> list[Path]:
-    """The given ones, or two of a shape that differ, written to a folder on `device` (by default a GPU, if there is one)."""
+    """Return the given checkpoints, or generate two of a shape that differ.
+
+    `device` generates them (by default a GPU, if there is one)."""
     if given:
         return given
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,7 +106,7 @@ def two_checkpoints(
 
 
 def allowed_dirs(checkpoints: Iterable[Path]) -> list[str]:
-    """What a server is told, of which it reads these from its disk."""
+    """Return the folders that a server must allow to read these from its disk."""
     return sorted({str(checkpoint.resolve().parent) for checkpoint in checkpoints})
 
 

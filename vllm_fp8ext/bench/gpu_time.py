@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a GPU goes."""
+"""Profiles of GPU time, by kernel."""
 
 import math
 from collections import Counter, defaultdict
@@ -12,7 +12,7 @@ Span = tuple[str, float, float]
 
 @dataclass(frozen=True)
 class GpuTime:
-    """What ran from the first start to the last end, which were `milliseconds` apart."""
+    """Kernels that ran between the first start and the last end, `milliseconds` apart."""
 
     milliseconds: float
     kernels: list[tuple[str, float, int]]
@@ -25,8 +25,9 @@ class GpuTime:
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> "GpuTime":
-        """A kernel that is launched early waits for the one before it, and both seem to run: each is charged from the end of
-        all that began before it on, so that no microsecond counts twice."""
+        """Charge each kernel from the end of all that began before it.
+
+        A kernel that is launched early waits for the one before it, and both seem to run: no microsecond counts twice."""
         charged: defaultdict[str, float] = defaultdict(float)
         launches: Counter[str] = Counter()
         first, last = math.inf, -math.inf

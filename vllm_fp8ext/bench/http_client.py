@@ -18,7 +18,7 @@ ROUTES = {
     "chat": "/v1/chat/completions",
     "generate": "/inference/v1/generate",
 }
-"""By name, the routes that answer requests."""
+"""Routes that answer requests, by name."""
 
 
 class AnswerError(Fp8ExtError):
@@ -37,7 +37,7 @@ class Load:
     samples: int
     """Answers to each prompt."""
     tokens: int
-    """Of a prompt, drawn at random."""
+    """Length of a prompt, which is drawn at random."""
     output: int
     """Tokens of an answer."""
     route: str = "completions"
@@ -81,7 +81,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """What a load was answered with."""
+    """Answers to a load."""
 
     tokens: int
     seconds: float

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_fp8ext.bench.steady import Window
 
 VARIANTS = {**PLAIN, "blockfp8_kv": {"quantization": "blockfp8", "kv_cache_dtype": "fp8"}}
-"""What vLLM is told, by variant. The last has an FP8 KV cache, calibrated."""
+"""Arguments of vLLM, by variant. The last has an FP8 KV cache, calibrated."""
 CASES = ("1024x512x1024", "256x512x8192", "128x512x20480")
 console = Console(width=140, highlight=False)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scales of an FP8 KV cache cost, by policy, while K and V of the model grow or shrink a hundredfold.
+"""Error of an FP8 KV cache, by policy of its scales.
+
+K and V of the model grow or shrink a hundredfold meanwhile.
 
     fp8ext bench kv-accuracy --out kv_accuracy.json
 
@@ -41,14 +43,14 @@ console = Console(width=140, highlight=False)
 POLICIES = ("history", "calibrate", "provided", "stale", "1.0")
 """In this order on one server a direction: the history is of its own series alone."""
 DIRECTIONS = {"grows": 100.0, "shrinks": 0.01}
-"""By what K and V are multiplied after the last update."""
+"""Factors of K and V after the last update."""
 Granularity: TypeAlias = Literal["layer", "head"]
 OUTLIER_LAYER, OUTLIER_CHANNEL, OUTLIER = 1, 5, 30.0
 ALPHABET = "0123456789+="
 FIRST, END = 3, 1
 """Token ids of `0` and of the end of a problem."""
 TOKENS, ANSWER_AT = 13, 8
-"""Of a problem with its answer, and where that begins."""
+"""Tokens of a problem with its answer, and where the answer begins."""
 CALIBRATION = 64
 """Problems, others than those that are measured."""
 Weights = dict[str, Tensor]
@@ -128,7 +130,7 @@ class Run:
         self.factors = [DIRECTIONS[direction] ** (n / updates) for n in range(updates + 1)]
         self.expected: list[Tensor] = []
         self.cached: list[CachedKV] = []
-        """Of the trainer: K and V of the prompts, by update, and of those that scales are computed from."""
+        """K and V of the prompts in the trainer, by update, and those behind scales."""
         self.calibrated: list[CachedKV] = []
         model = Qwen3ForCausalLM.from_pretrained(LATE, dtype=torch.float32)
         first = {
@@ -184,7 +186,9 @@ def encoded(items: list[Problem]) -> Tensor:
 
 
 def grown(weights: Weights, factor: float) -> Weights:
-    """BF16 weights of the same function with K and V `factor` times as large, and outliers in the K of one layer.
+    """Scale K and V of BF16 weights by `factor`, with the same function.
+
+    The K of one layer gets outliers.
 
     Rotary embedding turns channels `c` and `c + D/2` into each other: both are outliers, else the function would change.
     """
@@ -203,7 +207,7 @@ def grown(weights: Weights, factor: float) -> Weights:
 
 
 def log_probabilities(server: Server, rows: Tensor) -> Tensor:
-    """Of every token of the vocabulary at every place of `rows` but the first: `[rows, tokens - 1, vocabulary]`."""
+    """Return logprobs of the vocabulary at all places but the first: `[rows, tokens - 1, vocabulary]`."""
     body = {"model": MODEL, "prompt": rows.tolist(), "max_tokens": 1, "temperature": 0, "prompt_logprobs": -1}
     reply = (
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=600, trust_env=False)
@@ -237,7 +241,7 @@ def accuracy(found: Tensor, rows: Tensor) -> float:
 
 
 def saturated(cached: CachedKV, scales: Scales) -> float:
-    """Share of K and V, of the layer where it is largest, beyond the largest code."""
+    """Largest share of K and V of a layer beyond the largest code."""
     worst = 0.0
     for parts, layer in zip(cached, scales.values(), strict=True):
         for values, kind in zip(parts, ("k", "v"), strict=True):

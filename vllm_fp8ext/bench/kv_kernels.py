@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cached K and V rewritten for other scales, and amaxes of K, V and Q, in the shape of Qwen3-8B."""
+"""Kernels of the FP8 KV cache, in the shape of Qwen3-8B: rescaling cached K and V, and amaxes of K, V and Q."""
 
 from functools import partial
 

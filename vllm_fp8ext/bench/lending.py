@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker of an engine that has memory for K and V only in its turn."""
+"""Worker of an engine that has a KV cache only in its turn."""
 
 import fcntl
 import os

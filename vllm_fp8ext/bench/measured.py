@@ -21,7 +21,7 @@ class Measured:
 
     @property
     def cases(self) -> list[dict[str, Any]]:
-        """What is known."""
+        """Cases that were measured."""
         return list(self._cases.values())
 
     def put(self, case: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_fp8ext.loadtest.vllm_dev_routes import Routes
 
 SERVE = ("--weight-transfer-config", json.dumps({"backend": "ipc"}))
-"""What `vllm serve` is told."""
+"""Arguments of `vllm serve`."""
 VARIABLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """Handles come pickled."""
 

@@ -21,7 +21,7 @@ class Operands:
 
     @functools.cached_property
     def weights(self) -> list[Tensor]:
-        """Of no use to who times FP8 alone."""
+        """BF16 weights, which timings of FP8 alone do not need."""
         return [self._weight.clone() for _ in range(kernel_timing.copies(2 * self.n * self.k))]
 
     def fp8_bytes(self, m: int) -> int:
@@ -37,6 +37,6 @@ class Operands:
         return kernel_cases.gemm_error(out, *reference.quantize_activation(x), self.codes[0], self.scales)
 
     def difference(self, x: Tensor, out: Tensor) -> float:
-        """Of a GEMM with the first copy that leaves activations as they are: ‖out - exact‖ / ‖exact‖."""
+        """Return ‖out - exact‖ / ‖exact‖ of the first copy with unquantized activations."""
         exact = x.double() @ reference.dequantize_weight(self.codes[0], self.scales).double().t()
         return float((out.double() - exact).norm() / exact.norm())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command lines of benchmarks have in common: how help is laid out, cases, and settings."""
+"""Options that benchmarks share: how help is laid out, cases, and settings."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from vllm_fp8ext.errors import ConfigError
 
 
 class CommandLine(argparse.ArgumentParser):
-    """Of `fp8ext bench COMMAND`, with `text` as its help says it and the option that all have, --out."""
+    """Parser of `fp8ext bench COMMAND`: `text` is its help, and all have --out."""
 
     def __init__(self, command: str, text: str | None) -> None:
         super().__init__(prog=f"fp8ext bench {command}", description=text, formatter_class=_WithDefaults)
@@ -41,7 +41,7 @@ class CommandLine(argparse.ArgumentParser):
     def add_engines(
         self, shapes: Iterable[str], variants: Iterable[str], cases: Sequence[str], turns: str
     ) -> None:
-        """What engines of a benchmark serve, and are asked; `turns`: how they follow each other."""
+        """Add the options of engines and their cases; `turns`: how they follow each other."""
         self.add_choice("--shape", shapes, "Qwen3-8B", "of the model", nargs=None)
         self.add_choice("--variants", variants, list(variants), f"engines, {turns}")
         self.add_argument(
@@ -95,7 +95,7 @@ def case_of(text: str, *, least_output: int = 1) -> tuple[int, int, int]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """What an option holds as JSON."""
+    """Parse an option's value as a JSON object."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Of cells, in Markdown."""
+    """Format cells as a table in Markdown."""
     return "\n".join([_row(titles), "|" + "---|" * len(titles), *map(_row, rows)])
 
 
@@ -16,7 +16,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def fill(page: Path, tables: Mapping[str, str]) -> None:
-    """Put each table between `<!-- NAME -->` and `<!-- /NAME -->`, each of which the page has once."""
+    """Put each table between its marks of the page, `<!-- NAME -->` and `<!-- /NAME -->`: each is there once."""
     text = page.read_text()
     for name, table in tables.items():
         text, count = re.subn(

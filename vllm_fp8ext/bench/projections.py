@@ -22,7 +22,7 @@ MODELS = {
 
 
 def projections(models: Iterable[str], tp: Iterable[int]) -> list[tuple[int, int]]:
-    """Rows and columns of their linear layers' weights on one of `tp` ranks, each once, where `decode_gemm` takes them."""
+    """Return distinct weight shapes on one of `tp` ranks that `decode_gemm` takes."""
     found = []
     for name, parts in itertools.product(models, tp):
         hidden, intermediate, q, kv = MODELS[name]

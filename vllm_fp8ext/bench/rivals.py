@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other people's FP8 GEMMs over the same operands, where they can be imported, and vLLM's kernels of what comes before."""
+"""Rivals over the same operands: other FP8 GEMMs, where they can be imported, and vLLM's kernels."""
 
 from collections.abc import Callable, Iterable
 
@@ -20,7 +20,7 @@ UNQUANTIZED = ("humming",)
 
 
 def rivals(names: Iterable[str]) -> dict[str, Gemm | str]:
-    """By name: the GEMM, or why it is not here."""
+    """GEMMs by name, or why one is not here."""
     makers = {
         "scaled_mm": _scaled_mm,
         "cutlass": _cutlass,

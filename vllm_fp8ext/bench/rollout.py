@@ -39,7 +39,7 @@ console = Console(width=140, highlight=False)
 
 
 class Kind(NamedTuple):
-    """What an engine is: a variant, its KV cache, and `settings` of ours, as JSON."""
+    """Identity of an engine: a variant, its KV cache, and `settings` of ours, as JSON."""
 
     variant: str
     kv: str
@@ -162,7 +162,7 @@ def settings_of(text: str) -> str:
 
 
 def arguments(kind: Kind, longest: int, kv_gib: float, more: dict[str, Any]) -> dict[str, Any]:
-    """Of `vllm.LLM`; `longest`: tokens of a request, `more`: other arguments."""
+    """Return arguments of `vllm.LLM`; `longest`: tokens of a request, `more`: other arguments."""
     scales = {"kv_scales": {"policy": "static", "default": 1.0}} if kind.kv == "fp8" else {}
     settings = with_graphs({**scales, **json.loads(kind.settings)})
     return {
@@ -274,7 +274,7 @@ def _write(
 def _profile(
     options: argparse.Namespace, case: tuple[int, int, int], engines: Engines
 ) -> list[dict[str, Any]]:
-    """What the GPU did in a case, the second time it comes."""
+    """Profile the GPU in a case, the second time it comes."""
     requests, tokens, output = case
     found = []
     for kind, engine in engines.items():
@@ -302,7 +302,7 @@ def _profile(
 
 
 def said(options: argparse.Namespace, case: tuple[int, int, int], kind: Kind) -> dict[str, Any]:
-    """What tells a case from others; `options`: with `shape`, `checkpoint` and `engine`."""
+    """Return the identity of a case; `options`: with `shape`, `checkpoint` and `engine`."""
     requests, tokens, output = case
     return {
         "model": options.checkpoint.name if options.checkpoint else options.shape,

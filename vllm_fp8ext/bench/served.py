@@ -11,14 +11,16 @@ from vllm_fp8ext.kernels.testing import kernel_cases
 from vllm_fp8ext.layers.linear import CODES, SCALES, BlockFp8LinearMethod
 
 ROWS = 64
-"""Of each product that are compared."""
+"""Rows of each product that are compared."""
 
 
 @torch.inference_mode()
 def linear_errors(worker: Any, tokens: Sequence[int]) -> dict[str, float]:
-    """Largest error of a linear layer of each shape (`NxK`), as a part of the bound of `cases.gemm_error`, over products with
-    these numbers of tokens. `worker`: vLLM's, which serves with blockfp8. Each goes to the kernel that takes so many there,
-    with activations that have outlier channels."""
+    """Return each shape's largest error (`NxK`), as a share of its bound.
+
+    Products have these numbers of tokens. `worker`: vLLM's, which serves with blockfp8. Each product goes to the kernel
+    that takes so many tokens there, with activations that have outlier channels.
+    """
     found: dict[str, float] = {}
     for layer in worker.model_runner.get_model().modules():
         method = getattr(layer, "quant_method", None)

@@ -27,7 +27,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Window:
-    """What an engine did: response tokens, preemptions, and requests that got tokens in a step, on average."""
+    """Counts of an engine: response tokens, preemptions, and mean requests with tokens in a step."""
 
     seconds: float
     tokens: int
@@ -54,7 +54,7 @@ class Steady:
         self._draw = random.Random(seed)
         self._names: set[str] = set()
         self._fresh: set[str] = set()
-        """Of the first requests, those without a token."""
+        """Return the first requests that have no token yet."""
         self._count = 0
 
     def windows(self) -> list[Window]:

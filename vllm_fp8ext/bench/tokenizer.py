@@ -10,7 +10,9 @@ _SEED = 0
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer with as many tokens as the checkpoint in `folder` has rows, unless it has one.
+    """Write a byte-level tokenizer for the checkpoint in `folder`, unless it has one.
+
+    It has as many tokens as the embedding has rows.
 
     Token ids decode to words of one to eight letters, half of them behind a space. The 256 bytes are tokens too, so that some
     are parts of characters. It encodes text letter by letter: prompts are token ids.

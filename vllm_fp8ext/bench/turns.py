@@ -10,7 +10,7 @@ Case: TypeAlias = tuple[int, int, int]
 
 
 def at_once(engine: Engine, case: Case, repeat: int) -> dict[str, float]:
-    """What it did, in turn 0 in the start of the case."""
+    """Run one turn; turn 0 is the start of the case."""
     requests, tokens, output = case
     first = engine.seconds(requests, tokens, 1, 2 * repeat)
     length = output if repeat else min(output, 32)
@@ -23,7 +23,7 @@ def at_once(engine: Engine, case: Case, repeat: int) -> dict[str, float]:
 
 
 def steady(engine: Engine, case: Case, seconds: float) -> dict[str, float]:
-    """What it did in so many seconds; steps that mix prompts and decoding are among its steps.
+    """Run for so many seconds, with steps that mix prompts and decoding.
 
     Raises:
         EngineError: it gave no token in that time.

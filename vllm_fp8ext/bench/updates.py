@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What updates cost: seconds from open to the commit's answer, the pause, the longest gap in a stream, tokens lost.
+"""Cost of updates: seconds from open to the commit's answer, pauses, gaps in streams, tokens lost.
 
     fp8ext bench update --shape Qwen3-8B --transports files http ipc --running 0 128 --out update.json
 
@@ -128,7 +128,7 @@ def _way(transport: str) -> str:
 
 
 def _without_the_last_gpu() -> dict[str, str]:
-    """What keeps a server off the GPU that the trainer has to itself."""
+    """Return environment variables that keep a server off the trainer's GPU."""
     import torch
 
     count = torch.cuda.device_count()
@@ -191,7 +191,7 @@ def _pusher(
     server: Server,
     checkpoints: list[Path],
 ) -> Iterator[Push]:
-    """What changes the weights to checkpoint "a" or "b" in this way."""
+    """Return a function that changes the weights to checkpoint "a" or "b"."""
     folders = dict(zip("ab", checkpoints, strict=True))
     if variant == "stock":
         yield from _stock(transport, server, folders, options)
@@ -227,7 +227,7 @@ def _pusher(
 def _stock(
     transport: str, server: Server, folders: dict[str, Path], options: argparse.Namespace
 ) -> Iterator[Push]:
-    """By vLLM's own means."""
+    """Update by vLLM's own means."""
     if transport == "reload":
         from vllm_fp8ext.loadtest.weight_updates import Stock
 
@@ -318,8 +318,9 @@ def _window(seconds: float, load: Background, update: Callable[[], None]) -> dic
 
 
 def _over(windows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each rate the mean, as windows are as long as each other; tokens lost over the whole; of gaps the longest; and the
-    windows themselves."""
+    """Merge windows of the same length: means of rates, the longest gap, all tokens lost.
+
+    The windows themselves are among the result."""
     rates = ("tokens_per_s_before", "tokens_per_s_during", "tokens_per_s_after")
     case: dict[str, Any] = {name: statistics.fmean(window[name] for window in windows) for name in rates}
     before, during, after = (case[name] for name in rates)
@@ -331,7 +332,7 @@ def _over(windows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Memory:
-    """The most memory that the GPU gave away meanwhile, in bytes beyond what was taken before."""
+    """Peak GPU memory in bytes, beyond what was taken before."""
 
     peak: int | None = None
 

@@ -37,8 +37,9 @@ def scales_in(parts: Iterable[Range]) -> list[str]:
 
 
 def checkpoint_names(layers: Iterable[str], parts: Iterable[Range]) -> dict[str, str]:
-    """By attention layer as vLLM calls it, what its module is called in the checkpoint, whose modules may have another
-    prefix: `model.layers.0.self_attn.attn` is `language_model.layers.0.self_attn` there.
+    """Map vLLM's names of attention layers to those of modules in the checkpoint.
+
+    The checkpoint's may have another prefix: `model.layers.0.self_attn.attn` is `language_model.layers.0.self_attn` there.
 
     Raises:
         ValueError: a layer for whose scales vLLM has no name, or of which the checkpoint has none or several.

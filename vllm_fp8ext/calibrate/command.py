@@ -25,7 +25,7 @@ progress = Console(stderr=True)
 _ADDITIONAL = "--additional-config"
 
 VLLM_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
-"""Of commands that pass on what they don't know. A group's `-h` would be found within vLLM's `-cc.cudagraph_mode`."""
+"""Parser of commands that pass on what they don't know. A group's `-h` would be found within vLLM's `-cc.cudagraph_mode`."""
 
 
 @click.command(context_settings=VLLM_OPTIONS)
@@ -69,10 +69,12 @@ def calibrate(
     force: bool,
     **chosen: Any,
 ) -> None:
-    """Run tokens through MODEL and write a checkpoint of its weights with scales for an FP8 KV cache, as vLLM loads them.
+    """Write a checkpoint with scales for an FP8 KV cache, computed from prompts.
 
-    MODEL is a folder of safetensors; its weights are linked, not copied. All of `vllm serve`'s options are taken, such as
-    --tensor-parallel-size 2. Serve the result with --kv-cache-dtype fp8 and kv_scales static.
+    It holds MODEL's weights, and scales as vLLM loads them.
+
+        MODEL is a folder of safetensors; its weights are linked, not copied. All of `vllm serve`'s options are taken, such as
+        --tensor-parallel-size 2. Serve the result with --kv-cache-dtype fp8 and kv_scales static.
     """
     from vllm_fp8ext.calibrate.checkpoint import parts_of, scales_in, write_calibrated
     from vllm_fp8ext.calibrate.prompts import read_prompts

@@ -35,7 +35,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the model is given: `007+456=` for 7 + 456."""
+        """Return the model's prompt: `007+456=` for 7 + 456."""
         return f"{self.a:0{DIGITS}d}+{self.b:0{DIGITS}d}="
 
     @property
@@ -45,7 +45,7 @@ class Problem:
 
 
 def held_out(a: int, b: int) -> bool:
-    """Whether the pair, in either order, is kept out of training (about one pair in twenty)."""
+    """Return whether a pair, in either order, is kept out of training (one in twenty)."""
     digest = sha256(f"{min(a, b)}+{max(a, b)}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % _HOLD_OUT_ONE_IN == 0
 

@@ -28,7 +28,7 @@ class Completion:
 
     @property
     def straddles(self) -> bool:
-        """Whether more than one set of weights sampled its tokens."""
+        """Return whether more than one set of weights sampled its tokens."""
         return len(self.weight_versions) > 1
 
     def longest_gap(self, start: float, stop: float) -> float:
@@ -69,7 +69,7 @@ async def traffic(
     *,
     streamed: int,
 ) -> tuple[T, list[Completion]]:
-    """Keep one request per prompt running, each begun again when it ends, while `during` is awaited.
+    """Keep one request per prompt running while `during` is awaited; each begins again when it ends.
 
     The first asks for `tokens` tokens, the others for fewer. The first `streamed` of them are streamed; the others come
     whole, which keeps the client's own work from slowing the server down. Returns what `during` gave and all completions,

@@ -57,7 +57,7 @@ def plan(
     max_num_seqs: int | None,
     as_json: bool,
 ) -> None:
-    """What fits on a GPU: weights, the twin of live updates, KV-cache blocks and the largest batch, in BF16 and FP8.
+    """Tell what fits on a GPU, in BF16 and FP8: weights, the shadow of live updates, KV-cache blocks, the largest batch.
 
     MODEL is a folder with a config.json, such a file, or a name on the Hub; weights are not read. Needs torch and
     transformers, no GPU.

@@ -30,7 +30,7 @@ class Gpu:
 
     @property
     def serves_blockfp8(self) -> bool:
-        """Whether it has FP8 matrix units, as far as the name tells."""
+        """Return whether it has FP8 matrix units, as far as the name tells."""
         return not self._is_a100
 
     @property
@@ -52,11 +52,11 @@ GPUS = {
         "B200": 178.35,
     }.items()
 }
-"""By name: the total that torch's out-of-memory errors name on such a GPU. It differs by some tens of MiB between drivers."""
+"""Total bytes by name, as torch's out-of-memory errors tell them. It differs by some tens of MiB between drivers."""
 
 
 def gpu(name: str | None, memory_gib: float | None) -> Gpu:
-    """A named GPU, a GPU of so much memory, or a named one with another amount of it.
+    """Parse a GPU's name, an amount of memory, or a name with another amount.
 
     Raises:
         ConfigError: unknown name, or neither was given.

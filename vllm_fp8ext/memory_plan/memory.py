@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model takes on each rank, and what is left for the KV cache. Bytes everywhere."""
+"""Memory of a model on each rank, and the rest for the KV cache. Bytes everywhere."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Serving:
     utilization: float = UTILIZATION
     """The share of `total` that vLLM may take."""
     kv_bytes: int | None = None
-    """Size of the KV cache on each rank, where it is not what is left (--kv-cache-memory-bytes)."""
+    """Size of each rank's KV cache where it is given (--kv-cache-memory-bytes)."""
     tp: int = 1
     block_size: int = 16
     """Tokens of one KV-cache block."""
@@ -65,7 +65,7 @@ class Row:
     kv_bytes: int
     """Memory of the KV cache; 0 where weights do not fit."""
     short_bytes: int
-    """What lacks for weights, twin, activations and one request of the whole context; 0: it fits."""
+    """Bytes that lack for weights, shadow, activations and one whole context; 0: it fits."""
     blocks: int
     """The engine's `num_gpu_blocks`."""
     tokens: int
@@ -92,7 +92,9 @@ def rows(model: Model, serving: Serving) -> list[Row]:
 
 
 def check(model: Model, serving: Serving) -> None:
-    """Raises `ConfigError` for a context that is too long and for a number of ranks that does not divide the heads."""
+    """Raise `ConfigError` for a context or a number of ranks that is not possible.
+
+    A context is too long, or the number does not divide the heads."""
     if serving.context > model.max_context:
         raise ConfigError(
             f"--context {serving.context}: {model.name} takes {model.max_context} tokens at most"
@@ -208,7 +210,7 @@ def layer_groups(windows: tuple[int | None, ...]) -> list[tuple[int | None, ...]
 
 
 def request_blocks(window: int | None, serving: Serving) -> int:
-    """Blocks that one group of layers holds for a request of the whole context, once its prompt is computed."""
+    """Count one group's KV blocks for a whole context, once its prompt is computed."""
     whole = -(-serving.context // serving.block_size)
     if window is None or window >= serving.context:
         return whole
@@ -216,7 +218,7 @@ def request_blocks(window: int | None, serving: Serving) -> int:
 
 
 def overhead(model: Model, serving: Serving) -> int:
-    """What vLLM measures beside the weights before it sizes the KV cache: the peak of one largest step, and what is fixed.
+    """Estimate what vLLM measures before it sizes the KV cache: the peak of one largest step, and what is fixed.
 
     The peak is the larger of an MLP (its input, the residual, gate, up and their product; with experts, their outputs as
     well) in 16 bits, and of the logits of every request in 16 and 32 bits beside the hidden states.

@@ -52,7 +52,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What memory depends on."""
+    """Shapes of a model that memory depends on."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -72,7 +72,7 @@ class Model:
 
 
 def read_model(where: str) -> Model:
-    """The model whose config is in a folder, in a file, or on the Hub under this name. Reads no weights.
+    """Read a model's config from a folder, a file, or the Hub; no weights are read.
 
     Raises:
         ConfigError: no config, an architecture that transformers does not know, or one whose memory this can't tell.
@@ -167,7 +167,7 @@ def _max_context(config: Any) -> int:
 
 
 def _refuse(config: Any) -> None:
-    """What has another kind of cache, or parts whose memory is not in this arithmetic."""
+    """Features with another kind of cache, or parts outside of this arithmetic."""
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [_FULL])
     reason = None
     if config.get_text_config() is not config:
