@@ -12,7 +12,7 @@ from update.layers import CPU, layers
 from vllm_fp8ext.kernels.attention.kv_cache import fit
 from vllm_fp8ext.kv_types import HeadShare
 from vllm_fp8ext.update.worker.kv_buffers import KvScales
-from vllm_fp8ext.update.worker.kv_observer import SAMPLE_TOKENS, Observer
+from vllm_fp8ext.update.worker.kv_observer import SAMPLE_TOKENS, KvObserver
 
 HEADS, GROUPS, SIZE = 6, 2, 4
 
@@ -30,7 +30,7 @@ def alone(_: str, values: list[float]) -> list[float | None]:
 
 
 def test_one_number_of_a_layer() -> None:
-    observer = Observer(per_head=False)
+    observer = KvObserver(per_head=False)
     q, k, v = qkv()
     observer.see("a", q, k, v)
     observer.see("b", q * 2, k * 2, v * 2)
@@ -42,7 +42,7 @@ def test_one_number_of_a_layer() -> None:
 
 
 def test_one_number_of_a_head_and_of_the_queries_that_attend_to_it() -> None:
-    observer = Observer(per_head=True)
+    observer = KvObserver(per_head=True)
     q, k, v = qkv()
     observer.see("a", q, k, v)
     assert observer.amax(alone) == {
@@ -57,18 +57,18 @@ def test_one_number_of_a_head_and_of_the_queries_that_attend_to_it() -> None:
 def test_numbers_are_spread_over_the_heads_of_all_ranks() -> None:
     share = HeadShare(2, GROUPS, 6)
     kv = KvScales(layers("a", heads=GROUPS), {"a": share}, device=CPU)
-    observer = Observer(per_head=True)
+    observer = KvObserver(per_head=True)
     observer.see("a", *qkv())
     found = observer.amax(kv.spread)["a"]["k"]
     assert [value is None for value in found] == [True, True, False, False, True, True]
 
 
 def test_a_model_without_such_layers() -> None:
-    assert Observer(per_head=False).amax(alone) == {}
+    assert KvObserver(per_head=False).amax(alone) == {}
 
 
 def test_what_is_not_finite_is_told() -> None:
-    observer = Observer(per_head=False)
+    observer = KvObserver(per_head=False)
     q, k, v = qkv()
     k[3, 1, 2], v[299, 0, 0] = math.inf, math.nan
     observer.see("a", q, k, v)
@@ -80,7 +80,7 @@ def test_what_is_not_finite_is_told() -> None:
 @pytest.mark.parametrize("tokens", [1, SAMPLE_TOKENS, SAMPLE_TOKENS + 1, 1000])
 def test_a_sample_of_all_tokens_is_kept(tokens: int) -> None:
     """Of K and V; the tensors themselves belong to the model, which may write over them."""
-    observer = Observer(per_head=False)
+    observer = KvObserver(per_head=False)
     q, k, v = qkv(tokens)
     observer.see("a", q, k, v)
     step = math.ceil(tokens / SAMPLE_TOKENS)
@@ -99,7 +99,7 @@ def test_a_sample_of_all_tokens_is_kept(tokens: int) -> None:
 
 
 def test_a_fit_is_that_of_the_twins_scales() -> None:
-    observer = Observer(per_head=False)
+    observer = KvObserver(per_head=False)
     observer.see("a", *qkv())
     kv = KvScales(layers("a"), {}, device=CPU)
     kv.stage({"a": {kind: [2.0**-7] for kind in "qkv"}})

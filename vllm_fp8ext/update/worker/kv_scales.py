@@ -21,7 +21,7 @@ from vllm_fp8ext.update.contract.kv_merge import largest
 from vllm_fp8ext.update.contract.kv_tokens import Tokens
 from vllm_fp8ext.update.worker.cooperative_task import Pause
 from vllm_fp8ext.update.worker.kv_buffers import KvScales
-from vllm_fp8ext.update.worker.kv_observer import Observer
+from vllm_fp8ext.update.worker.kv_observer import KvObserver
 from vllm_fp8ext.update.worker.score_prompts import Attend, listen
 
 Result = dict[str, Any]
@@ -51,7 +51,7 @@ class RankKv:
     settings: KvScaleSettings
     cache: Cache
     recorder: Recorder | None = None
-    observer: Observer | None = None
+    observer: KvObserver | None = None
     calibrated: Result = field(default_factory=dict)
     """With what the first scales were calibrated, and how well they fit (`begin`); empty when they were not."""
 
@@ -69,7 +69,7 @@ class RankKv:
         self, model: Any, device: torch.device, attend: Attend, prompts: list[list[int]]
     ) -> Callable[[Pause], Result]:
         """Work that runs prompts through a model and tells `amax` by layer."""
-        observer = self.observer = Observer(per_head=self.per_head)
+        observer = self.observer = KvObserver(per_head=self.per_head)
 
         def see(layer: str, *heads: Tensor) -> None:
             if layer in self.scales:
