@@ -16,7 +16,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def fill(page: Path, tables: Mapping[str, str]) -> None:
-    """Put each table between its marks, `<!-- NAME -->` and `<!-- /NAME -->`, once on the page."""
+    """Put each table between `<!-- NAME -->` and `<!-- /NAME -->`: its marks on the page."""
     text = page.read_text()
     for name, table in tables.items():
         text, count = re.subn(
