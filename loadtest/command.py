@@ -41,10 +41,10 @@ def command(
 
 def _processes(arguments: Sequence[str]) -> int:
     """As locust takes them: apart or by an equals sign, -1 for as many as there are cores."""
-    given = _given(arguments, "--processes")
-    if not given or not given[-1].lstrip("-").isdigit():
+    counts = _given(arguments, "--processes")
+    if not counts or not counts[-1].lstrip("-").isdigit():
         return 1
-    count = int(given[-1])
+    count = int(counts[-1])
     return count if count > 0 else os.cpu_count() or 1
 
 

@@ -23,21 +23,21 @@ def most_frequent(failed: list[Request]) -> dict[str, Any] | None:
 def remarks(run: Run, measured: Mapping[str, Any]) -> list[str]:
     """Lines below the tables: the most frequent error of requests, with what to do about it where that is known, an update
     that the end cut off, and each error of updates."""
-    found = []
+    lines = []
     error = measured["most_frequent_error"]
     if error:
         head = f"{error['count']} of {measured['requests']} requests failed with {error['kind']}"
-        found.append(f"{head}: {error['text']}" if error["text"] else head)
+        lines.append(f"{head}: {error['text']}" if error["text"] else head)
         if "vocab" in error["text"].lower():
-            found.append(
+            lines.append(
                 f"prompts are random token ids below --vocabulary, which is {run.options.get('vocabulary')}: "
                 "set --vocabulary to the size of the model's vocabulary, or less"
             )
     errors = Counter((update.error, update.said) for update in run.updates if update.error is not None)
     if errors.pop((UNFINISHED, None), 0):
-        found.append("the run ended during an update, which was given up")
+        lines.append("the run ended during an update, which was given up")
     for (kind, said), count in errors.most_common():
-        found.append(
+        lines.append(
             f"{count} of {len(run.updates)} updates failed with {kind}" + (f": {said}" if said else "")
         )
-    return found
+    return lines

@@ -31,10 +31,10 @@ def report_in(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: a file that holds none.
     """
-    found = json.loads(file.read_text())
-    if not isinstance(found, dict) or not found.keys() >= {"options", "provenance"}:
+    report = json.loads(file.read_text())
+    if not isinstance(report, dict) or not report.keys() >= {"options", "provenance"}:
         raise ValueError(f"{file}: expected the report.json of a load test")
-    return found
+    return report
 
 
 def page(reports: Sequence[dict[str, Any]]) -> str:
@@ -58,11 +58,11 @@ def page(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def _names(reports: Sequence[dict[str, Any]]) -> list[str]:
-    found: list[str] = []
+    labels: list[str] = []
     for number, report in enumerate(reports, 1):
         label = report["options"].get("label") or report["options"]["profile"]
-        found.append(label if label not in found else f"{label} ({number})")
-    return found
+        labels.append(label if label not in labels else f"{label} ({number})")
+    return labels
 
 
 def _figure(report: dict[str, Any]) -> go.Figure:
@@ -125,10 +125,10 @@ def _latencies(reports: Sequence[dict[str, Any]], names: list[str]) -> str:
     rows = []
     for key, title in LATENCIES.items():
         for report, name in zip(reports, names, strict=True):
-            found = report["measured"][key]
-            if found.get("count"):
-                values = [f"{found[statistic] * 1e3:.1f}" for statistic in _STATISTICS]
-                rows.append([title, _text(name), str(found["count"]), *values])
+            times = report["measured"][key]
+            if times.get("count"):
+                values = [f"{times[statistic] * 1e3:.1f}" for statistic in _STATISTICS]
+                rows.append([title, _text(name), str(times["count"]), *values])
     return "<h2>Latencies, ms</h2>" + _table(["", "run", "count", *_STATISTICS], rows)
 
 
@@ -175,9 +175,9 @@ def _errors(measured: dict[str, Any]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in measured["errors"].items()) or "none"
 
 
-def _stale(found: dict[str, Any]) -> str:
-    text = ", ".join(f"{behind}: {count}" for behind, count in found["tokens"].items())
-    return f"{text}{' (estimated)' if found['estimated'] else ''}"
+def _stale(staleness: dict[str, Any]) -> str:
+    text = ", ".join(f"{behind}: {count}" for behind, count in staleness["tokens"].items())
+    return f"{text}{' (estimated)' if staleness['estimated'] else ''}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

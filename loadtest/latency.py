@@ -26,10 +26,10 @@ def summary(seconds: Iterable[float]) -> dict[str, float]:
         count, total, largest = count + 1, total + value, max(largest, value)
     if not count:
         return {"count": 0}
-    found = {
+    percentiles = {
         percentile_name(p): min(histogram.get_value_at_percentile(p) / 1e6, largest) for p in PERCENTILES
     }
-    return {"count": count, "mean": total / count, "max": largest, **found}
+    return {"count": count, "mean": total / count, "max": largest, **percentiles}
 
 
 def ttft(request: Request) -> float | None:

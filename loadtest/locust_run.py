@@ -40,13 +40,13 @@ def named_by(environment: Environment) -> tuple[str, str]:
 
 class Load:
     """Everything of one run in one process. Of several locust processes each takes every so many-th prompt and arrival.
-    `given`: what its command line names (`named_by`), in the first process.
+    `command_line`: what its command line names (`named_by`), in the first process.
 
     Raises:
         ValueError: an option that is not valid, or no server at the URL.
     """
 
-    def __init__(self, environment: Environment, given: tuple[str, str] | None) -> None:
+    def __init__(self, environment: Environment, command_line: tuple[str, str] | None) -> None:
         assert environment.parsed_options is not None
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each scrape otherwise
         self.environment = environment
@@ -54,8 +54,8 @@ class Load:
         self.url, report = named_by(environment)
         if not self.url:
             raise ValueError("host: expected the URL of a server (--host, or fp8ext bench load --url)")
-        if given is not None:
-            _require(given, (self.url, report))
+        if command_line is not None:
+            _require(command_line, (self.url, report))
         self.run = Run(options={**self.options.as_dict(), "url": self.url})
         self._part, self._parts = self._share()
         self._require_users()
@@ -142,9 +142,9 @@ class Load:
         def make() -> list[tuple[Prompt, bytes]]:
             return [self._next() for _ in range(self._part, self.options.prompts, self._parts)]
 
-        def ask(asked: list[tuple[Prompt, bytes]], number: int, began: float) -> None:
+        def ask(prompts: list[tuple[Prompt, bytes]], number: int, began: float) -> None:
             self.sleep_until(began)
-            for prompt, body in asked:
+            for prompt, body in prompts:
                 for _ in range(self.options.samples):
                     running.spawn(self._asker.ask, prompt, body, self._done, began, number)
             running.join()
@@ -173,10 +173,10 @@ class Load:
         self._taken, self.run.lags = len(self.run.requests), []
         return {"requests": [plain(request) for request in new], "lags": lags}
 
-    def merge(self, told: dict[str, Any]) -> None:
+    def merge(self, records: dict[str, Any]) -> None:
         """Take the records of another process."""
-        self.run.requests += [request_of(one) for one in told["requests"]]
-        self.run.lags += told["lags"]
+        self.run.requests += [request_of(one) for one in records["requests"]]
+        self.run.lags += records["lags"]
 
     def _beat(self) -> None:
         while True:
@@ -260,16 +260,16 @@ def _model(url: str, key: str | None, named: str | None) -> str:
     try:
         return named or str(answer.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
-        found = f"HTTP {answer.status_code}: {short(answer.text)}"
+        answered = f"HTTP {answer.status_code}: {short(answer.text)}"
         raise ConfigError(
-            f"expected a list of models at {url}/v1/models, found {found} (or name one with --model)"
+            f"expected a list of models at {url}/v1/models, found {answered} (or name one with --model)"
         ) from error
 
 
-def _require(given: tuple[str, str], found: tuple[str, str]) -> None:
+def _require(command_line: tuple[str, str], web_page: tuple[str, str]) -> None:
     """Refuse another server and other paths from the web page. Anybody may open it: another server would be sent our keys."""
-    for option, expected, asked in zip(("host", "report"), given, found, strict=True):
-        if asked != expected:
+    for option, expected, chosen in zip(("host", "report"), command_line, web_page, strict=True):
+        if chosen != expected:
             raise ValueError(
-                f"{option}: expected that of the command line, {expected or 'which names none'}, found {asked or 'none'}"
+                f"{option}: expected that of the command line, {expected or 'which names none'}, found {chosen or 'none'}"
             )

@@ -131,8 +131,8 @@ def _send(client_id: str, data: dict[str, Any]) -> None:
 
 @events.worker_report.add_listener
 def _receive(client_id: str, data: dict[str, Any]) -> None:
-    for load, told in zip(LOADS.values(), data.get("fp8ext") or [], strict=False):
-        load.merge(told)
+    for load, records in zip(LOADS.values(), data.get("fp8ext") or [], strict=False):
+        load.merge(records)
 
 
 class _Asking(User):

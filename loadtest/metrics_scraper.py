@@ -24,13 +24,13 @@ NAMES = {
 
 def parse(text: str) -> dict[str, float]:
     """Sums over labels of the samples in `NAMES`."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in NAMES:
                 name = NAMES[sample.name]
-                found[name] = found.get(name, 0.0) + sample.value
-    return found
+                values[name] = values.get(name, 0.0) + sample.value
+    return values
 
 
 def scrape_forever(url: str, every: float, into: list[Scrape]) -> None:

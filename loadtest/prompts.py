@@ -73,10 +73,10 @@ class Shared:
     @classmethod
     def parse(cls, text: str) -> "Shared":
         """Raises `ValueError` naming what is valid."""
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-        if not found:
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        if not match:
             raise ValueError(f"shared prefixes: expected GROUPSxTOKENS, such as 8x512, found {text!r}")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
 
 def prompts(

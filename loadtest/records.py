@@ -43,7 +43,7 @@ class Request:
     sent: float
     ended: float = 0.0
     prompt_tokens: int = 0
-    wanted: int = 0
+    max_tokens: int = 0
     events: list[tuple[float, int]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     finish: str | None = None

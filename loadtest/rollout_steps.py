@@ -42,14 +42,14 @@ class Rollouts:
         """Return whether a step has begun."""
         return self._number > 0
 
-    def begun(self, told: dict[str, Any]) -> None:
+    def begun(self, message: dict[str, Any]) -> None:
         """`BEGIN` came."""
-        self._coming.put(told)
+        self._coming.put(message)
 
-    def done(self, told: dict[str, Any]) -> None:
+    def done(self, message: dict[str, Any]) -> None:
         """`DONE` came."""
-        if told["number"] == self._number:
-            self._ended.append(told["ended"])
+        if message["number"] == self._number:
+            self._ended.append(message["ended"])
             self._told.set()
 
     def lead(self, steps: int) -> Iterator[Step]:
@@ -69,9 +69,9 @@ class Rollouts:
         given the step's number and begin."""
         while True:
             made = make()
-            told = self._coming.get()
-            ask(made, told["number"], told["began"])
-            self._runner.send_message(DONE, {"number": told["number"], "ended": time.monotonic()})
+            message = self._coming.get()
+            ask(made, message["number"], message["began"])
+            self._runner.send_message(DONE, {"number": message["number"], "ended": time.monotonic()})
 
     def _asking(self) -> int:
         alive = self._runner.worker_count if isinstance(self._runner, MasterRunner) else 1

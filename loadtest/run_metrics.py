@@ -82,29 +82,29 @@ def _until(request: Request, stop: float) -> Request:
 
 def _at_least(measured: Iterable[float | None], bounds: Iterable[float]) -> list[float]:
     """Return what was measured, and lower bounds of what lies above all that."""
-    found = [value for value in measured if value is not None]
-    most = max(found, default=0.0)
-    return found + [bound for bound in bounds if bound > most]
+    values = [value for value in measured if value is not None]
+    most = max(values, default=0.0)
+    return values + [bound for bound in bounds if bound > most]
 
 
 def _invalid(run: Run, measured: dict[str, Any]) -> list[str]:
     """Why the numbers can't be trusted."""
-    found = []
+    reasons = []
     for what, name in (
         ("sent late: schedule delay", "schedule_delay"),
         ("was held up: lag", "generator_lag"),
     ):
         late = measured[name].get("p99", 0.0)
         if late > LATEST_DELAY:
-            found.append(f"the generator {what} p99 {late * 1e3:.1f} ms, {LATEST_DELAY * 1e3:g} ms at most")
+            reasons.append(f"the generator {what} p99 {late * 1e3:.1f} ms, {LATEST_DELAY * 1e3:g} ms at most")
     if measured["lies"]:
-        found.append(f"{len(measured['lies'])} tokens claim weights that were not live")
+        reasons.append(f"{len(measured['lies'])} tokens claim weights that were not live")
     if not run.requests:
-        found.append("nothing was asked")
+        reasons.append("nothing was asked")
     elif all(request.error is not None for request in run.requests):
         failed, unfinished = measured["failed_requests"], measured["unfinished_requests"]
-        found.append(f"no request succeeded: {failed} failed, {unfinished} unfinished")
-    return found
+        reasons.append(f"no request succeeded: {failed} failed, {unfinished} unfinished")
+    return reasons
 
 
 def _meets(request: Request, slos: list[Slo]) -> bool:

@@ -41,19 +41,19 @@ class Slo:
     @classmethod
     def parse(cls, text: str) -> "Slo":
         """Raises `ValueError` naming what is valid."""
-        found = re.fullmatch(r"\s*([a-z0-9_.]+)\s*(<=|>=|<|>)\s*([0-9.eE+-]+)\s*", text)
+        match = re.fullmatch(r"\s*([a-z0-9_.]+)\s*(<=|>=|<|>)\s*([0-9.eE+-]+)\s*", text)
         try:
-            limit = float(found[3]) if found else None
+            limit = float(match[3]) if match else None
         except ValueError:
             limit = None
-        latency, _, statistic = (found[1] if found else "").rpartition("_")
-        known = found and (found[1] in SINGLE or (latency in LATENCIES and statistic in STATISTICS))
-        if not found or limit is None or not known:
+        latency, _, statistic = (match[1] if match else "").rpartition("_")
+        known = match and (match[1] in SINGLE or (latency in LATENCIES and statistic in STATISTICS))
+        if not match or limit is None or not known:
             raise ValueError(
                 f"SLO: expected NAME<VALUE (or >, <=, >=), NAME one of {', '.join(SINGLE)}, or "
                 f"{'|'.join(LATENCIES)}_{'|'.join(STATISTICS)}; found {text!r}"
             )
-        return cls(found[1], found[2], limit)
+        return cls(match[1], match[2], limit)
 
     def holds(self, value: float) -> bool:
         """Return whether a value keeps the objective."""
@@ -64,8 +64,8 @@ class Slo:
         if self.name in SINGLE:
             return float(measured[self.name])
         latency, _, statistic = self.name.rpartition("_")
-        found = measured[latency].get(statistic)
-        return None if found is None else float(found)
+        value = measured[latency].get(statistic)
+        return None if value is None else float(value)
 
     def __str__(self) -> str:
         return f"{self.name}{self.sign}{self.limit:g}"
@@ -73,8 +73,8 @@ class Slo:
 
 def verdicts(slos: list[Slo], measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each SLO with what was measured; what was not measured is not kept."""
-    found = []
+    results = []
     for slo in slos:
         value = slo.value(measured)
-        found.append({"slo": str(slo), "found": value, "kept": value is not None and slo.holds(value)})
-    return found
+        results.append({"slo": str(slo), "found": value, "kept": value is not None and slo.holds(value)})
+    return results

@@ -85,7 +85,7 @@ class Asker:
             scheduled=sent if scheduled is None else scheduled,
             sent=sent,
             prompt_tokens=len(prompt.token_ids),
-            wanted=prompt.max_tokens,
+            max_tokens=prompt.max_tokens,
             step=step,
         )
         try:

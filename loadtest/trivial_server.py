@@ -58,13 +58,13 @@ class Connection(asyncio.Protocol):
         head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
 
-    def _stream(self, asked: dict[str, Any]) -> None:
+    def _stream(self, request: dict[str, Any]) -> None:
         self._transport.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         loop = asyncio.get_running_loop()
-        says = '"delta":{"content":"x"}' if "messages" in asked else '"text":"x"'
-        self._token(loop, loop.time() + self.interval, int(asked["max_tokens"]), says)
+        says = '"delta":{"content":"x"}' if "messages" in request else '"text":"x"'
+        self._token(loop, loop.time() + self.interval, int(request["max_tokens"]), says)
 
     def _token(self, loop: asyncio.AbstractEventLoop, due: float, left: int, says: str) -> None:
         def send() -> None:

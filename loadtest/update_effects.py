@@ -23,13 +23,13 @@ AROUND = 5.0
 def effects(run: Run) -> list[dict[str, Any]]:
     """For each update, in order: `stall_seconds`, `tokens_lost`, `recovery_seconds`, and how requests fared."""
     arrivals = sorted((at, count) for request in run.requests for at, count in request.events)
-    found = []
+    rows = []
     for number, update in enumerate(run.updates):
         earlier = run.updates[number - 1].committed if number else run.start
         later = run.updates[number + 1].began if number + 1 < len(run.updates) else run.stop
         running = [r for r in run.requests if r.sent <= update.committed and r.ended >= update.commit_sent]
         near = [r for r in run.requests if update.began <= r.scheduled <= update.committed + AROUND]
-        found.append(
+        rows.append(
             {
                 **asdict(update),
                 "push_seconds": update.committed - update.began,
@@ -43,7 +43,7 @@ def effects(run: Run) -> list[dict[str, Any]]:
                 "first_new_token_seconds": _first_new_token(run.requests, update),
             }
         )
-    return found
+    return rows
 
 
 def stall(requests: list[Request], update: Update) -> float:
@@ -117,13 +117,13 @@ def staleness(run: Run) -> dict[str, Any]:
 
     From `weight_versions`; for servers without, estimated by the updates between a token's arrival and its answer's end.
     """
-    told = any(request.spans for request in run.requests)
+    spans_known = any(request.spans for request in run.requests)
     commits = [update for update in run.updates if update.error is None]
     tokens: Counter[int] = Counter()
     for request in run.requests:
         if request.error is not None:
             continue
-        if told:
+        if spans_known:
             newest = max((span.epoch for span in request.spans), default=0)
             for span in request.spans:
                 tokens[newest - span.epoch] += span.end - span.start
@@ -131,7 +131,7 @@ def staleness(run: Run) -> dict[str, Any]:
             for at, count in request.events:
                 tokens[sum(at < update.committed <= request.ended for update in commits)] += count
     counted = {str(behind): tokens[behind] for behind in sorted(tokens) if tokens[behind]}
-    return {"estimated": not told, "tokens": counted}
+    return {"estimated": not spans_known, "tokens": counted}
 
 
 def lies(run: Run) -> list[str]:
@@ -141,24 +141,24 @@ def lies(run: Run) -> list[str]:
     newest = max(commits, default=0)
     # one that failed may be served
     certain = commits and all(update.epoch is not None for update in run.updates)
-    found = []
+    problems = []
     for request in run.requests:
         for span in request.spans:
             mine, after = commits.get(span.epoch), commits.get(span.epoch + 1)
             if certain and span.epoch > newest:
-                found.append(
+                problems.append(
                     f"epoch {span.epoch}, {span.version}, was never committed: the newest is {newest}"
                 )
             if mine and arrival(request, span.start) < mine.commit_sent:
-                found.append(f"epoch {span.epoch} sampled a token before its commit was sent")
+                problems.append(f"epoch {span.epoch} sampled a token before its commit was sent")
             if after and after.committed < request.sent:
-                found.append(
+                problems.append(
                     f"epoch {span.epoch} sampled for a request that was sent when the next was served"
                 )
             if mine and span.version != mine.version:
-                found.append(f"epoch {span.epoch} is {mine.version}, a token says {span.version}")
-        found += list(_broken(request))
-    return found
+                problems.append(f"epoch {span.epoch} is {mine.version}, a token says {span.version}")
+        problems += list(_broken(request))
+    return problems
 
 
 def _broken(request: Request) -> Iterator[str]:

@@ -43,17 +43,17 @@ class AllowedDirs:
     def __init__(self, folders: Iterable[str] = ()) -> None:
         self._folders = tuple(os.path.realpath(folder) for folder in folders)
 
-    def resolve(self, path: str, told: str | None = None) -> AllowedPath:
-        """Resolve a path, `told` in messages; relative ones begin in the working folder.
+    def resolve(self, path: str, shown_path: str | None = None) -> AllowedPath:
+        """Resolve a path, `shown_path` in messages; relative ones begin in the working folder.
 
         Raises:
             UpdateError: `path-not-allowed`: it ends outside the allowed folders, or gets lost there, or turns in circles;
                 `not-found` or `unreadable`: an allowed folder does not have it; `invalid-request`: it can be no path.
         """
-        told = path if told is None else told
+        shown_path = path if shown_path is None else shown_path
         _require_path(path)
         refused = UpdateError(
-            "path-not-allowed", f"{told} does not lead to a folder in allowed_dirs", status=403
+            "path-not-allowed", f"{shown_path} does not lead to a folder in allowed_dirs", status=403
         )
         real, rest = _begin(path, _working_folder())
         links, named = 0, False
@@ -74,7 +74,7 @@ class AllowedDirs:
                 holder = self._holder(here)
                 if holder is None:
                     raise refused from None
-                raise path_error(told, _why(holder, here)) from None
+                raise path_error(shown_path, _why(holder, here)) from None
             links += 1
             if links > _LINKS:
                 raise refused

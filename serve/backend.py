@@ -94,9 +94,9 @@ class Backend:
             ConfigError: it never could.
             UpdateError: this engine takes no updates.
         """
-        told = await self.engine(Operation.MANIFEST)
-        manifest = Manifest.from_dict(told)
-        await self.bodies.know(told)
+        served_manifest = await self.engine(Operation.MANIFEST)
+        manifest = Manifest.from_dict(served_manifest)
+        await self.bodies.know(served_manifest)
         sizes = {
             name: math.prod(spec.shape) * spec.torch_dtype.itemsize for name, spec in manifest.tensors.items()
         }
@@ -111,8 +111,8 @@ class Backend:
     async def keep_refreshing(self) -> None:
         """`refresh_status` every few seconds, as long as the engine lives: updates expire by it, too."""
         while True:
-            found = await outcome(self.refresh_status())
-            if isinstance(found, UpdateError) and found.kind == "engine-dead":
+            status = await outcome(self.refresh_status())
+            if isinstance(status, UpdateError) and status.kind == "engine-dead":
                 return
             await asyncio.sleep(_REFRESH_SECONDS)
 
@@ -173,9 +173,9 @@ class Backend:
                     async with asyncio.timeout(lifetime / 4):
                         await gone.wait()
                 gone.clear()
-                found = await outcome(self.engine(Operation.CHECK, id=id))
-                if isinstance(found, UpdateError) and found.status in _ENDED:
-                    ended = found
+                refusal = await outcome(self.engine(Operation.CHECK, id=id))
+                if isinstance(refusal, UpdateError) and refusal.status in _ENDED:
+                    ended = refusal
                     coming.cancel()
 
         keeping = asyncio.create_task(keep())

@@ -153,11 +153,11 @@ def invalid(error: ValidationError) -> UpdateError:
 
 def invalid_request(errors: list[Any]) -> UpdateError:
     """Return the refusal of what pydantic finds wrong (`loc` and `msg` of each)."""
-    found = [
+    problems = [
         {"where": f"{'.'.join(map(str, item['loc'])):.{_SHOWN}}", "message": f"{item['msg']:.{_SHOWN}}"}
         for item in errors[:PROBLEMS_LISTED]
     ]
-    detail = "; ".join(f"{item['where']}: {item['message']}" for item in found)
-    if len(errors) > len(found):
-        detail += f"; and {len(errors) - len(found)} more"
-    return UpdateError("invalid-request", detail, status=422, **listed(found, len(errors)))
+    detail = "; ".join(f"{item['where']}: {item['message']}" for item in problems)
+    if len(errors) > len(problems):
+        detail += f"; and {len(errors) - len(problems)} more"
+    return UpdateError("invalid-request", detail, status=422, **listed(problems, len(errors)))

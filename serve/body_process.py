@@ -65,10 +65,10 @@ class BodyProcess:
         Raises:
             UpdateError: as `safetensors_header.described_tensors`, or what is wrong with most of the tensors.
         """
-        told = await self._checked(len(header), "header", header, length, name)
+        checked = await self._checked(len(header), "header", header, length, name)
         return [
             StoredTensor(TensorSpec(tensor, tuple(shape), dtype), start, size)
-            for tensor, shape, dtype, start, size in told["tensors"]
+            for tensor, shape, dtype, start, size in checked["tensors"]
         ]
 
     def close(self) -> None:
@@ -115,8 +115,8 @@ def _exchange(process: "subprocess.Popen[bytes]", *question: Any) -> dict[str, A
     return dict(_read(process.stdout))
 
 
-def _write(pipe: IO[bytes], told: Any) -> None:
-    content = marshal.dumps(told)
+def _write(pipe: IO[bytes], message: Any) -> None:
+    content = marshal.dumps(message)
     pipe.write(_LENGTH.pack(len(content)))
     pipe.write(content)
     pipe.flush()

@@ -27,7 +27,7 @@ async def read_checkpoint(backend: Backend, id: str, place: AllowedPath) -> dict
     await settle(checkpoint.stamps)
     outcomes = await _stage_files(backend, id, checkpoint.files)
     outcomes.append(await outcome(asyncio.to_thread(checkpoint.require_unchanged, backend.allowed_dirs)))
-    errors = [found for found in outcomes if isinstance(found, UpdateError)]
+    errors = [result for result in outcomes if isinstance(result, UpdateError)]
     changed = next((error for error in errors if error.kind == "file-changed"), None)
     if changed:  # what is wrong besides may come of that
         await _withdraw(backend, id, checkpoint, changed)
@@ -72,5 +72,5 @@ async def _begin_file(backend: Backend, id: str, file: DiskFile) -> dict[str, An
     """Have the ranks stage a file; returns what `engine.ended` waits for."""
     tensors = await asyncio.to_thread(file.tensors)
     source = FileSource(file.place.path, file.stamp, file.place.folder)
-    told = stage_arguments(id, file.name, source, tensors, file.stamp.size)
-    return await backend.engine(Operation.STAGE, **told)
+    arguments = stage_arguments(id, file.name, source, tensors, file.stamp.size)
+    return await backend.engine(Operation.STAGE, **arguments)

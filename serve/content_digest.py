@@ -28,7 +28,7 @@ class ContentDigest:
         """
         if header is None:
             return None
-        found: dict[str, bytes] = {}
+        digests: dict[str, bytes] = {}
         for member in header.split(","):
             match = _MEMBER.fullmatch(member)
             if match is None:
@@ -36,18 +36,18 @@ class ContentDigest:
             name, value = match.groups()
             if name in _ALGORITHMS:
                 try:
-                    found[name] = base64.b64decode(value, validate=True)
+                    digests[name] = base64.b64decode(value, validate=True)
                 except binascii.Error as error:
                     raise _invalid(f"{name}: {error}") from None
-        if not found:
+        if not digests:
             raise _invalid(f"expected sha-256 or sha-512, found {header!r:.200}")
-        return cls(found)
+        return cls(digests)
 
     @property
     def sha256(self) -> str | None:
         """The SHA-256 that the body must have, in hexadecimal, if the header named one."""
-        found = self._expected.get("sha-256")
-        return None if found is None else found.hex()
+        digest = self._expected.get("sha-256")
+        return None if digest is None else digest.hex()
 
     def update(self, piece: memoryview) -> None:
         """Take the next bytes of the body."""
@@ -61,14 +61,14 @@ class ContentDigest:
             UpdateError: `digest-mismatch` with the digests that were expected and found.
         """
         for name, expected in self._expected.items():
-            found = self._hashes[name].digest()
-            if found != expected:
+            digest = self._hashes[name].digest()
+            if digest != expected:
                 raise UpdateError(
                     "digest-mismatch",
-                    f"the body's {name} should be {_text(expected)}, found {_text(found)}",
+                    f"the body's {name} should be {_text(expected)}, found {_text(digest)}",
                     status=400,
                     expected=_text(expected),
-                    found=_text(found),
+                    found=_text(digest),
                 )
 
 

@@ -33,9 +33,9 @@ class DiskFile:
             UpdateError: as `opened` and `safetensors_header.parse`; `invalid-name`.
         """
         with self.opened() as content:
-            found = stored_tensors(content, self.name)
-        require_names(found, self.name)
-        return found
+            tensors = stored_tensors(content, self.name)
+        require_names(tensors, self.name)
+        return tensors
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
@@ -64,8 +64,8 @@ class DiskCheckpoint:
 
     @property
     def stamps(self) -> list[Stamp]:
-        found = [file.stamp for file in self.files]
-        return [*found, self.index.stamp] if self.index else found
+        stamps = [file.stamp for file in self.files]
+        return [*stamps, self.index.stamp] if self.index else stamps
 
     def require_unchanged(self, allowed: AllowedDirs) -> None:
         """Raise `file-changed` unless a look now finds the same versions of the same files."""
@@ -130,10 +130,14 @@ class _Folder:
             names = set(os.listdir(listed))
         index = self._file(INDEX) if INDEX in names else None
         named = self._named(index) if index else None
-        wanted = {name for name in names if name.endswith(SUFFIX) and (named is None or name in named)}
-        found = {name: file for name in wanted if (file := self._file(name))}
-        order = chosen(found, named, self._place.path)
-        return DiskCheckpoint(place=self._place, files=tuple(found[name] for name in order), index=index)
+        checkpoint_names = {
+            name for name in names if name.endswith(SUFFIX) and (named is None or name in named)
+        }
+        regular_files = {name: file for name in checkpoint_names if (file := self._file(name))}
+        order = chosen(regular_files, named, self._place.path)
+        return DiskCheckpoint(
+            place=self._place, files=tuple(regular_files[name] for name in order), index=index
+        )
 
     def _named(self, index: DiskFile) -> set[str]:
         with index.opened() as content:

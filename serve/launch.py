@@ -52,11 +52,11 @@ def require_valid(arguments: Sequence[str]) -> None:
         if option.replace("_", "-") != "--additional-config":
             continue
         try:
-            found = json.loads(text)
+            additional_config = json.loads(text)
         except ValueError:
             continue  # vLLM says what it expects
-        if isinstance(found, dict):
-            Settings.parse(found)
+        if isinstance(additional_config, dict):
+            Settings.parse(additional_config)
 
 
 def environment(base: Mapping[str, str]) -> tuple[dict[str, str], Path | None]:

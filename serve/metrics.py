@@ -129,13 +129,13 @@ _TRAFFIC = {
 
 def _kv_cache(status: Mapping[str, Any]) -> Iterator[Metric]:
     """Scales of the FP8 KV cache: by layer, and with layer `worst` for all."""
-    found = status["kv_scales"]
-    if not found:
+    kv_scales = status["kv_scales"]
+    if not kv_scales:
         return
     age = "Commits and rollbacks since the weights for which the KV-cache scales were computed."
-    yield GaugeMetricFamily("fp8ext:kv_scales_age_epochs", age, value=found["age"])
-    yield from _by_layer("kv", _FITS, status["kv_layers"], found["fit"])
-    yield from _by_layer("kv_traffic", _TRAFFIC, status["kv_traffic"], found["traffic"])
+    yield GaugeMetricFamily("fp8ext:kv_scales_age_epochs", age, value=kv_scales["age"])
+    yield from _by_layer("kv", _FITS, status["kv_layers"], kv_scales["fit"])
+    yield from _by_layer("kv_traffic", _TRAFFIC, status["kv_traffic"], kv_scales["traffic"])
 
 
 def _by_layer(
@@ -145,6 +145,6 @@ def _by_layer(
     for name, meaning in meanings.items():
         gauge = GaugeMetricFamily(f"fp8ext:{prefix}_{name}", meaning, labels=["kind", "layer"])
         for layer, kinds in layers.items():
-            for kind, told in kinds.items():
-                gauge.add_metric([kind, layer], told[name])
+            for kind, statistics in kinds.items():
+                gauge.add_metric([kind, layer], statistics[name])
         yield gauge

@@ -21,10 +21,10 @@ class OwnTransport(httpx.AsyncBaseTransport):
     async def answer(self, request: httpx.Request, stream: Any) -> httpx.Response:
         """The answer to a request whose body is this stream."""
         body = _Body(stream)
-        asked = httpx.Request(
+        sent = httpx.Request(
             request.method, request.url, headers=request.headers, stream=body, extensions=request.extensions
         )
-        answer = await self._inner.handle_async_request(asked)
+        answer = await self._inner.handle_async_request(sent)
         if body.error is not None:
             raise body.error
         return answer

@@ -48,7 +48,7 @@ class PoisonGuard:
         """`send`, but 503 for a 500 of an engine that was poisoned meanwhile."""
         refused = False
 
-        async def told(message: Message) -> None:
+        async def send_explained(message: Message) -> None:
             nonlocal refused
             if message["type"] == "http.response.start" and message["status"] == 500:
                 with contextlib.suppress(TimeoutError, UpdateError):  # it may have ended
@@ -61,7 +61,7 @@ class PoisonGuard:
             if not refused:
                 await send(message)
 
-        return told
+        return send_explained
 
 
 def _is_open(scope: Scope) -> bool:

@@ -128,8 +128,8 @@ class _CheckedRequest(Request):
 
 def _form(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
     """The model of an endpoint's parameter `body`, which may be optional."""
-    told = get_type_hints(endpoint).get("body")
-    forms = [told, *get_args(told)]
+    body_type = get_type_hints(endpoint).get("body")
+    forms = [body_type, *get_args(body_type)]
     return next((form for form in forms if isinstance(form, type) and issubclass(form, BaseModel)), None)
 
 

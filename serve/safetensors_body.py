@@ -77,10 +77,10 @@ class Body:
 
     def sha256(self) -> bytes:
         """SHA-256 of the whole body."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for piece in self._pieces():
-            found.update(piece)
-        return found.digest()
+            digest.update(piece)
+        return digest.digest()
 
     def _pieces(self) -> Iterator[Piece]:
         yield self.header

@@ -68,7 +68,7 @@ def snapshot_ranges(checkpoint: Path) -> tuple[Snapshot, list[Range]]:
     """
     try:
         snapshot = Snapshot.of(checkpoint)
-        found = [
+        ranges = [
             _range(file, snapshot.stamps[file], stored)
             for file in snapshot.files
             for stored in file_tensors(file)
@@ -76,7 +76,7 @@ def snapshot_ranges(checkpoint: Path) -> tuple[Snapshot, list[Range]]:
         snapshot.require_unchanged()
     except UpdateError as error:
         raise ValueError(str(error)) from None
-    return snapshot, scales_beside(found, attrgetter("name"))
+    return snapshot, scales_beside(ranges, attrgetter("name"))
 
 
 def _range(file: Path, stamp: Stamp, stored: StoredTensor) -> Range:

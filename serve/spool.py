@@ -184,23 +184,23 @@ class Spool:
 
 def _between(start: int, end: int, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the parts of a range that lie in none of these. They are sorted and apart."""
-    found = []
+    gaps = []
     for first, last in [*ranges, (end, end)]:
         if start < min(first, end):
-            found.append((start, min(first, end)))
+            gaps.append((start, min(first, end)))
         start = max(start, last)
-    return found
+    return gaps
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """These ranges, sorted, those that meet in one."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if found and first <= -(-found[-1][1] // PAGE) * PAGE:
-            found[-1] = (found[-1][0], max(found[-1][1], last))
+        if joined and first <= -(-joined[-1][1] // PAGE) * PAGE:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], last))
         else:
-            found.append((first, last))
-    return found
+            joined.append((first, last))
+    return joined
 
 
 def _of_another_length(filling: Filling, found: int) -> UpdateError:

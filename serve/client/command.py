@@ -46,13 +46,13 @@ def key_of(key: str | None, key_file: Path | None) -> str:
     Raises:
         ConfigError: there is none, or none that can be sent.
     """
-    found = environment.key_in(key_file) if key_file else environment.key_of(key, f"--key or {ADMIN_KEY}")
-    if not found:
+    admin_key = environment.key_in(key_file) if key_file else environment.key_of(key, f"--key or {ADMIN_KEY}")
+    if not admin_key:
         where = f"{key_file} is empty" if key_file else "none of them was given"
         raise ConfigError(
             f"expected the server's admin key in --key-file FILE, --key KEY or {ADMIN_KEY}: {where}"
         )
-    return found
+    return admin_key
 
 
 @click.command()
@@ -140,8 +140,8 @@ def push(
             )
             raise
     if as_json:
-        found = {url: update.model_dump(mode="json") for url, update in updates.items()}
-        click.echo(json.dumps(found if len(urls) > 1 else found[urls[0]], indent=2))
+        as_dicts = {url: update.model_dump(mode="json") for url, update in updates.items()}
+        click.echo(json.dumps(as_dicts if len(urls) > 1 else as_dicts[urls[0]], indent=2))
         return
     for url, update in updates.items():
         result = update.result or {}

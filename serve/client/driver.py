@@ -119,9 +119,9 @@ class BlockingDriver:
                         flow.function()
                         continue
                     under_way.add(threads.submit(self._run, flow, stop))
-                    under_way = _some_done(under_way, wanted=len(under_way) == step.width)
+                    under_way = _some_done(under_way, block=len(under_way) == step.width)
                 while under_way:
-                    under_way = _some_done(under_way, wanted=True)
+                    under_way = _some_done(under_way, block=True)
             except BaseException:
                 stop.set()
                 raise
@@ -180,9 +180,9 @@ class AsyncDriver:
                     await in_thread(flow.function)
                     continue
                 under_way.add(asyncio.create_task(self.run(flow)))
-                under_way = await _some_ended(under_way, wanted=len(under_way) == step.width)
+                under_way = await _some_ended(under_way, block=len(under_way) == step.width)
             while under_way:
-                under_way = await _some_ended(under_way, wanted=True)
+                under_way = await _some_ended(under_way, block=True)
         except BaseException:
             for task in under_way:
                 task.cancel()
@@ -206,18 +206,18 @@ def _go_on(stop: threading.Event) -> None:
         raise _Stopped
 
 
-def _some_done(futures: set[Future[Any]], *, wanted: bool) -> set[Future[Any]]:
-    """Return the futures that go on; raise what one that is done has failed with. Waits for one if that is `wanted`."""
-    done, others = wait(futures, None if wanted else 0, FIRST_COMPLETED)
+def _some_done(futures: set[Future[Any]], *, block: bool) -> set[Future[Any]]:
+    """Return the futures that go on; raise what one that is done has failed with. `block`: wait for one."""
+    done, others = wait(futures, None if block else 0, FIRST_COMPLETED)
     for future in done:
         future.result()
     return others
 
 
-async def _some_ended(tasks: set[asyncio.Task[Any]], *, wanted: bool) -> set[asyncio.Task[Any]]:
+async def _some_ended(tasks: set[asyncio.Task[Any]], *, block: bool) -> set[asyncio.Task[Any]]:
     """`_some_done` of tasks."""
     done, others = await asyncio.wait(
-        tasks, timeout=None if wanted else 0, return_when=asyncio.FIRST_COMPLETED
+        tasks, timeout=None if block else 0, return_when=asyncio.FIRST_COMPLETED
     )
     for task in done:
         task.result()

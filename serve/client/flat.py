@@ -39,15 +39,15 @@ def flatten(model: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
     for name, parameter in model.named_parameters():
         data = parameter.data
         if type(data) is not torch.Tensor or data.layout is not torch.strided or data.is_meta:
-            found = f"{type(data).__name__} {data.layout} on {data.device}"
-            raise ValueError(f"parameter {name}: expected a plain tensor, found {found}")
+            kind = f"{type(data).__name__} {data.layout} on {data.device}"
+            raise ValueError(f"parameter {name}: expected a plain tensor, found {kind}")
         extent = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
         first, last = data.data_ptr(), data.data_ptr() + data.element_size() * extent
         if data.numel():
             needed = data.element_size() * (data.storage_offset() + extent + 1)
-            found = data.untyped_storage().nbytes()
-            if found < needed:  # given back, as sharding and offloading do
-                raise ValueError(f"parameter {name}: expected {needed} bytes of memory, found {found}")
+            held = data.untyped_storage().nbytes()
+            if held < needed:  # given back, as sharding and offloading do
+                raise ValueError(f"parameter {name}: expected {needed} bytes of memory, found {held}")
             key = (str(data.device), first, last, data.dtype, data.shape, data.stride())
             sharing[key].append(parameter)
             memory = data.untyped_storage().data_ptr()

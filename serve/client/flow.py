@@ -47,8 +47,8 @@ class Endpoint:
             raise ConfigError(
                 "url: expected no user and password, found some: the key is what a server asks for"
             )
-        given = key_of(os.environ.get(ADMIN_KEY)) if key is None else key_of(key, "key")
-        return cls(url=root, key=given, timeout=timeout, retries=retries)
+        admin_key = key_of(os.environ.get(ADMIN_KEY)) if key is None else key_of(key, "key")
+        return cls(url=root, key=admin_key, timeout=timeout, retries=retries)
 
     def request(
         self, method: str, path: str, *, extra_seconds: float | None = None, **more: Any

@@ -74,13 +74,13 @@ class Proxies:
     @classmethod
     def of_environment(cls) -> Self:
         """Read the variables, of which one in lower case comes first. Without them, a Mac's settings."""
-        found = getproxies()
+        variables = getproxies()
         by_scheme = {
             scheme: Proxy(url=url if "://" in url else f"http://{url}", variable=_variable(scheme))
             for scheme in ("http", "https", "all")
-            if (url := found.get(scheme, "").strip())
+            if (url := variables.get(scheme, "").strip())
         }
-        entries = found.get("no", "").replace(",", " ").split()
+        entries = variables.get("no", "").replace(",", " ").split()
         return cls(by_scheme=by_scheme, exempt=tuple(map(Exemption.of, entries)))
 
     def of(self, url: httpx.URL) -> Proxy | None:

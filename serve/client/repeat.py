@@ -78,11 +78,15 @@ def lost_by(endpoint: Endpoint, error: BaseException) -> bool:
     """Return whether it was this server that did not answer. What makes tensors may ask others, by httpx too."""
     if isinstance(error, httpx.RequestError):
         try:
-            asked, own = error.request.url, httpx.URL(endpoint.url)
+            failed_url, server_url = error.request.url, httpx.URL(endpoint.url)
         except RuntimeError:  # not known
             return False
         # as httpx writes them: a host in capitals, or a scheme's own port, is written otherwise
-        if (asked.scheme, asked.host, asked.port) != (own.scheme, own.host, own.port):
+        if (failed_url.scheme, failed_url.host, failed_url.port) != (
+            server_url.scheme,
+            server_url.host,
+            server_url.port,
+        ):
             return False
     return lost(error)
 

@@ -81,11 +81,13 @@ def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> 
         snapshot, ranges = yield from work(lambda: snapshot_ranges(path))
         return Source(ranges, snapshot)
     pairs = yield from _pairs(weights)
-    found = yield from manifests()
-    dtypes, ignored = _taken(found)
+    served_manifests = yield from manifests()
+    dtypes, ignored = _taken(served_manifests)
     if isinstance(weights, Mapping):
-        ignored |= frozenset.intersection(*(_shared_heads(weights, manifest) for manifest in found))
-    parts = tensor_parts(_quantized(pairs, found) if fp8 else pairs, dtypes, ignored, pairs.lent)
+        ignored |= frozenset.intersection(
+            *(_shared_heads(weights, manifest) for manifest in served_manifests)
+        )
+    parts = tensor_parts(_quantized(pairs, served_manifests) if fp8 else pairs, dtypes, ignored, pairs.lent)
     return Source(list(parts) if pairs.complete and not fp8 else parts)
 
 

@@ -33,7 +33,7 @@ def ask(url: str, model: str, **more: object) -> Request:
     asker.ask(PROMPT, asker.body(PROMPT), found.append, scheduled=1.0, step=2)
     asker.close()
     [request] = found
-    assert (request.scheduled, request.step, request.wanted) == (1.0, 2, 4)
+    assert (request.scheduled, request.step, request.max_tokens) == (1.0, 2, 4)
     assert request.ended >= request.sent > 1.0
     return request
 

@@ -33,11 +33,12 @@ def torch_tensor(name: str, tensor: TensorLike, *devices: str) -> Any:
         ValueError: anything else.
     """
     torch = sys.modules.get("torch")
-    found: Any = tensor
-    if torch is None or not isinstance(found, torch.Tensor) or found.device.type not in devices:
-        of_torch = torch is not None and isinstance(found, torch.Tensor)
-        where = found.device if of_torch else type(found).__name__  # numpy's arrays have a device, too
+    any_tensor: Any = tensor
+    if torch is None or not isinstance(any_tensor, torch.Tensor) or any_tensor.device.type not in devices:
+        of_torch = torch is not None and isinstance(any_tensor, torch.Tensor)
+        # numpy's arrays have a device, too
+        where = any_tensor.device if of_torch else type(any_tensor).__name__
         expected = " or ".join(PLACES[device] for device in devices)
         raise ValueError(f"tensor {name}: expected a torch tensor on {expected}, found {where}")
-    dtype_name(name, found)
-    return found.detach()
+    dtype_name(name, any_tensor)
+    return any_tensor.detach()

@@ -53,13 +53,15 @@ def send_chunks(
         hashed = options.checksum or any(before.values()) or any(committed)
         body, sha256 = yield from work(partial(_ready, body, hashed))
         require_same(served, committed, sha256)
-        lacking = [endpoint for endpoint, found in before.items() if sha256 is None or found != sha256.hex()]
+        lacking = [
+            endpoint for endpoint, digest in before.items() if sha256 is None or digest != sha256.hex()
+        ]
         if lacking:
 
             def put(endpoint: Endpoint) -> Flow[schema.Update]:
                 id, sent = updates[endpoint].id, counter.of(n, endpoint.url)
-                told = sha256 if options.checksum else None
-                return calls.put_chunk(endpoint, id, n, body, sha256=told, sent=sent)
+                checked_sha256 = sha256 if options.checksum else None
+                return calls.put_chunk(endpoint, id, n, body, sha256=checked_sha256, sent=sent)
 
             yield from everywhere(lacking, put)
         counter.end_chunk(n, size)
@@ -80,11 +82,11 @@ def _flows(
             yield chunk(n, body)
         return
     n = 0
-    for found in source.chunks(limit):
-        if isinstance(found, Work):
-            yield found
+    for body_or_work in source.chunks(limit):
+        if isinstance(body_or_work, Work):
+            yield body_or_work
         else:
-            yield chunk(n, found)
+            yield chunk(n, body_or_work)
             n += 1
 
 
@@ -92,8 +94,8 @@ def _limit(updates: Iterable[schema.Update], options: "PushOptions") -> int:
     """Return the bytes of tensors in a chunk. Those under way and one more, for headers and gaps, fit into each server's room
     for waiting chunks."""
     rooms = [update.max_chunk_bytes for update in updates if update.max_chunk_bytes]
-    asked = CHUNK_BYTES if options.chunk_bytes is None else options.chunk_bytes
-    return min([asked, *(room // (options.chunks_in_flight + 1) for room in rooms)])
+    limit = CHUNK_BYTES if options.chunk_bytes is None else options.chunk_bytes
+    return min([limit, *(room // (options.chunks_in_flight + 1) for room in rooms)])
 
 
 def _ready(body: Body, hashed: bool) -> tuple[Body, bytes | None]:

@@ -41,10 +41,10 @@ class _Servers:
     everywhere: Everywhere
 
     def each(self, flow: Callable[[Endpoint, schema.Update], Flow[T]]) -> Flow[list[T]]:
-        found = yield from self.everywhere(
+        by_url = yield from self.everywhere(
             list(self.updates), lambda endpoint: flow(endpoint, self.updates[endpoint])
         )
-        return list(found.values())
+        return list(by_url.values())
 
 
 def broadcast(
@@ -92,8 +92,8 @@ def _broadcast(
         places = group.meet(ranks, bucket.device)
         data = yield from work(bucket.data)
         listed, mark = bucket.listed, bucket.mark.hex()
-        told = partial(schema.Receive, n=sent, bytes=bucket.bytes, mark=mark, tensors=listed)
-        yield from servers.each(partial(_told, told, places))
+        receive = partial(schema.Receive, n=sent, bytes=bucket.bytes, mark=mark, tensors=listed)
+        yield from servers.each(partial(_told, receive, places))
         sent += 1
         yield from _until(group.joined if sent == 1 else group.done, group.seconds, servers, sent)
         counter.end_chunk(sent, size)
@@ -107,12 +107,12 @@ def _broadcast(
 
 
 def _told(
-    told: Callable[..., schema.Receive],
+    receive: Callable[..., schema.Receive],
     places: Mapping[str, schema.BroadcastGroup],
     endpoint: Endpoint,
     update: schema.Update,
 ) -> Flow[schema.Update]:
-    return calls.receive(endpoint, update.id, told(group=places[endpoint.url]))
+    return calls.receive(endpoint, update.id, receive(group=places[endpoint.url]))
 
 
 def _until(done: Callable[[], bool], seconds: float, servers: _Servers, sent: int) -> Flow[None]:
@@ -165,10 +165,10 @@ def _busy(servers: _Servers, sent: int) -> Flow[bool]:
     """
 
     def busy(endpoint: Endpoint, update: schema.Update) -> Flow[bool]:
-        found = yield from calls.update(endpoint, update.id)
-        chunks = [found.chunks[str(n)] for n in range(sent) if str(n) in found.chunks]
+        current = yield from calls.update(endpoint, update.id)
+        chunks = [current.chunks[str(n)] for n in range(sent) if str(n) in current.chunks]
         if any(not chunk.staged and not chunk.busy for chunk in chunks):
-            raise refusal(found.problems)
-        return any(chunk.busy for chunk in found.chunks.values())
+            raise refusal(current.problems)
+        return any(chunk.busy for chunk in current.chunks.values())
 
     return any((yield from servers.each(busy)))

@@ -56,10 +56,10 @@ class Group:
     ) -> None:
         self.close()
 
-    def confirm(self, told: Iterable[str | None]) -> None:
-        """Leave, unless each server names this group as the last it was `told` of."""
+    def confirm(self, last_groups: Iterable[str | None]) -> None:
+        """Leave, unless each server names this group last (`last_groups`)."""
         known = {place.id for place in self._places.values()}
-        if not known.issuperset(told):
+        if not known.issuperset(last_groups):
             self.close()
 
     def meet(self, ranks: Mapping[str, int], device: Any) -> dict[str, BroadcastGroup]:
@@ -146,5 +146,5 @@ def _own_address(url: str) -> str:
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))
-        found: str = probe.getsockname()[0]
-        return found
+        address: str = probe.getsockname()[0]
+        return address
