@@ -24,6 +24,7 @@ _READ_AT_IMPORT = (
     *("VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING"),
 )
 """How variables begin that are read before a program's own code, or by modules as they are imported."""
+_own: Seed | None = None
 _READ_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 
 
@@ -56,13 +57,13 @@ class Popen(subprocess.Popen[Any]):
             session=options["start_new_session"],
             umask=umask(),
         )
-        self.pid = _seed().fork(request, list(descriptors.values()))
+        self.pid = (_own or _first()).fork(request, list(descriptors.values()))
         self._child_created = True
         self._close_pipe_fds(*ends)  # type: ignore[attr-defined]  # as the method that is replaced here
 
 
 def run(
-    line: Sequence[str], *, input: str | None = None, timeout: float | None = None, **options: Any
+    line: Sequence[str], *, input: str | bytes | None = None, timeout: float | None = None, **options: Any
 ) -> "subprocess.CompletedProcess[Any]":
     """`subprocess.run` with this `Popen`, without `check`."""
     if options.pop("capture_output", False):
@@ -76,6 +77,12 @@ def run(
             process.kill()
             raise
     return subprocess.CompletedProcess(line, process.returncode, stdout, stderr)
+
+
+def fork_from(seed: Seed) -> None:
+    """Have what this process starts forked from its own seed: it is itself a forked program."""
+    global _own
+    _own = seed
 
 
 def _forkable(environment: dict[str, str]) -> bool:
@@ -108,7 +115,8 @@ def _launched() -> dict[str, str]:
 
 
 @functools.cache
-def _seed() -> Seed:
+def _first() -> Seed:
+    """The seed that this process started."""
     ours, its = socket.socketpair()
     start = "import sys; sys.path.insert(0, sys.argv[1]); from forked_python.program import main; main(*sys.argv[1:])"
     line = [sys.executable, "-P", "-c", start, str(Path(__file__).parents[1]), str(its.fileno())]

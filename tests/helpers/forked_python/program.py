@@ -94,6 +94,7 @@ def _settle(request: Request, seed: Seed, paths: Sequence[str], launched: dict[s
         numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
     _bind_threads(request.environment, launched)
     _fork_what_is_spawned(seed)
+    _fork_what_is_inspected(seed)
 
 
 def _paths_of(environment: Any) -> list[str]:
@@ -131,3 +132,17 @@ def _fork_what_is_spawned(seed: Seed) -> None:
         return seed.fork(request, numbers)
 
     util.spawnv_passfds = fork  # type: ignore[assignment]  # of the same arguments
+
+
+def _fork_what_is_inspected(seed: Seed) -> None:
+    """Fork the process in which vLLM looks at the class of a model that it does not know yet."""
+    from forked_python import processes
+
+    processes.fork_from(seed)
+
+    def run(line: Sequence[str], **options: Any) -> Any:
+        return processes.run([line[0], "-P", *line[1:]], **options)
+
+    registry = sys.modules.get("vllm.model_executor.models.registry")
+    if registry is not None:
+        registry.subprocess = types.SimpleNamespace(run=run)  # type: ignore[attr-defined]  # all that it uses of it
