@@ -469,8 +469,11 @@ def locust(url: str, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
-    done = locust(trivial.url, "--run-time", "5s", "--output-tokens", "5")
-    assert done.returncode in (0, 2), done.stderr
+    for seconds in (5, 30, 120):  # on a busy machine nothing may come in the first few
+        done = locust(trivial.url, "--run-time", f"{seconds}s", "--output-tokens", "5")
+        assert done.returncode in (0, 2), done.stderr
+        if done.stdout:
+            break
     assert "time to first token" in done.stdout
 
 
