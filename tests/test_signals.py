@@ -73,7 +73,7 @@ def test_a_server_that_is_being_started_ends_with_its_command(
             started.append(self)
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(Server, "popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         Server(EARLY, tmp_path / "server.log")
     [process] = started
