@@ -9,6 +9,7 @@ from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import keep_running, outcome
 from vllm_fp8ext.update.contract.operations import Operation
+from vllm_fp8ext.update.contract.results import Result, UpdateState
 from vllm_fp8ext.update.transports.transport import Announcement, Route
 
 
@@ -20,19 +21,20 @@ class Announced:
         self._id = id
         self._body = body
 
-    async def stage(self, route: Route) -> dict[str, Any]:
+    async def stage(self, route: Route) -> UpdateState:
         """Have the ranks fetch the chunk, and wait for them."""
         chunk = await self._announcement(route)
-        result = await self._backend.engine.job(Operation.STAGE, **self._arguments(chunk))
-        return dict(result["update"])
+        state: UpdateState = await self._backend.engine.job(Operation.STAGE, **self._arguments(chunk))
+        return state
 
-    async def begin_to_stage(self, route: Route) -> dict[str, Any]:
+    async def begin_to_stage(self, route: Route) -> UpdateState:
         """Have the ranks fetch the chunk; the update tells what becomes of it."""
         chunk = await self._announcement(route)
         started = await self._backend.engine(Operation.STAGE, **self._arguments(chunk))
         self._backend.group = chunk.group or self._backend.group
         keep_running(poll_to_end(self._backend, started))
-        return await self._backend.engine(Operation.UPDATE, id=self._id)
+        state: UpdateState = await self._backend.engine(Operation.UPDATE, id=self._id)
+        return state
 
     async def _announcement(self, route: Route) -> Announcement:
         return await asyncio.to_thread(route.announce, self._body, self._backend.limits)
@@ -42,9 +44,9 @@ class Announced:
         return stage_arguments(self._id, str(self._body["n"]), chunk.source, chunk.tensors, size)
 
 
-async def poll_to_end(backend: Backend, started: dict[str, Any]) -> None:
+async def poll_to_end(backend: Backend, started: Result) -> None:
     """Poll a job to its end however long it takes: the ranks give up by themselves what does not come."""
     while True:
-        result = await outcome(backend.engine.ended(Operation.STAGE, started))
+        result = await outcome(backend.engine.wait_for_job(Operation.STAGE, started))
         if not isinstance(result, UpdateError) or result.kind != "engine-timeout":
             return

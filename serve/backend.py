@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import json
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +20,7 @@ from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import keep_running, outcome
 from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.contract.operations import Operation
+from vllm_fp8ext.update.contract.results import EngineStatus, ServedManifest, UpdateState
 from vllm_fp8ext.update.transports.dense_tensor import ITEM_BYTES
 from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 from vllm_fp8ext.update.transports.transport import ServerLimits
@@ -46,12 +48,13 @@ class Backend:
         self.allowed_dirs = AllowedDirs()
         self.bodies = BodyProcess()
         self.poisoned: str | None = None
-        self.commits: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self.commits: dict[str, asyncio.Future[UpdateState]] = {}
         """Commits that go on, by the id of the update."""
         self.metrics = Metrics(registry)
         self._coming: list[tuple[str, asyncio.Event]] = []
         """Bodies on their way: their update, and the event to set when another is open, or none."""
         self._cleanup = contextlib.ExitStack()
+        self._manifest_body: bytes | None = None
 
     def connect(self, engine_client: Any, *, routes: bool = True) -> None:
         """Be about this engine, with the settings that it was started with. `routes`: whether there are any, and so room for
@@ -94,7 +97,7 @@ class Backend:
             ConfigError: it never could.
             UpdateError: this engine takes no updates.
         """
-        served_manifest = await self.engine(Operation.MANIFEST)
+        served_manifest = (await self._served_manifest()).manifest
         manifest = Manifest.from_dict(served_manifest)
         await self.bodies.know(served_manifest)
         sizes = {
@@ -107,6 +110,27 @@ class Backend:
         shapes = [spec.shape for spec in manifest.tensors.values()]
         shapes += [whole.shape for whole in manifest.fused.values()]
         self.largest_bytes = max(ITEM_BYTES.values()) * max(map(math.prod, shapes)) + MARK_BYTES
+
+    async def manifest_body(self) -> bytes:
+        """Return the manifest as JSON. It does not change in an engine's life, so that it is made once.
+
+        Raises:
+            UpdateError: this engine takes no updates.
+        """
+        if self._manifest_body is None:
+            await self._served_manifest()
+        assert self._manifest_body is not None
+        return self._manifest_body
+
+    async def _served_manifest(self) -> ServedManifest:
+        """Ask the engine for its manifest, and keep the answer's body."""
+        served: ServedManifest = await self.engine(Operation.MANIFEST)
+        # as FastAPI writes JSON; thousands of tensors would hold up the event loop
+        body = await asyncio.to_thread(
+            lambda: json.dumps(served.manifest, ensure_ascii=False, separators=(",", ":")).encode()
+        )
+        self._manifest_body = body
+        return served
 
     async def keep_refreshing(self) -> None:
         """`refresh_status` every few seconds, as long as the engine lives: updates expire by it, too."""
@@ -135,20 +159,21 @@ class Backend:
             else:
                 self.refresh_status_soon()
 
-    async def abandon(self, id: str) -> dict[str, Any]:
+    async def abandon(self, id: str) -> UpdateState:
         """Give an update up; one in place may poison the engine by that, which the poison guard then knows."""
         try:
-            return await self.engine(Operation.ABANDON, id=id)
+            state: UpdateState = await self.engine(Operation.ABANDON, id=id)
+            return state
         finally:
             await outcome(self.refresh_status())
 
-    async def refresh_status(self) -> dict[str, Any]:
+    async def refresh_status(self) -> EngineStatus:
         """Ask the engine for its status, and tell metrics and the poison guard."""
-        status: dict[str, Any] = await self.engine(Operation.STATUS)
-        self._note_poison(status["poisoned"])
+        status: EngineStatus = await self.engine(Operation.STATUS)
+        self._note_poison(status.poisoned)
         self.metrics.observe(status)
         for id, gone in self._coming:
-            if status["update"] != id:
+            if status.update != id:
                 gone.set()
         return status
 
@@ -159,7 +184,7 @@ class Backend:
         Raises:
             UpdateError: it takes no chunks, or no more.
         """
-        lifetime = (await self.engine(Operation.CHECK, id=id))["lifetime"]
+        lifetime = (await self.engine(Operation.CHECK, id=id)).seconds
         coming = asyncio.current_task()
         assert coming is not None
         ended: UpdateError | None = None
@@ -193,6 +218,6 @@ class Backend:
     async def abandon_open(self) -> None:
         """Give up the open update, if any, and a rollback that waits: nobody is left to finish them."""
         await self.engine.leave()
-        updating = (await self.engine(Operation.STATUS))["update"]
+        updating = (await self.engine(Operation.STATUS)).update
         if updating is not None:
             await self.engine(Operation.ABANDON, id=updating)

@@ -7,12 +7,11 @@ Everything goes in and comes out as plain data, so that it can be done in anothe
 import importlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vllm_fp8ext.errors import UpdateError, described
+from vllm_fp8ext.errors import Failure, UpdateError, errors_as_results
 from vllm_fp8ext.update.contract.claims import Claim, opening_problems
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import described_tensors, require_names, too_many
@@ -93,7 +92,8 @@ class BodyChecks:
 
     def run(self, task: str, *arguments: Any) -> Result:
         """Run a task. Never raises: the result is plain, or `{"error": …}`."""
-        return described(partial(self._tasks[task]))(*arguments)
+        result = errors_as_results(self._tasks[task])(*arguments)
+        return {"error": result.error.as_dict()} if isinstance(result, Failure) else result
 
     def _know(self, manifest: dict[str, Any]) -> Result:
         self._manifest = Manifest.from_dict(manifest)

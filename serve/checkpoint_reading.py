@@ -13,11 +13,12 @@ from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.serve.work import outcome
 from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.contract.regular_file import settle
+from vllm_fp8ext.update.contract.results import Result, UpdateState
 from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED, listed
 from vllm_fp8ext.update.transports.files.message import FileSource
 
 
-async def read_checkpoint(backend: Backend, id: str, place: AllowedPath) -> dict[str, Any]:
+async def read_checkpoint(backend: Backend, id: str, place: AllowedPath) -> UpdateState:
     """Stage a file, or those that make the checkpoint in a folder; all problems of all files in one report.
 
     Raises:
@@ -42,7 +43,8 @@ async def read_checkpoint(backend: Backend, id: str, place: AllowedPath) -> dict
         count = sum(error.details.get("problem_count", 1) for error in errors)
         status = max(error.status for error in errors)
         raise UpdateError("invalid-tensors", message, status=status, **listed(problems, count))
-    return await backend.engine(Operation.UPDATE, id=id)
+    state: UpdateState = await backend.engine(Operation.UPDATE, id=id)
+    return state
 
 
 async def _withdraw(backend: Backend, id: str, checkpoint: DiskCheckpoint, error: UpdateError) -> None:
@@ -59,7 +61,7 @@ async def _stage_files(backend: Backend, id: str, files: Sequence[DiskFile]) -> 
     async def ended(begun: Any) -> Any:
         if isinstance(begun, UpdateError):
             return begun
-        return await outcome(backend.engine.ended(Operation.STAGE, begun))
+        return await outcome(backend.engine.wait_for_job(Operation.STAGE, begun))
 
     begun = [await outcome(_begin_file(backend, id, files[0]))]
     for index, file in enumerate(files[1:]):
@@ -68,9 +70,10 @@ async def _stage_files(backend: Backend, id: str, files: Sequence[DiskFile]) -> 
     return [*begun[:-1], await ended(begun[-1])]
 
 
-async def _begin_file(backend: Backend, id: str, file: DiskFile) -> dict[str, Any]:
-    """Have the ranks stage a file; returns what `engine.ended` waits for."""
+async def _begin_file(backend: Backend, id: str, file: DiskFile) -> Result:
+    """Have the ranks stage a file; returns what `engine.wait_for_job` waits for."""
     tensors = await asyncio.to_thread(file.tensors)
     source = FileSource(file.place.path, file.stamp, file.place.folder)
     arguments = stage_arguments(id, file.name, source, tensors, file.stamp.size)
-    return await backend.engine(Operation.STAGE, **arguments)
+    started: Result = await backend.engine(Operation.STAGE, **arguments)
+    return started

@@ -2,16 +2,16 @@
 """Calls that change which weights are served: commit, rollback, and a whole update from the server's disk."""
 
 import asyncio
-from typing import Any
 
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.checkpoint_reading import read_checkpoint
 from vllm_fp8ext.serve.work import outcome
 from vllm_fp8ext.update.contract.operations import Operation
+from vllm_fp8ext.update.contract.results import RolledBack, UpdateState
 
 
-def commit_once(backend: Backend, id: str) -> asyncio.Future[dict[str, Any]]:
+def commit_once(backend: Backend, id: str) -> asyncio.Future[UpdateState]:
     """Return the commit of an update that is under way, or begin one.
 
     A client whose connection was lost asks again: a commit of its own would begin to wait for running requests anew when the
@@ -23,25 +23,29 @@ def commit_once(backend: Backend, id: str) -> asyncio.Future[dict[str, Any]]:
     return backend.commits[id]
 
 
-async def commit(backend: Backend, id: str) -> dict[str, Any]:
+async def commit(backend: Backend, id: str) -> UpdateState:
     """Serve the weights of an update."""
     async with backend.status_refreshed():
-        return await backend.engine.call_until_drained(Operation.COMMIT, id=id)
+        state: UpdateState = await backend.engine.call_until_drained(Operation.COMMIT, id=id)
+        return state
 
 
-async def rollback(backend: Backend, body: schema.Rollback) -> dict[str, Any]:
+async def rollback(backend: Backend, body: schema.Rollback) -> RolledBack:
     """Serve the previous weights again."""
     async with backend.status_refreshed():
-        return await backend.engine.call_until_drained(Operation.ROLLBACK, **dict(body))
+        result: RolledBack = await backend.engine.call_until_drained(Operation.ROLLBACK, **dict(body))
+        return result
 
 
-async def load(backend: Backend, body: schema.Load) -> dict[str, Any]:
+async def load(backend: Backend, body: schema.Load) -> UpdateState:
     """Open an update, read a checkpoint on the server's disk, and commit it; abandon it if that fails."""
     place = await asyncio.to_thread(backend.allowed_dirs.resolve, body.path)
-    opened = await backend.engine(Operation.OPEN, **{key: value for key, value in body if key != "path"})
+    opened: UpdateState = await backend.engine(
+        Operation.OPEN, **{key: value for key, value in body if key != "path"}
+    )
     try:
-        await read_checkpoint(backend, opened["id"], place)
-        return await commit(backend, opened["id"])
+        await read_checkpoint(backend, opened.id, place)
+        return await commit(backend, opened.id)
     except BaseException:
-        await outcome(backend.abandon(opened["id"]))
+        await outcome(backend.abandon(opened.id))
         raise

@@ -4,7 +4,7 @@
 import asyncio
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.announced_chunks import Announced
@@ -15,9 +15,8 @@ from vllm_fp8ext.serve.uploads import stage_upload
 from vllm_fp8ext.serve.work import run_to_end
 from vllm_fp8ext.update.contract.fields import ChunkNumber
 from vllm_fp8ext.update.contract.operations import Operation
+from vllm_fp8ext.update.contract.results import EngineStatus, Stale, UpdateState
 from vllm_fp8ext.update.transports.transport import Route
-
-Answer = dict[str, Any]
 
 
 class Handlers:
@@ -30,7 +29,7 @@ class Handlers:
         return await self._backend.engine(Operation.STATUS)
 
     async def manifest(self) -> Any:
-        return await self._backend.engine(Operation.MANIFEST)
+        return Response(await self._backend.manifest_body(), media_type="application/json")
 
     async def kv_scales(self) -> Any:
         return await self._backend.engine(Operation.KV_SCALES)
@@ -41,18 +40,18 @@ class Handlers:
     async def verify(self) -> Any:
         return await self._fresh(Operation.VERIFY)
 
-    async def _fresh(self, operation: Operation) -> Answer:
+    async def _fresh(self, operation: Operation) -> Any:
         """Repeat a job whose result is of weights that are not served any more."""
         while True:
             result = await self._backend.engine.job(operation)
-            if not result.get("stale"):
+            if not isinstance(result, Stale):
                 return result
 
     async def open_update(self, body: schema.OpenUpdate) -> Any:
         backend = self._backend
-        opened = await backend.engine.call_until_drained(Operation.OPEN, **dict(body))
+        opened: UpdateState = await backend.engine.call_until_drained(Operation.OPEN, **dict(body))
         limits = {"max_chunk_bytes": backend.spool.limit, "max_receive_bytes": backend.receive_bytes}
-        return opened | limits | {"group": backend.group}
+        return opened.as_dict() | limits | {"group": backend.group}
 
     async def get_update(self, id: schema.UpdateId) -> Any:
         return await self._backend.engine(Operation.UPDATE, id=id)
@@ -63,7 +62,7 @@ class Handlers:
     async def post_files(self, id: schema.UpdateId, body: schema.Files) -> Any:
         return await run_to_end(self._read(id, body.path))
 
-    async def _read(self, id: str, path: str) -> Answer:
+    async def _read(self, id: str, path: str) -> UpdateState:
         place = await asyncio.to_thread(self._backend.allowed_dirs.resolve, path)
         return await read_checkpoint(self._backend, id, place)
 
@@ -94,7 +93,7 @@ class Handlers:
     async def sleep(self, body: schema.Sleep | None = None) -> Any:
         return await run_to_end(self._fall_asleep(body or schema.Sleep()))
 
-    async def _fall_asleep(self, body: schema.Sleep) -> Answer:
+    async def _fall_asleep(self, body: schema.Sleep) -> EngineStatus:
         backend = self._backend
         await backend.engine(Operation.MAY_SLEEP)
         try:
@@ -108,7 +107,7 @@ class Handlers:
         tags = (body or schema.Wake()).tags
         return await run_to_end(self._wake_up(list(tags) if tags else None))
 
-    async def _wake_up(self, tags: list[str] | None) -> Answer:
+    async def _wake_up(self, tags: list[str] | None) -> EngineStatus:
         await self._backend.engine.wake(tags)
         return await self._backend.refresh_status()
 

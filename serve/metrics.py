@@ -10,6 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from vllm_fp8ext.update.contract.results import EngineStatus
+
 _SHARED = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable of prometheus_client: the folder through which processes share their metrics."""
 
@@ -34,7 +36,7 @@ class Metrics:
     """A Prometheus collector."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._status: Mapping[str, Any] = {}
+        self._status: EngineStatus | None = None
         self._refusals: dict[str, int] = {}
         registry.register(self)
 
@@ -42,7 +44,7 @@ class Metrics:
         """A call was answered with a problem of this kind."""
         self._refusals[kind] = self._refusals.get(kind, 0) + 1
 
-    def observe(self, status: Mapping[str, Any]) -> None:
+    def observe(self, status: EngineStatus) -> None:
         """Take the engine's status (`UpdateEngine.status`)."""
         self._status = status
 
@@ -58,9 +60,10 @@ class Metrics:
         for kind, count in sorted(self._refusals.items()):
             refusals.add_metric([kind], count)
         yield refusals
-        if not self._status:
+        status = self._status
+        if status is None:
             return
-        totals = self._status["totals"]
+        totals = status.totals
         updates = CounterMetricFamily(
             "fp8ext:updates", "Updates that ended, and rollbacks.", labels=["outcome"]
         )
@@ -91,19 +94,19 @@ class Metrics:
             value=tokens,
         )
         yield CounterMetricFamily("fp8ext:update_bytes", "Bytes of committed updates.", value=totals["bytes"])
-        yield GaugeMetricFamily("fp8ext:epoch", "Epoch that is served.", value=self._status["epoch"])
-        poisoned = float(self._status["poisoned"] is not None)
+        yield GaugeMetricFamily("fp8ext:epoch", "Epoch that is served.", value=status.epoch)
+        poisoned = float(status.poisoned is not None)
         yield GaugeMetricFamily("fp8ext:poisoned", "1 while the engine refuses to generate.", value=poisoned)
         compiled = CounterMetricFamily(
             "fp8ext:compiled",
             "Kernels and graphs that were compiled, by compiler; over all ranks, at the last call to them.",
             labels=["compiler"],
         )
-        for compiler in self._status["compiled"][0] if self._status["compiled"] else ():
-            compiled.add_metric([compiler], sum(rank[compiler] for rank in self._status["compiled"]))
+        for compiler in status.compiled[0] if status.compiled else ():
+            compiled.add_metric([compiler], sum(rank[compiler] for rank in status.compiled))
         yield compiled
-        yield from _kv_cache(self._status)
-        last = self._status["last_update"]
+        yield from _kv_cache(status)
+        last = status.last_update
         if last and last["quantization_error"]:
             error = GaugeMetricFamily(
                 "fp8ext:quantization_error",
@@ -127,15 +130,15 @@ _TRAFFIC = {
 }
 
 
-def _kv_cache(status: Mapping[str, Any]) -> Iterator[Metric]:
+def _kv_cache(status: EngineStatus) -> Iterator[Metric]:
     """Scales of the FP8 KV cache: by layer, and with layer `worst` for all."""
-    kv_scales = status["kv_scales"]
+    kv_scales = status.kv_scales
     if not kv_scales:
         return
     age = "Commits and rollbacks since the weights for which the KV-cache scales were computed."
     yield GaugeMetricFamily("fp8ext:kv_scales_age_epochs", age, value=kv_scales["age"])
-    yield from _by_layer("kv", _FITS, status["kv_layers"], kv_scales["fit"])
-    yield from _by_layer("kv_traffic", _TRAFFIC, status["kv_traffic"], kv_scales["traffic"])
+    yield from _by_layer("kv", _FITS, status.kv_layers, kv_scales["fit"])
+    yield from _by_layer("kv_traffic", _TRAFFIC, status.kv_traffic, kv_scales["traffic"])
 
 
 def _by_layer(

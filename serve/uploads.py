@@ -3,7 +3,6 @@
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -15,6 +14,7 @@ from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.spool import ReceivedBody
 from vllm_fp8ext.serve.stage_arguments import stage_arguments
 from vllm_fp8ext.update.contract.operations import Operation
+from vllm_fp8ext.update.contract.results import UpdateState
 from vllm_fp8ext.update.contract.safetensors_header import read_header
 from vllm_fp8ext.update.transports.http.message import UploadSource
 
@@ -22,7 +22,7 @@ _LENGTH_DIGITS = 18
 """Digits of the largest length that is looked at; Python refuses to read very long numbers."""
 
 
-async def stage_upload(backend: Backend, id: str, chunk: str, request: Request) -> dict[str, Any]:
+async def stage_upload(backend: Backend, id: str, chunk: str, request: Request) -> UpdateState:
     """Receive the body of a request, and have the ranks stage it.
 
     Raises:
@@ -43,7 +43,8 @@ async def stage_upload(backend: Backend, id: str, chunk: str, request: Request) 
         source = UploadSource(body.path, body.offset)
         arguments = stage_arguments(id, chunk, source, tensors, body.length)
         arguments["sha256"] = digest.sha256 if digest else None
-        return dict((await backend.engine.job(Operation.STAGE, **arguments))["update"])
+        state: UpdateState = await backend.engine.job(Operation.STAGE, **arguments)
+        return state
 
 
 def _receive(

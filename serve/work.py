@@ -24,7 +24,7 @@ def keep_running(work: Awaitable[T]) -> asyncio.Future[T]:
     return task
 
 
-async def run_to_end(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+async def run_to_end(work: Awaitable[T]) -> T:
     """Await work that must run to its end even when the client goes away."""
     return await asyncio.shield(keep_running(work))
 

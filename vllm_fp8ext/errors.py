@@ -10,18 +10,24 @@ Fp8ExtError
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
     "WITHOUT_UPDATES",
     "ConfigError",
+    "Failure",
     "ForeignLoadError",
     "Fp8ExtError",
     "UnsupportedVllmError",
     "UpdateError",
-    "described",
+    "errors_as_results",
     "no_live_updates",
 ]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Fp8ExtError(Exception):
@@ -79,7 +85,7 @@ class UpdateError(Fp8ExtError):
 
 
 WITHOUT_UPDATES = '--additional-config \'{"fp8ext": {"staging": "none"}}\''
-"""What serves a model of which an update could not bring everything."""
+"""Options that serve a model of which an update could not bring everything."""
 
 
 def no_live_updates(problems: Iterable[str]) -> ConfigError:
@@ -88,29 +94,54 @@ def no_live_updates(problems: Iterable[str]) -> ConfigError:
     return ConfigError("\n  ".join(lines) + f"\n{WITHOUT_UPDATES} serves it without updates")
 
 
-def described(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Turn exceptions into results, `{"error": …}`, where raising would do harm.
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An `UpdateError` as a result, where raising would do harm.
+
+    `unchanged`: the rank that failed holds what it held before the call.
+    """
+
+    kind: str
+    message: str
+    status: int = 409
+    details: dict[str, Any] = field(default_factory=dict)
+    unchanged: bool = False
+
+    @classmethod
+    def of(cls, error: UpdateError, *, unchanged: bool = False) -> "Failure":
+        return cls(**error.as_dict(), unchanged=unchanged)
+
+    @property
+    def error(self) -> UpdateError:
+        return UpdateError(self.kind, self.message, status=self.status, **self.details)
+
+
+def errors_as_results(method: Callable[P, T]) -> Callable[P, T | Failure]:
+    """Turn exceptions into a `Failure`, where raising would do harm.
 
     An exception on one rank leaves the other ranks' replies unread, and every later answer is another call's.
     """
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | Failure:
         try:
             return method(*args, **kwargs)
         except UpdateError as error:
-            return {"error": error.as_dict()}
+            return Failure.of(error)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             if _out_of_memory(error):
-                return {"error": UpdateError("out-of-memory", message, status=507).as_dict()}
-            return {"error": UpdateError("internal", message, status=500).as_dict()}
+                return Failure(kind="out-of-memory", message=message, status=507)
+            return Failure(kind="internal", message=message, status=500)
 
     return call
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Of the host, of a GPU (`torch.OutOfMemoryError`), or of torch's CPU allocator, which has no type of its own."""
+    """Tell whether memory ran out: the host's, a GPU's (`torch.OutOfMemoryError`), or that of torch's CPU allocator.
+
+    The last raises an error without a type of its own.
+    """
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"

@@ -27,8 +27,8 @@ MOST = 4096
 
 async def compiled(engine: AsyncLLM) -> list[dict[str, int]]:
     """By each rank."""
-    answers = await engine.collective_rpc("fp8ext", args=(0, "drop", "no update"))
-    return [answer["compiled"] for answer in answers]
+    counts: list[dict[str, int]] = await engine.collective_rpc("fp8ext_compiled")
+    return counts
 
 
 async def batch(engine: AsyncLLM, name: str, requests: int, length: int) -> None:

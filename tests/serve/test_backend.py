@@ -2,11 +2,13 @@
 """What goes on beside a route's own work, against an engine that notes what it is asked."""
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_answers import engine_status, update_state
 from prometheus_client import CollectorRegistry
 
 from vllm_fp8ext.errors import ConfigError, UpdateError
@@ -18,6 +20,7 @@ from vllm_fp8ext.serve.schema import Rollback
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.serve.work import outcome, run_to_end
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.results import JobStarted, Lifetime, ServedManifest
 from vllm_fp8ext.update.transports import nccl
 from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 
@@ -49,7 +52,7 @@ def backend_of(engine: Engine) -> Backend:
 
 def test_an_update_is_asked_about_as_long_as_something_is_on_its_way() -> None:
     """So that it does not expire, however long a body takes."""
-    engine = Engine({"lifetime": 0.04})
+    engine = Engine(Lifetime(seconds=0.04))
 
     async def main() -> None:
         async with backend_of(engine).keep_update_open("u"):
@@ -68,7 +71,7 @@ def test_an_update_is_asked_about_as_long_as_something_is_on_its_way() -> None:
 def test_nothing_is_on_its_way_to_an_update_that_has_ended() -> None:
     """Its room is for others, however slowly it comes."""
     ended = UpdateError("wrong-state", "it is abandoned", status=409)
-    engine = Engine({"lifetime": 0.02}, ended)
+    engine = Engine(Lifetime(seconds=0.02), ended)
 
     async def main() -> None:
         with pytest.raises(UpdateError, match="it is abandoned"):
@@ -95,10 +98,10 @@ def test_what_is_on_its_way_to_an_update_ends_with_it(
         async def __call__(self, operation: str, **arguments: Any) -> Any:
             self.asked.append((operation, arguments))
             if operation == "status":
-                return {"poisoned": None, "update": self.updating}
+                return engine_status(update=self.updating)
             if operation == "check" and self.updating != arguments["id"]:
                 raise UpdateError("wrong-state", "it is abandoned")
-            return {"lifetime": 1e6}
+            return Lifetime(seconds=1e6)
 
         updating: str | None = "u"
 
@@ -128,7 +131,7 @@ def test_what_is_on_its_way_to_an_update_ends_with_it(
 
 def test_what_is_on_its_way_comes_on_while_the_engine_is_busy() -> None:
     busy = UpdateError("engine-timeout", "no answer", status=504)
-    engine = Engine({"lifetime": 0.02}, busy)
+    engine = Engine(Lifetime(seconds=0.02), busy)
 
     async def main() -> None:
         async with backend_of(engine).keep_update_open("u"):
@@ -141,7 +144,7 @@ def test_what_is_on_its_way_comes_on_while_the_engine_is_busy() -> None:
 def test_what_is_on_its_way_can_be_cancelled_by_others() -> None:
     async def main() -> None:
         async def wait() -> None:
-            async with backend_of(Engine({"lifetime": 100.0})).keep_update_open("u"):
+            async with backend_of(Engine(Lifetime(seconds=100.0))).keep_update_open("u"):
                 await asyncio.Event().wait()
 
         waiting = asyncio.create_task(wait())
@@ -155,7 +158,7 @@ def test_what_is_on_its_way_can_be_cancelled_by_others() -> None:
 
 @pytest.mark.parametrize("updating", ["u", None])
 def test_what_is_open_is_abandoned(updating: str | None) -> None:
-    engine = Engine({"update": updating})
+    engine = Engine(engine_status(update=updating))
     asyncio.run(backend_of(engine).abandon_open())
     abandoned = [("abandon", {"id": "u"})] if updating else []
     assert engine.asked == [("leave", {}), ("status", {}), *abandoned]
@@ -163,7 +166,7 @@ def test_what_is_open_is_abandoned(updating: str | None) -> None:
 
 def test_who_loads_in_vain_is_told_when_the_guard_knows(tmp_path: Path) -> None:
     """In place, what could not be read to its end has left what nobody knows."""
-    engine = Committing({"id": "u"})
+    engine = Committing(update_state())
     engine.poisoned = "half of it"
     backend = backend_of(engine)
     backend.allowed_dirs = AllowedDirs([str(tmp_path)])
@@ -178,14 +181,14 @@ def test_a_broadcast_is_polled_to_its_end() -> None:
     slow, backend = UpdateError("engine-timeout", "nothing was done"), backend_of(Engine({}))
     answers: list[Any] = [slow, slow, {}]
 
-    async def ended(operation: str, started: dict[str, Any]) -> dict[str, Any]:
+    async def wait_for_job(operation: str, started: Any) -> Any:
         found = answers.pop(0)
         if isinstance(found, Exception):
             raise found
-        return dict(found)
+        return found
 
-    backend.engine.ended = ended  # type: ignore[method-assign]
-    asyncio.run(announced_chunks.poll_to_end(backend, {"job": 1}))
+    backend.engine.wait_for_job = wait_for_job  # type: ignore[method-assign]
+    asyncio.run(announced_chunks.poll_to_end(backend, JobStarted(job=1)))
     assert answers == []
 
 
@@ -198,13 +201,15 @@ class Committing(Engine):
     async def __call__(self, operation: str, **arguments: Any) -> Any:
         if operation == "status":
             await asyncio.sleep(0.05)
-            return {"poisoned": self.poisoned}
+            return engine_status(poisoned=self.poisoned)
         return await super().__call__(operation, **arguments)
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_commit_that_is_asked_for_again_is_the_one_that_goes_on(refused: bool) -> None:
-    engine = Committing(UpdateError("wait-timeout", "still running") if refused else {"state": "committed"})
+    engine = Committing(
+        UpdateError("wait-timeout", "still running") if refused else update_state(state="committed")
+    )
     backend = backend_of(engine)
 
     async def main() -> list[Any]:
@@ -227,7 +232,9 @@ def test_a_commit_that_is_asked_for_again_is_the_one_that_goes_on(refused: bool)
 def test_the_guard_knows_before_anybody_is_told(
     operation: str, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Committing(UpdateError("poisoned", "it failed", status=503) if after else {"state": "committed"})
+    engine = Committing(
+        UpdateError("poisoned", "it failed", status=503) if after else update_state(state="committed")
+    )
     engine.poisoned = after
     backend = backend_of(engine)
     backend.poisoned = before
@@ -266,7 +273,9 @@ def test_a_bucket_may_be_the_largest_tensor_in_any_form(tmp_path: Path) -> None:
         f"layers.0.mlp.experts.{expert}.{name}_proj.weight" for expert in range(4) for name in ("gate", "up")
     ]
     specs = {name: TensorSpec(name, (64, 32), "bfloat16") for name in names}
-    backend = backend_of(Engine(Manifest(specs, frozenset(), {}, "fp32", 1).as_dict()))
+    backend = backend_of(
+        Engine(ServedManifest(manifest=Manifest(specs, frozenset(), {}, "fp32", 1).as_dict()))
+    )
     backend.spool, backend.receive_bytes, backend.receive_seconds = (
         Spool(str(tmp_path), 1 << 20),
         1 << 12,
@@ -289,3 +298,30 @@ def test_a_bucket_may_be_the_largest_tensor_in_any_form(tmp_path: Path) -> None:
         chunk = announced_chunks.Announced(backend, "u", body.model_dump())
         with pytest.raises(UpdateError, match=said):
             asyncio.run(chunk.begin_to_stage(route))
+
+
+def test_the_manifest_is_asked_for_once() -> None:
+    """Its body costs the engine's thread a walk over every tensor."""
+    specs = {name: TensorSpec(name, (64, 32), "bfloat16") for name in ("a", "ü")}
+    manifest = Manifest(specs, frozenset(), {}, "fp32", 1).as_dict()
+    engine = Engine(ServedManifest(manifest=manifest))
+    backend = backend_of(engine)
+
+    async def ask() -> list[bytes]:
+        return [await backend.manifest_body() for _ in range(3)]
+
+    bodies = asyncio.run(ask())
+    assert engine.asked == [("manifest", {})]
+    assert {json.dumps(json.loads(body)) for body in bodies} == {json.dumps(manifest)}
+
+
+def test_a_server_that_takes_no_updates_has_no_manifest_to_keep() -> None:
+    refused = UpdateError("updates-unavailable", "it was started with staging none")
+    backend = backend_of(Engine(refused, ServedManifest(manifest={})))
+
+    async def ask() -> bytes:
+        with pytest.raises(UpdateError, match="staging none"):
+            await backend.manifest_body()
+        return await backend.manifest_body()
+
+    assert asyncio.run(ask()) == b"{}"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_answers import engine_status
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from hypothesis import given
@@ -15,24 +16,15 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_fp8ext.serve.metrics import Metrics
+from vllm_fp8ext.update.contract.results import EngineStatus
 from vllm_fp8ext.update.engine.session import State
 from vllm_fp8ext.update.engine.totals import Totals
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def status(totals: Totals | None = None, **fields: Any) -> dict[str, Any]:
-    return {
-        "epoch": 3,
-        "poisoned": None,
-        "last_update": None,
-        "compiled": [],
-        "kv_scales": None,
-        "kv_layers": {},
-        "kv_traffic": {},
-        "totals": (totals or Totals()).as_dict(),
-        **fields,
-    }
+def status(totals: Totals | None = None, **fields: Any) -> EngineStatus:
+    return engine_status(**{"epoch": 3, "totals": (totals or Totals()).as_dict(), **fields})
 
 
 def scraped(registry: CollectorRegistry) -> dict[Sample, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_answers import update_state
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
@@ -19,27 +20,11 @@ from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.routes import router
 from vllm_fp8ext.serve.spool import Spool
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.results import Lifetime, ServedManifest
 
 SPEC = TensorSpec("model.norm.weight", (4,), "bfloat16")
 MANIFEST = Manifest({SPEC.name: SPEC}, frozenset(), {SPEC.name: ()}, "fp32", 1)
-UPDATE = {
-    "id": "u",
-    "state": "open",
-    "version": "v",
-    "running": "keep",
-    "base_epoch": None,
-    "opened_at": 0.0,
-    "tensors_required": 1,
-    "tensors_missing": 0,
-    "missing": [],
-    "bytes": 0,
-    "chunks": {},
-    "problems": [],
-    "seconds": {},
-    "quantization_error": None,
-    "result": None,
-    "expires_at": None,
-}
+UPDATE = update_state()
 HEADERS = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
 
 
@@ -51,13 +36,14 @@ class Engine:
 
     async def __call__(self, operation: str, **arguments: Any) -> Any:
         self.asked.append((operation, arguments))
-        return {"manifest": MANIFEST.as_dict(), "check": {"lifetime": 60.0}}.get(operation, UPDATE)
+        answers = {"manifest": ServedManifest(manifest=MANIFEST.as_dict()), "check": Lifetime(seconds=60.0)}
+        return answers.get(operation, UPDATE)
 
     async def job(self, operation: str, **arguments: Any) -> Any:
-        return {"update": await self(operation, **arguments)}
+        return await self(operation, **arguments)
 
-    async def ended(self, operation: str, started: dict[str, Any]) -> Any:
-        return {"update": UPDATE}
+    async def wait_for_job(self, operation: str, started: Any) -> Any:
+        return UPDATE
 
     call_until_drained = __call__
 

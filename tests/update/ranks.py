@@ -110,7 +110,7 @@ class Core:
         amax = [self._kv(rank).listening(rank.twin.model, CPU, attend, tokens.prompts) for rank in self.fleet]
         answers: list[list[Any]] = [
             [self._kv(rank).scales.served() for rank in self.fleet],
-            [work(lambda: None)["amax"] for work in amax],
+            [work(lambda: None).amax for work in amax],
         ]
         for rank in self.fleet:
             turn = iter(answers)
@@ -127,7 +127,7 @@ class Core:
         assert rank.kv is not None
         return rank.kv
 
-    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
+    def ranks(self, method: str, *args: Any) -> list[Any]:
         self.called.append(method)
         return [attrgetter(method)(rank)(*args) for rank in self.fleet]
 

@@ -258,8 +258,8 @@ def _linear_errors(engine: Any, arguments: Mapping[str, Any], tokens: tuple[int,
 
 
 def _compiled(engine: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Ask its first worker, which answers so about an update that does not exist."""
+    """Return what the first worker has compiled."""
     if arguments.get("quantization") != "blockfp8":
         return {}
-    found: dict[str, int] = engine.collective_rpc("fp8ext", args=(0, "drop", "no update"))[0]["compiled"]
+    found: dict[str, int] = engine.collective_rpc("fp8ext_compiled")[0]
     return found

@@ -23,6 +23,7 @@ from vllm.v1.engine.core_client import (
 from vllm_fp8ext.compat.update.blocking_client import BlockingEngine
 from vllm_fp8ext.compat.update.engine_client import EngineCalls
 from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.update.contract.operations import Operation
 
 
 def silent(*_: Any) -> None:
@@ -61,7 +62,7 @@ def test_an_answer_after_the_deadline_is_taken() -> None:
     llm = Engine()
     calls = EngineCalls(BlockingEngine(llm), 0.1)
     with pytest.raises(UpdateError) as refused:
-        asyncio.run(calls("status"))
+        asyncio.run(calls(Operation.STATUS))
     assert refused.value.kind == "engine-timeout"
     (id,) = llm.core.utility_results
     _process_utility_output(UtilityOutput(id, result=UtilityResult({"late": True})), llm.core.utility_results)

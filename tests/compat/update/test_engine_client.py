@@ -11,10 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_answers import engine_status, update_state
 from forked_python.processes import run
 
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.serve.work import outcome
+from vllm_fp8ext.update.contract.operations import Operation
+from vllm_fp8ext.update.contract.results import Done, JobStarted
 
 PULSE = "pulse"
 
@@ -122,35 +125,38 @@ def test_a_job_is_not_asked_about_before_it_can_have_ended() -> None:
             self._deadline = 60.0
             self.asked: list[float] = []
 
-        async def __call__(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        async def __call__(self, operation: str, **arguments: Any) -> Any:
             if operation == "stage":
-                return {"job": 7, "soonest": 0.25}
+                return JobStarted(job=7, soonest=0.25)
             assert (operation, arguments) == ("poll", {"job": 7})
             self.asked.append(time.monotonic())
-            return {"done": True, "staged": 1}
+            return Done()
 
     calls, start = Calls(), time.monotonic()
-    assert asyncio.run(calls.job("stage")) == {"done": True, "staged": 1}
+    assert asyncio.run(calls.job(Operation.STAGE)) == Done()
     assert len(calls.asked) == 1
     assert calls.asked[0] - start >= 0.25
 
 
-@pytest.mark.parametrize("operation", ["update", "status", "refused"])
-def test_each_answer_tells_whether_the_engine_is_poisoned(operation: str) -> None:
+@pytest.mark.parametrize("operation", [Operation.UPDATE, Operation.STATUS, Operation.WITHDRAW])
+def test_each_answer_tells_whether_the_engine_is_poisoned(operation: Operation) -> None:
     """An update may end half-way while the engine is asked for something else."""
     from vllm_fp8ext.compat.update import engine_core
     from vllm_fp8ext.compat.update.engine_client import EngineCalls
 
-    step = SimpleNamespace(poisoned=None)
-    refused = {"error": UpdateError("unknown-update", "no update u", status=404).as_dict()}
-    answers = {"update": {"id": "u"}, "status": {"epoch": 3, "poisoned": None}, "refused": refused}
+    committer = SimpleNamespace(poisoned=None)
+    answers: dict[str, Any] = {
+        "update": update_state(),
+        "status": engine_status(epoch=3),
+        "withdraw": Failure(kind="unknown-update", message="no update u", status=404),
+    }
 
-    def handle(asked: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        step.poisoned = "update u ended half-way, in place"
-        return answers[asked] | ({"poisoned": step.poisoned} if asked == "status" else {})
+    def handle(asked: str, arguments: dict[str, Any]) -> Any:
+        committer.poisoned = "update u ended half-way, in place"
+        return answers[asked]
 
     core = SimpleNamespace(
-        fp8ext_engine=SimpleNamespace(handle=handle, step=step),
+        fp8ext_engine=SimpleNamespace(handle=handle, committer=committer),
         fp8ext_watchdog=SimpleNamespace(watching=lambda operation: contextlib.nullcontext()),
     )
 
@@ -164,11 +170,11 @@ def test_each_answer_tells_whether_the_engine_is_poisoned(operation: str) -> Non
     vars(calls).update(_client=client, _core=client.engine_core, _deadline=60.0, _heard=heard.append)
     found = asyncio.run(outcome(calls(operation)))
     assert heard == ["update u ended half-way, in place"]
-    if operation == "refused":
+    if operation is Operation.WITHDRAW:
         assert isinstance(found, UpdateError)
         assert found.kind == "unknown-update"
     else:
-        assert found == answers[operation] | ({"poisoned": heard[0]} if operation == "status" else {})
+        assert found == answers[operation]
 
 
 class Core:
@@ -189,14 +195,14 @@ class Core:
 @pytest.mark.parametrize(
     ("operation", "runs", "asked", "ended"),
     [
-        ("commit", False, ["commit", PULSE], True),
-        ("commit", True, ["commit", PULSE], False),
+        (Operation.COMMIT, False, ["commit", PULSE], True),
+        (Operation.COMMIT, True, ["commit", PULSE], False),
         # of no update: nobody waits for it
-        ("status", False, ["status"], False),
+        (Operation.STATUS, False, ["status"], False),
     ],
 )
 def test_an_engine_is_ended_that_does_not_run_while_a_call_of_an_update_is_past_its_deadline(
-    operation: str, runs: bool, asked: list[str], ended: bool
+    operation: Operation, runs: bool, asked: list[str], ended: bool
 ) -> None:
     """However long a step takes, the engine's thread for input answers."""
     from vllm_fp8ext.compat.update.engine_client import EngineCalls

@@ -13,18 +13,25 @@ from prometheus_client import CollectorRegistry
 
 from vllm_fp8ext.compat.update.engine_client import EngineCalls, _unwrapped
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.serve.allowed_dirs import AllowedDirs
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.routes import router
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.rank_results import (
+    Accepted,
+    CanaryScore,
+    Fingerprint,
+    RankResult,
+    StagedTensors,
+    SwapTime,
+)
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.engine.engine import UpdateEngine
 from vllm_fp8ext.update.transports.receiver import Receivers
 from vllm_fp8ext.update.transports.registry import source_from_dict
 
-Result = dict[str, Any]
 _HEADERS = {"Authorization": "Bearer key", "Content-Type": "application/json"}
 
 
@@ -36,28 +43,25 @@ class Ranks:
         self.staged: dict[str, list[float]] = {}
         self.served: dict[str, list[float]] = {}
         self._receivers = (Receivers(0), Receivers(1))
-        self._outcomes: dict[int, list[Result]] = {}
+        self._outcomes: dict[int, list[RankResult]] = {}
 
-    def __call__(self, method: str, *arguments: Any) -> list[Result]:
+    def __call__(self, method: str, *arguments: Any) -> list[RankResult]:
         if method == "poll":
             return self._outcomes.pop(arguments[0])
         if method == "settle":
-            return [{"seconds": 0.0}] * 2
+            return [SwapTime(seconds=0.0)] * 2
         if method == "exchange":
             self.served = dict(self.staged)
-            return [{}] * 2
-        sung = {"finite": True, "tokens": 0, "logprob": 0.0}
-        outcomes = [{"done": True, "fingerprint": 1, "seconds": 0.0, **sung}] * 2
+            return [Accepted()] * 2
         if method == "stage":
             job, _, source, tensors, *_ = arguments
-            outcomes = [self._read(receivers, source, tensors) for receivers in self._receivers]
+            self._outcomes[job] = [self._read(receivers, source, tensors) for receivers in self._receivers]
             self.after(Path(source.get("path", "")))
-            self._outcomes[job] = outcomes
         elif arguments:
-            self._outcomes[arguments[0]] = outcomes
-        return [{}] * 2
+            self._outcomes[arguments[0]] = [Fingerprint(fingerprint=1, canary=CanaryScore())] * 2
+        return [Accepted()] * 2
 
-    def _read(self, receivers: Receivers, source: Result, tensors: list[Any]) -> Result:
+    def _read(self, receivers: Receivers, source: dict[str, Any], tensors: list[Any]) -> RankResult:
         stored = [
             StoredTensor(TensorSpec(n, tuple(shape), dtype), *place) for n, shape, dtype, *place in tensors
         ]
@@ -67,9 +71,9 @@ class Ranks:
                 for rows in parts:
                     found.setdefault(rows.stored.spec.name, []).extend(rows.values.flatten().tolist())
         except UpdateError as error:
-            return {"done": True, "error": error.as_dict(), "untouched": True}
+            return Failure.of(error, unchanged=True)
         self.staged |= found
-        return {"done": True}
+        return StagedTensors()
 
 
 class Core:
@@ -83,7 +87,7 @@ class Core:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.compiled: list[Result] = []
+        self.compiled: list[dict[str, int]] = []
         self.asleep = self.paused = lambda: False
         self.unfinished = self.irreplaceable = lambda: 0
         self.restart_prompts = lambda: (0, 0)
@@ -100,7 +104,7 @@ class Calls(EngineCalls):
         self._deadline = 600.0
         self._left = False
 
-    async def __call__(self, operation: str, **arguments: Any) -> Result:
+    async def __call__(self, operation: str, **arguments: Any) -> Any:
         await asyncio.sleep(0)
         return _unwrapped(self._engine.handle(operation, arguments))
 
@@ -113,7 +117,7 @@ class DiskServer:
         engine = UpdateEngine(Core(self.ranks))  # type: ignore[arg-type]
         specs = {name: TensorSpec(name, (2,), "float32") for name in "ab"}
         engine._model._manifest = Manifest(specs, frozenset(), dict.fromkeys(specs, ()), "fp32", 2)
-        engine._fingerprints.keep(engine.step.live, [0, 0], None)
+        engine._fingerprints.keep(engine.committer.live, [0, 0], None)
         self.backend = Backend(CollectorRegistry())
         self.backend.engine = Calls(engine)
         self.backend.allowed_dirs = AllowedDirs(map(str, allowed))

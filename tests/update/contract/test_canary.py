@@ -2,6 +2,7 @@
 """Which prompts an update is tried on, and what is made of what the ranks say."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.canary import SAMPLE_TOKENS, Canary, canary_of, judge
+from vllm_fp8ext.update.contract.rank_results import CanaryScore
 
 OWN = Settings.parse({"fp8ext": {"canary": {"prompts": [[1, 2, 3]], "max_perplexity": 20.0}}})
 VOCABULARY, LONGEST = 100, 8
@@ -69,15 +71,15 @@ def test_the_longest_prompts_are_taken() -> None:
     assert chosen({"prompts": [[1] * LONGEST]}).prompts == [[1] * LONGEST]
 
 
-def result(logprob: float = 0.0, tokens: int = 0, finite: bool = True) -> dict[str, Any]:
-    return {"logprob": logprob, "tokens": tokens, "finite": finite}
+def result(logprob: float = 0.0, tokens: int = 0, finite: bool = True) -> CanaryScore:
+    return CanaryScore(logprob=logprob, tokens=tokens, finite=finite)
 
 
 PROMPTS = [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("silent", [[], [result()]], ids=["one rank", "a rank without logits"])
-def test_perplexity_is_that_of_a_rank_with_logits(silent: list[dict[str, Any]]) -> None:
+def test_perplexity_is_that_of_a_rank_with_logits(silent: list[CanaryScore]) -> None:
     sung = result(-2 * math.log(7.0), 2)
     for results in ([sung, *silent], [*silent, sung], [sung, sung, *silent]):
         assert judge(Canary(PROMPTS), results) == pytest.approx(7.0)
@@ -90,7 +92,7 @@ def test_perplexity_is_that_of_a_rank_with_logits(silent: list[dict[str, Any]]) 
 def test_one_rank_that_is_not_finite_refuses(canary: Canary, bad: int) -> None:
     """Also a rank whose logits went elsewhere, and also when the others' perplexity is good."""
     results = [result(-1.0, 2), result()]
-    results[bad]["finite"] = False
+    results[bad] = replace(results[bad], finite=False)
     with pytest.raises(UpdateError) as caught:
         judge(canary, results)
     assert (caught.value.kind, caught.value.status) == ("canary-refused", 422)

@@ -8,15 +8,15 @@ import pytest
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kv_settings import KvScaleSettings
-from vllm_fp8ext.update.contract.kv_request import Asked, asked_of, check_prompts
+from vllm_fp8ext.update.contract.kv_request import KvRequest, check_prompts, kv_request_of
 
 SERVED = {name: {"q": [1.0, 2.0], "k": [3.0, 4.0], "v": [5.0, 6.0]} for name in ("a", "b")}
 BOTH = {"k": 0.5, "v": 0.25}
 
 
-def asked(told: Any, policy: str = "calibrate", *, records: bool = False, **more: Any) -> Asked:
+def asked(told: Any, policy: str = "calibrate", *, records: bool = False, **more: Any) -> KvRequest:
     settings = KvScaleSettings.model_validate({"policy": policy, "tokens": 32, **more})
-    return asked_of(told, settings, SERVED, 100, 20, records=records)
+    return kv_request_of(told, settings, SERVED, 100, 20, records=records)
 
 
 def refused(told: Any, policy: str = "calibrate", **more: Any) -> str:
@@ -29,15 +29,15 @@ def refused(told: Any, policy: str = "calibrate", **more: Any) -> str:
 
 def test_what_an_update_does_not_say_is_as_the_server_was_started() -> None:
     for told in (None, {}, {"policy": None, "prompts": None, "scales": None, "cached": None}):
-        assert asked(told) == Asked("calibrate", "rescale")
-    assert asked(None, cached="recompute") == Asked("calibrate", "recompute")
-    assert asked(None, "history", records=True) == Asked("history", "rescale")
-    assert asked(None, "static") == Asked("static", "rescale")
+        assert asked(told) == KvRequest("calibrate", "rescale")
+    assert asked(None, cached="recompute") == KvRequest("calibrate", "recompute")
+    assert asked(None, "history", records=True) == KvRequest("history", "rescale")
+    assert asked(None, "static") == KvRequest("static", "rescale")
 
 
 def test_an_update_may_choose() -> None:
-    assert asked({"policy": "static", "cached": "recompute"}) == Asked("static", "recompute")
-    assert asked({"prompts": [[1, 2], [99]]}) == Asked("calibrate", "rescale", [[1, 2], [99]])
+    assert asked({"policy": "static", "cached": "recompute"}) == KvRequest("static", "recompute")
+    assert asked({"prompts": [[1, 2], [99]]}) == KvRequest("calibrate", "rescale", [[1, 2], [99]])
     assert asked({"policy": "calibrate"}, "provided").policy == "calibrate"
 
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.update.contract.labels import Label
-from vllm_fp8ext.update.engine import committer as exchange_step
-from vllm_fp8ext.update.engine.committer import ExchangeStep
-from vllm_fp8ext.update.engine.jobs import Jobs
+from vllm_fp8ext.update.contract.rank_results import Accepted, RankResult, SwapTime
+from vllm_fp8ext.update.engine import committer as committer_module
+from vllm_fp8ext.update.engine.committer import Committer
 from vllm_fp8ext.update.engine.kv_scales import KvEngine
 from vllm_fp8ext.update.engine.session import Running
 from vllm_fp8ext.update.engine.totals import Totals
@@ -53,7 +53,7 @@ class ScriptedCore:
         self.others_paused = False
         self.reports: list[Callable[[], None]] = []
 
-    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
+    def ranks(self, method: str, *args: Any) -> list[RankResult]:
         if method == "settle":
             self.told.append("settle")
             return [self._settle(rank) for rank in range(len(self.swapped))]
@@ -62,21 +62,23 @@ class ScriptedCore:
         [only] = args or [list(range(len(self.swapped)))]
         self.told.append(f"exchange {only}")
         failing = self.failures.pop(0) if self.failures else {}
-        return [self._exchange(rank, failing) if rank in only else {} for rank in range(len(self.swapped))]
+        return [
+            self._exchange(rank, failing) if rank in only else Accepted() for rank in range(len(self.swapped))
+        ]
 
-    def _exchange(self, rank: int, failing: dict[int, bool]) -> dict[str, Any]:
+    def _exchange(self, rank: int, failing: dict[int, bool]) -> RankResult:
         if rank not in failing:
             self.swapped[rank] = None if self.swapped[rank] is None else not self.swapped[rank]
-            return {}
+            return Accepted()
         if failing[rank]:
             self.swapped[rank] = None
         error = UpdateError("exchange-failed", f"rank {rank}: copy failed", status=500)
-        return {"error": error.as_dict(), "broken": failing[rank]}
+        return Failure.of(error, unchanged=not failing[rank])
 
-    def _settle(self, rank: int) -> dict[str, Any]:
+    def _settle(self, rank: int) -> RankResult:
         if rank in self.unsettled:
-            return {"error": UpdateError("internal", "no device", status=500).as_dict()}
-        return {"seconds": self.swap_seconds * rank}
+            return Failure(kind="internal", message="no device", status=500)
+        return SwapTime(seconds=self.swap_seconds * rank)
 
     def stop(self) -> None:
         self.state = "paused"
@@ -156,8 +158,8 @@ class ScriptedCore:
         self.reports.append(report)
 
 
-def step_of(core: ScriptedCore, totals: Totals) -> ExchangeStep:
-    return ExchangeStep(core, totals, KvEngine(core, Jobs(core.ranks)))
+def step_of(core: ScriptedCore, totals: Totals) -> Committer:
+    return Committer(core, totals, KvEngine(core))
 
 
 @pytest.fixture
@@ -166,12 +168,12 @@ def core() -> ScriptedCore:
 
 
 @pytest.fixture
-def step(core: ScriptedCore) -> ExchangeStep:
+def step(core: ScriptedCore) -> Committer:
     return step_of(core, Totals())
 
 
 def run(
-    step: ExchangeStep,
+    step: Committer,
     running: Running = Running.KEEP,
     *,
     label: Label = NEW,
@@ -181,7 +183,7 @@ def run(
     return step.run(key, label, running, wait)
 
 
-def refused(step: ExchangeStep, *args: Any, **kwargs: Any) -> UpdateError:
+def refused(step: Committer, *args: Any, **kwargs: Any) -> UpdateError:
     with pytest.raises(UpdateError) as caught:
         run(step, *args, **kwargs)
     return caught.value
@@ -200,7 +202,7 @@ COMMIT = ["restart", "epoch 1 step-1", "resume"]
     ],
 )
 def test_what_a_commit_does_and_in_which_order(
-    core: ScriptedCore, step: ExchangeStep, running: Running, told: list[str]
+    core: ScriptedCore, step: Committer, running: Running, told: list[str]
 ) -> None:
     core.requests = 3
     phases = run(step, running)
@@ -215,7 +217,7 @@ def test_what_a_commit_does_and_in_which_order(
 
 @pytest.mark.parametrize("prompts", [0, 1, 2])
 def test_prompts_begin_again_before_k_and_v_that_are_kept_are_rewritten(
-    core: ScriptedCore, step: ExchangeStep, monkeypatch: pytest.MonkeyPatch, prompts: int
+    core: ScriptedCore, step: Committer, monkeypatch: pytest.MonkeyPatch, prompts: int
 ) -> None:
     kept: list[bool] = []
 
@@ -244,7 +246,7 @@ def test_prompts_begin_again_before_k_and_v_that_are_kept_are_rewritten(
 )
 def test_a_pause_ends_with_the_exchange_or_when_the_engine_goes_on(
     core: ScriptedCore,
-    step: ExchangeStep,
+    step: Committer,
     monkeypatch: pytest.MonkeyPatch,
     takes: dict[str, float],
     pause: float,
@@ -261,7 +263,7 @@ def test_a_pause_ends_with_the_exchange_or_when_the_engine_goes_on(
     assert phases["caches"] == takes.get("epoch 1 step-1", 0.0)
 
 
-def test_what_is_served_and_what_was_change_places(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_what_is_served_and_what_was_change_places(core: ScriptedCore, step: Committer) -> None:
     run(step)
     back = Label(2, BEFORE.version)
     run(step, label=back, key="rollback")
@@ -272,16 +274,14 @@ def test_what_is_served_and_what_was_change_places(core: ScriptedCore, step: Exc
 
 @pytest.mark.parametrize("running", Running)
 def test_an_engine_that_somebody_else_paused_is_left_alone(
-    core: ScriptedCore, step: ExchangeStep, running: Running
+    core: ScriptedCore, step: Committer, running: Running
 ) -> None:
     core.state = "asleep"
     assert refused(step, running).kind == "paused"
     assert (core.told, core.state, step.live) == ([], "asleep", BEFORE)
 
 
-def test_k_and_v_that_nothing_computes_again_are_not_thrown_away(
-    core: ScriptedCore, step: ExchangeStep
-) -> None:
+def test_k_and_v_that_nothing_computes_again_are_not_thrown_away(core: ScriptedCore, step: Committer) -> None:
     core.requests = core.kept = 2
     error = refused(step, Running.RECOMPUTE)
     assert (error.kind, error.details["requests"]) == ("not-recomputable", 2)
@@ -301,7 +301,7 @@ def test_k_and_v_that_nothing_computes_again_are_not_thrown_away(
 # --- waiting for running requests
 
 
-def test_a_commit_waits_until_every_request_has_finished(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_a_commit_waits_until_every_request_has_finished(core: ScriptedCore, step: Committer) -> None:
     core.requests = 2
     for core.requests in (2, 1, 1):
         assert run(step, Running.WAIT) is None
@@ -311,13 +311,13 @@ def test_a_commit_waits_until_every_request_has_finished(core: ScriptedCore, ste
     assert core.told == ["admit no more", *SWAP, *COMMIT, "begin step", "settle"]
 
 
-def test_without_requests_nothing_is_waited_for(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_without_requests_nothing_is_waited_for(core: ScriptedCore, step: Committer) -> None:
     assert run(step, Running.WAIT) is not None
     assert core.told == ["admit no more", *SWAP, *COMMIT, "begin step", "settle"]
 
 
 def test_a_commit_that_is_refused_after_it_has_waited_lets_requests_in_again(
-    core: ScriptedCore, step: ExchangeStep
+    core: ScriptedCore, step: Committer
 ) -> None:
     step._kv.enabled = True
     core.requests = 1
@@ -330,7 +330,7 @@ def test_a_commit_that_is_refused_after_it_has_waited_lets_requests_in_again(
     assert core.state == "on"
 
 
-def test_a_wait_ends_at_its_deadline(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_a_wait_ends_at_its_deadline(core: ScriptedCore, step: Committer) -> None:
     core.requests = 2
     error = refused(step, Running.WAIT, wait=0.0)
     assert (error.kind, error.status, error.details) == ("wait-timeout", 409, {"running": 2})
@@ -339,7 +339,7 @@ def test_a_wait_ends_at_its_deadline(core: ScriptedCore, step: ExchangeStep) -> 
     assert run(step, Running.WAIT) is not None, "a commit may be tried again"
 
 
-def test_one_waits_at_a_time(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_one_waits_at_a_time(core: ScriptedCore, step: Committer) -> None:
     core.requests = 1
     run(step, Running.WAIT)
     assert refused(step, Running.WAIT, key="rollback").kind == "commit-waits"
@@ -348,7 +348,7 @@ def test_one_waits_at_a_time(core: ScriptedCore, step: ExchangeStep) -> None:
     assert run(step, Running.WAIT) is not None
 
 
-def test_a_commit_that_has_waited_waits_no_more(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_a_commit_that_has_waited_waits_no_more(core: ScriptedCore, step: Committer) -> None:
     run(step, Running.WAIT)
     core.state = "asleep"
     assert refused(step, label=Label(2, "step-2")).kind == "paused"
@@ -357,7 +357,7 @@ def test_a_commit_that_has_waited_waits_no_more(core: ScriptedCore, step: Exchan
     assert run(step, Running.WAIT, key="another") is None
 
 
-def test_a_wait_does_not_go_on_over_somebody_elses_pause(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_a_wait_does_not_go_on_over_somebody_elses_pause(core: ScriptedCore, step: Committer) -> None:
     core.requests = 1
     assert run(step, Running.WAIT) is None
     core.requests, core.others_paused = 0, True
@@ -373,7 +373,7 @@ def test_a_wait_does_not_go_on_over_somebody_elses_pause(core: ScriptedCore, ste
     assert refused(step, Running.WAIT).kind == "paused", "it is over"
 
 
-def test_a_wait_that_is_given_up_lets_requests_in_again(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_a_wait_that_is_given_up_lets_requests_in_again(core: ScriptedCore, step: Committer) -> None:
     core.requests = 1
     step.stop_waiting("u1")
     run(step, Running.WAIT)
@@ -386,14 +386,14 @@ def test_a_wait_that_is_given_up_lets_requests_in_again(core: ScriptedCore, step
 
 
 def test_a_wait_that_nobody_asks_about_is_forgotten(
-    core: ScriptedCore, step: ExchangeStep, monkeypatch: pytest.MonkeyPatch
+    core: ScriptedCore, step: Committer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core.requests = 1
     step.tick()
     run(step, Running.WAIT)
     step.tick()
     assert core.told == ["admit no more"]
-    monkeypatch.setattr(exchange_step, "WAIT_GRACE_SECONDS", -2e6)
+    monkeypatch.setattr(committer_module, "WAIT_GRACE_SECONDS", -2e6)
     step.tick()
     assert (core.told, core.state) == (["admit no more", "resume"], "on")
 
@@ -403,7 +403,7 @@ def test_a_wait_that_nobody_asks_about_is_forgotten(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_on_one_rank_is_undone_on_the_other(
-    core: ScriptedCore, step: ExchangeStep, failing: int
+    core: ScriptedCore, step: Committer, failing: int
 ) -> None:
     core.failures = [{failing: False}]
     error = refused(step)
@@ -414,7 +414,7 @@ def test_a_failure_on_one_rank_is_undone_on_the_other(
     assert run(step) is not None, "a commit may be tried again"
 
 
-def test_a_failure_on_every_rank_has_nothing_to_undo(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_a_failure_on_every_rank_has_nothing_to_undo(core: ScriptedCore, step: Committer) -> None:
     core.failures = [{0: False, 1: False}]
     assert refused(step).kind == "exchange-failed"
     assert core.told == ["stop", "exchange [0, 1]", "settle", "resume"], (
@@ -445,7 +445,7 @@ poisoning = pytest.mark.parametrize(
 
 @poisoning
 def test_what_cannot_be_undone_poisons_the_engine(
-    core: ScriptedCore, step: ExchangeStep, fault: Callable[[ScriptedCore], None]
+    core: ScriptedCore, step: Committer, fault: Callable[[ScriptedCore], None]
 ) -> None:
     core.requests = 1
     fault(core)
@@ -462,7 +462,7 @@ def test_what_cannot_be_undone_poisons_the_engine(
 @poisoning
 @pytest.mark.parametrize("running", Running)
 def test_the_next_commit_heals(
-    core: ScriptedCore, step: ExchangeStep, fault: Callable[[ScriptedCore], None], running: Running
+    core: ScriptedCore, step: Committer, fault: Callable[[ScriptedCore], None], running: Running
 ) -> None:
     """Whatever it wants for running requests: there are none, and no cached K and V may be found any more. What stood by is
     gone."""
@@ -486,7 +486,7 @@ def test_the_next_commit_heals(
     assert step.previous == healed
 
 
-def test_an_exchange_that_does_not_end_poisons_the_engine(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_an_exchange_that_does_not_end_poisons_the_engine(core: ScriptedCore, step: Committer) -> None:
     core.requests, core.unsettled = 1, {1}
     error = refused(step)
     assert (error.kind, error.status) == ("poisoned", 503)
@@ -497,7 +497,7 @@ def test_an_exchange_that_does_not_end_poisons_the_engine(core: ScriptedCore, st
     assert (core.state, core.refusing, step.poisoned) == ("on", False, None)
 
 
-def test_a_heal_that_fails_leaves_the_engine_poisoned(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_a_heal_that_fails_leaves_the_engine_poisoned(core: ScriptedCore, step: Committer) -> None:
     broken(core)
     refused(step)
     core.failures = [{1: False}]
@@ -550,7 +550,7 @@ def test_a_stall_lasts_to_the_end_of_the_next_step(core: ScriptedCore) -> None:
     assert totals.stalls == [1, step.stall_seconds]
 
 
-def test_without_requests_nobody_is_stalled(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_without_requests_nobody_is_stalled(core: ScriptedCore, step: Committer) -> None:
     run(step)
     assert core.reports == []
     assert step.stall_seconds is None
@@ -559,7 +559,7 @@ def test_without_requests_nobody_is_stalled(core: ScriptedCore, step: ExchangeSt
 # --- in place
 
 
-def test_in_place_the_engine_stands_still_until_the_commit(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_in_place_the_engine_stands_still_until_the_commit(core: ScriptedCore, step: Committer) -> None:
     core.requests = 2
     step.hold(Running.ABORT)
     step.hold(Running.ABORT)
@@ -570,7 +570,7 @@ def test_in_place_the_engine_stands_still_until_the_commit(core: ScriptedCore, s
     assert (core.state, step.live, step.previous) == ("on", NEW, None)
 
 
-def test_half_an_update_in_place_is_not_served(core: ScriptedCore, step: ExchangeStep) -> None:
+def test_half_an_update_in_place_is_not_served(core: ScriptedCore, step: Committer) -> None:
     step.give_up("update u1", writing=True)
     assert (core.told, step.poisoned) == ([], None), "it did not stand still"
     step.hold(Running.KEEP)
@@ -587,9 +587,7 @@ def test_half_an_update_in_place_is_not_served(core: ScriptedCore, step: Exchang
     assert (core.state, core.refusing, step.poisoned) == ("on", False, None)
 
 
-def test_an_update_in_place_that_wrote_nothing_can_be_given_up(
-    core: ScriptedCore, step: ExchangeStep
-) -> None:
+def test_an_update_in_place_that_wrote_nothing_can_be_given_up(core: ScriptedCore, step: Committer) -> None:
     step.hold(Running.KEEP)
     step.wrote()
     run(step)
@@ -602,7 +600,7 @@ def test_an_update_in_place_that_wrote_nothing_can_be_given_up(
 
 
 def test_nothing_is_written_in_place_while_somebody_else_has_paused(
-    core: ScriptedCore, step: ExchangeStep
+    core: ScriptedCore, step: Committer
 ) -> None:
     core.state = "asleep"
     with pytest.raises(UpdateError) as caught:
@@ -612,7 +610,7 @@ def test_nothing_is_written_in_place_while_somebody_else_has_paused(
 
 @pytest.mark.parametrize("text", ["a\u202eb", "a\u2066b", "a\u200fb", "a\x1bb", "a\nb", "a\udc80b"])
 def test_a_version_moves_nothing_in_the_log(
-    step: ExchangeStep, caplog: pytest.LogCaptureFixture, text: str
+    step: Committer, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     """Marks of writing direction would show the rest of the line in another order."""
     caplog.set_level("INFO", "vllm.fp8ext")

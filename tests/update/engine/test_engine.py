@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.update.contract.canary import Canary
 from vllm_fp8ext.update.contract.labels import Label
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.rank_results import (
+    Accepted,
+    CanaryScore,
+    Fingerprint,
+    RankDigests,
+    RankProgress,
+    RankResult,
+    SwapTime,
+)
+from vllm_fp8ext.update.contract.results import Done, JobStarted, Lifetime, Progress, Stale, Waiting
 from vllm_fp8ext.update.engine.engine import UpdateEngine
 from vllm_fp8ext.update.engine.session import Running, Session, State
 from vllm_fp8ext.update.engine.timestamp import Moment
@@ -44,7 +54,7 @@ class IdleCore:
     def irreplaceable(self) -> int:
         return 0
 
-    def ranks(self, method: str, *_: Any) -> list[dict[str, Any]]:
+    def ranks(self, method: str, *_: Any) -> list[RankResult]:
         raise AssertionError(method)
 
 
@@ -79,9 +89,9 @@ def test_a_partial_update_that_was_open_before_does_not_heal(
     session = opened(engine, partial=True, base_epoch=0)
     if operation == "commit":
         session.state = State.PREPARED
-    engine.step.poisoned = "half of it"
+    engine.committer.poisoned = "half of it"
     result = engine.handle(operation, {"id": "u", **arguments})
-    assert result["error"]["kind"] == "poisoned"
+    assert result.kind == "poisoned"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,7 @@ def test_nothing_that_needs_the_weights_is_done_while_they_are_asleep(
     engine: UpdateEngine, core: IdleCore, operation: str
 ) -> None:
     core.sleeps = True
-    assert engine.handle(operation, {})["error"]["kind"] == "asleep"
+    assert engine.handle(operation, {}).kind == "asleep"
 
 
 @pytest.mark.parametrize(("instance", "kind"), [("abc", None), (None, None), ("dead", "other-instance")])
@@ -99,28 +109,28 @@ def test_an_update_for_another_life_of_the_engine_is_refused(
     core: IdleCore, engine: UpdateEngine, instance: str | None, kind: str | None
 ) -> None:
     engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
-    told = engine.handle("open", {"id": "u", "instance": instance, "base_epoch": 0})
-    assert told.get("error", {}).get("kind") == kind
+    answer = engine.handle("open", {"id": "u", "instance": instance, "base_epoch": 0})
+    assert getattr(answer, "kind", None) == kind
     if kind:
-        details = told["error"]["details"]
+        details = answer.details
         assert (details["expected"], details["found"]) == ("dead", "abc")
         assert not engine.updates.sessions
 
 
 def test_what_is_served_names_the_life_of_the_engine(core: IdleCore, engine: UpdateEngine) -> None:
     asked(core, engine, Ranks())
-    assert engine.handle("status", {})["instance"] == "abc"
+    assert engine.handle("status", {}).instance == "abc"
     started = engine.handle("commit", {"id": "u"})
-    done = engine.handle("poll", {"job": started["job"]})
-    assert done["result"]["instance"] == "abc"
+    done = engine.handle("poll", {"job": started.job})
+    assert done.result["instance"] == "abc"
 
 
 def test_memory_is_not_given_back_while_a_part_was_overwritten(engine: UpdateEngine) -> None:
     engine.sleeping.before(1)
-    engine.step._held = 0.0
+    engine.committer._held = 0.0
     with pytest.raises(UpdateError, match="in place"):
         engine.sleeping.before(1)
-    assert engine.handle("may_sleep", {})["error"]["kind"] == "update-open"
+    assert engine.handle("may_sleep", {}).kind == "update-open"
 
 
 def test_what_could_not_be_computed_again_is_kept_before_anything_is_written_in_place(core: IdleCore) -> None:
@@ -130,9 +140,9 @@ def test_what_could_not_be_computed_again_is_kept_before_anything_is_written_in_
     session = opened(engine, inplace=True)
     session.running = Running.RECOMPUTE
     told = engine.handle("stage", {"id": "u", **CALLS[0][1]})
-    assert told["error"]["kind"] == "not-recomputable"
+    assert told.kind == "not-recomputable"
     assert not session.chunks
-    assert not engine.step.held
+    assert not engine.committer.held
 
 
 class Ranks:
@@ -146,21 +156,23 @@ class Ranks:
         self._recorded = recorded
         self._last = ""
 
-    def __call__(self, method: str, *_: Any) -> list[dict[str, Any]]:
+    def __call__(self, method: str, *_: Any) -> list[RankResult]:
         self.calls.append(method)
         if method == "settle":
-            return [{"seconds": 0.0}]
+            return [SwapTime(seconds=0.0)]
         if method != "poll":
             self._last = method
-            return [{}]
+            return [Accepted()]
         if self.busy:
-            return [{"done": False}]
+            return [RankProgress()]
         if self._last == self._fails:
-            return [{"error": UpdateError("internal", "no", status=500).as_dict()}]
-        marked = {"fingerprint": self.fingerprint, "seconds": 0.0}
-        sung = {"finite": True, "tokens": 0, "logprob": 0.0}
-        sings = self._last == "sing" or (self._last == "mark" and self._recorded)
-        return [{"done": True, **marked, **(sung if sings else {})}]
+            return [Failure(kind="internal", message="no", status=500)]
+        if self._last == "sing":
+            return [CanaryScore()]
+        if self._last == "digests":
+            return [RankDigests(rank=0, digests={}, addresses="")]
+        canary = CanaryScore() if self._recorded and self._last == "mark" else None
+        return [Fingerprint(fingerprint=self.fingerprint, canary=canary)]
 
 
 def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
@@ -168,7 +180,7 @@ def asked(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> Session:
     session = opened(engine)
     session.receive("0", [SPEC], 4)
     session.staged("0", [])
-    engine._fingerprints.keep(engine.step.live, [0], None)
+    engine._fingerprints.keep(engine.committer.live, [0], None)
     engine._model._manifest = session.manifest
     engine.jobs._ranks = ranks
     vars(core).update(
@@ -191,10 +203,10 @@ def test_a_commit_prepares_what_nobody_prepared_in_the_same_job(core: IdleCore, 
     session = asked(core, engine, ranks)
     started = engine.handle("commit", {"id": "u"})
     assert session.state is State.OPEN
-    done = engine.handle("poll", {"job": started["job"]})
-    assert (done["state"], done["result"]["epoch"]) == ("committed", 1)
+    done = engine.handle("poll", {"job": started.job})
+    assert (done.state, done.result["epoch"]) == ("committed", 1)
     assert ranks.calls == ["mark", "poll", "sing", "poll", "exchange", "settle", "fingerprint", "poll"]
-    assert engine.handle("commit", {"id": "u"})["result"] == done["result"]
+    assert engine.handle("commit", {"id": "u"}).result == done.result
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -208,13 +220,13 @@ def test_phases_and_the_time_between_them_are_the_whole(
     session = asked(core, engine, Ranks())
     next(ticks)  # the answer to opening is on its way
     if inplace:
-        engine.step._held = time.perf_counter()
+        engine.committer._held = time.perf_counter()
     first, second, end = (time.perf_counter() for _ in range(3))
     session.took_staging(second, end)  # as they are polled, not as they end
     session.took_staging(first, end - 0.5)
     for _ in range(5):
         next(ticks)
-    seconds = ended(engine, "commit", id="u")["seconds"]
+    seconds = ended(engine, "commit", id="u").seconds
     assert seconds["staging"] == 2
     worked = seconds["pause"] + seconds["verify"]
     if not inplace:
@@ -229,7 +241,7 @@ def test_a_recorded_canary_sings_in_the_job_that_takes_the_fingerprints(
     ranks = Ranks(recorded=True)
     session = asked(core, engine, ranks)
     started = engine.handle("prepare", {"id": "u"})
-    assert engine.handle("poll", {"job": started["job"]})["state"] == "prepared"
+    assert engine.handle("poll", {"job": started.job}).state == "prepared"
     assert ranks.calls == ["mark", "poll"]
     assert (session.fingerprints, session.seconds["fingerprint"]) == ([1], 0.0)
 
@@ -239,14 +251,14 @@ def test_a_commit_ends_where_its_preparation_fails(core: IdleCore, engine: Updat
     ranks = Ranks(method)
     session = asked(core, engine, ranks)
     started = engine.handle("commit", {"id": "u"})
-    assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "internal"
+    assert engine.handle("poll", {"job": started.job}).kind == "internal"
     assert session.state is State.OPEN
     assert "exchange" not in ranks.calls
 
 
-def ended(engine: UpdateEngine, operation: str, **arguments: Any) -> dict[str, Any]:
+def ended(engine: UpdateEngine, operation: str, **arguments: Any) -> Any:
     """What becomes of an operation that is a job."""
-    return engine.handle("poll", {"job": engine.handle(operation, arguments)["job"]})
+    return engine.handle("poll", {"job": engine.handle(operation, arguments).job})
 
 
 def confirming(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> int:
@@ -254,7 +266,7 @@ def confirming(core: IdleCore, engine: UpdateEngine, ranks: Ranks) -> int:
     asked(core, engine, ranks)
     ended(engine, "prepare", id="u")
     ranks.busy = True
-    job: int = engine.handle("commit", {"id": "u"})["job"]
+    job: int = engine.handle("commit", {"id": "u"}).job
     return job
 
 
@@ -263,17 +275,17 @@ def test_a_commit_ends_when_every_rank_serves_what_was_prepared(core: IdleCore, 
     job = confirming(core, engine, ranks)
     for operation in ("commit", "prepare", "open", "rollback"):
         arguments = {"id": "u"} if operation != "rollback" else {}
-        assert engine.handle(operation, arguments) == {"waiting": 0}, operation
+        assert engine.handle(operation, arguments) == Waiting(requests=0), operation
     for operation, arguments in (("abandon", {"id": "u"}), ("stage", {"id": "u", **CALLS[0][1]})):
-        assert engine.handle(operation, arguments)["error"]["kind"] == "wrong-state"
-    assert engine.handle("open", {})["error"]["kind"] == "update-open"
+        assert engine.handle(operation, arguments).kind == "wrong-state"
+    assert engine.handle("open", {}).kind == "update-open"
     assert ranks.calls.count("exchange") == 1
-    assert engine.handle("update", {"id": "u"})["state"] == "committing"
+    assert engine.handle("update", {"id": "u"}).state == "committing"
     ranks.busy = False
     again = engine.handle("commit", {"id": "u"})
-    assert (again["state"], again["seconds"].keys() >= {"exchange", "verify", "total"}) == ("committed", True)
-    assert engine.handle("poll", {"job": job})["result"] == again["result"]
-    assert engine.status()["totals"]["outcomes"]["committed"] == 1
+    assert (again.state, again.seconds.keys() >= {"exchange", "verify", "total"}) == ("committed", True)
+    assert engine.handle("poll", {"job": job}).result == again.result
+    assert engine.status().totals["outcomes"]["committed"] == 1
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -285,16 +297,16 @@ def test_an_exchange_that_left_anything_else_poisons(
     job = confirming(core, engine, ranks)
     engine.updates.get("u").partial = partial
     ranks.busy, ranks.fingerprint = False, 1 if fails else 2
-    error = engine.handle("poll", {"job": job})["error"]
-    assert (error["kind"], error["status"]) == ("poisoned", 503)
+    error = engine.handle("poll", {"job": job})
+    assert (error.kind, error.status) == ("poisoned", 503)
     assert vars(core)["refuses"]
     status = engine.status()
-    assert (status["state"], status["previous_version"]) == ("poisoned", None)
-    assert status["totals"]["outcomes"]["committed"] == 0
+    assert (status.state, status.previous_version) == ("poisoned", None)
+    assert status.totals["outcomes"]["committed"] == 0
     session = engine.updates.get("u")
     assert (session.state, session.healing) == (State.ABANDONED if partial else State.OPEN, True)
     if not partial:
-        assert engine.handle("commit", {"id": "u"})["error"]["kind"] == "incomplete"
+        assert engine.handle("commit", {"id": "u"}).kind == "incomplete"
 
 
 def test_a_rank_that_does_not_say_what_it_serves_ends_the_engine(
@@ -309,8 +321,8 @@ def test_a_rank_that_does_not_say_what_it_serves_ends_the_engine(
     vars(core)["end"] = end
     confirming(core, engine, Ranks())
     engine.status()
-    assert engine._confirmation._since is not None
-    engine._confirmation._since -= core.settings.deadline_seconds
+    assert engine._check._since is not None
+    engine._check._since -= core.settings.deadline_seconds
     with pytest.raises(Ended, match="not confirmed within"):
         engine.handle("status", {})
 
@@ -332,8 +344,8 @@ def test_a_poisoned_engine_waits_for_no_request(core: IdleCore, engine: UpdateEn
     vars(core).update(admit_no_more=lambda: None, unfinished=lambda: 1, interrupted=lambda: False)
     ended(engine, "prepare", id="u")
     engine.updates.get("u").running = Running.WAIT
-    assert engine.handle("commit", {"id": "u"}) == {"waiting": 1}
-    engine.step.condemn("half of it")
+    assert engine.handle("commit", {"id": "u"}) == Waiting(requests=1)
+    engine.committer.condemn("half of it")
     vars(core)["resume"] = lambda: resumed.append(None)
     engine.handle("abandon", {"id": "u"})
     assert not resumed
@@ -348,21 +360,21 @@ def test_a_rollback_to_anything_else_than_what_was_served_poisons(
     engine.handle("poll", {"job": job})
     ranks.fingerprint = 0
     done = ended(engine, "rollback")
-    assert (done["epoch"], done["version"], "verify" in done["seconds"]) == (2, "epoch-0", True)
-    assert ended(engine, "rollback")["error"]["kind"] == "poisoned"
-    assert engine.status()["totals"]["outcomes"]["rolled-back"] == 1
+    assert (done.epoch, done.version, "verify" in done.seconds) == (2, "epoch-0", True)
+    assert ended(engine, "rollback").kind == "poisoned"
+    assert engine.status().totals["outcomes"]["rolled-back"] == 1
 
 
 def test_a_16_bit_kv_cache_has_no_scales(engine: UpdateEngine) -> None:
-    error = engine.handle("kv_scales", {})["error"]
-    assert (error["kind"], error["status"]) == ("no-kv-scales", 404)
+    error = engine.handle("kv_scales", {})
+    assert (error.kind, error.status) == ("no-kv-scales", 404)
 
 
 def test_scales_are_not_read_for_the_first_time_from_memory_that_was_given_back() -> None:
     core = IdleCore()
     core.settings, core.kv_cache_dtype, core.sleeps = Settings(kv_scales="calibrate"), "fp8", True  # type: ignore[arg-type]
     engine = UpdateEngine(core)  # type: ignore[arg-type]  # the rest is not asked for
-    assert engine.handle("kv_scales", {})["error"]["kind"] == "asleep"
+    assert engine.handle("kv_scales", {}).kind == "asleep"
 
 
 @pytest.mark.parametrize(
@@ -382,10 +394,10 @@ def test_staging_has_a_pace_beside_running_requests(running: int, settings: Sett
         def unfinished(self) -> int:
             return running
 
-        def ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        def ranks(self, method: str, *arguments: Any) -> list[RankResult]:
             assert method == "stage"
             rates.append(arguments[-2])
-            return [{}]
+            return [Accepted()]
 
         def hold(self) -> None:
             pass
@@ -396,10 +408,10 @@ def test_staging_has_a_pace_beside_running_requests(running: int, settings: Sett
     opened(engine)
     started = engine.stage("u", "0", {}, [["w", [2], "bfloat16", 0, 4]], 4)
     assert rates == [rate]
-    assert started.get("soonest") == (4 / rate if rate else None)
+    assert started == JobStarted(job=1, soonest=4 / rate if rate else 0.0)
 
 
-def under_way(core: IdleCore, engine: UpdateEngine) -> tuple[Ranks, dict[str, int]]:
+def under_way(core: IdleCore, engine: UpdateEngine) -> tuple[Ranks, JobStarted]:
     """The ranks that prepare an update, busy, and what started it."""
     ranks = Ranks()
     asked(core, engine, ranks)
@@ -410,10 +422,9 @@ def under_way(core: IdleCore, engine: UpdateEngine) -> tuple[Ranks, dict[str, in
 
 def prepared(engine: UpdateEngine) -> str:
     """The state of an update that is being prepared, after that."""
-    while "waiting" in (found := engine.handle("prepare", {"id": "u"})):
+    while isinstance(state := engine.handle("prepare", {"id": "u"}), Waiting):
         pass
-    state: str = found["state"]
-    return state
+    return str(state.state)
 
 
 def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
@@ -421,12 +432,12 @@ def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
 ) -> None:
     ranks, started = under_way(core, engine)
     for operation in ("prepare", "commit"):
-        assert engine.handle(operation, {"id": "u"}) == {"waiting": 0}
+        assert engine.handle(operation, {"id": "u"}) == Waiting(requests=0)
     ranks.busy = False
-    assert engine.handle("poll", {"job": started["job"]})["state"] == "prepared"
-    assert engine.handle("prepare", {"id": "u"})["state"] == "prepared"
+    assert engine.handle("poll", {"job": started.job}).state == "prepared"
+    assert engine.handle("prepare", {"id": "u"}).state == "prepared"
     started = engine.handle("commit", {"id": "u"})
-    assert engine.handle("poll", {"job": started["job"]})["state"] == "committed"
+    assert engine.handle("poll", {"job": started.job}).state == "committed"
     calls = [call for call in ranks.calls if call != "poll"]
     assert calls == ["mark", "sing", "exchange", "settle", "fingerprint"]
 
@@ -435,10 +446,10 @@ def test_nobody_waits_for_a_preparation_in_which_nothing_is_done(
     core: IdleCore, engine: UpdateEngine
 ) -> None:
     ranks, started = under_way(core, engine)
-    assert engine.handle("prepare", {"id": "u"}) == {"waiting": 0}
-    engine.jobs._jobs[started["job"]].since -= core.settings.deadline_seconds
+    assert engine.handle("prepare", {"id": "u"}) == Waiting(requests=0)
+    engine.jobs._jobs[started.job].since -= core.settings.deadline_seconds
     for operation in ("prepare", "commit"):
-        assert engine.handle(operation, {"id": "u"})["error"]["kind"] == "engine-timeout"
+        assert engine.handle(operation, {"id": "u"}).kind == "engine-timeout"
     ranks.busy = False
     assert prepared(engine) == "prepared"
 
@@ -459,7 +470,7 @@ def test_a_preparation_that_failed_does_not_hold_up_the_next(
     asked(core, engine, ranks)
     for _ in range(2):
         started = engine.handle("prepare", {"id": "u"})
-        assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "internal"
+        assert engine.handle("poll", {"job": started.job}).kind == "internal"
 
 
 def test_what_was_given_up_while_it_was_prepared_changes_nothing_more(
@@ -470,7 +481,7 @@ def test_what_was_given_up_while_it_was_prepared_changes_nothing_more(
     session.partial = True
     started = engine.handle("prepare", {"id": "u"})
     engine.handle("abandon", {"id": "u"})
-    assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "wrong-state"
+    assert engine.handle("poll", {"job": started.job}).kind == "wrong-state"
     assert ranks.calls == ["keep_others", "poll"]
 
 
@@ -482,9 +493,9 @@ def test_a_chunk_ends_the_wait_of_a_commit(core: IdleCore, engine: UpdateEngine)
         unfinished=lambda: 1, admit_no_more=lambda: told.append("wait"), resume=lambda: told.append("go on")
     )
     session.state, session.running = State.PREPARED, Running.WAIT
-    assert engine.handle("commit", {"id": "u"}) == {"waiting": 1}
+    assert engine.handle("commit", {"id": "u"}) == Waiting(requests=1)
     session.receive("0", [SPEC], 4)
-    assert engine.handle("commit", {"id": "u"})["error"]["kind"] == "staging"
+    assert engine.handle("commit", {"id": "u"}).kind == "staging"
     assert told == ["wait", "go on"]
 
 
@@ -499,21 +510,21 @@ def waits(core: IdleCore, engine: UpdateEngine) -> list[str]:
         resume=lambda: told.append("go on"),
     )
     engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
-    engine.step.previous = Label(0, "early")
-    assert engine.handle("rollback", {"running": "wait"}) == {"waiting": 1}
+    engine.committer.previous = Label(0, "early")
+    assert engine.handle("rollback", {"running": "wait"}) == Waiting(requests=1)
     return told
 
 
 def test_a_rollback_that_has_lost_its_weights_waits_no_more(engine: UpdateEngine, waits: list[str]) -> None:
     """Another update's first chunk came: requests start again."""
-    engine.step.lose_previous()
-    assert engine.handle("rollback", {"running": "wait"})["error"]["kind"] == "no-previous"
+    engine.committer.lose_previous()
+    assert engine.handle("rollback", {"running": "wait"}).kind == "no-previous"
     assert waits == ["wait", "go on"]
 
 
 def test_a_rollback_whose_caller_has_left_waits_no_more(engine: UpdateEngine, waits: list[str]) -> None:
     for _ in range(2):
-        assert engine.handle("leave", {}) == {}
+        assert engine.handle("leave", {}) == Done()
     assert waits == ["wait", "go on"]
 
 
@@ -521,13 +532,13 @@ def test_a_version_that_nobody_chose_is_that_of_the_epoch(core: IdleCore, engine
     ranks = Ranks()
     session = asked(core, engine, ranks)
     session.named, session.version = False, "epoch-1"
-    engine.step.previous = Label(0, "early")
-    engine._fingerprints.keep(engine.step.previous, [0], None)
-    engine._fingerprints.keep(engine.step.live, [0], engine.step.previous)
+    engine.committer.previous = Label(0, "early")
+    engine._fingerprints.keep(engine.committer.previous, [0], None)
+    engine._fingerprints.keep(engine.committer.live, [0], engine.committer.previous)
     ranks.fingerprint = 0
-    assert ended(engine, "rollback")["epoch"] == 1
+    assert ended(engine, "rollback").epoch == 1
     started = engine.handle("commit", {"id": "u"})
-    assert engine.handle("poll", {"job": started["job"]})["result"]["version"] == "epoch-2"
+    assert engine.handle("poll", {"job": started.job}).result["version"] == "epoch-2"
 
 
 @pytest.mark.parametrize("staging", ["shadow", "inplace"])
@@ -542,24 +553,24 @@ def test_an_update_does_not_expire_while_it_is_prepared(core: IdleCore, staging:
     started = engine.handle("prepare", {"id": "u"})
     ranks.busy = True
     now[0] = 70.0
-    assert not engine.handle("poll", {"job": started["job"]})["done"]
+    assert isinstance(engine.handle("poll", {"job": started.job}), Progress)
     assert session.state is State.OPEN
     ranks.busy = False
-    assert engine.handle("poll", {"job": started["job"]})["state"] == "prepared"
+    assert engine.handle("poll", {"job": started.job}).state == "prepared"
     now[0] = 129.0
-    assert engine.handle("update", {"id": "u"})["state"] == "prepared"
-    assert engine.handle("check", {"id": "u"}) == {"lifetime": 60.0}
+    assert engine.handle("update", {"id": "u"}).state == "prepared"
+    assert engine.handle("check", {"id": "u"}) == Lifetime(seconds=60.0)
     now[0] = 190.0
-    assert engine.handle("update", {"id": "u"})["state"] == "expired"
+    assert engine.handle("update", {"id": "u"}).state == "expired"
 
 
 @pytest.mark.parametrize("untouched", [True, False])
 def test_in_place_a_chunk_that_wrote_nothing_poisons_nothing(core: IdleCore, untouched: bool) -> None:
-    error = UpdateError("transfer-timeout", "none came", status=408).as_dict()
+    error = Failure(kind="transfer-timeout", message="none came", status=408, unchanged=untouched)
     told: list[str] = []
 
-    def ranks(method: str, *_: Any) -> list[dict[str, Any]]:
-        return [{"done": True, "error": error, "untouched": untouched} if method == "poll" else {}]
+    def ranks(method: str, *_: Any) -> list[RankResult]:
+        return [error if method == "poll" else Accepted()]
 
     core.settings = Settings(staging="inplace")
     vars(core).update(
@@ -574,17 +585,17 @@ def test_in_place_a_chunk_that_wrote_nothing_poisons_nothing(core: IdleCore, unt
     engine = UpdateEngine(core)  # type: ignore[arg-type]
     opened(engine)
     started = engine.handle("stage", {"id": "u", **CALLS[0][1]})
-    assert engine.handle("poll", {"job": started["job"]})["error"]["kind"] == "transfer-timeout"
+    assert engine.handle("poll", {"job": started.job}).kind == "transfer-timeout"
     engine.handle("abandon", {"id": "u"})
     assert told == ["hold", "resume" if untouched else "refuse"]
-    assert (engine.step.poisoned is None) == untouched
+    assert (engine.committer.poisoned is None) == untouched
 
 
 def test_nobody_is_told_the_digests_of_a_poisoned_engine(engine: UpdateEngine) -> None:
     engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
-    engine.step.poisoned = "half of it"
+    engine.committer.poisoned = "half of it"
     for operation in ("digests", "verify"):
-        assert engine.handle(operation, {})["error"]["kind"] == "poisoned"
+        assert engine.handle(operation, {}).kind == "poisoned"
 
 
 @pytest.mark.parametrize("operation", ["digests", "verify"])
@@ -595,5 +606,5 @@ def test_what_was_read_while_an_exchange_was_tried_is_read_again(
     asked(core, engine, Ranks())
     engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
     started = engine.handle(operation, {})
-    engine.step.exchanges += 1
-    assert engine.handle("poll", {"job": started["job"]})["stale"] is True
+    engine.committer.exchanges += 1
+    assert engine.handle("poll", {"job": started.job}) == Stale()

@@ -10,9 +10,12 @@ import torch
 
 from update.layers import scales
 from update.ranks import NAMES, Core
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.kernels.attention.kv_cache import next_scales
-from vllm_fp8ext.update.engine.jobs import Jobs
+from vllm_fp8ext.update.contract.kv_request import KvRequest
+from vllm_fp8ext.update.contract.rank_results import failures
+from vllm_fp8ext.update.contract.results import Done, JobStarted, Progress
+from vllm_fp8ext.update.engine.jobs import Flow, Jobs
 from vllm_fp8ext.update.engine.kv_scales import KvEngine, ScaleSet
 
 TOKENS = {"prompts": [[1, 7], [3]]}
@@ -28,34 +31,37 @@ class Story:
     def __init__(self, core: Core) -> None:
         self.core, self.epoch = core, 0
         self.jobs = Jobs(core.ranks)
-        self.kv = KvEngine(core, self.jobs)
+        self.kv = KvEngine(core)
         self.went_on = 0
         self.given_up = False
 
     def prepare(self, told: Any = None) -> ScaleSet:
-        asked = self.kv.asked(told)
+        asked = self.kv.request(told)
         assert asked is not None
         done: list[ScaleSet] = []
-        result = self.kv.prepare(asked, self.epoch + 1, self._require_wanted, done.append, self._go_on)
-        job = result.get("job")
-        while job is not None and not result.get("done"):
-            result = self.jobs.poll(job)
-        if "error" in result:
-            raise UpdateError.from_dict(result["error"])
+        result = self.jobs.start(self.preparing(asked, done))
+        if isinstance(result, JobStarted):
+            job = result.job
+            while isinstance(result := self.jobs.poll(job), Progress):
+                pass
+        if isinstance(result, Failure):
+            raise result.error
         [found] = done
         return found
+
+    def preparing(self, asked: KvRequest, done: list[ScaleSet]) -> Flow[Done]:
+        """What an update does beside: `done` gets the scales."""
+        done.append((yield from self.kv.prepare(asked, self.epoch + 1, self._require_wanted)))
+        self.went_on += 1
+        return Done()
 
     def _require_wanted(self) -> None:
         if self.given_up:
             raise UpdateError("wrong-state", "given up")
 
-    def _go_on(self) -> dict[str, Any]:
-        self.went_on += 1
-        return {}
-
     def commit(self, found: ScaleSet | None, *, keep: bool = False, cached: str = "rescale") -> bool:
         results = self.core.ranks("exchange")
-        assert not any("error" in result for result in results), results
+        assert failures(results) == []
         self.epoch += 1
         return self.kv.exchanged(found, keep=keep, cached=cached)
 
@@ -82,20 +88,21 @@ def story(policy: str = "calibrate", **how: Any) -> Story:
 def test_there_are_none_without_an_fp8_kv_cache_or_updates() -> None:
     core = Core("static", default=1.0)
     core.kv_cache_dtype = "auto"
-    kv = KvEngine(core, Jobs(core.ranks))
-    assert (kv.enabled, kv.asked({"policy": "static"}), kv.describe(0)) == (False, None, None)
+    kv = KvEngine(core)
+    assert (kv.enabled, kv.request({"policy": "static"}), kv.describe(0)) == (False, None, None)
     assert kv.exchanged(None, keep=True, cached="recompute") is False
     assert core.called == []
     for more in ({"staging": "none"}, {"kv_scales": None}):
         core = Core("static", default=1.0)
         core.settings = core.settings.model_copy(update=more)
-        assert not KvEngine(core, Jobs(core.ranks)).enabled
+        assert not KvEngine(core).enabled
 
 
 def test_the_first_scales_are_calibrated_and_told() -> None:
     start = story()
-    told = start.kv.describe(0, layers=True)
-    assert told is not None
+    report = start.kv.report(0)
+    assert report is not None
+    told = report.as_dict()
     assert (told["policy"], told["source"], told["tokens"], told["epoch"], told["age"]) == (
         "calibrate",
         "built-in",
@@ -290,13 +297,14 @@ def test_what_was_saturated_in_the_cache_is_told(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
         recorded(start, 448.0)
     assert "0.25 of K of a is beyond the largest FP8 code as cached with scales of epoch 0" in caplog.text
-    told = start.kv.describe(1, layers=True)
-    assert told is not None
+    report = start.kv.report(1)
+    assert report is not None
+    told = report.as_dict()
     assert told["traffic_layers"].keys() == set(NAMES)
     for kind in ("k", "v"):
-        report = told["traffic_layers"]["a"][kind]
-        assert report["saturated_fraction"] == 0.25
-        assert told["traffic"][kind] == report | {"worst": "a"}
+        traffic = told["traffic_layers"]["a"][kind]
+        assert traffic["saturated_fraction"] == 0.25
+        assert told["traffic"][kind] == traffic | {"worst": "a"}
 
 
 def test_history_of_one_commit() -> None:
@@ -338,8 +346,9 @@ def test_a_rollback_is_no_commit_of_the_history() -> None:
 def test_of_a_history_nothing_is_known_about_fit() -> None:
     start = history()
     recorded(start, 448.0)
-    told = start.kv.describe(1, layers=True)
-    assert told is not None
+    report = start.kv.report(1)
+    assert report is not None
+    told = report.as_dict()
     assert (told["fit"], told["layers"], told["tokens"]) == (None, {}, 0)
 
 
@@ -418,8 +427,9 @@ def test_scales_that_can_not_be_exchanged_take_the_weights_back(
     layer._v_scale_cpu = _Fails(2 if broken else 1)
     before = start.device
     result = rank.exchange()
-    assert result["error"]["kind"] == "exchange-failed"
-    assert result["broken"] is told
+    assert isinstance(result, Failure)
+    assert result.kind == "exchange-failed"
+    assert result.unchanged is not told
     assert len(swaps) == 2
     if not broken:
         assert start.device == before
@@ -477,15 +487,18 @@ def test_a_step_beyond_fp32_lets_cached_blocks_be_computed_again(caplog: pytest.
 def test_a_preparation_that_another_one_overtakes_ends(polls: int) -> None:
     """Whoever waits until nothing is under way, before sleep say, would wait for it for ever."""
     start = story(tokens=16384)
-    asked = start.kv.asked({"prompts": [[1] * 40] * 240})
+    asked = start.kv.request({"prompts": [[1] * 40] * 240})
     assert asked is not None
-    job = start.kv.prepare(asked, 1, lambda: None, lambda _: None, start._go_on)["job"]
+    started = start.jobs.start(start.preparing(asked, []))
+    assert isinstance(started, JobStarted)
+    job = started.job
     for _ in range(polls):
-        assert not start.jobs.poll(job)["done"]
+        assert isinstance(start.jobs.poll(job), Progress)
     start.prepare(TOKENS)
     start.jobs.settle()
     told = start.jobs.poll(job)
-    assert (told["done"], told["error"]["kind"]) == (True, "wrong-state")
+    assert isinstance(told, Failure)
+    assert told.kind == "wrong-state"
     assert start.went_on == 1
 
 

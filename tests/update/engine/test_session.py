@@ -120,7 +120,7 @@ def test_of_many_missing_tensors_some_are_listed_and_all_are_counted() -> None:
     )
     session = Session("u1", "step-9", Running.KEEP, manifest, OPENED, LIFETIME, CANARY)
     send(session, "0", names[:7])
-    told = session.as_dict()
+    told = session.describe().as_dict()
     assert (told["tensors_required"], told["tensors_missing"]) == (150, 143)
     assert told["missing"] == names[7:107]
     assert refused(lambda: session.check(0)).details["missing"] == names[7:]
@@ -135,9 +135,9 @@ def test_chunks_without_tensors_are_not_told_of() -> None:
     for number in range(3):
         send(session, str(number), ())
     send(session, "3", NAMES)
-    assert list(session.as_dict()["chunks"]) == ["3"]
+    assert list(session.describe().as_dict()["chunks"]) == ["3"]
     send(session, "3", ())
-    assert session.as_dict()["chunks"] == {}
+    assert session.describe().as_dict()["chunks"] == {}
     assert session.missing() == set(NAMES)
 
 
@@ -150,7 +150,7 @@ def test_a_partial_update_needs_whole_parameters() -> None:
     assert sorted(session.missing()) == ["b"]
     assert refused(lambda: session.check(0)).details["missing"] == ["b"]
     send(session, "1", "b")
-    assert (session.as_dict()["tensors_required"], sorted(session.missing())) == (2, [])
+    assert (session.describe().as_dict()["tensors_required"], sorted(session.missing())) == (2, [])
     prepare(session)
     assert session.state is State.PREPARED
 
@@ -234,11 +234,11 @@ def test_an_update_that_is_served_or_has_ended_takes_no_call(
     make: Callable[[], Session], call: Callable[[Session], object]
 ) -> None:
     session = make()
-    before = session.as_dict()
+    before = session.describe().as_dict()
     error = refused(lambda: call(session))
     assert (error.kind, error.status) == TAKES_NOTHING[make]
     assert str(session.state) in str(error)
-    assert session.as_dict() == before
+    assert session.describe().as_dict() == before
 
 
 def test_an_open_update_is_not_committed() -> None:
@@ -250,11 +250,11 @@ def test_an_open_update_is_not_committed() -> None:
 @pytest.mark.parametrize(("make", "why"), [(committing, "it is committing"), (committed, "roll back")])
 def test_what_is_served_is_not_abandoned(make: Callable[[], Session], why: str) -> None:
     session = make()
-    before = session.as_dict()
+    before = session.describe().as_dict()
     error = refused(session.abandon)
     assert error.kind == "wrong-state"
     assert why in str(error)
-    assert session.as_dict() == before
+    assert session.describe().as_dict() == before
 
 
 def test_a_commit_that_is_being_confirmed_does_not_expire() -> None:
@@ -406,7 +406,7 @@ def test_a_clock_that_is_set_meanwhile_ends_no_update(set_by: float) -> None:
     set_clock = Moment(OPENED.monotonic + LIFETIME - 1, OPENED.unix + set_by)
     assert not session.expire(set_clock)
     session.touch(set_clock)
-    assert session.as_dict()["expires_at"] == set_clock.unix + LIFETIME
+    assert session.describe().as_dict()["expires_at"] == set_clock.unix + LIFETIME
     assert session.expire(set_clock.later(LIFETIME))
 
 
@@ -437,7 +437,7 @@ def test_everything_wrong_with_a_chunk_is_in_one_error() -> None:
         TensorSpec("c", (4, 3), "bfloat16"),
         TensorSpec("d", (4, 2), "int8"),
     ]
-    before = session.as_dict()
+    before = session.describe().as_dict()
     error = refused(lambda: session.receive("1", brought, 10))
     assert (error.kind, error.status) == ("invalid-tensors", 422)
     assert [(problem["kind"], problem["tensor"]) for problem in error.details["problems"]] == [
@@ -447,7 +447,7 @@ def test_everything_wrong_with_a_chunk_is_in_one_error() -> None:
         ("duplicate-tensor", "a"),
     ]
     assert all(name in str(error) for name in ("stranger", "c", "d", "a"))
-    assert session.as_dict() == before
+    assert session.describe().as_dict() == before
 
 
 def test_problems_of_one_kind_give_the_error_its_kind() -> None:
@@ -493,7 +493,7 @@ def test_a_chunk_is_replaced_as_a_whole() -> None:
     assert sorted(session.missing()) == ["b", "c", "d"]
     send(session, "1", "bcd", 25)
     assert sorted(session.missing()) == []
-    assert session.as_dict()["bytes"] == 35
+    assert session.describe().as_dict()["bytes"] == 35
 
 
 def test_a_chunk_that_is_being_staged_is_not_replaced() -> None:
@@ -509,7 +509,7 @@ def test_a_replacement_counts_only_once_it_is_staged() -> None:
     session = prepared()
     session.receive("0", specs(NAMES), 10)
     assert sorted(session.missing()) == list(NAMES)
-    assert session.as_dict()["bytes"] == 0
+    assert session.describe().as_dict()["bytes"] == 0
 
 
 def test_a_refused_chunk_counts_as_missing() -> None:
@@ -522,7 +522,7 @@ def test_a_refused_chunk_counts_as_missing() -> None:
     error = refused(lambda: prepare(session))
     assert (error.kind, error.status) == ("incomplete", 422)
     assert error.details == {"missing": ["c", "d"], "problems": [problem], "problem_count": 1}
-    assert session.as_dict()["problems"] == [problem]
+    assert session.describe().as_dict()["problems"] == [problem]
 
 
 @pytest.mark.parametrize("key", ["1", "2"])
@@ -557,7 +557,7 @@ def test_what_is_told_about_an_update() -> None:
     )
     send(session, "0", "ab", 30)
     session.receive("1", specs("c"), 15, "ab" * 32)
-    assert session.as_dict() == {
+    assert session.describe().as_dict() == {
         "partial": False,
         "world_size": 1,
         "id": "u1",
@@ -587,7 +587,7 @@ def test_what_is_told_about_an_update() -> None:
 
 @ended
 def test_an_ended_update_misses_nothing_and_has_no_time_left(make: Callable[[], Session]) -> None:
-    told = make().as_dict()
+    told = make().describe().as_dict()
     assert (told["tensors_missing"], told["missing"], told["expires_at"]) == (0, [], None)
 
 
@@ -671,9 +671,9 @@ class AnySequence(RuleBasedStateMachine):
         if kind is None:
             call()
             return
-        before = self.session.as_dict()
+        before = self.session.describe().as_dict()
         assert refused(call).kind == kind
-        assert self.session.as_dict() == before
+        assert self.session.describe().as_dict() == before
 
     @rule(
         target=keys,
@@ -801,7 +801,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        told = self.session.as_dict()
+        told = self.session.describe().as_dict()
         assert told["state"] == self.state
         assert self.session.live == self.live
         assert set(self.session.missing()) == set(NAMES) - self.have()

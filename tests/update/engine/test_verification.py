@@ -5,13 +5,13 @@ import pytest
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.labels import Label
-from vllm_fp8ext.update.engine.verification import Fingerprints
+from vllm_fp8ext.update.engine.verification import CommittedFingerprints
 
 START, FIRST, BACK = Label(0, "epoch-0"), Label(1, "new"), Label(2, "epoch-0")
 
 
 def test_a_rollback_brings_the_fingerprints_back() -> None:
-    known = Fingerprints()
+    known = CommittedFingerprints()
     known.keep(START, [1, 2], None)
     known.keep(FIRST, [3, 4], START)
     known.require(FIRST, [3, 4])
@@ -25,7 +25,7 @@ def test_a_rollback_brings_the_fingerprints_back() -> None:
     ("label", "found", "ranks"), [(START, [1, 9], [1]), (START, [9, 9], [0, 1]), (FIRST, [1, 2], [0, 1])]
 )
 def test_ranks_that_differ_are_named(label: Label, found: list[int], ranks: list[int]) -> None:
-    known = Fingerprints()
+    known = CommittedFingerprints()
     known.keep(START, [1, 2], None)
     with pytest.raises(
         UpdateError, match=f"rank {', '.join(map(str, ranks))}: .* epoch {label.epoch}"

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import ShardSlice, scale_name
+from vllm_fp8ext.update.contract.rank_results import Accepted, RankProgress
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.transports.files import receiver
@@ -74,12 +75,12 @@ def written(tensors: dict[str, Tensor], file: Path) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + body)
 
 
-def staged(rank: Rank, file: Path, job: int, hashes: dict[str, str], session: str = "u") -> dict[str, Any]:
+def staged(rank: Rank, file: Path, job: int, hashes: dict[str, str], session: str = "u") -> Any:
     listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in file_tensors(file)]
     told = {"transport": "files", "path": str(file), "stamp": list(stamp_of(file.stat())), "folder": "/"}
     claimed = {name: [sha, [name]] for name, sha in hashes.items()}
-    assert rank.stage(job, session, told, listed, claimed) == {}
-    while not (result := rank.poll(job, 0.05))["done"]:
+    assert rank.stage(job, session, told, listed, claimed) == Accepted()
+    while isinstance(result := rank.poll(job, 0.05), RankProgress):
         time.sleep(0.001)
     return result
 
@@ -94,7 +95,7 @@ def test_larger_tensors_than_buffers_are_staged_bit_for_bit(
     file = tmp_path / "a.safetensors"
     written(tensors, file)
     result = staged(rank, file, 1, {name: sha(tensor) for name, tensor in tensors.items()})
-    assert result["problems"] == []
+    assert result.problems == []
     targets = rank.twin.stager.quantized
     expected = {
         "w": reference.quantize_weight(tensors["w"], "fp32"),
@@ -105,8 +106,8 @@ def test_larger_tensors_than_buffers_are_staged_bit_for_bit(
             assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(rank.twin.stager.plain["norm"], tensors["norm"])
     whole = quantize_weight.quantize_weight(tensors["w"], *quantize_weight.empty_like(tensors["w"]), "fp32")
-    assert result["errors"].keys() == {"w"}
-    assert result["errors"]["w"] == pytest.approx(whole, rel=1e-6)
+    assert result.errors.keys() == {"w"}
+    assert result.errors["w"] == pytest.approx(whole, rel=1e-6)
 
 
 def test_everything_wrong_is_told_by_tensor(rank: Rank, tensors: dict[str, Tensor], tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_everything_wrong_is_told_by_tensor(rank: Rank, tensors: dict[str, Tenso
     tensors[scale_name("c")][-1, 0] = -1.0
     written(tensors, file)
     result = staged(rank, file, 1, {"w": sha(tensors["w"]), "c": "0" * 64})
-    found = {(problem["kind"], problem["tensor"]) for problem in result["problems"]}
+    found = {(problem["kind"], problem["tensor"]) for problem in result.problems}
     assert found == {("sha256-mismatch", "c"), ("non-finite", "w"), ("wrong-scales", "c")}
 
 
@@ -128,11 +129,9 @@ def test_another_ranks_codes_are_hashed_here_and_staged_nowhere(
     del rank.twin.stager.pieces["c"]  # type: ignore[attr-defined]  # a dict here
     one = Rank(rank.twin, 0, 2, 0, lambda model, after: None)
     claims = {"c": sha(tensors["c"]), scale_name("c"): sha(tensors[scale_name("c")])}
-    assert staged(one, file, 1, claims)["problems"] == []
+    assert staged(one, file, 1, claims).problems == []
     result = staged(one, file, 2, {**claims, "c": "0" * 64})
-    assert [(problem["kind"], problem["tensor"]) for problem in result["problems"]] == [
-        ("sha256-mismatch", "c")
-    ]
+    assert [(problem["kind"], problem["tensor"]) for problem in result.problems] == [("sha256-mismatch", "c")]
 
 
 def test_a_newer_update_ends_the_reading(rank: Rank, tensors: dict[str, Tensor], tmp_path: Path) -> None:
@@ -148,10 +147,10 @@ def test_a_newer_update_ends_the_reading(rank: Rank, tensors: dict[str, Tensor],
         return original(*arguments)
 
     stager.stage = dropped_meanwhile  # type: ignore[method-assign]  # an update is given up while this one runs
-    assert staged(rank, file, 1, {})["error"]["kind"] == "wrong-state"
+    assert staged(rank, file, 1, {}).kind == "wrong-state"
     assert len(calls) == 1
     stager.stage = original  # type: ignore[method-assign]
-    assert staged(rank, file, 2, {}, "v")["problems"] == []
+    assert staged(rank, file, 2, {}, "v").problems == []
 
 
 def test_what_is_told_again_is_the_same_object() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from vllm_fp8ext.update.contract.rank_results import CanaryScore
 from vllm_fp8ext.update.worker.score_prompts import SLICE_LAYERS, SLICE_TOKENS, See, listen, recite
 
 VOCABULARY, WIDTH = 50, 16
@@ -59,7 +60,7 @@ def attend(model: nn.Module, after: Callable[[], None]) -> None:
             module.after = after
 
 
-def recited(model: Model, prompts: list[list[int]]) -> tuple[dict[str, Any], int]:
+def recited(model: Model, prompts: list[list[int]]) -> tuple[CanaryScore, int]:
     """The result, and how often the recital paused."""
     pauses: list[None] = []
     result = recite(model, prompts, CPU, attend, lambda: pauses.append(None))
@@ -82,18 +83,18 @@ def direct(model: Model, prompts: list[list[int]]) -> float:
 def test_log_probabilities_are_those_of_the_prompts_own_tokens(prompts: list[list[int]]) -> None:
     model = Model()
     result, _ = recited(model, prompts)
-    assert result["logprob"] == pytest.approx(direct(model, prompts), rel=1e-5)
-    assert result["tokens"] == sum(len(prompt) - 1 for prompt in prompts)
-    assert result["finite"] is True
+    assert result.logprob == pytest.approx(direct(model, prompts), rel=1e-5)
+    assert result.tokens == sum(len(prompt) - 1 for prompt in prompts)
+    assert result.finite is True
 
 
 def test_a_prompt_of_one_token_says_nothing() -> None:
-    assert recited(Model(), [[3]])[0] == {"logprob": 0.0, "tokens": 0, "finite": True}
+    assert recited(Model(), [[3]])[0] == CanaryScore(logprob=0.0, tokens=0, finite=True)
 
 
 def test_a_rank_without_logits_has_no_tokens() -> None:
     result, _ = recited(Model(silent=True), [[1, 2, 3]])
-    assert result == {"logprob": 0.0, "tokens": 0, "finite": True}
+    assert result == CanaryScore(logprob=0.0, tokens=0, finite=True)
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -104,15 +105,15 @@ def test_a_hidden_state_that_is_not_finite_is_told(value: float, silent: bool) -
     with torch.no_grad():
         model.embed.weight[7, 3] = value
     result, _ = recited(model, [[1, 2], [3, 7]])
-    assert (result["finite"], result["logprob"]) == (False, 0.0)
-    assert recited(model, [[1, 2], [3, 4]])[0]["finite"]
+    assert (result.finite, result.logprob) == (False, 0.0)
+    assert recited(model, [[1, 2], [3, 4]])[0].finite
 
 
 def test_logits_that_are_not_finite_are_told() -> None:
     model = Model()
     with torch.no_grad():
         model.head.bias[9] = math.nan
-    assert recited(model, [[1, 2]])[0] == {"logprob": 0.0, "tokens": 1, "finite": False}
+    assert recited(model, [[1, 2]])[0] == CanaryScore(logprob=0.0, tokens=1, finite=False)
 
 
 @given(st.lists(st.integers(2, 3000), min_size=1, max_size=3), st.integers(1, 20))

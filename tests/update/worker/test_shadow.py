@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.errors import ConfigError, Failure
 from vllm_fp8ext.update.contract.canary import Canary
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.rank_results import Accepted, RankProgress
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.engine.session import Running, Session
@@ -101,26 +102,26 @@ class Served:
         told = {"transport": "files", "path": str(file), "stamp": list(stamp_of(file.stat())), "folder": "/"}
         listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in stored]
         result = self._done("stage", session.id, told, listed, {}, 0.0, session.tied_in_others(key))
-        session.staged(key, result["problems"])
-        return [(problem["kind"], problem["tensor"]) for problem in result["problems"]]
+        session.staged(key, result.problems)
+        return [(problem["kind"], problem["tensor"]) for problem in result.problems]
 
-    def commit(self, session: Session) -> dict[str, Any]:
+    def commit(self, session: Session) -> Failure | None:
         """The answer of the rank that finished the rest, where something is wrong with it; else the weights are served."""
         session.check(0)
         if session.partial:
             result = self._done("keep_others", session.id, sorted(session.staged_names()))
-            if "error" in result:
-                return result["error"]
-        assert self.rank.exchange() == {}
-        return {}
+            if isinstance(result, Failure):
+                return result
+        assert self.rank.exchange() == Accepted()
+        return None
 
     def digests(self) -> dict[str, str]:
-        return self._done("digests")["digests"]
+        return dict(self._done("digests").digests)
 
-    def _done(self, method: str, *arguments: Any) -> dict[str, Any]:
+    def _done(self, method: str, *arguments: Any) -> Any:
         self._jobs += 1
-        assert getattr(self.rank, method)(self._jobs, *arguments) == {}
-        while not (result := self.rank.poll(self._jobs, 0.05))["done"]:
+        assert getattr(self.rank, method)(self._jobs, *arguments) == Accepted()
+        while isinstance(result := self.rank.poll(self._jobs, 0.05), RankProgress):
             pass
         return result
 
@@ -145,7 +146,7 @@ def test_whatever_a_loader_writes_is_exchanged_and_digested(
     assert cold.keys() == early.keys()
     session = served.opened()
     assert served.send(session, "0", late) == []
-    assert served.commit(session) == {}
+    assert served.commit(session) is None
     live = served.live
     found = {EMBED: live.embed.weight, "scalar": live.scalar, "steps": live.steps, "gain": live.gain}
     assert all(torch.equal(found[name], late[name]) for name in late)
@@ -255,7 +256,7 @@ def test_an_output_layer_that_is_the_embedding_is_compared(
     assert served.send(session, "rest", rest) == []
     if equal:
         assert problems == []
-        assert served.commit(session) == {}
+        assert served.commit(session) is None
         assert torch.equal(served.live.embed.weight, late[EMBED])
         return
     assert [kind for kind, _ in problems] == ["tied-differs"]
@@ -265,7 +266,7 @@ def test_an_output_layer_that_is_the_embedding_is_compared(
     # what was refused comes again, equal
     kept = late[first[0][0]] if first else late[EMBED]
     assert served.send(session, "last", {name: kept.clone() for name in last}) == []
-    assert served.commit(session) == {}
+    assert served.commit(session) is None
     assert torch.equal(served.live.embed.weight, kept)
 
 
@@ -299,11 +300,12 @@ def test_an_output_layer_alone_is_compared_with_what_is_served(
     assert served.send(session, "0", {HEAD: sent}) == []
     error = served.commit(session)
     if equal:
-        assert error == {}
+        assert error is None
     else:
-        assert (error["kind"], error["details"]["problems"][0]["tensor"]) == ("tied-differs", HEAD)
+        assert error is not None
+        assert (error.kind, error.details["problems"][0]["tensor"]) == ("tied-differs", HEAD)
         assert served.send(session, "1", {EMBED: sent}) == []
-        assert served.commit(session) == {}
+        assert served.commit(session) is None
         assert torch.equal(served.live.embed.weight, sent)
     assert (served.digests() == cold) == equal
 

@@ -233,8 +233,8 @@ def test_codes_and_their_scales_come_beside_other_tensors(nearby: type[Nearby]) 
     for names in ((), ("q",), ("q", "k", "down")):
         found, result = taken(coded(sent, *names), nearby)
         assert same(found, expected)
-        assert not result["problems"]
-        assert result["errors"].keys() == {name for name in told if told[name][1]} - set(names)
+        assert not result.problems
+        assert result.errors.keys() == {name for name in told if told[name][1]} - set(names)
 
 
 def test_codes_come_by_their_addresses_too() -> None:
@@ -262,7 +262,7 @@ def test_codes_or_scales_that_can_not_be_served(spoil: Callable[[Tensor, Tensor]
     sent = coded(tensors("q", "k", "norm"), "q", "k")
     spoil(sent["q"], sent["q_scale_inv"])
     _, result = taken(sent)
-    assert [(problem["kind"], problem["tensor"]) for problem in result["problems"]] == [(kind, "q")]
+    assert [(problem["kind"], problem["tensor"]) for problem in result.problems] == [(kind, "q")]
 
 
 def test_other_dtypes_odd_addresses_and_excluded_ones_are_left() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_fp8ext.errors import Failure
 from vllm_fp8ext.update.worker.worker_threads import TURN_SECONDS, Lanes
 
 PATIENCE = 60.0
@@ -49,7 +50,9 @@ def test_an_error_is_a_result_and_the_lane_goes_on(lanes: Lanes) -> None:
 
     lanes.start("a", 1, fails)
     lanes.start("a", 2, dict)
-    assert "no room" in lanes.take(1, PATIENCE)["error"]["message"]
+    error = lanes.take(1, PATIENCE)
+    assert isinstance(error, Failure)
+    assert "no room" in error.message
     assert lanes.take(2, PATIENCE) == {}
 
 

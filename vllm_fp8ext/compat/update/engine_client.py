@@ -9,8 +9,9 @@ from typing import Any
 
 from vllm_fp8ext.compat.update.engine_shutdown import EngineEnd
 from vllm_fp8ext.compat.update.heartbeat import PULSE
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.update.contract.operations import Operation
+from vllm_fp8ext.update.contract.results import JobStarted, Progress, Result, Waiting, decode
 
 FEATURE: str = "core"
 WHY: str = "Call the engine core from the API server: a plugin has no way of its own."
@@ -56,8 +57,8 @@ class EngineCalls:
         self.end = EngineEnd(self._core.resources)
         self._left = False
 
-    async def __call__(self, operation: Operation, **arguments: Any) -> dict[str, Any]:
-        """Run an operation.
+    async def __call__(self, operation: Operation, **arguments: Any) -> Any:
+        """Run an operation; returns what it does (`update.contract.results`).
 
         Raises:
             UpdateError: what the operation refused, or `engine-timeout`, or `engine-dead`.
@@ -65,12 +66,13 @@ class EngineCalls:
         call = self._core.call_utility_async("fp8ext", operation, arguments)
         watched = not operation.only_reads
         try:
-            result: dict[str, Any] = await self._answer(call, operation, self._deadline, watched=watched)
+            reply = await self._answer(call, operation, self._deadline, watched=watched)
         except UpdateError:
             raise
         except Exception as error:
             raise UpdateError("engine-dead", f"the engine failed: {error}", status=500) from error
-        self._heard(result["poisoned"] if operation is Operation.STATUS else result.pop("poisoned"))
+        result, poisoned = decode(reply)
+        self._heard(poisoned)
         return _unwrapped(result)
 
     async def _answer(
@@ -103,37 +105,36 @@ class EngineCalls:
                 pulse.cancel()
         return task.result()
 
-    async def job(self, operation: Operation, **arguments: Any) -> dict[str, Any]:
-        """Run an operation that may start a job (which may go on in another one), and wait for its result.
+    async def job(self, operation: Operation, **arguments: Any) -> Any:
+        """Run an operation that may start a job, and wait for its result.
 
         Raises:
             UpdateError: also `engine-timeout`, when no tensor was done for the deadline.
         """
-        return await self.ended(operation, await self(operation, **arguments))
+        return await self.wait_for_job(operation, await self(operation, **arguments))
 
-    async def ended(self, operation: Operation, started: dict[str, Any]) -> dict[str, Any]:
-        """Wait for the result of an operation that answered this, as `job` does."""
-        if "job" not in started:
+    async def wait_for_job(self, operation: Operation, started: Result) -> Any:
+        """Wait for the result of an operation that has `started` a job, as `job` does; of another one, return `started`."""
+        if not isinstance(started, JobStarted):
             return started
         # each poll takes something from the requests beside
-        await asyncio.sleep(min(started.get("soonest", 0.0), self._deadline / 2))
-        begun, progress, until = time.monotonic(), -1, 0.0
+        await asyncio.sleep(min(started.soonest, self._deadline / 2))
+        progress, begun, until = Progress(step=0), 0.0, math.inf
         while True:
-            result = await self(Operation.POLL, job=started["job"])
-            if result["done"]:
-                result = _unwrapped(result)
-                if "job" not in result:
-                    return result
-                started, begun, progress = result, time.monotonic(), -1
-                continue
-            if result.get("tensors", 0) != progress:
-                progress, until = result.get("tensors", 0), time.monotonic() + self._deadline
-            if time.monotonic() > until:
+            result = await self(Operation.POLL, job=started.job)
+            if not isinstance(result, Progress):
+                return result
+            now, moved = time.monotonic(), result.step != progress.step
+            if moved:
+                begun = now
+            if moved or result.tensors != progress.tensors:
+                progress, until = result, now + self._deadline
+            if now > until:
                 message = f"{operation}: nothing was done for {self._deadline:g} s"
                 raise UpdateError("engine-timeout", message, status=504)
             # what goes on in polls alone, or was waited for in this one, is polled at once: engine steps come in between
-            pause = min(_SHORTEST_PAUSE + (time.monotonic() - begun) / 20, _LONGEST_PAUSE)
-            await asyncio.sleep(0 if result.get("again") else pause)
+            pause = min(_SHORTEST_PAUSE + (now - begun) / 20, _LONGEST_PAUSE)
+            await asyncio.sleep(0 if result.again else pause)
 
     async def sleep(self, level: int, mode: str) -> None:
         """Give memory back (`AsyncLLM.sleep`). No deadline: running requests may be waited for.
@@ -156,11 +157,11 @@ class EngineCalls:
         """
         await self._answer(self._client.wake_up(tags), "wake")
 
-    async def call_until_drained(self, operation: Operation, **arguments: Any) -> dict[str, Any]:
+    async def call_until_drained(self, operation: Operation, **arguments: Any) -> Any:
         """`job`, of an operation that may have to wait for running requests, which have a deadline of their own."""
         while True:
             result = await self.job(operation, **arguments)
-            if "waiting" not in result:
+            if not isinstance(result, Waiting):
                 return result
             if self._left:
                 raise UpdateError("wrong-state", f"{operation} was given up: its caller has left")
@@ -172,7 +173,7 @@ class EngineCalls:
         await self(Operation.LEAVE)
 
 
-def _unwrapped(result: dict[str, Any]) -> dict[str, Any]:
-    if "error" in result:
-        raise UpdateError.from_dict(result["error"])
+def _unwrapped(result: Result) -> Result:
+    if isinstance(result, Failure):
+        raise result.error
     return result

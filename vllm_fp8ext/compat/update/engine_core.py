@@ -33,6 +33,8 @@ from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.update.contract.kv_tokens import PROMPT_TOKENS
 from vllm_fp8ext.update.contract.labels import Label, first_label
 from vllm_fp8ext.update.contract.operations import RankMethod
+from vllm_fp8ext.update.contract.rank_results import RankReply, RankResult
+from vllm_fp8ext.update.contract.results import encode
 
 FEATURE: str = "core"
 WHY: str = "Exchange weights between two steps: a plugin can neither hold the scheduler nor hear of sleep."
@@ -123,8 +125,7 @@ def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]
     engine = _engine_of(self)
     with self.fp8ext_watchdog.watching(operation):
         result = engine.handle(operation, arguments)
-    assert isinstance(result, dict)
-    return {**result, "poisoned": engine.step.poisoned}
+    return encode(result, engine.committer.poisoned)
 
 
 def _engine_of(core: Any) -> Any:
@@ -192,24 +193,23 @@ class CoreAccess:
         if scales is not None and scales.policy != "static" and self.quantization == METHOD:
             self._recent = RecentTokens(core.scheduler, scales.tokens, PROMPT_TOKENS)
 
-    def ranks(self, method: RankMethod, *args: Any) -> list[dict[str, Any]]:
-        """Run a method of `Rank`, or `kv.…` of its `RankKv`, on every worker; one result each, which names the rank and the
-        call that it answers.
+    def ranks(self, method: RankMethod, *args: Any) -> list[RankResult]:
+        """Run a method of `Rank`, or `kv.…` of its `RankKv`, on every worker; one result each.
 
         A call that failed (a worker died) leaves replies unread, and a reply to another call means that every later one is
         shifted too: the process ends then.
         """
         call = next(self._calls)
         try:
-            results: list[dict[str, Any]] = self._core.collective_rpc("fp8ext", args=(call, method, *args))
+            replies: list[RankReply] = self._core.collective_rpc("fp8ext", args=(call, method, *args))
         except Exception as error:
             self.watchdog.end(f"call {call} of {method} failed: {error!r}")
-        told = [result.pop("compiled", None) for result in results]
-        self.compiled = [new or old for new, old in zip(told, self.compiled or told, strict=True)]
-        answers = [(result.pop("call"), result.pop("from")) for result in results]
-        if answers != [(call, rank) for rank in range(len(results))]:
+        counts = [reply.compiled for reply in replies]
+        self.compiled = [new or old or {} for new, old in zip(counts, self.compiled or counts, strict=True)]
+        answers = [(reply.call, reply.rank) for reply in replies]
+        if answers != [(call, rank) for rank in range(len(replies))]:
             self.watchdog.end(f"call {call} of {method} was answered by {answers}")
-        return results
+        return [reply.result for reply in replies]
 
     def recent_tokens(self) -> list[list[int]]:
         """Tokens of the requests that ended last, the last first."""

@@ -22,8 +22,10 @@ from vllm_fp8ext.compat.update.owner_process import follow_engine
 from vllm_fp8ext.compat.warmup import cpu_tiles
 from vllm_fp8ext.compat.warmup.compilations import counts
 from vllm_fp8ext.config import METHOD, Settings
-from vllm_fp8ext.errors import ConfigError, UpdateError, described
+from vllm_fp8ext.errors import ConfigError, UpdateError, errors_as_results
 from vllm_fp8ext.layers.unquantized_layers import report
+from vllm_fp8ext.update.contract.operations import RankMethod
+from vllm_fp8ext.update.contract.rank_results import RankProgress, RankReply, RankResult
 
 FEATURE: str = "core"
 WHY: str = "Build the shadow beside the model: vLLM calls no plugin between loading and sizing the KV cache."
@@ -49,6 +51,7 @@ def install() -> None:
     """Add our methods to the class that wraps every worker. Idempotent."""
     WorkerWrapperBase.load_model = load_model
     WorkerWrapperBase.fp8ext = call
+    WorkerWrapperBase.fp8ext_compiled = lambda self: counts()
 
 
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,22 +150,20 @@ def _most_tokens(settings: Settings, config: VllmConfig) -> int:
     return max(most, scales.tokens) if scales is not None and scales.policy != "static" else most
 
 
-def call(self: Any, number: int, method: str, *args: Any) -> dict[str, Any]:
-    """Run one method of this worker's `Rank`; never raises. The reply names its `call` and the rank that it is `from`, and
-    what this process has `compiled` so far: not while the engine pauses, and not each time that a job is asked about."""
-    answer = _answer(getattr(self, "fp8ext_rank", None), method, args)
-    if method not in ("exchange", "settle") and answer.get("done", True):
-        answer["compiled"] = counts()
-    return {**answer, "call": number, "from": self.worker.rank}
+def call(self: Any, number: int, method: str, *args: Any) -> RankReply:
+    """Run one method of this worker's `Rank`; never raises. The reply tells what this process has compiled:
+    not while the engine pauses, and not each time that a job is polled."""
+    result = _run(getattr(self, "fp8ext_rank", None), method, args)
+    idle = method not in (RankMethod.SWAP, RankMethod.WAIT_FOR_SWAP) and not isinstance(result, RankProgress)
+    return RankReply(call=number, rank=self.worker.rank, result=result, compiled=counts() if idle else None)
 
 
-@described
-def _answer(rank: Any, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
+@errors_as_results
+def _run(rank: Any, method: str, args: tuple[Any, ...]) -> RankResult:
     if rank is None:
         message = "this server takes no updates: it was started with staging none, or from weights that were not recorded"
         raise UpdateError("updates-unavailable", message)
-    result = attrgetter(method)(rank)(*args)
-    assert isinstance(result, dict)
+    result: RankResult = attrgetter(method)(rank)(*args)
     return result
 
 

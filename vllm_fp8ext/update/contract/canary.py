@@ -5,13 +5,14 @@ Every update's logits must be finite; an update may also bound its perplexity on
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.prompts import require_prompts, sample
+from vllm_fp8ext.update.contract.rank_results import CanaryScore
 
 SAMPLE_TOKENS = 64
 
@@ -44,14 +45,14 @@ def canary_of(asked: Mapping[str, Any] | None, settings: Settings, vocabulary: i
     return Canary([list(prompt) for prompt in prompts], bound)
 
 
-def judge(canary: Canary, results: list[dict[str, Any]]) -> float | None:
+def judge(canary: Canary, scores: Sequence[CanaryScore]) -> float | None:
     """Perplexity over all prompts, from each rank's summed log-probability (ranks without logits have none). None for the
     built-in sample.
 
     Raises:
         UpdateError: `canary-refused`: logits that are not finite, or a perplexity above the bound.
     """
-    if not all(result["finite"] for result in results):
+    if not all(score.finite for score in scores):
         raise UpdateError(
             "canary-refused",
             "the new weights' logits are not finite on the canary's prompts",
@@ -60,7 +61,7 @@ def judge(canary: Canary, results: list[dict[str, Any]]) -> float | None:
         )
     if canary.built_in:
         return None
-    (logprob, tokens), *_ = [(r["logprob"], r["tokens"]) for r in results if r["tokens"]]
+    (logprob, tokens), *_ = [(score.logprob, score.tokens) for score in scores if score.tokens]
     perplexity = math.exp(min(-logprob / tokens, 700.0))
     if canary.max_perplexity is not None and perplexity > canary.max_perplexity:
         raise UpdateError(

@@ -14,7 +14,7 @@ from vllm_fp8ext.update.contract.prompts import require_prompts
 
 
 @dataclass(frozen=True)
-class Asked:
+class KvRequest:
     """`prompts`: token ids to calibrate with; `scales`: those that the trainer sends."""
 
     policy: Policy
@@ -23,7 +23,7 @@ class Asked:
     scales: Scales | None = None
 
 
-def asked_of(
+def kv_request_of(
     told: Mapping[str, Any] | None,
     settings: KvScaleSettings,
     served: Scales,
@@ -31,7 +31,7 @@ def asked_of(
     longest: int,
     *,
     records: bool,
-) -> Asked:
+) -> KvRequest:
     """What an update asks for, with the server's `settings` where it says nothing.
 
     `served`: the scales of now; `records`: whether a history is kept.
@@ -53,7 +53,7 @@ def asked_of(
     if policy == "history" and not records:
         raise _invalid("nothing is recorded: the server has to be started with the policy history")
     check_prompts(prompts or (), settings, vocabulary, longest)
-    return Asked(policy, cached, prompts, None if scales is None else _completed(scales, served))
+    return KvRequest(policy, cached, prompts, None if scales is None else _completed(scales, served))
 
 
 def check_prompts(

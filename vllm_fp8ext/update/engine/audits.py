@@ -1,75 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about what is served: its digests, and whether it is what was committed."""
+"""Questions about the served weights: their digests, and whether they are those that were committed."""
 
 import time
-from functools import partial
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kv_types import scale_digests
 from vllm_fp8ext.update.contract.kv_merge import largest
-from vllm_fp8ext.update.contract.labels import Label
 from vllm_fp8ext.update.contract.operations import RankMethod
-from vllm_fp8ext.update.contract.rank_results import raise_first
-from vllm_fp8ext.update.engine.committer import ExchangeStep
-from vllm_fp8ext.update.engine.jobs import Jobs, Result
-from vllm_fp8ext.update.engine.verification import Fingerprints
+from vllm_fp8ext.update.contract.rank_results import Fingerprint, RankDigests, all_of
+from vllm_fp8ext.update.contract.results import ServedDigests, Stale, Verified
+from vllm_fp8ext.update.engine.committer import Committer
+from vllm_fp8ext.update.engine.jobs import Flow, OnRanks
+from vllm_fp8ext.update.engine.verification import CommittedFingerprints
 
 
 class Audits:
-    """Each is a job. `{"stale": True}`: other weights came meanwhile, ask again."""
+    """Makes jobs. Their result is `Stale` where other weights came meanwhile."""
 
-    def __init__(self, jobs: Jobs, step: ExchangeStep, fingerprints: Fingerprints) -> None:
-        self._jobs = jobs
-        self._step = step
+    def __init__(self, committer: Committer, fingerprints: CommittedFingerprints) -> None:
+        self._committer = committer
         self._fingerprints = fingerprints
 
-    def digests(self) -> Result:
-        """Start to compute the digests of what is served."""
+    def digests(self) -> Flow[ServedDigests | Stale]:
+        """Compute the digests of what is served."""
         self._require_known()
-        return self._jobs.start(
-            RankMethod.DIGESTS, finish=partial(self._digested, self._step.live, self._step.exchanges)
+        served, swaps = self._committer.live, self._committer.exchanges
+        ranks = all_of(RankDigests, (yield OnRanks(RankMethod.DIGESTS)))
+        if self._changed(swaps):
+            return Stale()
+        names: dict[str, dict[str, str]] = {}
+        for each in ranks:
+            for name, digest in each.digests.items():
+                names.setdefault(name, {})[str(each.rank)] = digest
+        return ServedDigests(
+            **served.served(),
+            digests=dict(sorted(names.items())),
+            addresses=[each.addresses for each in ranks],
+            kv_scales=scale_digests(largest([each.kv_scales for each in ranks])),
         )
 
-    def verify(self) -> Result:
-        """Start to compare what is served with what was committed."""
+    def verify(self) -> Flow[Verified | Stale]:
+        """Compare what is served with what was committed."""
         self._require_known()
-        served, exchanges = self._step.live, self._step.exchanges
-        finish = partial(self._verified, served, exchanges, time.perf_counter())
-        return self._jobs.start(RankMethod.FINGERPRINT, finish=finish)
+        served, swaps = self._committer.live, self._committer.exchanges
+        started = time.perf_counter()
+        marks = all_of(Fingerprint, (yield OnRanks(RankMethod.FINGERPRINT)))
+        if self._changed(swaps):
+            return Stale()
+        self._fingerprints.require(served, [mark.fingerprint for mark in marks])
+        return Verified(**served.served(), ranks=len(marks), seconds=time.perf_counter() - started)
 
     def _require_known(self) -> None:
-        if self._step.poisoned is not None:
-            raise UpdateError("poisoned", f"nobody knows what is served: {self._step.poisoned}", status=503)
-        self._step.require_whole()
+        poisoned = self._committer.poisoned
+        if poisoned is not None:
+            raise UpdateError("poisoned", f"nobody knows what is served: {poisoned}", status=503)
+        self._committer.require_whole()
 
-    def _verified(self, served: Label, exchanges: int, started: float, results: list[Result]) -> Result:
-        raise_first(results)
-        if self._changed(exchanges):
-            return {"stale": True}
-        found = [result["fingerprint"] for result in results]
-        self._fingerprints.require(served, found)
-        return {
-            **served.served(),
-            "ranks": len(found),
-            "seconds": time.perf_counter() - started,
-        }
-
-    def _changed(self, exchanges: int) -> bool:
-        """Whether an exchange was tried since there were so many: what was read meanwhile may be half of each side."""
+    def _changed(self, swaps: int) -> bool:
+        """Tell whether a swap was tried since there were `swaps`: what was read meanwhile may be half of each side."""
         self._require_known()
-        return exchanges != self._step.exchanges
-
-    def _digested(self, served: Label, exchanges: int, results: list[Result]) -> Result:
-        raise_first(results)
-        if self._changed(exchanges):
-            return {"stale": True}
-        names: dict[str, dict[str, str]] = {}
-        for result in results:
-            for name, value in result["digests"].items():
-                names.setdefault(name, {})[str(result["rank"])] = value
-        return {
-            **served.served(),
-            "digests": dict(sorted(names.items())),
-            "addresses": [result["addresses"] for result in results],
-            "kv_scales": scale_digests(largest([result["kv_scales"] for result in results])),
-        }
+        return swaps != self._committer.exchanges

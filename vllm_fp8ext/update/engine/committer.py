@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.log_text import shown
 from vllm_fp8ext.update.contract.fields import WAIT_SECONDS
 from vllm_fp8ext.update.contract.labels import Label, first_label
 from vllm_fp8ext.update.contract.operations import RankMethod
+from vllm_fp8ext.update.contract.rank_results import RankResult, SwapTime, all_of, failures
 from vllm_fp8ext.update.engine.kv_scales import KvEngine, ScaleSet
 from vllm_fp8ext.update.engine.session import Running
 from vllm_fp8ext.update.engine.totals import Totals
@@ -32,7 +33,7 @@ class Core(Protocol):
     compiled: list[dict[str, int]]
     instance: str
 
-    def ranks(self, method: RankMethod, *args: Any) -> list[dict[str, Any]]: ...
+    def ranks(self, method: RankMethod, *args: Any) -> list[RankResult]: ...
     def stop(self) -> None: ...
     def drain(self) -> None: ...
     def end(self, reason: str) -> NoReturn: ...
@@ -64,7 +65,7 @@ class Waiting:
     until: float
 
 
-class ExchangeStep:
+class Committer:
     """What is served, and the step that changes it."""
 
     def __init__(self, core: Core, totals: Totals, kv: KvEngine) -> None:
@@ -260,25 +261,23 @@ class ExchangeStep:
     def _settle(self) -> float:
         """Wait until the exchange is done on every rank; the longest time that it took."""
         results = self._core.ranks(RankMethod.WAIT_FOR_SWAP)
-        if any("error" in result for result in results):
+        if failures(results):
             self.poison(f"the exchange did not end: {results}")
-        return max(result["seconds"] for result in results)
+        return max(result.seconds for result in all_of(SwapTime, results))
 
     def _swap_all(self) -> None:
         """Exchange on every rank. When some fail (each undoes its own part), the others swap back; if that fails too, no
         rank can be trusted and the engine is poisoned: it generates nothing until a full update heals it."""
         self.exchanges += 1
         results = self._core.ranks(RankMethod.SWAP)
-        failures = [result for result in results if "error" in result]
-        if not failures:
+        failed = failures(results)
+        if not failed:
             self.poisoned = None
             return
-        error = UpdateError.from_dict(failures[0]["error"])
-        swapped = [rank for rank, result in enumerate(results) if "error" not in result]
+        error = failed[0].error
+        swapped = [rank for rank, result in enumerate(results) if not isinstance(result, Failure)]
         undone = self._core.ranks(RankMethod.SWAP, swapped) if swapped else []
-        if any(result.get("broken", True) for result in failures) or any(
-            "error" in result for result in undone
-        ):
+        if not all(failure.unchanged for failure in failed) or failures(undone):
             self.poison(str(error))
         if self.poisoned is None:
             self._settle()

@@ -1,36 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work under way on all ranks: started by one call, advanced and asked about by polling."""
+"""Work of several calls to the ranks, each of which takes long: started by one call, advanced by polls.
+
+A job is a generator that yields `OnRanks` steps and is sent the results of all ranks. What it returns is its result.
+"""
 
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
 
-from vllm_fp8ext.errors import UpdateError, described
+from vllm_fp8ext.errors import Failure, UpdateError, errors_as_results
 from vllm_fp8ext.update.contract.operations import RankMethod
-from vllm_fp8ext.update.contract.rank_results import Result as Result
+from vllm_fp8ext.update.contract.rank_results import RankProgress, RankResult, failures
+from vllm_fp8ext.update.contract.results import JobStarted, Progress, Result
 
-Ranks = Callable[..., list[Result]]
+Ranks = Callable[..., list[RankResult]]
 """`ranks(method, *arguments)`: one result of each rank."""
 
 KEPT_RESULTS = 64
 
 
+class OnRanks:
+    """Step: start a `Rank` method on every rank and wait for its end. Results in what each rank has then."""
+
+    def __init__(self, method: RankMethod, *arguments: Any) -> None:
+        self.method = method
+        self.arguments = arguments
+
+
+T = TypeVar("T")
+Flow: TypeAlias = Generator[OnRanks, list[RankResult], T]
+"""Work that consists of steps; sent all ranks' results of each."""
+
+
 @dataclass
-class Job:
+class _Job:
     """`outcomes`: the final result of each rank that has one. `since`: when the ranks last said that more `tensors` were
     done."""
 
-    outcomes: list[Result | None]
-    finish: Callable[[list[Result]], Result]
-    since: float
+    flow: Flow[Result]
+    step: int = 0
+    serial: int = 0
+    """Number under which the ranks know the step."""
+    outcomes: list[RankResult | None] = field(default_factory=list)
+    since: float = 0.0
     tensors: int = 0
 
 
 class Jobs:
     """The jobs of one engine. A job's result is told once. `patience`: seconds that a poll may wait on the ranks for the end
-    of a job, asked at each: an engine without requests has time, and is asked again at once. `end`: of the engine."""
+    of a job, asked at each: an engine without requests has time, and is asked again at once. `end`: ends the engine."""
 
     def __init__(
         self,
@@ -42,59 +62,35 @@ class Jobs:
         self._patience = patience
         self._end = end
         self._serials = itertools.count(1)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, _Job] = {}
         self._done: dict[int, Result] = {}
 
-    def start(self, method: RankMethod, *arguments: Any, finish: Callable[[list[Result]], Result]) -> Result:
-        """Start a `Rank` method on every rank; `finish` makes the job's result of theirs.
+    def start(self, flow: Flow[Result]) -> Result:
+        """Begin a flow; returns its result where no step of it takes long.
 
-        When a rank could not start, the job is over on all: ranks that meet in collectives must not go on without it.
+        Raises:
+            UpdateError: the flow's, before the ranks have begun anything.
         """
-        serial = next(self._serials)
-        started = self._ranks(method, serial, *arguments)
-        if any("error" in result for result in started):
-            return described(finish)(started)
-        self._jobs[serial] = Job([None] * len(started), finish, time.monotonic())
-        return {"job": serial}
-
-    def followed(self, started: Result, then: Callable[[], Result]) -> Result:
-        """What `start` returned. Once its job, and those that it goes on in, have ended well, `then` makes the result."""
-        if "error" in started:
-            return started
-        if "job" not in started:
-            return then()
-        job = self._jobs[started["job"]]
-        finish = job.finish
-        job.finish = lambda results: self.followed(finish(results), then)
-        return started
-
-    def watched(self, started: Result, moved: Callable[[int | None], None]) -> Result:
-        """What `start` returned. `moved` is called with its job, with each that it goes on in, and, when they have ended,
-        well or not, with None."""
-        moved(started.get("job"))
-        if "job" in started:
-            job = self._jobs[started["job"]]
-            finish = described(job.finish)
-            job.finish = lambda results: self.watched(finish(results), moved)
-        return started
+        job = _Job(flow)
+        result = self._resume(job, None)
+        if result is not None:
+            return result
+        self._jobs[job.serial] = job
+        return JobStarted(job=job.serial)
 
     def silence(self, job: int) -> float:
-        """For how many seconds no rank has done anything for a job that has not ended."""
+        """Return for how many seconds no rank has done anything for a job that has not ended."""
         return time.monotonic() - self._jobs[job].since
 
     def poll(self, job: int) -> Result:
-        """Progress of a job: `{"done": False, …}`, or `done` with its result, once every rank has one. A result may be
-        another job, in which this one goes on, and which has not ended yet."""
+        """Return the result of a job that has ended, else `Progress`. Steps that end at once are gone through."""
         if job in self._done:
             return self._done.pop(job)
         if job not in self._jobs:
             raise UpdateError("unknown-job", f"no job {job}", status=404)
-        result = self._advance(job, self._patience())
-        while "job" in result:
-            further = self._advance(result["job"])
-            if not further["done"]:
-                break
-            result = further
+        step, result = self._jobs[job].step, self._advance(job, self._patience())
+        while isinstance(result, Progress) and result.step != step:
+            step, result = result.step, self._advance(job)
         return result
 
     def reap(self) -> None:
@@ -103,7 +99,7 @@ class Jobs:
             if serial not in self._jobs:  # what another one ended in has taken it in
                 continue
             result = self._advance(serial)
-            if result["done"]:
+            if not isinstance(result, Progress):
                 self._done[serial] = result
         for serial in list(self._done)[:-KEPT_RESULTS]:
             del self._done[serial]
@@ -115,25 +111,55 @@ class Jobs:
             time.sleep(0.001)
             self.reap()
 
-    def _advance(self, serial: int, patience: float = 0.0) -> Result:
-        job = self._jobs[serial]
-        tensors, alike = 0, False
-        for rank, result in enumerate(self._ranks(RankMethod.POLL, serial, patience)):
-            if job.outcomes[rank] is None and (result.get("done") or "error" in result):
+    def _resume(self, job: _Job, results: list[RankResult] | None) -> Result | None:
+        """Let a flow go on to its next step that takes long, which is begun then; returns its result where there is none.
+
+        A step that a rank could not begin is over on all: ranks that meet in collectives must not go on without it.
+        """
+        while True:
+            try:
+                step = next(job.flow) if results is None else job.flow.send(results)
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            serial = next(self._serials)
+            results = self._ranks(step.method, serial, *step.arguments)
+            if not failures(results):
+                job.serial, job.step = serial, job.step + 1
+                job.outcomes, job.tensors, job.since = [None] * len(results), 0, time.monotonic()
+                return None
+
+    def _advance(self, number: int, patience: float = 0.0) -> Result:
+        job = self._jobs[number]
+        again = self._poll_ranks(job, patience)
+        outcomes = [outcome for outcome in job.outcomes if outcome is not None]
+        if len(outcomes) < len(job.outcomes):
+            return Progress(step=job.step, tensors=job.tensors, again=again or patience > 0)
+        del self._jobs[number]  # a flow that is going on may reap
+        result = errors_as_results(self._resume)(job, outcomes)
+        if result is not None:
+            return result
+        self._jobs[number] = job
+        return Progress(step=job.step)
+
+    def _poll_ranks(self, job: _Job, patience: float) -> bool:
+        """Take in what the ranks have done; returns whether polls make the step go on."""
+        results = self._ranks(RankMethod.POLL, job.serial, patience)
+        for rank, result in enumerate(results):
+            if job.outcomes[rank] is None and not isinstance(result, RankProgress):
                 job.outcomes[rank] = result
-            tensors = max(tensors, result.get("tensors", 0))
-            alike = alike or result.get("again", False)
-        failed = [outcome["error"]["message"] for outcome in job.outcomes if outcome and "error" in outcome]
-        if alike and failed:
-            # the others have met in collectives that it has left, and will meet the next step's instead
-            self._end(
-                f"job {serial} failed on some ranks in the middle of the others' collectives: {failed[0]}"
-            )
-        again = alike or patience > 0
+        under_way = [result for result in results if isinstance(result, RankProgress)]
+        again = any(result.again for result in under_way)
+        self._require_together(job, job.outcomes if again else ())
+        tensors = max((result.tensors for result in under_way), default=0)
         if tensors != job.tensors:
             job.tensors, job.since = tensors, time.monotonic()
-        finished = [outcome for outcome in job.outcomes if outcome is not None]
-        if len(finished) < len(job.outcomes):
-            return {"done": False, "tensors": tensors, "again": again}
-        del self._jobs[serial]
-        return {"done": True, **described(job.finish)(finished)}
+        return again
+
+    def _require_together(self, job: _Job, outcomes: Sequence[RankResult | None]) -> None:
+        """End the engine where a rank has left collectives that the others have met in: they meet the next step's then."""
+        failed = [outcome.message for outcome in outcomes if isinstance(outcome, Failure)]
+        if failed:
+            self._end(
+                f"job {job.serial} failed on some ranks in the middle of the others' collectives: {failed[0]}"
+            )

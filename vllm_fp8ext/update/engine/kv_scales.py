@@ -4,19 +4,29 @@
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_types import Scales
 from vllm_fp8ext.update.contract.kv_merge import largest, remembered
-from vllm_fp8ext.update.contract.kv_request import Asked, asked_of
-from vllm_fp8ext.update.contract.kv_tokens import Tokens, choose
+from vllm_fp8ext.update.contract.kv_request import KvRequest, kv_request_of
+from vllm_fp8ext.update.contract.kv_tokens import choose
 from vllm_fp8ext.update.contract.operations import RankMethod
-from vllm_fp8ext.update.contract.rank_results import raise_first
-from vllm_fp8ext.update.engine.jobs import Jobs, Result
+from vllm_fp8ext.update.contract.rank_results import (
+    Fits,
+    KvAmax,
+    KvFits,
+    KvRescaled,
+    KvTraffic,
+    RankResult,
+    ServedKvScales,
+    all_of,
+    failures,
+)
+from vllm_fp8ext.update.contract.results import ServedScales
+from vllm_fp8ext.update.engine.jobs import Flow, OnRanks
 from vllm_fp8ext.update.engine.kv_report import layer_reports, traffic_reports, worst
 from vllm_fp8ext.update.worker.kv_scales import computed
 
@@ -31,7 +41,7 @@ class Core(Protocol):
     vocabulary: int
     longest_prompt: int
 
-    def ranks(self, method: RankMethod, *args: Any) -> list[dict[str, Any]]: ...
+    def ranks(self, method: RankMethod, *args: Any) -> list[RankResult]: ...
     def recent_tokens(self) -> list[list[int]]: ...
     def held_blocks(self) -> list[dict[str, Any]]: ...
 
@@ -48,7 +58,7 @@ class ScaleSet:
     tokens: int = 0
     layers: dict[str, Any] = field(default_factory=dict)
 
-    def summary(self, epoch: int) -> Result:
+    def summary(self, epoch: int) -> dict[str, Any]:
         """In short, while `epoch` is served."""
         return {
             "policy": self.policy,
@@ -60,32 +70,32 @@ class ScaleSet:
         }
 
 
-def _first(parts: list[Result]) -> ScaleSet:
-    """Those that the server was started with, of its ranks' answers."""
-    scales = largest([part["scales"] for part in parts])
-    calibrated = parts[0]["calibrated"]
-    if not calibrated:
+def _first(parts: list[ServedKvScales]) -> ScaleSet:
+    """Return the scales that the server was started with."""
+    scales = largest([part.scales for part in parts])
+    calibrations = [part.calibration for part in parts if part.calibration is not None]
+    if not calibrations:
         return ScaleSet(scales, "static", 0, "start")
-    layers = layer_reports([part["calibrated"]["fits"] for part in parts], calibrated["amax"], scales)
-    return ScaleSet(scales, "calibrate", 0, calibrated["source"], calibrated["tokens"], layers)
+    first = calibrations[0]
+    layers = layer_reports([each.fits for each in calibrations], first.amax, scales)
+    return ScaleSet(scales, "calibrate", 0, first.source, first.tokens, layers)
 
 
-def _cached_scales(found: ScaleSet) -> list[list[float]]:
-    """Those by which K and V are cached: queries are not."""
-    return [kinds[kind] for kinds in found.scales.values() for kind in ("k", "v")]
+def _cached_scales(scale_set: ScaleSet) -> list[list[float]]:
+    """Return the scales by which K and V are cached: queries are not."""
+    return [kinds[kind] for kinds in scale_set.scales.values() for kind in ("k", "v")]
 
 
 class KvEngine:
     """The scales of an engine. Without an FP8 KV cache, or without updates, there are none (`enabled`)."""
 
-    def __init__(self, core: Core, jobs: Jobs) -> None:
+    def __init__(self, core: Core) -> None:
         self._core = core
-        self._jobs = jobs
-        found = core.settings.kv_scales
+        settings = core.settings.kv_scales
         self.enabled = (
-            core.kv_cache_dtype.startswith("fp8") and found is not None and core.settings.staging != "none"
+            core.kv_cache_dtype.startswith("fp8") and settings is not None and core.settings.staging != "none"
         )
-        self._settings = found or KvScaleSettings(policy="static")
+        self._settings = settings or KvScaleSettings(policy="static")
         self._served: ScaleSet | None = None
         self._previous: ScaleSet | None = None
         self.traffic: dict[str, Any] = {}
@@ -101,77 +111,52 @@ class KvEngine:
     def served(self) -> ScaleSet:
         """What is served."""
         if self._served is None:
-            parts = self._core.ranks(RankMethod.KV_SERVED)
-            raise_first(parts)
-            self._served = _first(parts)
+            self._served = _first(all_of(ServedKvScales, self._core.ranks(RankMethod.KV_SERVED)))
             self._warn(self._served.layers, f"with scales from {self._served.source}")
         return self._served
 
-    def asked(self, told: Any) -> Asked | None:
-        """What an update asks for. Raises `UpdateError` (`invalid-request`)."""
+    def request(self, fields: Any) -> KvRequest | None:
+        """Return what an update asks for. Raises `UpdateError` (`invalid-request`)."""
         if not self.enabled:
             return None
         core, records = self._core, self._settings.policy == "history"
-        return asked_of(
-            told, self._settings, self.served.scales, core.vocabulary, core.longest_prompt, records=records
+        return kv_request_of(
+            fields, self._settings, self.served.scales, core.vocabulary, core.longest_prompt, records=records
         )
 
-    def prepare(
-        self,
-        asked: Asked,
-        epoch: int,
-        wanted: Callable[[], None],
-        done: Callable[[ScaleSet], None],
-        then: Callable[[], Result],
-    ) -> Result:
-        """Give the twin, which is complete, the scales that it will be served with from `epoch` on; then go on. A job where
-        tokens have to be looked at; `wanted` raises when nobody wants its scales any more."""
-        if asked.policy in ("static", "history"):
-            found = self.served if asked.policy == "static" else self._from_history(epoch)
-            self._stage(found.scales)
-            done(found)
-            return then()
+    def prepare(self, request: KvRequest, epoch: int, require_wanted: Callable[[], None]) -> Flow[ScaleSet]:
+        """Give the shadow, which is complete, the scales that it will be served with from `epoch` on.
+
+        `require_wanted` raises when nobody wants them any more.
+        """
+        if request.policy in ("static", "history"):
+            scale_set = self.served if request.policy == "static" else self._from_history(epoch)
+            self._stage(scale_set.scales)
+            return scale_set
         core = self._core
         recent = core.recent_tokens()
-        tokens = choose(asked.prompts, self._settings, recent, core.vocabulary, core.longest_prompt)
-        finish = partial(self._observed, asked, tokens, epoch, wanted, done, then)
-        return self._jobs.start(RankMethod.OBSERVE_KV, tokens.prompts, finish=finish)
-
-    def _observed(
-        self,
-        asked: Asked,
-        tokens: Tokens,
-        epoch: int,
-        wanted: Callable[[], None],
-        done: Callable[[ScaleSet], None],
-        then: Callable[[], Result],
-        results: list[Result],
-    ) -> Result:
-        raise_first(results)
-        wanted()
-        seen = largest([result["amax"] for result in results])
+        tokens = choose(request.prompts, self._settings, recent, core.vocabulary, core.longest_prompt)
+        results = all_of(KvAmax, (yield OnRanks(RankMethod.OBSERVE_KV, tokens.prompts)))
+        require_wanted()
+        seen = largest([result.amax for result in results])
         source = tokens.source
-        if asked.scales is not None:
-            scales, source = asked.scales, "trainer"
+        if request.scales is not None:
+            scales, source = request.scales, "trainer"
         else:
             scales = computed(seen, self.served.scales, self._settings)
         layers = layer_reports(self._stage(scales), seen, scales)
-        found = ScaleSet(scales, asked.policy, epoch, source, tokens.count, layers)
         self._warn(layers, f"with scales from {source}")
-        done(found)
-        return then()
+        return ScaleSet(scales, request.policy, epoch, source, tokens.count, layers)
 
-    def _stage(self, scales: Scales) -> list[Any]:
+    def _stage(self, scales: Scales) -> list[Fits]:
         results = self._core.ranks(RankMethod.KV_STAGE, scales)
-        raise_first(results)
-        return [result["fits"] for result in results]
+        return [result.fits for result in all_of(KvFits, results)]
 
     def _from_history(self, epoch: int) -> ScaleSet:
         """Scales for what was written into the cache before the commits that count, this one the last of them."""
-        results = self._core.ranks(RankMethod.KV_RECORDED)
-        raise_first(results)
-        parts: list[Any] = [result["amax"] for result in results]
-        written = [result["traffic"] for result in results]
+        results = all_of(KvTraffic, self._core.ranks(RankMethod.KV_RECORDED))
+        parts: list[Any] = [result.amax for result in results]
+        written = [result.traffic for result in results]
         self.traffic = traffic_reports(written, largest(parts), self.served.scales)
         self._warn(self.traffic, f"as cached with scales of epoch {self.served.epoch}")
         self._recorded = largest([*parts, self._recorded] if self._recorded else parts)
@@ -181,11 +166,11 @@ class KvEngine:
         return ScaleSet(scales, "history", epoch, "history")
 
     def _warn(self, layers: dict[str, Any], how: str) -> None:
-        for kind, told in (worst(layers) or {}).items():
-            if told["saturated_fraction"] > self._settings.warn_saturated:
+        for kind, fit in (worst(layers) or {}).items():
+            if fit["saturated_fraction"] > self._settings.warn_saturated:
                 logger.warning(
                     "fp8ext: %.3g of %s of %s is beyond the largest FP8 code %s; more than %g",
-                    *(told["saturated_fraction"], kind.upper(), told["worst"], how),
+                    *(fit["saturated_fraction"], kind.upper(), fit["worst"], how),
                     self._settings.warn_saturated,
                 )
 
@@ -205,26 +190,31 @@ class KvEngine:
         if cached == "recompute":
             return True
         results = self._core.ranks(RankMethod.KV_RESCALE, self._core.held_blocks())
-        failed = [result["error"] for result in results if "error" in result]
+        failed = failures(results)
         if failed:
-            told = "cached K and V could not be rewritten, they are computed again"
-            logger.warning("fp8ext: %s: %s", told, failed[0])
+            message = "cached K and V could not be rewritten, they are computed again"
+            logger.warning("fp8ext: %s: %s", message, failed[0])
             return True
-        self._rescaled = {
-            name: sum(result.get(name, 0) for result in results) for name in ("codes", "saturated", "flushed")
-        }
+        counts = [asdict(result) for result in all_of(KvRescaled, results)]
+        self._rescaled = {name: sum(each[name] for each in counts) for name in counts[0]}
         return False
 
-    def describe(self, epoch: int, *, layers: bool = False) -> Result | None:
-        """What is served: in short, or with scales and fit of every layer."""
+    def describe(self, epoch: int) -> dict[str, Any] | None:
+        """Return what is served, in short."""
         if not self.enabled:
             return None
-        found = self.served.summary(epoch) | {
+        return self.served.summary(epoch) | {
             "granularity": self._settings.granularity,
             "rescaled": self._rescaled,
             "traffic": worst(self.traffic),
         }
-        if layers:
-            served = self.served
-            found |= {"scales": served.scales, "layers": served.layers, "traffic_layers": self.traffic}
-        return found
+
+    def report(self, epoch: int) -> ServedScales | None:
+        """Return what is served, with scales and fit of every layer."""
+        summary = self.describe(epoch)
+        if summary is None:
+            return None
+        scale_set = self.served
+        return ServedScales(
+            **summary, scales=scale_set.scales, layers=scale_set.layers, traffic_layers=self.traffic
+        )

@@ -1,43 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of an update between its last tensor and its commit: the rest is taken from live, scales of the KV cache
-are found, fingerprints are taken, and the canary sings."""
+"""Preparation of an update, between its last tensor and its commit."""
 
 import time
 from collections.abc import Callable
-from functools import partial
 
-from vllm_fp8ext.errors import UpdateError, described
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.canary import judge
 from vllm_fp8ext.update.contract.operations import RankMethod
-from vllm_fp8ext.update.contract.rank_results import raise_first
-from vllm_fp8ext.update.engine.committer import ExchangeStep
-from vllm_fp8ext.update.engine.jobs import Jobs, Result
-from vllm_fp8ext.update.engine.kv_scales import KvEngine, ScaleSet
+from vllm_fp8ext.update.contract.rank_results import CanaryScore, Fingerprint, all_of, raise_first
+from vllm_fp8ext.update.contract.results import JobStarted, Result, UpdateState
+from vllm_fp8ext.update.engine.committer import Committer
+from vllm_fp8ext.update.engine.jobs import Flow, Jobs, OnRanks
+from vllm_fp8ext.update.engine.kv_scales import KvEngine
 from vllm_fp8ext.update.engine.session import Session
 from vllm_fp8ext.update.engine.timestamp import Moment
 
 
-class Preparations:
-    """Each is one job that goes on in another; of an update there is one at a time. `deadline`: seconds in which ranks do
-    something for it."""
+class Preparation:
+    """Prepares updates, each once at a time. `deadline`: seconds within which the ranks do something for it."""
 
     def __init__(
-        self, jobs: Jobs, step: ExchangeStep, kv: KvEngine, clock: Callable[[], Moment], deadline: float
+        self, jobs: Jobs, committer: Committer, kv: KvEngine, clock: Callable[[], Moment], deadline: float
     ) -> None:
         self._jobs = jobs
         self._kv = kv
-        self._step = step
+        self._committer = committer
         self._clock = clock
         self._deadline = deadline
         self._under_way: dict[str, int] = {}
         """The job of each, by the update's id."""
 
     def under_way(self, session: Session) -> bool:
-        """Whether an update is being prepared."""
+        """Tell whether an update is being prepared."""
         return session.id in self._under_way
 
     def require_alive(self, session: Session) -> None:
-        """Require that it is worth to wait for the one under way.
+        """Require that the preparation under way is worth waiting for.
 
         Raises:
             UpdateError: `engine-timeout`.
@@ -46,62 +44,57 @@ class Preparations:
             message = f"update {session.id} is being prepared, and nothing was done for {self._deadline:g} s"
             raise UpdateError("engine-timeout", message, status=504)
 
-    def start(self, session: Session) -> Result:
-        """Prepare an update in which nothing is missing; returns a job."""
-        return self._jobs.watched(described(self._begin)(session), partial(self._moved, session))
+    def start(self, session: Session, then: Callable[[], Flow[Result]] | None = None) -> Result:
+        """Prepare an update in which nothing is missing, as a job; `then` goes on in the same job."""
+        started = self._jobs.start(self._run(session, then))
+        if isinstance(started, JobStarted) and session.id in self._under_way:
+            self._under_way[session.id] = started.job
+        return started
 
-    def _moved(self, session: Session, job: int | None) -> None:
-        if job is None:
-            self._under_way.pop(session.id, None)
+    def _run(self, session: Session, then: Callable[[], Flow[Result]] | None) -> Flow[Result]:
+        self._under_way[session.id] = 0  # `start` knows the job
+        try:
+            state = yield from self._prepare(session)
+        finally:
+            del self._under_way[session.id]
             session.touch(self._clock())
-        else:
-            self._under_way[session.id] = job
+        return state if then is None else (yield from then())
 
-    def _begin(self, session: Session) -> Result:
-        scale = partial(self._scale, session, session.revision, time.perf_counter())
-        if not session.partial:
-            return scale([])
-        return self._jobs.start(
-            RankMethod.KEEP_OTHERS, session.id, sorted(session.staged_names()), finish=scale
-        )
-
-    def _scale(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
-        """Find the scales of its KV cache."""
-        raise_first(results)
-        session.require_unchanged(revision)
-        now = time.perf_counter()
-        mark = partial(self._mark, session, revision, started)
-        if session.asked is None:
-            return mark()
-        epoch = self._step.live.epoch + 1
-
-        def done(found: ScaleSet) -> None:
-            session.kv = found
-            session.kv_scales = found.summary(epoch)
-            session.seconds["kv_scales"] = time.perf_counter() - now
-
-        wanted = partial(session.require_unchanged, revision)
-        return self._kv.prepare(session.asked, epoch, wanted, done, mark)
-
-    def _mark(self, session: Session, revision: int, started: float) -> Result:
-        """Take the fingerprints of what is prepared."""
-        finish = partial(self._sing, session, revision, started)
-        return self._jobs.start(RankMethod.MARK, session.canary.built_in, finish=finish)
-
-    def _sing(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
-        """Let the canary sing, where it has not done so already."""
-        raise_first(results)
-        session.fingerprints = [result["fingerprint"] for result in results]
-        session.seconds["fingerprint"] = max(result["seconds"] for result in results)
-        finish = partial(self._sung, session, revision, started)
-        if all("finite" in result for result in results):
-            return finish(results)
-        return self._jobs.start(RankMethod.RUN_CANARY, session.canary.prompts, finish=finish)
-
-    def _sung(self, session: Session, revision: int, started: float, results: list[Result]) -> Result:
-        raise_first(results)
-        session.canary_perplexity = judge(session.canary, results)
-        session.check(self._step.live.epoch)
+    def _prepare(self, session: Session) -> Flow[UpdateState]:
+        """Fill in the served weights, scale the KV cache, take fingerprints, run the canary."""
+        revision, started = session.revision, time.perf_counter()
+        if session.partial:
+            names = sorted(session.staged_names())
+            raise_first((yield OnRanks(RankMethod.KEEP_OTHERS, session.id, names)))
+            session.require_unchanged(revision)
+        yield from self._find_scales(session, revision)
+        scores = yield from self._take_fingerprints(session)
+        if scores is None:
+            results = yield OnRanks(RankMethod.RUN_CANARY, session.canary.prompts)
+            scores = all_of(CanaryScore, results)
+        session.canary_perplexity = judge(session.canary, scores)
+        session.check(self._committer.live.epoch)
         session.prepared(revision)
         session.took("prepare", started, time.perf_counter())
-        return session.as_dict()
+        return session.describe()
+
+    def _find_scales(self, session: Session, revision: int) -> Flow[None]:
+        """Give the shadow the scales of its KV cache, where there is one."""
+        if session.kv_request is None:
+            return
+        started, epoch = time.perf_counter(), self._committer.live.epoch + 1
+
+        def require_wanted() -> None:
+            session.require_unchanged(revision)
+
+        session.kv = yield from self._kv.prepare(session.kv_request, epoch, require_wanted)
+        session.kv_scales = session.kv.summary(epoch)
+        session.seconds["kv_scales"] = time.perf_counter() - started
+
+    def _take_fingerprints(self, session: Session) -> Flow[list[CanaryScore] | None]:
+        """Keep the fingerprints of what is prepared; returns the canary's scores where it ran in the same step."""
+        marks = all_of(Fingerprint, (yield OnRanks(RankMethod.MARK, session.canary.built_in)))
+        session.fingerprints = [mark.fingerprint for mark in marks]
+        session.seconds["fingerprint"] = max(mark.seconds for mark in marks)
+        scores = [mark.canary for mark in marks if mark.canary is not None]
+        return scores if len(scores) == len(marks) else None

@@ -8,28 +8,30 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.canary import canary_of
 from vllm_fp8ext.update.contract.manifest import Manifest, merge
 from vllm_fp8ext.update.contract.operations import RankMethod
-from vllm_fp8ext.update.contract.rank_results import raise_first
-from vllm_fp8ext.update.engine.committer import Core, ExchangeStep
-from vllm_fp8ext.update.engine.jobs import Result
+from vllm_fp8ext.update.contract.rank_results import RankDescription, all_of, raise_first
+from vllm_fp8ext.update.engine.committer import Committer, Core
 from vllm_fp8ext.update.engine.kv_scales import KvEngine
-from vllm_fp8ext.update.engine.verification import Fingerprints
+from vllm_fp8ext.update.engine.verification import CommittedFingerprints
 
 logger = logging.getLogger("vllm.fp8ext")
 
 
 class ServedModel:
-    """`cost`: what the twins take, once the ranks were asked."""
+    """Manifest of the served model, and by rank the memory of its shadow, once the ranks were asked."""
 
-    def __init__(self, core: Core, step: ExchangeStep, kv: KvEngine, fingerprints: Fingerprints) -> None:
-        self.cost: Result = {"twin_bytes": [], "twin_kv_blocks": 0}
+    def __init__(
+        self, core: Core, committer: Committer, kv: KvEngine, fingerprints: CommittedFingerprints
+    ) -> None:
+        self.shadow_bytes: list[int] = []
+        self.shadow_kv_blocks = 0
         self._core = core
-        self._step = step
+        self._committer = committer
         self._kv = kv
         self._fingerprints = fingerprints
         self._manifest: Manifest | None = None
 
     def manifest(self) -> Manifest:
-        """What an update must bring. At first the ranks rehearse an update, and the fingerprints of what they serve are kept.
+        """Return what an update must bring. At first the ranks rehearse an update, and what they serve is fingerprinted.
 
         Raises:
             UpdateError: `updates-unavailable`; `asleep`, when nobody has asked before.
@@ -41,16 +43,13 @@ class ServedModel:
                 raise UpdateError("updates-unavailable", message)
             if core.asleep():
                 raise UpdateError("asleep", "the weights are asleep: wake the engine first")
-            parts = core.ranks(RankMethod.DESCRIBE)
-            raise_first(parts)
-            own = canary_of(None, core.settings, core.vocabulary, core.longest_prompt)
-            raise_first(core.ranks(RankMethod.REHEARSE, own.prompts, own.built_in))
+            ranks = all_of(RankDescription, core.ranks(RankMethod.DESCRIBE))
+            canary = canary_of(None, core.settings, core.vocabulary, core.longest_prompt)
+            raise_first(core.ranks(RankMethod.REHEARSE, canary.prompts, canary.built_in))
             if self._kv.enabled:
                 logger.info("fp8ext: KV-cache scales: %s", self._kv.served.summary(0))
-            self._manifest = merge(Manifest.from_dict(part["manifest"]) for part in parts)
-            self._fingerprints.keep(self._step.live, [part["fingerprint"] for part in parts], None)
-            self.cost = {
-                "twin_bytes": [part["twin_bytes"] for part in parts],
-                "twin_kv_blocks": parts[0]["twin_kv_blocks"],
-            }
+            self._manifest = merge(rank.manifest for rank in ranks)
+            self._fingerprints.keep(self._committer.live, [rank.fingerprint for rank in ranks], None)
+            self.shadow_bytes = [rank.shadow_bytes for rank in ranks]
+            self.shadow_kv_blocks = ranks[0].shadow_kv_blocks
         return self._manifest

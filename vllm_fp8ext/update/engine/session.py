@@ -24,12 +24,13 @@ from vllm_fp8ext.update.contract.chunk import Chunk, quantization_error, with_se
 from vllm_fp8ext.update.contract.claims import Claim, claim_problems
 from vllm_fp8ext.update.contract.fused import ExpertLayout
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.results import UpdateState
 from vllm_fp8ext.update.contract.spans import Spans
 from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED, incomplete, refusal
 from vllm_fp8ext.update.engine.timestamp import Moment
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.update.contract.kv_request import Asked  # needs torch
+    from vllm_fp8ext.update.contract.kv_request import KvRequest  # needs torch
 
 MISSING_LISTED = 100
 """Names of missing tensors that an update tells of itself: of thousands of experts all would be a megabyte."""
@@ -76,8 +77,8 @@ class Session:
     lifetime: float
     """Seconds after the last activity at which an update that nobody finishes expires."""
     canary: Canary
-    asked: "Asked | None" = None
-    """What it asks for its KV-cache scales, where there are any."""
+    kv_request: "KvRequest | None" = None
+    """Request for the scales of its KV cache, where there is one."""
     base_epoch: int | None = None
     wait_seconds: float | None = None
     partial: bool = False
@@ -118,7 +119,7 @@ class Session:
     @property
     def cached(self) -> str:
         """What becomes of K and V that running requests keep, where the scales of the KV cache change."""
-        return self.asked.cached if self.asked else "rescale"
+        return self.kv_request.cached if self.kv_request else "rescale"
 
     def touch(self, now: Moment) -> None:
         """Something happened to this update: its lifetime begins again."""
@@ -363,34 +364,35 @@ class Session:
         """How many problems the chunks had that were refused."""
         return sum(chunk.problem_count for chunk in self.chunks.values())
 
-    def as_dict(self) -> dict[str, Any]:
+    def describe(self) -> UpdateState:
+        """Return the state as answers show it."""
         missing = self.missing() if self.live else frozenset[str]()
-        return {
-            "id": self.id,
-            "state": str(self.state),
-            "version": self.version,
-            "running": str(self.running),
-            "base_epoch": self.base_epoch,
-            "opened_at": self.opened_at.unix,
-            "expires_at": self.expires_at.unix if self.live else None,
-            "partial": self.partial,
-            "world_size": self.manifest.world_size,
-            "tensors_required": len(self.required()),
-            "tensors_missing": len(missing),
-            "missing": nsmallest(MISSING_LISTED, missing),
-            "bytes": self.bytes,
+        return UpdateState(
+            id=self.id,
+            state=str(self.state),
+            version=self.version,
+            running=str(self.running),
+            base_epoch=self.base_epoch,
+            opened_at=self.opened_at.unix,
+            expires_at=self.expires_at.unix if self.live else None,
+            partial=self.partial,
+            world_size=self.manifest.world_size,
+            tensors_required=len(self.required()),
+            tensors_missing=len(missing),
+            missing=nsmallest(MISSING_LISTED, missing),
+            bytes=self.bytes,
             # any number of chunks may bring nothing
-            "chunks": {
+            chunks={
                 key: chunk.as_dict() for key, chunk in self.chunks.items() if chunk.names or not chunk.staged
             },
-            "problems": self.problems,
-            "problem_count": self.problem_count,
-            "seconds": dict(self.seconds),
-            "quantization_error": self.quantization_error,
-            "canary_perplexity": self.canary_perplexity,
-            "kv_scales": self.kv_scales,
-            "result": self.result,
-        }
+            problems=self.problems,
+            problem_count=self.problem_count,
+            seconds=dict(self.seconds),
+            quantization_error=self.quantization_error,
+            canary_perplexity=self.canary_perplexity,
+            kv_scales=self.kv_scales,
+            result=self.result,
+        )
 
     @property
     def quantization_error(self) -> dict[str, Any] | None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import raise_first
-from vllm_fp8ext.update.engine.committer import Core, ExchangeStep
-from vllm_fp8ext.update.engine.jobs import Jobs, Result
+from vllm_fp8ext.update.engine.committer import Committer, Core
+from vllm_fp8ext.update.engine.jobs import Jobs
 
 DISCARDING = 2
 """The level of sleep from which on weights are not kept."""
@@ -16,28 +16,27 @@ DISCARDING = 2
 class Sleeping:
     """Called as memory is given back and taken again. `give_up`: ends the open update, if there is one."""
 
-    def __init__(self, core: Core, step: ExchangeStep, jobs: Jobs, give_up: Callable[[], None]) -> None:
+    def __init__(self, core: Core, committer: Committer, jobs: Jobs, give_up: Callable[[], None]) -> None:
         self._core = core
-        self._step = step
+        self._committer = committer
         self._jobs = jobs
         self._give_up = give_up
         self._discarded = False
         """Whether memory was given back without its contents, and what was in it not made anew yet."""
 
-    def allowed(self) -> Result:
+    def require_allowed(self) -> None:
         """Require that nothing stands against giving memory back.
 
         Raises:
             UpdateError: `update-open`: a part of what is served has been overwritten in place.
         """
-        if self._step.held:
+        if self._committer.held:
             message = "an update in place is under way: the engine can't sleep before its commit"
             raise UpdateError("update-open", message)
-        return {}
 
     def before(self, level: int) -> None:
-        """Memory is about to be given back: let what is under way end. Raises as `allowed` does."""
-        self.allowed()
+        """Memory is about to be given back: let what is under way end. Raises as `require_allowed` does."""
+        self.require_allowed()
         if self._discards(level):
             self._give_up()
             raise_first(self._core.ranks(RankMethod.KEEP_CONSTANTS))
@@ -46,7 +45,7 @@ class Sleeping:
     def begun(self, level: int) -> None:
         """Memory was given back; from level 2 on, what is served is lost."""
         if self._discards(level):
-            self._step.condemn(f"its weights were discarded by sleep level {level}")
+            self._committer.condemn(f"its weights were discarded by sleep level {level}")
             self._discarded = True
 
     def waking(self) -> None:

@@ -12,7 +12,7 @@ from vllm_fp8ext.update.contract.fused import ExpertLayout
 from vllm_fp8ext.update.contract.labels import default_version
 from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.contract.update_errors import refusal
-from vllm_fp8ext.update.engine.committer import Core, ExchangeStep
+from vllm_fp8ext.update.engine.committer import Committer, Core
 from vllm_fp8ext.update.engine.kv_scales import KvEngine
 from vllm_fp8ext.update.engine.session import Running, Session
 from vllm_fp8ext.update.engine.timestamp import Moment
@@ -23,12 +23,12 @@ KEPT = 16
 class Updates:
     """`sessions`: by id, the oldest first."""
 
-    def __init__(self, core: Core, step: ExchangeStep, kv: KvEngine, clock: Callable[[], Moment]) -> None:
+    def __init__(self, core: Core, committer: Committer, kv: KvEngine, clock: Callable[[], Moment]) -> None:
         self.sessions: dict[str, Session] = {}
         self._core = core
-        self._step = step
+        self._committer = committer
         self._kv = kv
-        self._clock = clock
+        self.clock = clock
 
     def open(
         self,
@@ -53,7 +53,7 @@ class Updates:
                 `other-update` (what has this id was opened with something else), or what is wrong with the `tensors` that
                 are announced.
         """
-        living = self._step.live.instance
+        living = self._committer.live.instance
         if instance not in (None, living):
             message = (
                 f"the update was made for instance {instance} of the server; it was started anew, as {living}, and counts "
@@ -67,7 +67,7 @@ class Updates:
             return self.sessions[id]
         if partial and base_epoch is None:
             raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
-        self._step.require_healing(partial)
+        self._committer.require_healing(partial)
         core, settings = self._core, self._core.settings
         inplace = settings.staging == "inplace"
         if inplace and running == Running.WAIT:
@@ -90,13 +90,13 @@ class Updates:
             raise refusal(problems)
         session = Session(
             id=id or uuid.uuid4().hex,
-            version=version if version is not None else default_version(self._step.live.epoch + 1),
+            version=version if version is not None else default_version(self._committer.live.epoch + 1),
             running=Running(running),
             manifest=manifest,
-            opened_at=self._clock(),
+            opened_at=self.clock(),
             lifetime=settings.upload_idle_seconds if inplace else settings.update_lifetime_seconds,
             canary=canary_of(canary, settings, core.vocabulary, core.longest_prompt),
-            asked=self._kv.asked(kv_scales),
+            kv_request=self._kv.request(kv_scales),
             base_epoch=base_epoch,
             wait_seconds=wait_seconds,
             partial=partial,
@@ -105,7 +105,7 @@ class Updates:
             claims=claims,
             expert_layout=expert_layout,
         )
-        session.check_base(self._step.live.epoch)
+        session.check_base(self._committer.live.epoch)
         self.sessions[session.id] = session
         for old in list(self.sessions)[:-KEPT]:
             del self.sessions[old]

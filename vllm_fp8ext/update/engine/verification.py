@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether every rank still serves what was committed."""
+"""Fingerprints of what was committed, which every rank must still serve."""
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.labels import Label
 
 
-class Fingerprints:
-    """Of each rank's weights, by the label that they are served with: those served now, and those before."""
+class CommittedFingerprints:
+    """Fingerprints of each rank's weights by their label: of those served now, and of those before."""
 
     def __init__(self) -> None:
         self._known: dict[Label, list[int]] = {}
 
     def of(self, label: Label) -> list[int]:
-        """By rank; none for weights that nobody knows."""
+        """Return them by rank; none for weights that nobody knows."""
         return self._known.get(label, [])
 
     def keep(self, live: Label, fingerprints: list[int], previous: Label | None) -> None:
-        """From now on `live` is served; `previous` is what a rollback would bring back."""
+        """Record that `live` is served from now on; `previous` is what a rollback would bring back."""
         kept = {previous: self._known[previous]} if previous in self._known else {}
         self._known = {**kept, live: fingerprints}
 
-    def require(self, label: Label, found: list[int]) -> None:
+    def require(self, label: Label, served: list[int]) -> None:
         """Compare what every rank serves.
 
         Raises:
             UpdateError: `weights-differ`, naming the ranks.
         """
         expected = self.of(label)
-        wrong = [rank for rank, value in enumerate(found) if [value] != expected[rank : rank + 1]]
+        wrong = [rank for rank, value in enumerate(served) if [value] != expected[rank : rank + 1]]
         if wrong:
             raise UpdateError(
                 "weights-differ",

@@ -7,7 +7,8 @@ pauses or ends. What the work may touch is therefore whatever its caller may tou
 
 import threading
 from collections.abc import Callable
-from typing import Any
+
+from vllm_fp8ext.update.contract.rank_results import RankResult
 
 Pause = Callable[[], None]
 
@@ -15,7 +16,7 @@ Pause = Callable[[], None]
 class Slices:
     """One piece of work, advanced slice by slice."""
 
-    def __init__(self, work: Callable[[Pause], dict[str, Any]]) -> None:
+    def __init__(self, work: Callable[[Pause], RankResult]) -> None:
         self._work = work
         self._go = threading.Semaphore(0)
         self._back = threading.Semaphore(0)
@@ -23,7 +24,7 @@ class Slices:
         self._closed = False
         self.done = 0
         """How many slices have run."""
-        self.result: dict[str, Any] | None = None
+        self.result: RankResult | None = None
         self.error: Exception | None = None
 
     def advance(self) -> bool:

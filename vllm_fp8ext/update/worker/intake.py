@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, SCALES, scale_name
+from vllm_fp8ext.update.contract.rank_results import Accepted, StagedTensors
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.memory import ResidentTensors
 from vllm_fp8ext.update.transports.read_ahead import TensorRows
@@ -23,7 +24,6 @@ from vllm_fp8ext.update.worker.stager import Stager
 from vllm_fp8ext.update.worker.staging_steps import StagingInput
 from vllm_fp8ext.update.worker.tied_tensors import TiedTensors
 from vllm_fp8ext.update.worker.verdicts import ScaleError, TiedError, Verdict, VerdictTable
-from vllm_fp8ext.update.worker.worker_threads import Result
 
 
 class _Chunk:
@@ -129,13 +129,13 @@ class Intake:
         """Close what a chunk has left open."""
         self._receivers.close_deferred()
 
-    def keep_others(self, session: str, names: list[str]) -> Result:
+    def keep_others(self, session: str, names: list[str]) -> Accepted:
         """Give the twin the served weights wherever these tensors of an update lie not."""
         self._require_wanted(session)
         if self._staged != session:
             raise UpdateError("wrong-state", "a newer update was begun")
         self._twin.keep_others(names)
-        return {}
+        return Accepted()
 
     def stage(
         self,
@@ -146,7 +146,7 @@ class Intake:
         hashes: dict[str, Any],
         rate: float = 0.0,
         tied: Sequence[str] = (),
-    ) -> Result:
+    ) -> StagedTensors | Failure:
         """Stage these tensors; `problems` of some, and squared error and squared norm of those that were quantized; or the
         `error` that stopped the reading before anything was written.
 
@@ -188,10 +188,10 @@ class Intake:
             self._places.end(())
             if came or not isinstance(error, UpdateError):
                 raise
-            return {"error": error.as_dict(), "untouched": True}
+            return Failure.of(error, unchanged=True)
         self._places.end([name for name, verdict in told.items() if isinstance(verdict, tuple)])
         wrong, errors = self._told(told)
-        return {"problems": chunk.problems + wrong, "errors": errors}
+        return StagedTensors(problems=chunk.problems + wrong, errors=errors)
 
     def _require_wanted(self, session: str) -> None:
         if self._wanted != session:

@@ -6,19 +6,28 @@ not raise.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.errors import described
+from vllm_fp8ext.errors import errors_as_results
 from vllm_fp8ext.kernels.attention.kv_amax import AmaxCounts, K, Q, V
 from vllm_fp8ext.kernels.attention.kv_cache import next_scales
 from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_types import RankScales, Scales
 from vllm_fp8ext.update.contract.kv_merge import largest
 from vllm_fp8ext.update.contract.kv_tokens import Tokens
+from vllm_fp8ext.update.contract.rank_results import (
+    Calibration,
+    Fits,
+    KvAmax,
+    KvFits,
+    KvRescaled,
+    KvTraffic,
+    ServedKvScales,
+)
 from vllm_fp8ext.update.worker.cooperative_task import Pause
 from vllm_fp8ext.update.worker.kv_buffers import KvScales
 from vllm_fp8ext.update.worker.kv_observer import KvObserver
@@ -52,8 +61,8 @@ class RankKv:
     cache: Cache
     recorder: Recorder | None = None
     observer: KvObserver | None = None
-    calibrated: Result = field(default_factory=dict)
-    """With what the first scales were calibrated, and how well they fit (`begin`); empty when they were not."""
+    calibration: Calibration | None = None
+    """Tokens that the first scales were calibrated with, and how well these fit (`begin`)."""
 
     @property
     def per_head(self) -> bool:
@@ -67,7 +76,7 @@ class RankKv:
 
     def listening(
         self, model: Any, device: torch.device, attend: Attend, prompts: list[list[int]]
-    ) -> Callable[[Pause], Result]:
+    ) -> Callable[[Pause], KvAmax]:
         """Work that runs prompts through a model and tells `amax` by layer."""
         observer = self.observer = KvObserver(per_head=self.per_head)
 
@@ -75,38 +84,38 @@ class RankKv:
             if layer in self.scales:
                 observer.see(layer, *heads)
 
-        def work(pause: Pause) -> Result:
+        def work(pause: Pause) -> KvAmax:
             listen(model, prompts, device, attend, see, pause)
             with torch.inference_mode():
-                return {"amax": observer.amax(self.scales.spread)}
+                return KvAmax(amax=observer.amax(self.scales.spread))
 
         return work
 
     def begin(self, model: Any, device: torch.device, attend: Attend, tokens: Tokens, gather: Gather) -> None:
         """Serve the scales that fit these tokens, before anything is cached."""
         found = self.listening(model, device, attend, tokens.prompts)(lambda: None)
-        served, amax = largest(gather(self.scales.served())), largest(gather(found["amax"]))
+        served, amax = largest(gather(self.scales.served())), largest(gather(found.amax))
         scales = computed(amax, served, self.settings)
         fits = self._staged(scales)
         self.scales.exchange()
         self.scales.stage(scales)
-        self.calibrated = {"amax": amax, "source": tokens.source, "tokens": tokens.count, **fits}
+        self.calibration = Calibration(amax=amax, source=tokens.source, tokens=tokens.count, fits=fits)
 
-    @described
-    def served(self) -> Result:
+    @errors_as_results
+    def served(self) -> ServedKvScales:
         """The scales that are served, and what the first ones were calibrated with."""
-        return {"scales": self.scales.served(), "calibrated": self.calibrated}
+        return ServedKvScales(scales=self.scales.served(), calibration=self.calibration)
 
-    @described
-    def stage(self, scales: Scales) -> Result:
+    @errors_as_results
+    def stage(self, scales: Scales) -> KvFits:
         """Give the twin scales, and tell how well they fit what was seen since the last time."""
-        return self._staged(scales)
+        return KvFits(fits=self._staged(scales))
 
-    def _staged(self, scales: Scales) -> Result:
+    def _staged(self, scales: Scales) -> Fits:
         observer, self.observer = self.observer, None
         with torch.inference_mode():
             self.scales.stage(scales)
-            return {"fits": observer.fits(self.scales) if observer else {}}
+            return observer.fits(self.scales) if observer else {}
 
     def refresh(self) -> None:
         """The device's memory lost its contents: put scales back, and forget what was recorded."""
@@ -114,8 +123,8 @@ class RankKv:
         if self.recorder is not None:
             self.recorder.take()
 
-    @described
-    def recorded(self) -> Result:
+    @errors_as_results
+    def recorded(self) -> KvTraffic:
         """What was written into the cache since this was asked last: `amax` by layer, and how many `elements` of K and V
         there were and how many of them were `saturated`."""
         with torch.inference_mode():
@@ -130,15 +139,15 @@ class RankKv:
                     elements = int(seen.elements[index]) * seen.amax.shape[1]
                     counts = {"elements": elements, "saturated": int(seen.saturated[index].sum())}
                     traffic.setdefault(layer, {})[kind] = counts
-        return {"amax": amax, "traffic": traffic}
+        return KvTraffic(amax=amax, traffic=traffic)
 
-    @described
-    def rescale(self, held: list[Result]) -> Result:
+    @errors_as_results
+    def rescale(self, held: list[Result]) -> KvRescaled:
         """After an exchange: make what is cached in these blocks, of each group of layers, mean with the new scales what it
         meant before."""
         ratios = self.scales.ratios()
         with torch.inference_mode():
-            return {**self.cache.rescale(ratios, held)} if ratios else {}
+            return KvRescaled(**self.cache.rescale(ratios, held)) if ratios else KvRescaled()
 
 
 def computed(amax: Scales, served: Scales, settings: KvScaleSettings) -> Scales:

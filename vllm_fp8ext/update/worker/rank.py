@@ -13,8 +13,18 @@ from typing import Any
 
 import torch
 
-from vllm_fp8ext.errors import UpdateError, described
+from vllm_fp8ext.errors import Failure, UpdateError, errors_as_results
 from vllm_fp8ext.update.contract.manifest import TensorSpec
+from vllm_fp8ext.update.contract.rank_results import (
+    Accepted,
+    CanaryScore,
+    Fingerprint,
+    RankDescription,
+    RankDigests,
+    RankProgress,
+    RankResult,
+    SwapTime,
+)
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.registry import source_from_dict
 from vllm_fp8ext.update.worker.canary_graph import CanaryGraph
@@ -25,7 +35,7 @@ from vllm_fp8ext.update.worker.kv_scales import RankKv
 from vllm_fp8ext.update.worker.score_prompts import Attend, recite
 from vllm_fp8ext.update.worker.shadow import Shadow
 from vllm_fp8ext.update.worker.stopwatch import Stopwatch
-from vllm_fp8ext.update.worker.worker_threads import Lanes, Result
+from vllm_fp8ext.update.worker.worker_threads import Lanes
 
 _REHEARSAL = 0
 """A job that no update has: theirs count from 1."""
@@ -79,17 +89,17 @@ class Rank:
         self._recitals: dict[int, Slices] = {}
         self._recording: CanaryGraph | None = None
 
-    @described
-    def describe(self) -> Result:
+    @errors_as_results
+    def describe(self) -> RankDescription:
         """This rank's manifest, and what its twin costs."""
-        return {
-            "manifest": self.twin.manifest.as_dict(),
-            "fingerprint": self._fingerprint(twin=False)["fingerprint"],
-            "twin_bytes": self.twin.exchange.bytes,
-            "twin_kv_blocks": self.kv_blocks,
-        }
+        return RankDescription(
+            manifest=self.twin.manifest,
+            fingerprint=self._fingerprint(twin=False),
+            shadow_bytes=self.twin.exchange.bytes,
+            shadow_kv_blocks=self.kv_blocks,
+        )
 
-    @described
+    @errors_as_results
     def stage(
         self,
         job: int,
@@ -99,7 +109,7 @@ class Rank:
         hashes: dict[str, Any],
         rate: float = 0.0,
         tied: Sequence[str] = (),
-    ) -> Result:
+    ) -> Accepted:
         """Start to stage these tensors (`[name, shape, dtype, start, bytes]`) of a `Source`; `poll(job)` tells the outcome.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it
@@ -108,30 +118,30 @@ class Rank:
         found, intake = source_from_dict(source), self._intake
         intake.want(session)
 
-        def stage() -> Result:
+        def stage() -> RankResult:
             return intake.stage(job, session, found, self._told.stored(tensors), hashes, rate, tied)
 
         return self._lanes.start("staging", job, stage, intake.tidy)
 
-    @described
-    def drop(self, session: str) -> Result:
+    @errors_as_results
+    def drop(self, session: str) -> Accepted:
         """Give up what is still to be staged of an update."""
         self._intake.drop(session)
-        return {}
+        return Accepted()
 
-    @described
-    def keep_others(self, job: int, session: str, names: list[str]) -> Result:
+    @errors_as_results
+    def keep_others(self, job: int, session: str, names: list[str]) -> Accepted:
         """Start to give the twin the served weights wherever these tensors of an update lie not."""
         return self._lanes.start("staging", job, lambda: self._intake.keep_others(session, names))
 
-    @described
-    def rehearse(self, prompts: list[list[int]], built_in: bool) -> Result:
+    @errors_as_results
+    def rehearse(self, prompts: list[list[int]], built_in: bool) -> RankResult:
         """Stage something that is thrown away, and run prompts through the twin, whatever it holds: nothing compiles later,
         while requests run."""
 
-        def stage() -> Result:
+        def stage() -> RankResult:
             self._intake.rehearse()
-            return {}
+            return Accepted()
 
         self._lanes.start("staging", _REHEARSAL, stage)
         staged = self._lanes.take(_REHEARSAL, None)
@@ -140,10 +150,10 @@ class Rank:
             self.kv.warm_up()
         if built_in and self._device.type == "cuda" and self.world_size == 1:
             self._recording = CanaryGraph(self.twin.model, prompts[0], self._device, self._attend)
-        return staged or {}
+        return staged or Accepted()
 
-    @described
-    def mark(self, job: int, built_in: bool) -> Result:
+    @errors_as_results
+    def mark(self, job: int, built_in: bool) -> Accepted:
         """Start to compute the fingerprint of the twin's contents, and how long that takes. Where the built-in canary was
         recorded, and is asked for, it sings in the same job, since it needs nothing of this thread: of it only `finite`
         matters, and that is all there is."""
@@ -151,34 +161,34 @@ class Rank:
         if recording is not None:
             self._end_recital()
 
-        def work() -> Result:
+        def work() -> Fingerprint:
             start = time.perf_counter()
-            found = {**self._fingerprint(twin=True), "seconds": time.perf_counter() - start}
-            if recording is not None:
-                found |= {"finite": recording.finite(), "logprob": 0.0, "tokens": 0}
-            return found
+            value = self._fingerprint(twin=True)
+            seconds = time.perf_counter() - start
+            canary = CanaryScore(finite=recording.finite()) if recording is not None else None
+            return Fingerprint(fingerprint=value, seconds=seconds, canary=canary)
 
         return self._lanes.start("staging", job, work)
 
-    @described
-    def sing(self, job: int, prompts: list[list[int]]) -> Result:
+    @errors_as_results
+    def sing(self, job: int, prompts: list[list[int]]) -> Accepted:
         """Start to run prompts through the twin; each `poll(job)` runs one slice of it."""
         model, device, attend = self.twin.model, self._device, self._attend
         return self._in_slices(job, lambda pause: recite(model, prompts, device, attend, pause))
 
-    @described
-    def observe(self, job: int, prompts: list[list[int]]) -> Result:
+    @errors_as_results
+    def observe(self, job: int, prompts: list[list[int]]) -> Accepted:
         """Start to run prompts through the twin and see its queries, keys and values; each `poll(job)` runs one slice."""
         if self.kv is None:
             raise UpdateError("no-kv-scales", "the KV cache is not FP8", status=404)
         return self._in_slices(job, self.kv.listening(self.twin.model, self._device, self._attend, prompts))
 
-    def _in_slices(self, job: int, work: Callable[[Pause], Result]) -> Result:
+    def _in_slices(self, job: int, work: Callable[[Pause], RankResult]) -> Accepted:
         on_gpu = self._device.type == "cuda"
         # several ranks' collectives go through buffers that the stream of the steps orders
         stream = torch.cuda.current_stream(self._device) if on_gpu and self.world_size > 1 else None
 
-        def on_device(pause: Pause) -> Result:
+        def on_device(pause: Pause) -> RankResult:
             if on_gpu:
                 torch.cuda.set_device(self._device)  # of this thread: a new one is on the first
             if stream is not None:
@@ -187,51 +197,52 @@ class Rank:
 
         self._end_recital()
         self._recitals = {job: Slices(on_device)}
-        return {}
+        return Accepted()
 
     def _end_recital(self) -> None:
         """The twin has one at a time: who still asks for an older one learns of its end."""
         for job, stale in self._recitals.items():
             stale.close()
             ended = UpdateError("wrong-state", "another update was prepared meanwhile, or this one again")
-            self._lanes.tell(job, {"error": ended.as_dict()})
+            self._lanes.tell(job, Failure.of(ended))
         self._recitals = {}
 
-    @described
-    def digests(self, job: int) -> Result:
+    @errors_as_results
+    def digests(self, job: int) -> Accepted:
         """Start to compute this rank's digests of the live weights, and a SHA-256 over the path and storage
         address of each: the same as long as none has moved."""
         return self._lanes.start("digests", job, self._digests)
 
-    @described
-    def fingerprint(self, job: int) -> Result:
+    @errors_as_results
+    def fingerprint(self, job: int) -> Accepted:
         """Start to compute the fingerprint of the live contents."""
-        return self._lanes.start("fingerprint", job, lambda: self._fingerprint(twin=False))
 
-    @described
-    def poll(self, job: int, patience: float) -> Result:
-        """`{"done": False, "tensors": n}`, or the job's result with `"done": True` (once). Waits for it so many seconds.
+        def work() -> Fingerprint:
+            return Fingerprint(fingerprint=self._fingerprint(twin=False))
 
-        `"again": True`: it is polls that make the job go on; it tells its slices instead of tensors.
-        """
+        return self._lanes.start("fingerprint", job, work)
+
+    @errors_as_results
+    def poll(self, job: int, patience: float) -> RankResult:
+        """Return the job's result, once, or `RankProgress`. Waits `patience` seconds for the result."""
         recital = self._recitals.pop(job, None)
         if recital is not None:
             if not recital.advance():
                 self._recitals[job] = recital
-                return {"done": False, "again": True, "tensors": recital.done}
-            return {"done": True, **(recital.result or {})}
+                return RankProgress(tensors=recital.done, again=True)
+            return recital.result or Accepted()
         result = self._lanes.take(job, patience)
         if result is None:
-            return {"done": False, "tensors": self._intake.progress.get(job, 0)}
+            return RankProgress(tensors=self._intake.progress.get(job, 0))
         self._intake.progress.pop(job, None)
-        return {"done": True, **result}
+        return result
 
-    @described
-    def exchange(self, only: list[int] | None = None) -> Result:
-        """Swap live and twin contents, unless other ranks are named. A failure is undone; `broken` if that failed. On a GPU
-        this queues it between the steps before and after: `settle` tells when it is done."""
+    @errors_as_results
+    def exchange(self, only: list[int] | None = None) -> Accepted | Failure:
+        """Swap live and twin contents, unless other ranks are named. A failure is undone; where that failed too, it is not
+        `unchanged`. On a GPU this queues it between the steps before and after: `settle` tells when it is done."""
         if only is not None and self.rank not in only:
-            return {}
+            return Accepted()
         try:
             with torch.inference_mode(), self._exchanging:
                 self.twin.commit()
@@ -239,13 +250,13 @@ class Rank:
                     self._exchange_scales(self.kv)
         except Exception as error:
             failure = UpdateError("exchange-failed", f"rank {self.rank}: {error}", status=500)
-            return {"error": failure.as_dict(), "broken": self.twin.exchange.broken}
-        return {}
+            return Failure.of(failure, unchanged=not self.twin.exchange.broken)
+        return Accepted()
 
-    @described
-    def settle(self) -> Result:
+    @errors_as_results
+    def settle(self) -> SwapTime:
         """Wait until the exchange is done, or undone: others than the engine's steps may look at live and twin then."""
-        return {"seconds": self._exchanging.wait()}
+        return SwapTime(seconds=self._exchanging.wait())
 
     def _exchange_scales(self, kv: RankKv) -> None:
         """Beside weights that were exchanged already, and are again when this fails."""
@@ -257,38 +268,38 @@ class Rank:
             exchange.broken = exchange.broken or exchange.inplace or kv.scales.broken
             raise
 
-    @described
-    def finish(self) -> Result:
+    @errors_as_results
+    def finish(self) -> Accepted:
         """Close what chunks have left open: a trainer's memory becomes free with that."""
         self._lanes.finish()
-        return {}
+        return Accepted()
 
-    @described
-    def keep_constants(self) -> Result:
+    @errors_as_results
+    def keep_constants(self) -> Accepted:
         """Memory is about to lose its contents (`Shadow.keep_constants`)."""
         self.twin.keep_constants()
-        return {}
+        return Accepted()
 
-    @described
-    def refresh(self) -> Result:
+    @errors_as_results
+    def refresh(self) -> Accepted:
         """Memory came back without its contents (`Shadow.refresh`)."""
         with torch.inference_mode():
             self.twin.refresh()
             if self.kv is not None:
                 self.kv.refresh()
-        return {}
+        return Accepted()
 
-    def _fingerprint(self, *, twin: bool) -> Result:
+    def _fingerprint(self, *, twin: bool) -> int:
         with torch.inference_mode():
             found = self.twin.exchange.fingerprint(shadow=twin)
             scales = self.kv.scales.fingerprint(twin=twin) if self.kv is not None else 0
-        return {"fingerprint": found ^ scales << 64 if scales else found}
+        return found ^ scales << 64 if scales else found
 
-    def _digests(self) -> Result:
+    def _digests(self) -> RankDigests:
         listed = "\n".join(f"{path} {address}" for path, address in self.twin.addresses().items())
         found = {}
         for name, pieces in self.twin.manifest.pieces.items():
             found[name] = combine([digest(piece, *self.twin.served(piece.target)) for piece in pieces])
         addresses = hashlib.sha256(listed.encode()).hexdigest()
         scales = self.kv.scales.served() if self.kv is not None else {}
-        return {"rank": self.rank, "digests": found, "addresses": addresses, "kv_scales": scales}
+        return RankDigests(rank=self.rank, digests=found, addresses=addresses, kv_scales=scales)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from vllm_fp8ext.update.contract.rank_results import CanaryScore
 from vllm_fp8ext.update.worker.cooperative_task import Pause
 
 SLICE_TOKENS = 8192
@@ -34,7 +35,7 @@ class Attend(Protocol):
 
 def recite(
     model: Any, prompts: list[list[int]], device: torch.device, attend: Attend, pause: Pause
-) -> dict[str, Any]:
+) -> CanaryScore:
     """Log-probability of the prompts' own tokens (from the second on), in nats.
 
     Returns `logprob` (their sum), `tokens` (their number; 0 on a rank that gets no logits), and `finite`.
@@ -52,7 +53,7 @@ def recite(
                 finite = finite and bool(torch.isfinite(logits).all())
                 count += len(prompt) - 1
             pause()
-    return {"logprob": total if finite else 0.0, "tokens": count, "finite": finite}
+    return CanaryScore(logprob=total if finite else 0.0, tokens=count, finite=finite)
 
 
 def listen(

@@ -7,16 +7,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from vllm_fp8ext.errors import described
+from vllm_fp8ext.errors import errors_as_results
+from vllm_fp8ext.update.contract.rank_results import Accepted, RankResult
 
 logger = logging.getLogger("vllm.fp8ext")
-
-Result = dict[str, Any]
-
 
 TURN_SECONDS = 0.0005
 """How long a thread of this process computes, while lanes work, before another one may. With Python's 5 ms a lane beside an
@@ -26,7 +24,7 @@ QUIET_SECONDS = 0.05
 """After so long without a job a lane does what its jobs have left to do. Closing the handles of a model takes several
 milliseconds, in which an update's next job would wait."""
 
-_Job: TypeAlias = tuple[int, Callable[[], Result], Callable[[], None] | None]
+_Job: TypeAlias = tuple[int, Callable[[], RankResult], Callable[[], None] | None]
 
 
 class Lanes:
@@ -35,7 +33,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._jobs: dict[str, queue.SimpleQueue[_Job]] = {}
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, RankResult] = {}
         self._left: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._finishing = threading.Lock()
         self._told = threading.Condition()
@@ -46,9 +44,9 @@ class Lanes:
         self,
         lane: str,
         job: int,
-        work: Callable[[], Result],
+        work: Callable[[], RankResult],
         after: Callable[[], None] | None = None,
-    ) -> Result:
+    ) -> Accepted:
         """Queue a job; `after` is what is left to do when its result is known: when the lane is quiet, at the latest before
         its next job that leaves something."""
         if lane not in self._jobs:
@@ -57,15 +55,15 @@ class Lanes:
                 target=self._run, args=(self._jobs[lane],), name=f"fp8ext-{lane}", daemon=True
             ).start()
         self._jobs[lane].put((job, work, after))
-        return {}
+        return Accepted()
 
-    def tell(self, job: int, result: Result) -> None:
+    def tell(self, job: int, result: RankResult) -> None:
         """A job has its result."""
         with self._told:
             self._results[job] = result
             self._told.notify_all()
 
-    def take(self, job: int, patience: float | None = 0.0) -> Result | None:
+    def take(self, job: int, patience: float | None = 0.0) -> RankResult | None:
         """A job's result, once, after waiting for it so many seconds at most (None: for ever)."""
         with self._told:
             self._told.wait_for(lambda: job in self._results, patience)
@@ -93,8 +91,8 @@ class Lanes:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
 
-        @described
-        def done(work: Callable[[], Result]) -> Result:
+        @errors_as_results
+        def done(work: Callable[[], RankResult]) -> RankResult:
             try:
                 with torch.inference_mode():
                     return work()
