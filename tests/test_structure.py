@@ -35,6 +35,7 @@ LIGHT = (
     "vllm_fp8ext.kv_types",
     "vllm_fp8ext.kernels.gemm.registry",
     "vllm_fp8ext.layers.gemm_kernels",
+    "vllm_fp8ext.layers.expert_kernels",
     "vllm_fp8ext.cli",
     "vllm_fp8ext.calibrate.command",
     "vllm_fp8ext.calibrate.prompts",

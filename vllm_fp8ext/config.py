@@ -21,6 +21,7 @@ from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.gemm.registry import DECODE_GEMM
 from vllm_fp8ext.kv_settings import KvScales
 from vllm_fp8ext.layers import gemm_kernels
+from vllm_fp8ext.layers.expert_kernels import EXPERT_KERNELS, FUSED_EXPERTS
 
 METHOD = "blockfp8"
 """Name of the quantization method, for `--quantization`."""
@@ -54,6 +55,10 @@ def _gemm_kernel(name: str) -> str:
     return _one_of(name, gemm_kernels.names())
 
 
+def _expert_kernel(name: str) -> str:
+    return _one_of(name, list(EXPERT_KERNELS))
+
+
 def _one_of(name: str, names: Sequence[str]) -> str:
     if name not in names:
         expected = f"{', '.join(repr(other) for other in names[:-1])} or {names[-1]!r}"
@@ -84,8 +89,8 @@ class ExpertSettings(BaseModel):
     triton_tokens: int | None = Field(default=None, ge=0)
     """Most tokens that go to vLLM's Triton kernel, beyond these; 0: none."""
 
-    gemm: Literal["deep_gemm", "triton", "fused"] | None = None
-    """The kernel for more tokens."""
+    gemm: Annotated[str, AfterValidator(_expert_kernel)] | None = None
+    """The kernel for more tokens: one of `vllm_fp8ext.layers.expert_kernels`."""
 
 
 def _tokens(given: object) -> object:
@@ -145,7 +150,7 @@ class KernelSettings(BaseModel):
         for shape, chosen in self.shapes.items():
             if self.batch_invariant and (chosen.decode_tokens or chosen.gemm == DECODE_GEMM):
                 raise ValueError(f"batch_invariant leaves decode_gemm out, which shapes.{shape} asks for")
-        if self.batch_invariant and (self.experts.fused_tokens or self.experts.gemm == "fused"):
+        if self.batch_invariant and (self.experts.fused_tokens or self.experts.gemm == FUSED_EXPERTS.name):
             raise ValueError("batch_invariant leaves the kernel for few tokens out, which experts asks for")
         if self.batch_invariant and self.experts.triton_tokens:
             raise ValueError("batch_invariant takes one kernel, where experts.triton_tokens asks for two")

@@ -3,12 +3,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple
 
-Kernel = Literal["fused", "triton", "deep_gemm"]
-"""`fused`: ours (`expert_mlp`). `triton` and `deep_gemm`: vLLM's grouped GEMMs between kernels of ours."""
-LARGE_M_KERNELS: tuple[Kernel, ...] = ("deep_gemm", "triton", "fused")
-"""Kernels for large M, the fastest first."""
+FUSED_KERNEL, TRITON_KERNEL = "fused", "triton"
+"""Names of the kernels for small M and beyond; a third one takes what is more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ FUSED, TRITON = 16.0, 48.0
 class ExpertChoice(NamedTuple):
     """A kernel, and its tile config if it is `fused`."""
 
-    kernel: Kernel
+    kernel: str
     config: ExpertTileConfig | None
 
 
@@ -67,7 +65,7 @@ class ExpertRoute:
     """Experts of the whole model: tokens are shared out among these."""
     chosen: int
     """Experts of a token."""
-    gemm: Kernel
+    gemm: str
     """For more tokens than the others take."""
     fused_tokens: int
     """Most tokens that go to `fused`."""
@@ -76,15 +74,15 @@ class ExpertRoute:
 
     def choose(self, tokens: int) -> ExpertChoice:
         """The kernel for so many tokens."""
-        if tokens <= self.fused_tokens or self.gemm == "fused":
+        if tokens <= self.fused_tokens or self.gemm == FUSED_KERNEL:
             load = tokens * self.chosen / self.experts
-            return ExpertChoice("fused", next(config for most, config in TILE_CONFIGS if load <= most))
-        return ExpertChoice("triton" if tokens <= self.triton_tokens else self.gemm, None)
+            return ExpertChoice(FUSED_KERNEL, next(config for most, config in TILE_CONFIGS if load <= most))
+        return ExpertChoice(TRITON_KERNEL if tokens <= self.triton_tokens else self.gemm, None)
 
     def boundaries(self, most: int) -> list[int]:
         """Up to `most` tokens, the largest number of each kernel and tile config."""
         ends = {self.fused_tokens, self.triton_tokens, most}
-        if self.gemm == "fused" or self.fused_tokens:
+        if self.gemm == FUSED_KERNEL or self.fused_tokens:
             ends |= {int(load * self.experts / self.chosen) for load, _ in TILE_CONFIGS[:-1]}
         return sorted(end for end in ends if 0 < end <= most)
 
@@ -101,22 +99,22 @@ def expert_route(
 ) -> ExpertRoute:
     """Choose the kernels of a layer of experts.
 
-    Each token goes to `chosen` of all `experts`. `usable`: kernels that take it here. `batch_invariant`: the same kernel
-    whatever the number of tokens. A kernel or a number of tokens that the user chose (`fused_tokens`, `triton_tokens`,
-    `gemm`) is kept.
+    Each token goes to `chosen` of all `experts`. `usable`: kernels that take it here, the fastest for large M first.
+    `batch_invariant`: the same kernel whatever the number of tokens. A kernel or a number of tokens that the user chose
+    (`fused_tokens`, `triton_tokens`, `gemm`) is kept.
 
     Raises:
         ValueError: a kernel that the user chose does not take the layer here, or nothing does.
     """
-    chosen_kernels = [("fused", fused_tokens), ("triton", triton_tokens), (gemm, gemm)]
+    chosen_kernels = [(FUSED_KERNEL, fused_tokens), (TRITON_KERNEL, triton_tokens), (gemm, gemm)]
     for kernel, setting in chosen_kernels:
         if setting and kernel not in usable:
             able = ", ".join(usable) or "none"
             raise ValueError(f"{kernel}: does not take these experts here; those that do: {able}")
-    order = [name for name in LARGE_M_KERNELS if name in usable and not (batch_invariant and name == "fused")]
+    order = [name for name in usable if not (batch_invariant and name == FUSED_KERNEL)]
     if not order:
         raise ValueError("no FP8 kernel takes these experts here")
-    last = cast("Kernel", gemm or order[0])
+    last = gemm or order[0]
 
     def most(load: float, kernel: str, setting: int | None) -> int:
         if setting is not None:
@@ -129,6 +127,6 @@ def expert_route(
         experts=experts,
         chosen=chosen,
         gemm=last,
-        fused_tokens=most(FUSED, "fused", fused_tokens),
-        triton_tokens=most(TRITON, "triton", triton_tokens),
+        fused_tokens=most(FUSED, FUSED_KERNEL, fused_tokens),
+        triton_tokens=most(TRITON, TRITON_KERNEL, triton_tokens),
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels.moe.expert_configs import TILE_CONFIGS, ExpertChoice
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
+from vllm_fp8ext.layers.expert_kernels import EXPERT_KERNELS
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,7 @@ EXPERTS, CHOSEN, HIDDEN, WIDTH = 128, 8, 2048, 768
 TOKENS = (1, 3, 8, 64, 256, 2048)
 WIDTHS = 768, 192
 """Of experts in an engine."""
-KERNELS = ("triton", "deep_gemm", *range(len(TILE_CONFIGS)))
+KERNELS = (*(name for name in EXPERT_KERNELS if name != "fused"), *range(len(TILE_CONFIGS)))
 """vLLM's by name, ours by the number of its tile config."""
 CASES = [
     (kernel, tokens) for kernel in KERNELS for tokens in TOKENS if tokens <= 256 or isinstance(kernel, str)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
-from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice, Kernel
+from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice
 from vllm_fp8ext.kernels.moe.expert_error import experts_error
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
@@ -18,7 +18,7 @@ from vllm_fp8ext.layers import expert_gemm
 from vllm_fp8ext.layers.expert_gemm import ExpertWeights, compute
 
 ALIGN = 128
-CUT = {"BLOCK_SIZE_M": 16}
+TILE = {"BLOCK_SIZE_M": 16}
 
 
 def product(x: Quantized, rows: Any, codes: Tensor, scales: Tensor, expert: int) -> Tensor:
@@ -62,14 +62,14 @@ def by_slot(
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_tokens_find_their_experts_and_back(
-    tokens: int, remote: bool, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    tokens: int, remote: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.model_executor.layers.fused_moe import fused_moe
 
     monkeypatch.setattr(expert_gemm, "grouped", grouped)
     monkeypatch.setattr(expert_gemm, "_triton", by_slot)
     monkeypatch.setattr(expert_gemm, "alignment", lambda: ALIGN)
-    monkeypatch.setattr(fused_moe, "try_get_optimal_moe_config", lambda *_, **__: CUT)
+    monkeypatch.setattr(fused_moe, "try_get_optimal_moe_config", lambda *_, **__: TILE)
     case = hard_cases.experts(tokens, 256, 128, 6, 2, "cpu")
     of = torch.where(case.experts_MT % 2 == 1, -1, case.experts_MT) if remote else case.experts_MT
     weights = ExpertWeights(*case[1:5])

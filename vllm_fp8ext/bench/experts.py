@@ -25,6 +25,7 @@ from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_we
 from vllm_fp8ext.kernels.testing import kernel_cases, kernel_timing
 from vllm_fp8ext.layers import expert_gemm
 from vllm_fp8ext.layers.expert_gemm import ExpertWeights
+from vllm_fp8ext.layers.expert_kernels import EXPERT_KERNELS, FUSED_EXPERTS
 
 (EXPERTS, WIDTH, HIDDEN), CHOSEN = kernel_cases.EXPERTS, 8
 ROUTINGS = 4
@@ -94,13 +95,12 @@ def _calls(layer: Layer, m: int, names: Sequence[str] | None = None) -> tuple[Ca
     x = kernel_cases.activations(m, HIDDEN, "cuda")
     routings = [kernel_cases.routing(m, EXPERTS, CHOSEN, "cuda", seed) for seed in range(ROUTINGS)]
     choices = {
-        "blockfp8_triton": ExpertChoice("triton", None),
-        "blockfp8_deep_gemm": ExpertChoice("deep_gemm", None),
+        f"blockfp8_{name}": ExpertChoice(name, None) for name in EXPERT_KERNELS if name != FUSED_EXPERTS.name
     }
     if m <= _FUSED:
         load = m * CHOSEN / EXPERTS
         choices |= {
-            f"blockfp8_{config.name}": ExpertChoice("fused", config)
+            f"blockfp8_{config.name}": ExpertChoice(FUSED_EXPERTS.name, config)
             for config in TRIED
             if (load <= 0.5 or not config.alone)
             and (load > 2 or config.tokens == 16)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's grouped block-FP8 GEMMs for many tokens, beside our own kernel for few: which of them multiplies by the experts of a
-layer.
+"""Selects and runs the kernels of fused experts: vLLM's grouped GEMMs for large M, our own for small M.
 
 Replaces: `select_fp8_moe_backend` and vLLM's modular kernels, which may take a kernel that lays weights out anew, choose once
 for all numbers of tokens, and write into one workspace of the whole process, where a twin would meet the served model.
 vLLM's own CUTLASS experts take no block scales. Can go once this project has kernels of its own for every number of tokens.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-import vllm.envs as envs
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.platforms import current_platform
@@ -19,10 +16,10 @@ from vllm.utils.deep_gemm import get_mk_alignment_for_contiguous_layout, m_group
 
 from vllm_fp8ext.config import SECTION, KernelSettings
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice, ExpertRoute, Kernel, expert_route
+from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice, ExpertRoute, expert_route
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
-from vllm_fp8ext.layers.deep_gemm import deep_gemm_runs
+from vllm_fp8ext.layers.expert_kernels import EXPERT_KERNELS
 from vllm_fp8ext.layers.gemm import varies
 from vllm_fp8ext.log import log_once
 
@@ -62,10 +59,8 @@ def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> Expert
     """
     if not current_platform.is_cuda():
         return None
-    usable = ["triton", "fused"]
-    if moe.in_dtype == torch.bfloat16 and hidden % BLOCK == 0 and deep_gemm_runs():
-        usable.append("deep_gemm")
-    chosen = settings.experts
+    chosen, dtype = settings.experts, str(moe.in_dtype).removeprefix("torch.")
+    usable = [kernel.name for kernel in EXPERT_KERNELS.values() if kernel.supports(hidden, dtype)]
     try:
         route = expert_route(
             moe.num_experts,
@@ -78,17 +73,17 @@ def select(moe: FusedMoEConfig, hidden: int, settings: KernelSettings) -> Expert
         )
     except ValueError as error:
         raise ConfigError(f'--additional-config "{SECTION}": kernels.experts: {error}') from None
-    if settings.batch_invariant and route.gemm == "triton" and not envs.VLLM_BATCH_INVARIANT:
+    if settings.batch_invariant and not EXPERT_KERNELS[route.gemm].batch_invariant():
         raise varies("experts")
     _log(route)
     return route
 
 
 def _log(route: ExpertRoute) -> None:
-    few = [f"fused up to {route.fused_tokens} tokens"] if route.fused_tokens else []
+    small_m = [f"fused up to {route.fused_tokens} tokens"] if route.fused_tokens else []
     if route.triton_tokens > route.fused_tokens:
-        few.append(f"triton up to {route.triton_tokens} tokens")
-    kernels = ", ".join([*few, f"{route.gemm} beyond"])
+        small_m.append(f"triton up to {route.triton_tokens} tokens")
+    kernels = ", ".join([*small_m, f"{route.gemm} beyond"])
     log_once(f"blockfp8 multiplies by {route.experts} experts with {kernels}")
 
 
@@ -107,12 +102,8 @@ def compute(
         return torch.zeros_like(x_MK)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     routing = weights_MT.float().contiguous(), experts_MT.int().contiguous()
-    if choice.kernel == "fused":
-        from vllm_fp8ext.kernels.moe.expert_mlp import expert_mlp
-
-        assert choice.config is not None
-        return expert_mlp(x_MK, *weights, *routing, activation, scale_format, choice.config)
-    return _GROUPED[choice.kernel](x_MK, weights, *routing, activation, scale_format)
+    kernel = EXPERT_KERNELS[choice.kernel]
+    return kernel.run(x_MK, weights, *routing, activation, scale_format, choice.config)
 
 
 def triton(
@@ -223,6 +214,3 @@ def grouped(x: Quantized, codes: Tensor, scales: Tensor, ends_E: Tensor) -> Tens
     out = torch.empty(x.codes.shape[0], codes.shape[1], dtype=torch.bfloat16, device=codes.device)
     m_grouped_fp8_gemm_nt_contiguous(x, (codes, scales), out, ends_E, use_psum_layout=True)
     return out
-
-
-_GROUPED: dict[Kernel, Callable[..., Tensor]] = {"triton": triton, "deep_gemm": deep_gemm}

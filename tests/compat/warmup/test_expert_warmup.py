@@ -24,12 +24,12 @@ def test_every_kernel_that_tokens_can_need_is_run(experts: int, chosen: int, tok
     """Where the choice is the same, vLLM's nearest tuned size is too, and as many launches order the slots."""
 
     def variant(count: int) -> object:
-        route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"))
+        route = expert_route(experts, chosen, ("deep_gemm", "triton", "fused"))
         nearest = min(TUNED, key=lambda size: abs(size - count))
         slots = count * chosen
         return route.choose(count), nearest, slots <= SMALL, slots <= CHUNK
 
-    route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"))
+    route = expert_route(experts, chosen, ("deep_gemm", "triton", "fused"))
     assert variant(tokens) in [variant(count) for count in token_counts(route, TUNED, 8192)]
 
 
@@ -38,7 +38,7 @@ def test_quantizers_are_run_for_one_token_to_a_program_and_for_several(
     experts: int, chosen: int, columns: int, tokens: int
 ) -> None:
     """Of each token, and of each slot, by each kernel between."""
-    route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"))
+    route = expert_route(experts, chosen, ("deep_gemm", "triton", "fused"))
 
     def variant(count: int, rows: int) -> object:
         return route.choose(count).kernel, rows >= large_m(columns)
@@ -60,7 +60,7 @@ def test_deep_gemm_is_compiled_for_every_number_of_rows_that_it_can_get(
 ) -> None:
     """What `deep_gemm` gives it for each number of tokens, seen where it would multiply."""
     monkeypatch.setattr(expert_warmup, "alignment", lambda: 128)
-    route = expert_route(experts, chosen, ("triton", "deep_gemm", "fused"), batch_invariant=batch_invariant)
+    route = expert_route(experts, chosen, ("deep_gemm", "triton", "fused"), batch_invariant=batch_invariant)
     local, most = experts // ranks, 900
     sizes = expert_sizes([layer(route, local)], most)
     assert set(sizes) == {(256, 384, local), (384, 128, local)}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every kernel that fused experts can need, before the server is ready.
 
-Reads the token counts for which vLLM has tuned its Triton kernel.
+Numbers of tokens are those of the registered kernels (`ExpertKernel.tuned_tokens`).
 """
 
 import itertools
@@ -10,32 +10,24 @@ import torch
 import vllm.envs as envs
 from torch import nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 
 from vllm_fp8ext.compat.warmup.deep_gemm_sizes import Sizes
 from vllm_fp8ext.compat.warmup.quantizer_warmup import warm_up_quantizers
 from vllm_fp8ext.kernels.moe import expert_rows
 from vllm_fp8ext.kernels.moe.expert_configs import ExpertRoute
 from vllm_fp8ext.kernels.numerics.quantized import empty
-from vllm_fp8ext.kernels.numerics.reference import BLOCK
 from vllm_fp8ext.layers.expert_gemm import alignment, compute, grouped
+from vllm_fp8ext.layers.expert_kernels import DEEP_GEMM_EXPERTS, EXPERT_KERNELS
 from vllm_fp8ext.layers.experts import BlockFp8ExpertsMethod
 
 FEATURE: str = "kernel_warmup"
 WHY: str = "Compile the kernels of experts before the server is ready: vLLM warms up its own methods alone."
 GAIN: str = "no request waits for a compiler"
 REPLACES: tuple[str, ...] = ()
-USES: dict[str, tuple[str, ...]] = {
-    "compile the kernels of experts before the server is ready": (
-        "vllm.model_executor.layers.fused_moe.fused_moe:get_moe_configs(E, N, dtype, block_n, block_k)",
-    ),
-}
+USES: dict[str, tuple[str, ...]] = {}
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM warms up kernels of a plugin's methods"
 GPU_ONLY: bool = True
-
-_UNTUNED = [4, 8, 16, 64]
-"""Most tokens of each of the sizes that vLLM takes where it has tuned none."""
 
 Layers = list[tuple[RoutedExperts, BlockFp8ExpertsMethod, ExpertRoute]]
 """One layer of each shape, activation and route."""
@@ -67,7 +59,9 @@ def _deep_gemm_rows(route: ExpertRoute, experts: int, max_tokens: int) -> list[i
     """Every number of rows that DeepGEMM is given for up to `max_tokens` tokens: by it and the shape it picks a kernel."""
     if envs.VLLM_DEEP_GEMM_WARMUP == "skip":
         return []
-    counts = [count for count in range(1, max_tokens + 1) if route.choose(count).kernel == "deep_gemm"]
+    counts = [
+        count for count in range(1, max_tokens + 1) if route.choose(count).kernel == DEEP_GEMM_EXPERTS.name
+    ]
     return grouped_rows(counts, route.chosen, experts, alignment()) if counts else []
 
 
@@ -114,12 +108,12 @@ def _run(
     hidden, device = layer.w13_weight.shape[2], layer.w13_weight.device
     experts, _, width = layer.w2_weight.shape
     tuned: list[int] = []
-    if "triton" in {route.choose(count).kernel for count in range(1, max_tokens + 1)}:
-        tuned = sorted(get_moe_configs(experts, width, "fp8_w8a8", BLOCK, BLOCK) or {}) or _UNTUNED
+    for name in sorted({route.choose(count).kernel for count in range(1, max_tokens + 1)}):
+        tuned += EXPERT_KERNELS[name].tuned_tokens(experts, width)
     x = torch.zeros(max_tokens, hidden, dtype=method.moe.in_dtype, device=device)
-    for count in token_counts(route, tuned, max_tokens):
+    for count in token_counts(route, sorted({*tuned}), max_tokens):
         choice = route.choose(count)
-        if (choice.kernel == "deep_gemm") != deep_gemm:
+        if (choice.kernel == DEEP_GEMM_EXPERTS.name) != deep_gemm:
             continue
         chosen = torch.arange(count * route.chosen, dtype=torch.int32, device=device) % experts
         weights = torch.ones(count, route.chosen, device=device)
