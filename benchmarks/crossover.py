@@ -79,7 +79,7 @@ def _compile(shape: tuple[int, int]) -> None:
 def _times(n: int, k: int, gemms: Sequence[str]) -> dict[str, dict[str, float]]:
     """Microseconds, in turn, by tokens and kernel."""
     operands = Operands(n, k)
-    found: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
     for m in TOKENS:
         if not decode_gemm_configs.usable(m, n, k):
             break
@@ -99,8 +99,8 @@ def _times(n: int, k: int, gemms: Sequence[str]) -> dict[str, dict[str, float]]:
         for name, timing in timings.items():
             if timing.error:
                 raise SystemExit(f"{name} with {m} tokens of {n}x{k}: {timing.error}")
-        found[str(m)] = {name: round(timings[name].us, 2) for name in calls}
-    return found
+        times[str(m)] = {name: round(timings[name].us, 2) for name in calls}
+    return times
 
 
 def _ours(operands: Operands, x: Tensor, config: TileConfig, index: int) -> Tensor:

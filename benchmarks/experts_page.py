@@ -24,19 +24,19 @@ def main() -> None:
 
 def cases() -> Cases:
     """Of all kernels."""
-    found: Cases = json.loads((ROOT / "benchmarks" / "results" / "kernels_h200.json").read_text())["cases"]
-    return found
+    measured: Cases = json.loads((ROOT / "benchmarks" / "results" / "kernels_h200.json").read_text())["cases"]
+    return measured
 
 
 def table(cases: Cases) -> str:
     """By number of tokens; of blockfp8 the kernel, and the tile config, that is chosen for so many."""
     route = expert_route(EXPERTS, CHOSEN, ("deep_gemm", "triton", "fused"))
-    found: dict[int, dict[str, dict[str, Any]]] = {}
+    measured: dict[int, dict[str, dict[str, Any]]] = {}
     for case in cases:
         if case["kernel"] == "experts":
-            found.setdefault(case["m"], {})[case["variant"]] = case
+            measured.setdefault(case["m"], {})[case["variant"]] = case
     rows = []
-    for tokens, variants in sorted(found.items()):
+    for tokens, variants in sorted(measured.items()):
         choice = route.choose(tokens)
         cells = [_cell(variants[name]) for name in ("stock", variant(choice))]
         rows.append([str(tokens), f"{variants['bf16']['us']:.1f}", *cells, f"`{choice.kernel}`"])

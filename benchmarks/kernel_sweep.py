@@ -71,30 +71,30 @@ def main() -> int:
     bandwidth = kernel_timing.copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, {time.perf_counter() - start:.1f} s", flush=True)
     table = Measured(options.table, KEY) if options.table else None
-    found: list[dict[str, Any]] = []
+    cases: list[dict[str, Any]] = []
     for shape in chosen:
-        operands, begin = Operands(*shape), len(found)
+        operands, begin = Operands(*shape), len(cases)
         for m, kind in itertools.product(options.tokens, options.kinds):
             if time.perf_counter() - start > options.seconds:
                 print(f"no time left for {shape} m={m} {kind}", flush=True)
                 continue
-            found += _sweep(operands, m, work[shape, m, kind], bandwidth, kind)
-        write_cases(options.out, provenance(), found, copy=bandwidth)
+            cases += _sweep(operands, m, work[shape, m, kind], bandwidth, kind)
+        write_cases(options.out, provenance(), cases, copy=bandwidth)
         if table:
-            _keep(table, found[begin:])
-    print("failures:", sorted({case["error"] for case in found if case["error"]})[:8])
+            _keep(table, cases[begin:])
+    print("failures:", sorted({case["error"] for case in cases if case["error"]})[:8])
     print(f"{time.perf_counter() - start:.0f} s")
-    return 0 if all(case.get("bound", 0) < 1 for case in found) else 1
+    return 0 if all(case.get("bound", 0) < 1 for case in cases) else 1
 
 
 def _compile(kernel: tuple[Any, ...]) -> bytes:
     return decode_gemm.machine_code(*kernel)
 
 
-def _keep(table: Measured, found: list[dict[str, Any]]) -> None:
+def _keep(table: Measured, cases: list[dict[str, Any]]) -> None:
     """Put the fastest tile configs of each case into the table."""
     swept: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for one in found:
+    for one in cases:
         if not one["error"]:
             swept.setdefault((*one["shape"], one["m"], one["kind"] == "codes"), []).append(one)
     for which, ones in swept.items():
@@ -133,7 +133,7 @@ def _sweep(
     floor = operands.fp8_bytes(m) / bandwidth * 1e6
     name = f"{operands.n}x{operands.k}"
     print(f"{name} m={m} {kind} bf16 {base:.2f} us, at copy bandwidth {floor:.2f} us", flush=True)
-    found = []
+    cases = []
     for config in configs:
         streamed = "streamed" if config.stream else ""
         print(
@@ -141,16 +141,16 @@ def _sweep(
         )
         case = {"shape": [operands.n, operands.k], "m": m, "kind": kind}
         case |= {"config": vars(config), "bf16_us": base} | _time(operands, x, config, kind)
-        found.append(case)
+        cases.append(case)
         if case["error"]:
             print(case["error"], flush=True)
             continue
         us = case["us"]
         print(f"{us:7.2f} us {base / us:5.2f}x {floor / us:6.1%} bound {case['bound']:.3f}", flush=True)
-    best = min((case for case in found if not case["error"]), key=lambda case: case["us"], default=None)
+    best = min((case for case in cases if not case["error"]), key=lambda case: case["us"], default=None)
     if best:
         print(f"best: {name} m={m} {kind} {best['us']:.2f} us {base / best['us']:.2f}x {best['config']}")
-    return found
+    return cases
 
 
 def _time(operands: Operands, x: torch.Tensor, config: TileConfig, kind: str) -> dict[str, Any]:

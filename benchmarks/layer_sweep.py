@@ -74,30 +74,30 @@ def main() -> int:
     settled = _tile_configs(case for case in known if (case["model"], case["tp"]) not in chosen)
     for model, parts in chosen:
         layers = Layers(model, parts)
-        own = _tile_configs(case for case in known if (case["model"], case["tp"]) == (model, parts))
+        previous = _tile_configs(case for case in known if (case["model"], case["tp"]) == (model, parts))
         for tokens in options.tokens:
             if time.monotonic() - start > options.seconds:
                 print(f"no time left for {model} of {parts} with {tokens} tokens")
                 continue
             print(f"{model} of {parts}, {tokens} tokens: ", end="", flush=True)
-            found, times = _tried(layers, tokens, settled.setdefault(tokens, {}), own.get(tokens, {}))
-            told = {"model": model, "tp": parts, "layer_us": times}
-            for (n, k), config in found.items():
+            fastest, times = _tried(layers, tokens, settled.setdefault(tokens, {}), previous.get(tokens, {}))
+            facts = {"model": model, "tp": parts, "layer_us": times}
+            for (n, k), config in fastest.items():
                 settled[tokens][n, k] = config
                 kind = config and decode_gemm_configs.config_key(config, tokens, k)
-                table.put({"n": n, "k": k, "tokens": tokens, "config": kind} | told)
+                table.put({"n": n, "k": k, "tokens": tokens, "config": kind} | facts)
     return 0
 
 
 def _tile_configs(cases: Iterable[dict[str, Any]]) -> dict[int, TileConfigs]:
     """By tokens, what a table has; without tile configs that there are no more."""
-    found: dict[int, TileConfigs] = {}
+    fastest: dict[int, TileConfigs] = {}
     for case in cases:
         n, k, tokens, kind = case["n"], case["k"], case["tokens"], case["config"]
         config = kind and decode_gemm_configs.find_config(n, k, tokens, tuple(kind), quantized=True)
         if bool(config) == bool(kind):
-            found.setdefault(tokens, {})[n, k] = config
-    return found
+            fastest.setdefault(tokens, {})[n, k] = config
+    return fastest
 
 
 class Batch:
@@ -185,16 +185,18 @@ def _tried(
     before = usual | {
         shape: config for shape, config in known.items() if shape in usual and shape not in settled
     }
-    found = dict(before)
+    fastest = dict(before)
     for _ in range(ROUNDS):
-        for shape in [shape for shape in found if shape not in settled]:
-            configs = list(dict.fromkeys([found[shape], *_fast(shape, tokens), None]))
+        for shape in [shape for shape in fastest if shape not in settled]:
+            configs = list(dict.fromkeys([fastest[shape], *_fast(shape, tokens), None]))
             us = _us(
-                layers, {str(config): partial(calls, found | {shape: config}) for config in configs}, REPEATS
+                layers,
+                {str(config): partial(calls, fastest | {shape: config}) for config in configs},
+                REPEATS,
             )
-            found[shape] = min(configs, key=lambda config: us[str(config)])
-    us = _us(layers, {str(configs): partial(calls, configs) for configs in (usual, before, found)})
-    best = min((before, found), key=lambda configs: us[str(configs)])
+            fastest[shape] = min(configs, key=lambda config: us[str(config)])
+    us = _us(layers, {str(configs): partial(calls, configs) for configs in (usual, before, fastest)})
+    best = min((before, fastest), key=lambda configs: us[str(configs)])
     print(f"{us[str(usual)]:.2f} us, {us[str(best)]:.2f} as the layer wants it", flush=True)
     if us[str(best)] > us[str(usual)] * (1 - GAIN):
         best = usual

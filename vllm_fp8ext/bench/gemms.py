@@ -129,13 +129,13 @@ def _registered(operands: Operands, x: Quantized, gemms: Sequence[str]) -> Calls
 
 def _ready(report: Report, operands: Operands, others: Mapping[str, Gemm | str]) -> dict[str, list[Call]]:
     """Each rival's calls, one for each copy of the weights."""
-    found = {}
+    calls = {}
     for name, gemm in others.items():
         if isinstance(gemm, str):
             continue
         try:
             # one that lays weights out anew gets copies of its own
-            found[name] = [
+            calls[name] = [
                 gemm(codes.clone(), operands.scales.clone())
                 if name in UNQUANTIZED
                 else gemm(codes, operands.scales)
@@ -143,17 +143,17 @@ def _ready(report: Report, operands: Operands, others: Mapping[str, Gemm | str])
             ]
         except Exception as error:
             report.say(f"{name}: {type(error).__name__}: {error}"[:200])
-    return found
+    return calls
 
 
 def _within(operands: Operands, name: str, x: Tensor, call: Callable[[int], object]) -> bool:
     """Check the first tokens' results against their bound."""
-    few = min(x.shape[0], 64)
+    checked = min(x.shape[0], 64)
     try:
         out = call(0)
     except Exception:  # comes again when it is timed, where it is recorded
         return False
     assert isinstance(out, Tensor)
     if name in UNQUANTIZED:
-        return operands.difference(x[:few], out[:few]) < 2.0**-8
-    return operands.error(x[:few], out[:few]) < 1
+        return operands.difference(x[:checked], out[:checked]) < 2.0**-8
+    return operands.error(x[:checked], out[:checked]) < 1

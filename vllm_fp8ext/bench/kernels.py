@@ -6,6 +6,7 @@
 Everything that is timed passes its bound in the same process first. Exit code 1 when a kernel of ours does not.
 """
 
+import argparse
 import math
 import time
 from collections.abc import Sequence
@@ -21,12 +22,7 @@ from vllm_fp8ext.layers import gemm_kernels
 PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention", "experts")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run as the command line says; the exit code.
-
-    Raises:
-        ConfigError: no GPU.
-    """
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandLine("kernels", __doc__)
     parser.add_choice("--only", PARTS, PARTS, "these parts alone", metavar="PART")
     parser.add_choice("--rivals", NAMES, NAMES, "beside GEMMs of ours, where they run", nargs="*")
@@ -53,7 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="compare each kernel (whose check has NAME in it) with the reference instead",
     )
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as the command line says; the exit code.
+
+    Raises:
+        ConfigError: no GPU.
+    """
+    options = _options(arguments)
     if not torch.cuda.is_available():
         raise ConfigError("bench kernels: expected a CUDA GPU, found none")
     from vllm_fp8ext.bench import correct, gemms, kv_kernels, quantizers

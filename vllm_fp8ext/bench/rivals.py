@@ -28,13 +28,13 @@ def rivals(names: Iterable[str]) -> dict[str, Gemm | str]:
         "flashinfer": _flashinfer,
         "humming": _humming,
     }
-    found: dict[str, Gemm | str] = {}
+    gemms: dict[str, Gemm | str] = {}
     for name in names:
         try:
-            found[name] = makers[name]()
+            gemms[name] = makers[name]()
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"[:200]
-    return found
+            gemms[name] = f"{type(error).__name__}: {error}"[:200]
+    return gemms
 
 
 def _scaled_mm() -> Gemm:
@@ -143,10 +143,10 @@ def stock_quantizer(aligned: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
     def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = per_token_group_quant_fp8(
+        quantized: tuple[Tensor, Tensor] = per_token_group_quant_fp8(
             x_MK, 128, column_major_scales=True, tma_aligned_scales=aligned, use_ue8m0=False
         )
-        return found
+        return quantized
 
     return quantize
 
