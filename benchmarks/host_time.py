@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.kernels.gemm.registry import GemmKernel, register
-from vllm_fp8ext.kernels.runtime import cuda_kernel
+from vllm_fp8ext.kernels.runtime import cuda_kernel, nvrtc
 from vllm_fp8ext.kernels.testing import kernel_cases
 
 HIDDEN, WIDE, FUSED = 4096, 12288, 6144
@@ -230,7 +230,7 @@ def _without_launches() -> None:
     )
     driver.set_active(gpu)
     torch.cuda.current_stream = lambda _: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment, return-value]  # no GPU
-    cuda_kernel.compile_source = lambda *_: b""
+    nvrtc.compile_source = lambda *_: b""
     cuda_kernel.call = lambda *_: None  # type: ignore[assignment]  # no driver
     cuda_kernel.Kernel.resident_blocks = lambda *_: 132  # type: ignore[method-assign]  # an H200's
 

@@ -18,7 +18,7 @@ from vllm_fp8ext.bench.operands import Operands
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
-from vllm_fp8ext.kernels.runtime import cuda_kernel
+from vllm_fp8ext.kernels.runtime import cuda_kernel, nvrtc
 from vllm_fp8ext.kernels.testing import kernel_cases
 
 STAMPS = ("begins", "may read x", "x is quantized", "x is there", "first weights", "last product", "stored")
@@ -96,7 +96,7 @@ def source() -> str:
 def machine_code(config: TileConfig, tokens: int, codes: bool) -> bytes:
     macros = {"ROWS": config.rows, "TOKENS": tokens, "SPLITS": config.splits, "POW2": 0, "CODES": int(codes)}
     macros["STREAM"] = int(config.stream)
-    return cuda_kernel.compile_source(source(), {"wgmma.cuh": decode_gemm._wgmma(tokens)}, macros)
+    return nvrtc.compile_source(source(), {"wgmma.cuh": decode_gemm._wgmma(tokens)}, macros)
 
 
 def _trace(operands: Operands, m: int, config: TileConfig, codes: bool) -> Tensor:

@@ -11,16 +11,16 @@ Shape suffixes: R requests, H query heads, G KV heads, D head dimension, B block
 """
 
 import functools
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.kernels.attention.decode_attention_configs import AttentionTileConfig, choose
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat
-from vllm_fp8ext.kernels.runtime import cuda_kernel
+from vllm_fp8ext.kernels.runtime import cuda_kernel, nvrtc
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 HEAD_DIMENSION = 128
@@ -30,8 +30,6 @@ DTYPES = (FP8_DTYPE, torch.bfloat16)
 """Dtypes of caches."""
 MOST_GROUP = 16
 """Query heads of one KV head that the kernel takes."""
-_WARPS = 8
-_STAGE_VALUES = 4096
 
 
 _OUT = "PQPPQI"
@@ -40,39 +38,6 @@ scales are powers of two."""
 _ATTEND = ("P", "Q", "PPQQP", "PPQIIII", "P", "I", "P", "P", "P", "I", "f", _OUT, "P", "P", "I")
 _COMBINE = ("P", "P", "P", "I", "P", "I", _OUT, "I", "I")
 """Arguments of the kernels."""
-
-
-@dataclass(frozen=True)
-class AttentionTileConfig:
-    """How the kernel is built: `together` KV heads and `shares` shares of the work in a block, `stages` tiles in flight for
-    each warp, `resident` blocks on a multiprocessor."""
-
-    together: int
-    shares: int
-    stages: int
-    resident: int
-
-    @property
-    def warps(self) -> int:
-        return self.together * self.shares
-
-    def shared_bytes(self, requests: int, dtype: torch.dtype) -> int:
-        # as the kernel lays them out: rings, tiles of each warp, lent blocks, where requests begin
-        totals, room = -(-self.warps // 2) * 16, -(-requests // 4) * 4
-        return (
-            self.warps * self.stages * _STAGE_VALUES * dtype.itemsize + totals + 8 * room + 4 * (requests + 1)
-        )
-
-
-def choose(kv_heads: int, requests: int = 1, dtype: torch.dtype = FP8_DTYPE) -> AttentionTileConfig:
-    """Choose the tile config for layers of `kv_heads`.
-
-    `requests`: the most of a step. `dtype`: of the cache.
-    """
-    together = max(count for count in range(1, _WARPS + 1) if kv_heads % count == 0)
-    config = AttentionTileConfig(together, _WARPS // together, stages=3, resident=1)
-    fits = config.shared_bytes(requests, dtype) <= cuda_kernel.MOST_SHARED_BYTES
-    return config if fits else replace(config, stages=2)
 
 
 class DecodeStep(NamedTuple):
@@ -289,7 +254,7 @@ def machine_code(heads: int, kv_heads: int, dtype: torch.dtype, config: Attentio
         "RESIDENT": config.resident,
         "BYTES": dtype.itemsize,
     }
-    return cuda_kernel.compile_source(_SOURCE.read_text(), {}, macros)
+    return nvrtc.compile_source(_SOURCE.read_text(), {}, macros)
 
 
 def decode_attention_reference(

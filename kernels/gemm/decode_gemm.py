@@ -20,7 +20,7 @@ from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
-from vllm_fp8ext.kernels.runtime import cuda_kernel
+from vllm_fp8ext.kernels.runtime import cuda_kernel, nvrtc
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _KINDS = {torch.bfloat16: "BF16", reference.FP8_DTYPE: "E4M3"}
@@ -100,7 +100,7 @@ def machine_code(
     """Compile one kernel; needs no GPU."""
     macros = {"ROWS": rows, "TOKENS": tokens, "SPLITS": splits, "POW2": int(scale_format == "pow2")}
     macros |= {"CODES": int(quantized), "STREAM": int(stream)}
-    return cuda_kernel.compile_source(_SOURCE.read_text(), {"wgmma.cuh": _wgmma(tokens)}, macros)
+    return nvrtc.compile_source(_SOURCE.read_text(), {"wgmma.cuh": _wgmma(tokens)}, macros)
 
 
 @functools.cache
