@@ -147,7 +147,7 @@ LEVELS: tuple[dict[str, tuple[str, ...]], ...] = (
 """Rooms of the package and what they hold, from the bottom to the top. A room imports itself and rooms below it, none beside
 it or above it."""
 UPWARD = {(f"{PACKAGE}.config", f"{PACKAGE}.layers.gemm_kernels")}
-"""Modules that import one from above or beside, and which: settings know the names of GEMM kernels. None is added."""
+"""Modules that import one from above or beside, and which: settings know the names of kernels. None is added."""
 COMPAT_USERS = ("serve", "entry points", "bench")
 """Rooms that import `compat`, which changes vLLM; layers and updates get what they need from it as arguments."""
 

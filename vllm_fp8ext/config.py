@@ -19,9 +19,9 @@ from pydantic_core import PydanticCustomError
 
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.gemm.registry import DECODE_GEMM
+from vllm_fp8ext.kernels.moe.expert_configs import FUSED_KERNEL
 from vllm_fp8ext.kv_settings import KvScales
 from vllm_fp8ext.layers import gemm_kernels
-from vllm_fp8ext.layers.expert_kernels import EXPERT_KERNELS, FUSED_EXPERTS
 
 METHOD = "blockfp8"
 """Name of the quantization method, for `--quantization`."""
@@ -56,7 +56,7 @@ def _gemm_kernel(name: str) -> str:
 
 
 def _expert_kernel(name: str) -> str:
-    return _one_of(name, list(EXPERT_KERNELS))
+    return _one_of(name, gemm_kernels.expert_names())
 
 
 def _one_of(name: str, names: Sequence[str]) -> str:
@@ -150,7 +150,7 @@ class KernelSettings(BaseModel):
         for shape, chosen in self.shapes.items():
             if self.batch_invariant and (chosen.decode_tokens or chosen.gemm == DECODE_GEMM):
                 raise ValueError(f"batch_invariant leaves decode_gemm out, which shapes.{shape} asks for")
-        if self.batch_invariant and (self.experts.fused_tokens or self.experts.gemm == FUSED_EXPERTS.name):
+        if self.batch_invariant and (self.experts.fused_tokens or self.experts.gemm == FUSED_KERNEL):
             raise ValueError("batch_invariant leaves the kernel for few tokens out, which experts asks for")
         if self.batch_invariant and self.experts.triton_tokens:
             raise ValueError("batch_invariant takes one kernel, where experts.triton_tokens asks for two")

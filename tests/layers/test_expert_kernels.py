@@ -13,7 +13,7 @@ from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice
 from vllm_fp8ext.kernels.moe.experts import reference_experts
 from vllm_fp8ext.kernels.testing import hard_cases
-from vllm_fp8ext.layers import expert_gemm, expert_kernels
+from vllm_fp8ext.layers import expert_gemm, gemm_kernels
 from vllm_fp8ext.layers.expert_gemm import ExpertWeights
 from vllm_fp8ext.layers.expert_kernels import EXPERT_KERNELS, ExpertKernel
 
@@ -32,9 +32,8 @@ NEW = ExpertKernel(name="new", run=multiply, supports=lambda hidden, dtype: hidd
 def new(monkeypatch: pytest.MonkeyPatch) -> ExpertKernel:
     """One that is registered before all others for a while."""
     kernels = {NEW.name: NEW, **EXPERT_KERNELS}
-    for module in (expert_kernels, expert_gemm):
+    for module in (gemm_kernels, expert_gemm):
         monkeypatch.setattr(module, "EXPERT_KERNELS", kernels)
-    monkeypatch.setattr("vllm_fp8ext.config.EXPERT_KERNELS", kernels)
     monkeypatch.setattr(expert_gemm, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     return NEW
 

@@ -6,6 +6,7 @@ registry. `docs/adding-a-kernel.md` says how.
 """
 
 from vllm_fp8ext.kernels.gemm.registry import GEMM_KERNELS, GemmKernel, register
+from vllm_fp8ext.layers.expert_kernels import EXPERT_KERNELS
 from vllm_fp8ext.layers.gemm_kernels.cutlass import CUTLASS
 from vllm_fp8ext.layers.gemm_kernels.decode_gemm import DECODE_GEMM_KERNEL
 from vllm_fp8ext.layers.gemm_kernels.deep_gemm import DEEP_GEMM
@@ -35,5 +36,10 @@ def rows_multiple(dtype: str) -> int:
 
 
 def names() -> list[str]:
-    """Name every kernel that settings may choose."""
+    """Name every kernel of linear layers that settings may choose."""
     return list(GEMM_KERNELS)
+
+
+def expert_names() -> list[str]:
+    """Name every kernel of fused experts that settings may choose."""
+    return list(EXPERT_KERNELS)
