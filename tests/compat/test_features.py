@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features that are off one by one, where a vLLM lacks names."""
 
 import ast

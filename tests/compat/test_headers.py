@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What files that touch vLLM say of themselves, as data."""
 
 import ast
