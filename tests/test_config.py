@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: their defaults, and every mistake named at once with what is valid."""
 
+import logging
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
-from vllm_fp8ext.config import KernelSettings, Settings, ShapeSettings
+from vllm_fp8ext import config as config_module
+from vllm_fp8ext.config import OLD_KERNEL_SETTINGS, KernelSettings, Settings, ShapeSettings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kv_settings import KvScaleSettings
 
@@ -40,9 +44,9 @@ def test_what_json_can_say_is_taken() -> None:
             "norm_rope": False,
             "quantized_attention": False,
             "graph_tokens": 4096,
-            "whole_graphs": False,
-            "steady_steps": False,
-            "held_slots": False,
+            "mixed_full_cudagraph": False,
+            "decode_step_reuse": False,
+            "slot_fast_path": False,
             "batch_invariant": False,
         },
         "serving": {"output_interval": 1, "stream_interval": 1, "flat_logprobs": False},
@@ -225,3 +229,40 @@ def test_graphs_for_what_is_no_number_of_tokens(tokens: object) -> None:
     ):
         Settings.parse({"fp8ext": {"kernels": {"graph_tokens": tokens}}})
     assert Settings.parse({"fp8ext": {"kernels": {"graph_tokens": "auto"}}}).kernels.graph_tokens == "auto"
+
+
+OLD_NAMES = [(f"kernels.{old}", f"kernels.{new}") for old, new in OLD_KERNEL_SETTINGS.items()]
+
+
+def _section(path: str, value: object) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return {"fp8ext": value}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES)
+def test_an_old_name_of_a_setting_is_taken_and_told(
+    old: str, new: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once in a process, however often settings are read."""
+    config_module._warn_of_old_name.cache_clear()
+    with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
+        settings = [Settings.parse(_section(old, False)) for _ in range(2)]
+    assert settings[0] == settings[1] == Settings.parse(_section(new, False)) != Settings()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"fp8ext: the setting {old} is called {new} now; the next version refuses the old name"
+    ]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_KERNEL_SETTINGS.items())
+def test_both_names_of_a_setting_are_an_error(old: str, new: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"kernels: .*{old} is the old name of {new}: expected one of them, found both"
+    ):
+        Settings.parse({"fp8ext": {"kernels": {old: True, new: True}}})
+
+
+def test_new_names_of_settings_are_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
+        Settings.parse({"fp8ext": {"kernels": dict.fromkeys(OLD_KERNEL_SETTINGS.values(), True)}})
+    assert not caplog.records

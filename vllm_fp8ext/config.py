@@ -2,6 +2,8 @@
 """The settings of a server: `--additional-config '{"fp8ext": {…}}'`, validated."""
 
 import difflib
+import functools
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
@@ -23,6 +25,8 @@ from vllm_fp8ext.kernels.moe.expert_configs import FUSED_KERNEL
 from vllm_fp8ext.kv_settings import KvScales
 from vllm_fp8ext.layers import gemm_kernels
 
+logger = logging.getLogger("vllm.fp8ext")
+
 METHOD = "blockfp8"
 """Name of the quantization method, for `--quantization`."""
 MIN_CAPABILITY = 90
@@ -34,6 +38,37 @@ GRAPH_TOKENS = 2048
 """Up to which CUDA graphs reach by default, at least."""
 
 GIB = 1 << 30
+
+
+OLD_KERNEL_SETTINGS = {
+    "whole_graphs": "mixed_full_cudagraph",
+    "steady_steps": "decode_step_reuse",
+    "held_slots": "slot_fast_path",
+}
+"""New names of settings in `kernels`, by the old names, which this version accepts for the last time."""
+
+
+def with_new_names(values: Mapping[str, Any], old_names: Mapping[str, str], prefix: str) -> dict[str, Any]:
+    """Replace settings' old names by the new ones, with a warning for each.
+
+    Raises:
+        ValueError: a setting has both its names.
+    """
+    renamed = dict(values)
+    for old, new in old_names.items():
+        if old not in renamed:
+            continue
+        if new in renamed:
+            raise ValueError(f"{old} is the old name of {new}: expected one of them, found both")
+        _warn_of_old_name(prefix + old, prefix + new)
+        renamed[new] = renamed.pop(old)
+    return renamed
+
+
+@functools.cache
+def _warn_of_old_name(old: str, new: str) -> None:
+    """Warn once in a process: settings are parsed often."""
+    logger.warning("fp8ext: the setting %s is called %s now; the next version refuses the old name", old, new)
 
 
 class CanarySettings(BaseModel):
@@ -127,15 +162,15 @@ class KernelSettings(BaseModel):
     """Steps of up to so many tokens replay CUDA graphs, broken at attention, beyond the sizes that vLLM captures; 0: none
     beyond. "auto": 2048, or more for small layers. By default "auto", where the user leaves it to vLLM what is captured."""
 
-    whole_graphs: bool = True
+    mixed_full_cudagraph: bool = True
     """Steps with prompts whose contexts are short replay one CUDA graph, attention within, as far as those of `graph_tokens`
     reach, which are broken there."""
 
-    steady_steps: bool = True
+    decode_step_reuse: bool = True
     """A step of the requests of the step before, each with one new token, is prepared by one launch, and where they change
     logits by no more than their temperature its tokens are sampled in a CUDA graph."""
 
-    held_slots: bool = True
+    slot_fast_path: bool = True
     """The scheduler is answered at once for requests that hold a slot for their next token: the KV cache is not asked."""
 
     batch_invariant: bool = Field(
@@ -144,6 +179,13 @@ class KernelSettings(BaseModel):
     """One kernel path of linear layers and experts whatever the number of tokens: what they make of a token does not depend
     on what it is computed beside. All else is vLLM's then, attention too, which has a mode of its own for that
     (`VLLM_BATCH_INVARIANT`); where that is set, this is the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old_names(cls, values: Any) -> Any:
+        return (
+            with_new_names(values, OLD_KERNEL_SETTINGS, "kernels.") if isinstance(values, Mapping) else values
+        )
 
     @model_validator(mode="after")
     def _one_kernel(self) -> Self:
@@ -162,9 +204,9 @@ class KernelSettings(BaseModel):
         return self.decode_attention and not self.batch_invariant
 
     @property
-    def takes_steady_steps(self) -> bool:
+    def takes_decode_step_reuse(self) -> bool:
         """Graphs that sample pad to their rows what vLLM multiplies by the output layer: not whatever the batch."""
-        return self.steady_steps and not self.batch_invariant
+        return self.decode_step_reuse and not self.batch_invariant
 
     def route(self, n: int, k: int) -> ShapeSettings:
         """What was chosen for a weight of `n` rows and `k` columns."""

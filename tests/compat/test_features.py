@@ -117,9 +117,9 @@ def test_a_configuration_that_nobody_told_is_looked_for(monkeypatch: pytest.Monk
 
 
 def test_states_tell_settings_and_the_machine() -> None:
-    told = {state.name: state for state in states(config(kernels={"held_slots": False}))}
+    told = {state.name: state for state in states(config(kernels={"slot_fast_path": False}))}
     assert not told["slot_fast_path"].on
-    assert "kernels.held_slots is False" in str(told["slot_fast_path"].reason)
+    assert "kernels.slot_fast_path is False" in str(told["slot_fast_path"].reason)
     assert told["flat_logprobs"].on
     assert told["flat_logprobs"].reason is None
     if not torch.cuda.is_available():

@@ -21,7 +21,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("host") / "host_step.json"
     line = [sys.executable, "-P", str(SCRIPT), "--checkpoint", str(EARLY), "--variants", "bf16", "blockfp8"]
     line += ["--kv-gib", "0.05", "--engine", '{"enforce_eager": true}']
-    line += ["--settings", "{}", '{"kernels": {"held_slots": false}}']
+    line += ["--settings", "{}", '{"kernels": {"slot_fast_path": false}}']
     line += ["--cases", f"{REQUESTS}x8x40", f"{REQUESTS}x8x1"]
     done = run([*line, "--out", str(out)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -48,7 +48,7 @@ def test_requests_that_hold_a_slot_ask_vllm_for_none(cases: dict[str, Any]) -> N
         kind: [part["calls"] for part in case["parts"] if part["part"] == "allocate_slots"]
         for kind, case in cases.items()
     }
-    other = 'blockfp8 {"kernels": {"held_slots": false}}'
+    other = 'blockfp8 {"kernels": {"slot_fast_path": false}}'
     assert asked == {"bf16 {}": [REQUESTS], "blockfp8 {}": [], other: [REQUESTS]}
 
 

@@ -115,7 +115,7 @@ def main(mode: str, folder: str, facts: str) -> None:
                     "decode_attention": "flash" not in mode,
                     "quantized_attention": mode != "unquantized",
                     "graph_tokens": 1024 if mode in ("longer", "short") else 0,
-                    "whole_graphs": mode != "longer",
+                    "mixed_full_cudagraph": mode != "longer",
                 },
             }
         },

@@ -63,7 +63,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         additional_config={
             "fp8ext": {
                 "kv_scales": "calibrate",
-                "kernels": {"graph_tokens": 1024, "whole_graphs": mode == "whole"},
+                "kernels": {"graph_tokens": 1024, "mixed_full_cudagraph": mode == "whole"},
             }
         },
     )

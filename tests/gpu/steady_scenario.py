@@ -85,7 +85,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         additional_config={
             "fp8ext": {
                 "kv_scales": {"policy": "static", "default": 1.0},
-                "kernels": {"steady_steps": mode != "plain"},
+                "kernels": {"decode_step_reuse": mode != "plain"},
             }
         },
     )

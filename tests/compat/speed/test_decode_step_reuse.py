@@ -266,7 +266,7 @@ def engine(**changed: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("vllm_config.additional_config", {"fp8ext": {"kernels": {"steady_steps": False}}}),
+        ("vllm_config.additional_config", {"fp8ext": {"kernels": {"decode_step_reuse": False}}}),
         ("vllm_config.additional_config", {"fp8ext": {"kernels": {"batch_invariant": True}}}),
         ("vllm_config.model_config.quantization", "fp8_per_block"),
         ("vllm_config.parallel_config.tensor_parallel_size", 2),

@@ -123,7 +123,7 @@ def test_no_graph_is_larger_than_a_step_can_be() -> None:
     "unchanged",
     [
         {"tokens": 0},
-        {"settings": {"kernels": {"whole_graphs": False}}},
+        {"settings": {"kernels": {"mixed_full_cudagraph": False}}},
         {"settings": {"kv_scales": "history"}},
         {"layers": ()},
         {"layers": ("experts",)},

@@ -242,7 +242,7 @@ def test_a_step_that_fails_ends_the_engine(access: CoreAccess, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("quantization", "kernels", "answers"),
-    [(METHOD, {}, True), (METHOD, {"held_slots": False}, False), ("fp8", {}, False), (None, {}, False)],
+    [(METHOD, {}, True), (METHOD, {"slot_fast_path": False}, False), ("fp8", {}, False), (None, {}, False)],
 )
 def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
     monkeypatch: pytest.MonkeyPatch, quantization: str | None, kernels: dict[str, Any], answers: bool

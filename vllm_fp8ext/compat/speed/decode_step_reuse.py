@@ -51,7 +51,7 @@ USES: dict[str, tuple[str, ...]] = {
 }
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM keeps what does not change from step to step"
-SWITCH: tuple[str, object] = ("kernels.takes_steady_steps", False)
+SWITCH: tuple[str, object] = ("kernels.takes_decode_step_reuse", False)
 GPU_ONLY: bool = True
 
 PROCESSORS = 3
@@ -143,7 +143,7 @@ def is_asked(config: Any) -> bool:
     """Whether an engine of this `VllmConfig` is ours, and its steps may be told by its requests' tokens and pages alone."""
     return bool(
         config.model_config.quantization == METHOD
-        and Settings.parse(config.additional_config).kernels.takes_steady_steps
+        and Settings.parse(config.additional_config).kernels.takes_decode_step_reuse
         and config.parallel_config.tensor_parallel_size == 1
         and is_plain(config)
         and config.kv_transfer_config is None

@@ -47,7 +47,7 @@ USES: dict[str, tuple[str, ...]] = {
 }
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM has such graphs beside those that are broken at attention"
-SWITCH: tuple[str, object] = ("kernels.whole_graphs", False)
+SWITCH: tuple[str, object] = ("kernels.mixed_full_cudagraph", False)
 GPU_ONLY: bool = True
 
 REQUESTS = 256
@@ -122,7 +122,7 @@ def _is_asked(config: Any) -> bool:
     layers = config.compilation_config.static_forward_context.values()
     attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
     return bool(
-        settings.kernels.whole_graphs
+        settings.kernels.mixed_full_cudagraph
         # which is seen between graphs' pieces
         and (settings.kv_scales is None or settings.kv_scales.policy != "history")
         and attention

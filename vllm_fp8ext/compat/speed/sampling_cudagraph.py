@@ -51,7 +51,7 @@ USES: dict[str, tuple[str, ...]] = {
 }
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM's graphs of steps that decode sample"
-SWITCH: tuple[str, object] = ("kernels.takes_steady_steps", False)
+SWITCH: tuple[str, object] = ("kernels.takes_decode_step_reuse", False)
 GPU_ONLY: bool = True
 
 logger = logging.getLogger("vllm.fp8ext")

@@ -33,7 +33,7 @@ USES: dict[str, tuple[str, ...]] = {
 }
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM looks at that first"
-SWITCH: tuple[str, object] = ("kernels.held_slots", False)
+SWITCH: tuple[str, object] = ("kernels.slot_fast_path", False)
 
 
 def attach(cache: Any) -> None:

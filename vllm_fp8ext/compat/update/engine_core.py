@@ -104,7 +104,7 @@ def _beginning(initialize: Any) -> Any:
         replies.attach(self.model_executor)
         self.fp8ext_instance = secrets.token_hex(8)
         settings = Settings.parse(config.additional_config)
-        if settings.kernels.held_slots and is_available("slot_fast_path"):
+        if settings.kernels.slot_fast_path and is_available("slot_fast_path"):
             from vllm_fp8ext.compat.speed import slot_fast_path
 
             slot_fast_path.attach(self.scheduler.kv_cache_manager)

@@ -126,11 +126,11 @@ def _install_gpu_speed(settings: Settings) -> None:
         from vllm_fp8ext.compat.warmup import logprob_warmup
 
         logprob_warmup.install()
-    if settings.kernels.takes_steady_steps and is_available("decode_step_reuse"):
+    if settings.kernels.takes_decode_step_reuse and is_available("decode_step_reuse"):
         from vllm_fp8ext.compat.speed import decode_step_reuse
 
         decode_step_reuse.install()
-    if settings.kernels.takes_steady_steps and is_available("sampling_cudagraph"):
+    if settings.kernels.takes_decode_step_reuse and is_available("sampling_cudagraph"):
         from vllm_fp8ext.compat.speed import sampling_cudagraph
 
         sampling_cudagraph.install()
