@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run
+from vllm_fp8ext.loadtest.records import UNFINISHED, RequestRecord, RunRecords
 
 
-def most_frequent(failed: list[Request]) -> dict[str, Any] | None:
+def most_frequent(failed: list[RequestRecord]) -> dict[str, Any] | None:
     """Return the kind of failure that came most often, its count, status and text. The status is HTTP's, if it has one; the
     text the most frequent one, since texts differ from request to request. None where nothing failed."""
     if not failed:
@@ -20,7 +20,7 @@ def most_frequent(failed: list[Request]) -> dict[str, Any] | None:
     return {"kind": kind, "status": status, "count": count, "text": text}
 
 
-def remarks(run: Run, measured: Mapping[str, Any]) -> list[str]:
+def remarks(run: RunRecords, measured: Mapping[str, Any]) -> list[str]:
     """Lines below the tables: the most frequent error of requests, with what to do about it where that is known, an update
     that the end cut off, and each error of updates."""
     lines = []

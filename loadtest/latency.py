@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hdrh.histogram import HdrHistogram
 
-from vllm_fp8ext.loadtest.records import Request
+from vllm_fp8ext.loadtest.records import RequestRecord
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 _LARGEST_US = 24 * 3600 * 1_000_000
@@ -32,24 +32,24 @@ def summary(seconds: Iterable[float]) -> dict[str, float]:
     return {"count": count, "mean": total / count, "max": largest, **percentiles}
 
 
-def ttft(request: Request) -> float | None:
+def ttft(request: RequestRecord) -> float | None:
     """Time to first token, from when the request was to be sent."""
     return None if request.first is None else request.first - request.scheduled
 
 
-def gaps(request: Request) -> list[float]:
+def gaps(request: RequestRecord) -> list[float]:
     """Inter-token latencies: times between parts of the stream that brought tokens."""
     times = [at for at, _ in request.events]
     return [after - before for before, after in pairwise(times)]
 
 
-def tpot(request: Request) -> float | None:
+def tpot(request: RequestRecord) -> float | None:
     """Time per output token without the first: from the first token's arrival to the last one's, by the tokens between."""
     if request.tokens < 2:
         return None
     return (request.events[-1][0] - request.events[0][0]) / (request.tokens - 1)
 
 
-def end_to_end(request: Request) -> float | None:
+def end_to_end(request: RequestRecord) -> float | None:
     """From when the request was to be sent to its last token."""
     return None if not request.events else request.events[-1][0] - request.scheduled

@@ -22,9 +22,17 @@ from vllm_fp8ext.loadtest.arrivals import timetable
 from vllm_fp8ext.loadtest.latency import ttft
 from vllm_fp8ext.loadtest.metrics_scraper import scrape_forever
 from vllm_fp8ext.loadtest.prompts import Lengths, Prompt, Shared, prompts
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Update, plain, request_of, short
+from vllm_fp8ext.loadtest.records import (
+    UNFINISHED,
+    RequestRecord,
+    RunRecords,
+    UpdateRecord,
+    plain,
+    request_of,
+    short,
+)
 from vllm_fp8ext.loadtest.rollout_steps import Rollouts
-from vllm_fp8ext.loadtest.stream import Asker, Target
+from vllm_fp8ext.loadtest.stream import RequestSender, Target
 from vllm_fp8ext.loadtest.weight_updates import Pusher
 
 HEARTBEAT_SECONDS = 0.02
@@ -38,7 +46,7 @@ def named_by(environment: Environment) -> tuple[str, str]:
     return str(environment.host or "").rstrip("/"), environment.parsed_options.report or ""
 
 
-class Load:
+class LocustRun:
     """Everything of one run in one process. Of several locust processes each takes every so many-th prompt and arrival.
     `command_line`: what its command line names (`named_by`), in the first process.
 
@@ -56,7 +64,7 @@ class Load:
             raise ValueError("host: expected the URL of a server (--host, or fp8ext bench load --url)")
         if command_line is not None:
             _require(command_line, (self.url, report))
-        self.run = Run(options={**self.options.as_dict(), "url": self.url})
+        self.run = RunRecords(options={**self.options.as_dict(), "url": self.url})
         self._part, self._parts = self._share()
         self._require_users()
         self.rollouts = Rollouts(environment, self._parts)
@@ -68,7 +76,7 @@ class Load:
             self.options.vocabulary,
             shared,
         )
-        self._asker = Asker(self._target())
+        self._asker = RequestSender(self._target())
         self._watching = Group()
         self._pusher: Pusher | None = None
         self._taken = 0
@@ -184,7 +192,7 @@ class Load:
             gevent.sleep(HEARTBEAT_SECONDS)
             self.run.lags.append(time.monotonic() - due)
 
-    def _done(self, request: Request) -> None:
+    def _done(self, request: RequestRecord) -> None:
         self.run.requests.append(request)
         if request.error == UNFINISHED:
             return
@@ -210,7 +218,7 @@ class Load:
             self.run.updates.append(self._pusher.push(step))
         except gevent.GreenletExit:
             version, now = f"update-{len(self.run.updates) + 1}", time.monotonic()
-            self.run.updates.append(Update(version, began, now, now, error=UNFINISHED, step=step))
+            self.run.updates.append(UpdateRecord(version, began, now, now, error=UNFINISHED, step=step))
             raise
 
     def _update_every(self, seconds: float) -> None:

@@ -18,13 +18,13 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.loadtest import options
-from vllm_fp8ext.loadtest.locust_run import Load, named_by
+from vllm_fp8ext.loadtest.locust_run import LocustRun, named_by
 from vllm_fp8ext.loadtest.report import INVALID
 from vllm_fp8ext.loadtest.rollout_steps import BEGIN, DONE
 
 GIVEN: dict[int, tuple[str, str]] = {}
 """Options of the command line, for each environment of this process."""
-LOADS: dict[int, Load] = {}
+LOADS: dict[int, LocustRun] = {}
 """The load of each environment of this process."""
 IDLE_SECONDS = 3600.0
 SETTLE_SECONDS = 5.0
@@ -59,7 +59,7 @@ def _prepare(environment: Environment, **_: Any) -> None:
 def _begin(environment: Environment, **_: Any) -> None:
     LOADS.pop(id(environment), None)
     try:
-        load = Load(environment, GIVEN.get(id(environment)))
+        load = LocustRun(environment, GIVEN.get(id(environment)))
         load.begin(watching=not isinstance(environment.runner, WorkerRunner))
     except Exception as error:  # locust would log it, and start the users all the same
         if not isinstance(error, Fp8ExtError | ValueError):
@@ -91,7 +91,7 @@ def _lead(**_: Any) -> None:
             load.leading = gevent.spawn(_steps, load)
 
 
-def _steps(load: Load) -> None:
+def _steps(load: LocustRun) -> None:
     load.lead()
     if load.environment.runner is not None:
         load.environment.runner.quit()
@@ -139,7 +139,7 @@ class _Asking(User):
     abstract = True
 
     @property
-    def load(self) -> Load:
+    def load(self) -> LocustRun:
         """The load that this user is part of."""
         return LOADS[id(self.environment)]
 

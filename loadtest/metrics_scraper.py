@@ -8,7 +8,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_fp8ext.loadtest import http_client
-from vllm_fp8ext.loadtest.records import Scrape
+from vllm_fp8ext.loadtest.records import ScrapeRecord
 
 NAMES = {
     "vllm:num_requests_running": "running",
@@ -33,7 +33,7 @@ def parse(text: str) -> dict[str, float]:
     return values
 
 
-def scrape_forever(url: str, every: float, into: list[Scrape]) -> None:
+def scrape_forever(url: str, every: float, into: list[ScrapeRecord]) -> None:
     """Scrape until killed; a server that does not answer is left out."""
     with http_client.client(timeout=10) as client:
         while True:
@@ -43,5 +43,5 @@ def scrape_forever(url: str, every: float, into: list[Scrape]) -> None:
             except (httpx.HTTPError, ValueError):
                 values = {}
             if values:
-                into.append(Scrape(at, values))
+                into.append(ScrapeRecord(at, values))
             gevent.sleep(max(0.0, at + every - time.monotonic()))

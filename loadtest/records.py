@@ -30,7 +30,7 @@ class Span:
 
 
 @dataclass
-class Request:
+class RequestRecord:
     """One streamed answer.
 
     `scheduled`: when it was to be sent; in a closed loop, when it was sent. `events`: arrival and number of tokens of each
@@ -64,7 +64,7 @@ class Request:
 
 
 @dataclass
-class Update:
+class UpdateRecord:
     """One change of weights under load.
 
     `began`: the push began. `commit_sent`, `committed`: around the call that exchanged the weights; for a server without
@@ -84,7 +84,7 @@ class Update:
 
 
 @dataclass
-class Step:
+class StepRecord:
     """One rollout step: all its answers are there at `ended`."""
 
     number: int
@@ -93,7 +93,7 @@ class Step:
 
 
 @dataclass
-class Scrape:
+class ScrapeRecord:
     """Values of the server's `/metrics` at one time."""
 
     at: float
@@ -101,27 +101,27 @@ class Scrape:
 
 
 @dataclass
-class Run:
+class RunRecords:
     """Everything of one run. `options`: how it was asked for. `start`, `stop`: of the load."""
 
     options: dict[str, Any]
     start: float = 0.0
     stop: float = 0.0
-    requests: list[Request] = field(default_factory=list)
-    updates: list[Update] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    scrapes: list[Scrape] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    updates: list[UpdateRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    scrapes: list[ScrapeRecord] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
     """Lateness of the generator's own wake-ups, measured many times a second. What it reads then looks late too."""
 
 
-def plain(request: Request) -> dict[str, Any]:
+def plain(request: RequestRecord) -> dict[str, Any]:
     """For another process. Copies nothing, as `dataclasses.asdict` does: a stream's next token would be read late."""
     return {**vars(request), "spans": [vars(span) for span in request.spans]}
 
 
-def request_of(data: dict[str, Any]) -> Request:
+def request_of(data: dict[str, Any]) -> RequestRecord:
     """The inverse of `plain`."""
     spans = [Span(**span) for span in data["spans"]]
     events = [(float(at), int(count)) for at, count in data["events"]]
-    return Request(**{**data, "spans": spans, "events": events})
+    return RequestRecord(**{**data, "spans": spans, "events": events})

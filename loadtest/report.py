@@ -21,7 +21,7 @@ from vllm_fp8ext.environment import cores
 from vllm_fp8ext.loadtest import http_client
 from vllm_fp8ext.loadtest.html_report import page
 from vllm_fp8ext.loadtest.latency import PERCENTILES, percentile_name
-from vllm_fp8ext.loadtest.records import Run
+from vllm_fp8ext.loadtest.records import RunRecords
 from vllm_fp8ext.loadtest.run_metrics import analyse
 from vllm_fp8ext.loadtest.slo import LATENCIES, Slo, verdicts
 from vllm_fp8ext.loadtest.time_series import series
@@ -32,7 +32,7 @@ UNBOUNDED = 10_000
 """Columns where the output is no terminal: tables are as wide as they need to be."""
 
 
-def write(run: Run, folder: Path | None, console: Console | None = None) -> int:
+def write(run: RunRecords, folder: Path | None, console: Console | None = None) -> int:
     """Show a run, and write both files into `folder`. Returns 0, or 1 when an SLO is broken, or 2 when it is invalid."""
     slos = [Slo.parse(text) for text in run.options.get("slos", ())]
     measured = analyse(run, slos)

@@ -13,7 +13,7 @@ from gevent.queue import Queue
 from locust.env import Environment
 from locust.runners import MasterRunner
 
-from vllm_fp8ext.loadtest.records import Step
+from vllm_fp8ext.loadtest.records import StepRecord
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Rollouts:
             self._ended.append(message["ended"])
             self._told.set()
 
-    def lead(self, steps: int) -> Iterator[Step]:
+    def lead(self, steps: int) -> Iterator[StepRecord]:
         """So many steps (0: until the run ends), each when it is over."""
         while not steps or self._number < steps:
             self._number += 1
@@ -62,7 +62,7 @@ class Rollouts:
             while len(self._ended) < self._asking():
                 self._told.wait(ASK_SECONDS)
                 self._told.clear()
-            yield Step(self._number, began, max(self._ended, default=time.monotonic()))
+            yield StepRecord(self._number, began, max(self._ended, default=time.monotonic()))
 
     def follow(self, make: Callable[[], T], ask: Callable[[T, int, float], None]) -> None:
         """Run this process's part of every step, for ever. `make` prepares it while nobody waits for it, `ask` sends it,

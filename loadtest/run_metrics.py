@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_fp8ext.loadtest.error_summary import most_frequent, remarks
 from vllm_fp8ext.loadtest.latency import end_to_end, gaps, summary, tpot, ttft
-from vllm_fp8ext.loadtest.records import TIMEOUT, UNFINISHED, Request, Run
+from vllm_fp8ext.loadtest.records import TIMEOUT, UNFINISHED, RequestRecord, RunRecords
 from vllm_fp8ext.loadtest.slo import Slo
 from vllm_fp8ext.loadtest.update_effects import effects, lies, staleness
 
@@ -16,7 +16,7 @@ LATEST_DELAY = 0.010
 """Seconds that a generator may be late in a valid run. It is the 99th percentile, of sending and of waking up."""
 
 
-def analyse(run: Run, slos: list[Slo]) -> dict[str, Any]:
+def analyse(run: RunRecords, slos: list[Slo]) -> dict[str, Any]:
     """Everything about a run, flat where an SLO can name it. What comes after its end doesn't count: of several processes
     some end a little later.
 
@@ -72,7 +72,7 @@ def analyse(run: Run, slos: list[Slo]) -> dict[str, Any]:
     return measured
 
 
-def _until(request: Request, stop: float) -> Request:
+def _until(request: RequestRecord, stop: float) -> RequestRecord:
     """The request as it was when the run ended."""
     if request.ended <= stop:
         return request
@@ -87,7 +87,7 @@ def _at_least(measured: Iterable[float | None], bounds: Iterable[float]) -> list
     return values + [bound for bound in bounds if bound > most]
 
 
-def _invalid(run: Run, measured: dict[str, Any]) -> list[str]:
+def _invalid(run: RunRecords, measured: dict[str, Any]) -> list[str]:
     """Why the numbers can't be trusted."""
     reasons = []
     for what, name in (
@@ -107,7 +107,7 @@ def _invalid(run: Run, measured: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def _meets(request: Request, slos: list[Slo]) -> bool:
+def _meets(request: RequestRecord, slos: list[Slo]) -> bool:
     """Return whether one request keeps every SLO about single requests."""
     values = {"ttft": ttft(request), "tpot": tpot(request), "e2e": end_to_end(request)}
     values["itl"] = max(gaps(request), default=None)
@@ -118,7 +118,7 @@ def _meets(request: Request, slos: list[Slo]) -> bool:
     return True
 
 
-def _steps(run: Run) -> dict[str, Any]:
+def _steps(run: RunRecords) -> dict[str, Any]:
     """Return durations of rollout steps, and the share that only the slowest half took."""
     if not run.steps:
         return {}

@@ -17,7 +17,7 @@ from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError
 
 from vllm_fp8ext.loadtest.prompts import Prompt
-from vllm_fp8ext.loadtest.records import TIMEOUT, UNFINISHED, Request, Span, short
+from vllm_fp8ext.loadtest.records import TIMEOUT, UNFINISHED, RequestRecord, Span, short
 from vllm_fp8ext.loadtest.token_counter import count
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -47,7 +47,7 @@ class Failure(Exception):
         self.said = said
 
 
-class Asker:
+class RequestSender:
     """Asks one server from greenlets."""
 
     def __init__(self, target: Target) -> None:
@@ -74,14 +74,14 @@ class Asker:
         self,
         prompt: Prompt,
         body: bytes,
-        done: Callable[[Request], None],
+        done: Callable[[RequestRecord], None],
         scheduled: float | None = None,
         step: int | None = None,
     ) -> None:
         """One answer, complete or failed; never raises for what a server does. `body`: of the prompt. `done` gets it in every
         case: a greenlet that is killed leaves a request that is `unfinished`."""
         sent = time.monotonic()
-        request = Request(
+        request = RequestRecord(
             scheduled=sent if scheduled is None else scheduled,
             sent=sent,
             prompt_tokens=len(prompt.token_ids),
@@ -126,7 +126,7 @@ class Asker:
             return {**body, "messages": [{"role": "user", "content": prompt.text}]}
         return {**body, "prompt": list(prompt.token_ids)}
 
-    def _read(self, body: bytes, request: Request) -> None:
+    def _read(self, body: bytes, request: RequestRecord) -> None:
         response = self._client.post(self._path, body=body)
         with response:
             if response.status_code != 200:
@@ -161,7 +161,7 @@ def _message(body: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-def _take(data: bytes, request: Request) -> None:
+def _take(data: bytes, request: RequestRecord) -> None:
     at = time.monotonic()
     try:
         part = json.loads(data)

@@ -5,13 +5,13 @@ from collections import defaultdict
 from typing import Any
 
 from vllm_fp8ext.loadtest.latency import gaps, ttft
-from vllm_fp8ext.loadtest.records import Run
+from vllm_fp8ext.loadtest.records import RunRecords
 
 MOST_POINTS = 600
 """Longer runs are cut into longer bins."""
 
 
-def series(run: Run) -> dict[str, Any]:
+def series(run: RunRecords) -> dict[str, Any]:
     """Bins of equal width: their begin in seconds of the run, and what happened in each. Gauges are as scraped."""
     width = max(1.0, (run.stop - run.start) / MOST_POINTS)
     count = max(1, int((run.stop - run.start) / width))  # the rest of a bin would look like less

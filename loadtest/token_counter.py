@@ -7,13 +7,13 @@ one token, and `usage` says how many there were in all.
 
 from typing import Any
 
-from vllm_fp8ext.loadtest.records import Request
+from vllm_fp8ext.loadtest.records import RequestRecord
 
 _LABELS = frozenset({"role", "id", "type", "format", "signature"})
 """Texts of a delta that no token says."""
 
 
-def count(part: dict[str, Any], at: float, request: Request) -> None:
+def count(part: dict[str, Any], at: float, request: RequestRecord) -> None:
     """Add what a part brought to a request. `at`: when the part came, in seconds of the request's clock."""
     choices = part.get("choices") or ()
     for choice in choices:
@@ -42,7 +42,7 @@ def says(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _recount(request: Request, total: int, at: float, *, ended: bool) -> None:
+def _recount(request: RequestRecord, total: int, at: float, *, ended: bool) -> None:
     """Count what `usage` tells beyond the events: this part brought it, or, once the answer has ended, the last event."""
     missing = total - request.tokens
     if missing <= 0:

@@ -15,7 +15,7 @@ from typing import Any
 MODEL = "trivial"
 
 
-class Connection(asyncio.Protocol):
+class TrivialConnection(asyncio.Protocol):
     """One client connection; requests come one after the other."""
 
     answered = 0
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         bodies = {"/v1/models": {"data": [{"id": MODEL}]}, "/version": {"version": "trivial"}}
         body = json.dumps(bodies.get(path, {})).encode()
         if path == "/metrics":
-            body = f"vllm:request_success_total {Connection.answered}\n".encode()
+            body = f"vllm:request_success_total {TrivialConnection.answered}\n".encode()
         head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
 
@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._chunk("data: [DONE]\n\n")
                 self._transport.write(b"0\r\n\r\n")
-                Connection.answered += 1
+                TrivialConnection.answered += 1
 
         self._timer = loop.call_at(due, send)
 
@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol):
 async def serve(port: int, interval: float) -> asyncio.Server:
     """Start serving on this machine; tokens of one stream are `interval` seconds apart."""
     loop = asyncio.get_running_loop()
-    return await loop.create_server(lambda: Connection(interval), "127.0.0.1", port, backlog=4096)
+    return await loop.create_server(lambda: TrivialConnection(interval), "127.0.0.1", port, backlog=4096)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from vllm_fp8ext.loadtest.latency import summary, ttft
-from vllm_fp8ext.loadtest.records import UNFINISHED, Request, Run, Span, Update
+from vllm_fp8ext.loadtest.records import UNFINISHED, RequestRecord, RunRecords, Span, UpdateRecord
 
 BIN = 0.25
 """Seconds over which a token rate is taken."""
@@ -20,7 +20,7 @@ AROUND = 5.0
 """Seconds after a commit in which first tokens count as being around it."""
 
 
-def effects(run: Run) -> list[dict[str, Any]]:
+def effects(run: RunRecords) -> list[dict[str, Any]]:
     """For each update, in order: `stall_seconds`, `tokens_lost`, `recovery_seconds`, and how requests fared."""
     arrivals = sorted((at, count) for request in run.requests for at, count in request.events)
     rows = []
@@ -46,7 +46,7 @@ def effects(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def stall(requests: list[Request], update: Update) -> float:
+def stall(requests: list[RequestRecord], update: UpdateRecord) -> float:
     """Longest time between two tokens of one stream that overlaps the commit; or since its last one, where it broke off."""
     longest = 0.0
     for request in requests:
@@ -61,7 +61,7 @@ def stall(requests: list[Request], update: Update) -> float:
 
 
 def recovery(
-    arrivals: list[tuple[float, int]], update: Update, earlier: float, later: float
+    arrivals: list[tuple[float, int]], update: UpdateRecord, earlier: float, later: float
 ) -> dict[str, float | None]:
     """Return the tokens that an update cost, against the rate before it. They are counted from its begin until the rate was
     back at 95 %; None when it did not come back before the next update."""
@@ -86,7 +86,7 @@ def _between(arrivals: list[tuple[float, int]], start: float, stop: float) -> in
     return sum(count for _, count in arrivals[first:last])
 
 
-def _first_new_token(requests: list[Request], update: Update) -> float | None:
+def _first_new_token(requests: list[RequestRecord], update: UpdateRecord) -> float | None:
     """From the begin of the push to the first token that the new weights sampled; None where they were not served."""
     if update.error is not None:
         return None
@@ -102,7 +102,7 @@ def _first_new_token(requests: list[Request], update: Update) -> float | None:
     return min(times) - update.began if times else None
 
 
-def arrival(request: Request, token: int) -> float:
+def arrival(request: RequestRecord, token: int) -> float:
     """When token number `token` of an answer came."""
     came = 0
     for at, count in request.events:
@@ -112,7 +112,7 @@ def arrival(request: Request, token: int) -> float:
     return request.ended
 
 
-def staleness(run: Run) -> dict[str, Any]:
+def staleness(run: RunRecords) -> dict[str, Any]:
     """Count tokens by how many epochs their weights were behind. Those served when their answer was complete are compared.
 
     From `weight_versions`; for servers without, estimated by the updates between a token's arrival and its answer's end.
@@ -134,7 +134,7 @@ def staleness(run: Run) -> dict[str, Any]:
     return {"estimated": not spans_known, "tokens": counted}
 
 
-def lies(run: Run) -> list[str]:
+def lies(run: RunRecords) -> list[str]:
     """Tokens that claim weights which were not live: sampled before their commit was sent, or in a request that was sent
     after the next one was answered; of an epoch that nobody committed; spans with gaps, or of epochs that go back."""
     commits = {update.epoch: update for update in run.updates if update.epoch is not None}
@@ -161,7 +161,7 @@ def lies(run: Run) -> list[str]:
     return problems
 
 
-def _broken(request: Request) -> Iterator[str]:
+def _broken(request: RequestRecord) -> Iterator[str]:
     ends: list[Span] = request.spans
     if not ends:
         return

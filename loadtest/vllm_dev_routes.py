@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of stock vLLM's dev mode (`VLLM_SERVER_DEV_MODE=1`)."""
+"""VllmDevRoutes of stock vLLM's dev mode (`VLLM_SERVER_DEV_MODE=1`)."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 from vllm_fp8ext.loadtest import http_client
 
 
-class Routes:
+class VllmDevRoutes:
     """Calls the dev routes of the server at `url`."""
 
     def __init__(self, url: str) -> None:

@@ -21,8 +21,8 @@ import httpx
 
 from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.errors import ConfigError, UpdateError
-from vllm_fp8ext.loadtest.records import Update, short
-from vllm_fp8ext.loadtest.vllm_dev_routes import Routes
+from vllm_fp8ext.loadtest.records import UpdateRecord, short
+from vllm_fp8ext.loadtest.vllm_dev_routes import VllmDevRoutes
 from vllm_fp8ext.serve.client import Client
 
 READY = "ready"
@@ -31,7 +31,7 @@ GIVE_UP_SECONDS = 10.0
 """For giving up an update that is under way when a run ends."""
 
 
-class Fp8ext:
+class Fp8extUpdates:
     """Alternates checkpoints through `/fp8ext/v1`: on this machine, or on the server's with `files`.
 
     Raises:
@@ -54,17 +54,17 @@ class Fp8ext:
         self._running, self._files = running, files
         self._number = itertools.count(1)
 
-    def push(self, step: int | None = None) -> Update:
+    def push(self, step: int | None = None) -> UpdateRecord:
         """The next checkpoint, from opening the update to the answer of its commit; never raises for what goes wrong."""
         checkpoint = next(self._turn)
-        update = Update(f"{checkpoint.name}-{next(self._number)}", time.monotonic(), step=step)
+        update = UpdateRecord(f"{checkpoint.name}-{next(self._number)}", time.monotonic(), step=step)
         try:
             self._push(checkpoint, update)
         except Exception as error:
             _failed(update, error)
         return update
 
-    def _push(self, checkpoint: Path, update: Update) -> None:
+    def _push(self, checkpoint: Path, update: UpdateRecord) -> None:
         running: Any = self._running
         id = uuid.uuid4().hex
         try:
@@ -85,19 +85,19 @@ class Fp8ext:
         update.pause_seconds = done.seconds.get("pause")
 
 
-class Stock:
+class StockUpdates:
     """`reload_weights` of vLLM's dev mode (`VLLM_SERVER_DEV_MODE=1`), with generation paused around it as its documentation
     asks. Stock vLLM has no epochs, and tells nobody which weights sampled a token."""
 
     def __init__(self, url: str, checkpoints: list[Path]) -> None:
-        self._routes = Routes(url)
+        self._routes = VllmDevRoutes(url)
         self._turn: Iterator[Path] = itertools.cycle(checkpoints)
         self._number = itertools.count(1)
 
-    def push(self, step: int | None = None) -> Update:
+    def push(self, step: int | None = None) -> UpdateRecord:
         """Pause, reload, reset the prefix cache, resume; never raises for what goes wrong."""
         checkpoint = next(self._turn)
-        update = Update(f"{checkpoint.name}-{next(self._number)}", time.monotonic(), step=step)
+        update = UpdateRecord(f"{checkpoint.name}-{next(self._number)}", time.monotonic(), step=step)
         update.commit_sent = update.began
         try:
             with self._routes.paused():
@@ -113,7 +113,7 @@ def _is_there(checkpoint: Path) -> bool:
     return checkpoint.is_file() or any(checkpoint.glob("*.safetensors"))
 
 
-def _failed(update: Update, error: Exception) -> None:
+def _failed(update: UpdateRecord, error: Exception) -> None:
     """Write down that an update has failed now, for whatever reason: the run goes on, and its report says so."""
     update.committed = time.monotonic()
     update.commit_sent = update.commit_sent or update.committed
@@ -141,11 +141,11 @@ class Pusher:
             self.close()
             raise ConfigError(answer)
 
-    def push(self, step: int | None = None) -> Update:
+    def push(self, step: int | None = None) -> UpdateRecord:
         """Change the weights once. An update that fails, even by the end of the process, is told by its `error`."""
-        update = Update(f"update-{next(self._pushes)}", time.monotonic(), step=step)
+        update = UpdateRecord(f"update-{next(self._pushes)}", time.monotonic(), step=step)
         try:
-            return Update(**self._ask({"step": step}))
+            return UpdateRecord(**self._ask({"step": step}))
         except Exception as error:
             _failed(update, error)
             return update
@@ -192,11 +192,11 @@ def _answer() -> None:
         print(json.dumps(dataclasses.asdict(update)), flush=True)
 
 
-def _changer(options: dict[str, Any]) -> Fp8ext | Stock:
+def _changer(options: dict[str, Any]) -> Fp8extUpdates | StockUpdates:
     url, checkpoints = options["url"], [Path(path) for path in options["checkpoints"]]
     if options["through"] == "stock":
-        return Stock(url, checkpoints)
-    return Fp8ext(url, options["key"], checkpoints, running=options["running"], files=options["files"])
+        return StockUpdates(url, checkpoints)
+    return Fp8extUpdates(url, options["key"], checkpoints, running=options["running"], files=options["files"])
 
 
 if __name__ == "__main__":

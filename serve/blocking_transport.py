@@ -8,14 +8,14 @@ import httpx
 from anyio import to_thread
 from anyio.from_thread import BlockingPortal
 
-from vllm_fp8ext.serve.own_transport import OwnTransport
+from vllm_fp8ext.serve.in_process_transport import InProcessTransport
 
 
 class BlockingTransport(httpx.BaseTransport):
-    """`OwnTransport` of the event loop behind `portal`, for clients that block. Answers are read whole."""
+    """`InProcessTransport` of the event loop behind `portal`, for clients that block. Answers are read whole."""
 
     def __init__(self, portal: BlockingPortal, inner: httpx.AsyncBaseTransport) -> None:
-        self._portal, self._own = portal, OwnTransport(inner)
+        self._portal, self._own = portal, InProcessTransport(inner)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """The answer."""

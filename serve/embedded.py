@@ -36,7 +36,7 @@ from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.blocking_transport import BlockingTransport
 from vllm_fp8ext.serve.client import AsyncClient, Client
-from vllm_fp8ext.serve.own_transport import OwnTransport
+from vllm_fp8ext.serve.in_process_transport import InProcessTransport
 from vllm_fp8ext.serve.routes import router
 
 _URL = "http://fp8ext.embedded"
@@ -56,7 +56,7 @@ async def embedded(engine: Any) -> AsyncIterator[AsyncClient]:
     """
     async with (
         _routes(engine) as (key, routes),
-        AsyncClient(_URL, key, retries=0, transport=OwnTransport(routes)) as client,
+        AsyncClient(_URL, key, retries=0, transport=InProcessTransport(routes)) as client,
     ):
         yield client
 

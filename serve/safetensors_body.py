@@ -15,7 +15,7 @@ PIECE = 1 << 20
 Piece: TypeAlias = bytes | memoryview
 
 
-class Part(Protocol):
+class BodyPart(Protocol):
     """One tensor of a body. `dtype` is safetensors' name for it, `size` its bytes."""
 
     @property
@@ -27,7 +27,7 @@ class Part(Protocol):
     @property
     def size(self) -> int: ...
 
-    def fetched(self) -> "Part":
+    def fetched(self) -> "BodyPart":
         """The same part where it can be read again and again: in host memory, or in a file."""
         ...
 
@@ -37,10 +37,10 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
-class Body:
+class SafetensorsBody:
     """A safetensors body: a header, then its parts without gaps. Iterating reads it from the start, each time."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BodyPart, ...]
 
     @property
     def header(self) -> bytes:
@@ -71,9 +71,9 @@ class Body:
     def __iter__(self) -> Iterator[bytes]:
         return map(bytes, self._pieces())
 
-    def fetched(self) -> "Body":
+    def fetched(self) -> "SafetensorsBody":
         """The same body, all of it where it can be read again and again."""
-        return Body(tuple(part.fetched() for part in self.parts))
+        return SafetensorsBody(tuple(part.fetched() for part in self.parts))
 
     def sha256(self) -> bytes:
         """SHA-256 of the whole body."""
@@ -88,17 +88,17 @@ class Body:
             yield from part.pieces()
 
 
-class Bodies:
+class BodyBuilder:
     """Parts on their way into bodies of `limit` bytes of tensors at most, in order; a larger tensor travels alone. Block
     scales that come right after their weight go where it goes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._names: set[str] = set()
-        self._group: list[Part] = []
+        self._group: list[BodyPart] = []
         self._size = 0
 
-    def add(self, part: Part) -> Body | None:
+    def add(self, part: BodyPart) -> SafetensorsBody | None:
         """Take the next part; the body that is complete, if this part begins another one.
 
         Raises:
@@ -115,19 +115,19 @@ class Bodies:
         self._size += part.size
         return complete
 
-    def rest(self) -> Body | None:
+    def rest(self) -> SafetensorsBody | None:
         """The body of what is left, if anything is."""
         group, self._group, self._size = self._group, [], 0
-        return Body(tuple(group)) if group else None
+        return SafetensorsBody(tuple(group)) if group else None
 
 
-def bodies(parts: Iterable[Part], limit: int) -> Iterator[Body]:
-    """The `Bodies` of these parts.
+def bodies(parts: Iterable[BodyPart], limit: int) -> Iterator[SafetensorsBody]:
+    """Yield the bodies that these parts make (`BodyBuilder`).
 
     Raises:
         ValueError: a name that comes twice.
     """
-    filling = Bodies(limit)
+    filling = BodyBuilder(limit)
     for part in parts:
         if complete := filling.add(part):
             yield complete

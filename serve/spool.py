@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.lock_files import created, left_behind
+from vllm_fp8ext.serve.body_buffer import BodyBuffer
 from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
-from vllm_fp8ext.serve.filling import Filling
-from vllm_fp8ext.serve.room import PAGE, Room
+from vllm_fp8ext.serve.range_allocator import PAGE, RangeAllocator
 from vllm_fp8ext.serve.work import in_thread
 from vllm_fp8ext.shared_memory import free_bytes, untouched_bytes
 
@@ -63,7 +63,7 @@ class Spool:
         self._backed: list[tuple[int, int]] = []
         """From where to where the folder has given room."""
         self._idle_seconds = idle_seconds
-        self._room = Room(self.limit)
+        self._room = RangeAllocator(self.limit)
 
     def require_room(self, size: int, what: str) -> None:
         """Raises `ConfigError` when a body of `size` bytes, which `what` describes, could never be sent."""
@@ -112,7 +112,7 @@ class Spool:
         in_use = False
         try:
             received = ReceivedBody(str(self.path), offset, length, self._content[offset : offset + length])
-            await self._fill(Filling(received.content, digest), body, connection)
+            await self._fill(BodyBuffer(received.content, digest), body, connection)
             yield received
         except UpdateError as error:
             # ranks that have not answered may still read it: what another upload puts there would be staged for this one
@@ -145,7 +145,7 @@ class Spool:
             self._backed = _joined([*self._backed, (first, last)])
 
     async def _fill(
-        self, filling: Filling, body: AsyncIterator[bytes], connection: Connection | None
+        self, filling: BodyBuffer, body: AsyncIterator[bytes], connection: Connection | None
     ) -> None:
         try:
             await self._copy(filling, body, connection)
@@ -161,7 +161,7 @@ class Spool:
             await in_thread(filling.verify)
 
     async def _copy(
-        self, filling: Filling, body: AsyncIterator[bytes], connection: Connection | None
+        self, filling: BodyBuffer, body: AsyncIterator[bytes], connection: Connection | None
     ) -> None:
         """Take the pieces of a body; of one whose connection can be read, those that have been read already."""
         loop = asyncio.get_running_loop()
@@ -203,7 +203,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _of_another_length(filling: Filling, found: int) -> UpdateError:
+def _of_another_length(filling: BodyBuffer, found: int) -> UpdateError:
     expected = len(filling.content)
     message = f"the body should have {expected} bytes, found {found}"
     return UpdateError("truncated", message, status=400, expected=expected)

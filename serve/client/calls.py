@@ -13,7 +13,7 @@ from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client.bodies import body_of
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Sent
 from vllm_fp8ext.serve.client.repeat import call
-from vllm_fp8ext.serve.safetensors_body import PIECE, Body
+from vllm_fp8ext.serve.safetensors_body import PIECE, SafetensorsBody
 from vllm_fp8ext.update.contract.fields import WAIT_SECONDS
 
 Content = bytes | Iterable[bytes]
@@ -115,11 +115,12 @@ def put_chunk(
 ) -> Flow[schema.Update]:
     """Send a safetensors body as chunk `n`; sending it again replaces it.
 
-    `length`: its bytes, needed unless `content` is bytes or a `Body`. `sha256`: of the body, for the server to check. `sent`:
-    called with the bytes of the body that have been sent. An iterator is sent once; anything else is repeated as needed.
+    `length`: its bytes, needed unless `content` is bytes or a `SafetensorsBody`. `sha256`: of the body, for the server to
+    check. `sent`: called with the bytes of the body that have been sent. An iterator is sent once; anything else is repeated
+    as needed.
     """
     if length is None:
-        if not isinstance(content, bytes | Body):
+        if not isinstance(content, bytes | SafetensorsBody):
             raise ValueError(f"expected the length of chunk {n}, found none")
         length = len(content) if isinstance(content, bytes) else content.length
     headers = {"Content-Length": str(length)}

@@ -21,7 +21,7 @@ PROXY = "fp8ext.proxy"
 _LIMITS = httpx.Limits(max_connections=None)
 
 
-class _Ways(Generic[T]):
+class _Transports(Generic[T]):
     """One transport for each proxy, and one without, each made when it is first needed."""
 
     def __init__(self, make: Callable[[str | None], T]) -> None:
@@ -58,7 +58,7 @@ class Network(httpx.BaseTransport):
     """Sends requests and blocks until they are answered. Errors and answers name the proxy, where there is one."""
 
     def __init__(self) -> None:
-        self._ways = _Ways(lambda proxy: httpx.HTTPTransport(limits=_LIMITS, proxy=proxy))
+        self._ways = _Transports(lambda proxy: httpx.HTTPTransport(limits=_LIMITS, proxy=proxy))
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request once."""
@@ -80,7 +80,7 @@ class AsyncNetwork(httpx.AsyncBaseTransport):
     """Sends requests on an event loop, as `Network` does."""
 
     def __init__(self) -> None:
-        self._ways = _Ways(lambda proxy: httpx.AsyncHTTPTransport(limits=_LIMITS, proxy=proxy))
+        self._ways = _Transports(lambda proxy: httpx.AsyncHTTPTransport(limits=_LIMITS, proxy=proxy))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request once."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from vllm_fp8ext.serve.client.flow import Flow, Work, work
 from vllm_fp8ext.serve.client.lent import Pairs
-from vllm_fp8ext.serve.safetensors_body import Bodies, Body, bodies
+from vllm_fp8ext.serve.safetensors_body import BodyBuilder, SafetensorsBody, bodies
 from vllm_fp8ext.serve.safetensors_file import Range, ranges_of, snapshot_ranges
 from vllm_fp8ext.serve.tensors import LentPart, TensorLike, TensorPart, tensor_parts
 from vllm_fp8ext.update.contract.dtype_name import instance_of
@@ -25,7 +25,7 @@ Whole: TypeAlias = list[Range] | list[TensorPart | LentPart]
 
 
 @dataclass(frozen=True)
-class Source:
+class ChunkSource:
     """The parts of what is pushed: all of them, or an iterator that makes them as they are sent."""
 
     parts: Whole | Iterator[TensorPart | LentPart]
@@ -42,10 +42,10 @@ class Source:
         """Return whether all parts are known."""
         return isinstance(self.parts, list)
 
-    def chunks(self, limit: int) -> Iterator[Body | Work]:
+    def chunks(self, limit: int) -> Iterator[SafetensorsBody | Work]:
         """The chunks, in order; each holds `limit` bytes of tensors at most, or one tensor. Work between them is to be done
         before more is asked for."""
-        filling = Bodies(limit)
+        filling = BodyBuilder(limit)
         for part in self.parts:
             if complete := filling.add(part):
                 yield complete
@@ -55,7 +55,7 @@ class Source:
         if rest := filling.rest():
             yield rest
 
-    def bodies(self, limit: int) -> Iterator[Body]:
+    def bodies(self, limit: int) -> Iterator[SafetensorsBody]:
         """The same where the parts are whole, or nothing is lent."""
         return bodies(self.parts, limit)
 
@@ -68,7 +68,7 @@ Manifests: TypeAlias = Callable[[], Flow[list[dict[str, Any]]]]
 """Asks each server what it takes."""
 
 
-def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> Flow[Source]:
+def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> Flow[ChunkSource]:
     """The source, checked as far as it can be before a tensor is sent. `fp8`: what all servers take quantized is quantized
     here.
 
@@ -79,7 +79,7 @@ def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> 
     if isinstance(weights, str | PathLike) and not fp8:
         path = _resolved(weights)
         snapshot, ranges = yield from work(lambda: snapshot_ranges(path))
-        return Source(ranges, snapshot)
+        return ChunkSource(ranges, snapshot)
     pairs = yield from _pairs(weights)
     served_manifests = yield from manifests()
     dtypes, ignored = _taken(served_manifests)
@@ -88,7 +88,7 @@ def source_of(weights: Pushable, manifests: Manifests, *, fp8: bool = False) -> 
             *(_shared_heads(weights, manifest) for manifest in served_manifests)
         )
     parts = tensor_parts(_quantized(pairs, served_manifests) if fp8 else pairs, dtypes, ignored, pairs.lent)
-    return Source(list(parts) if pairs.complete and not fp8 else parts)
+    return ChunkSource(list(parts) if pairs.complete and not fp8 else parts)
 
 
 @dataclass(frozen=True)

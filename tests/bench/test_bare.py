@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from vllm_fp8ext.bench import bare
 from vllm_fp8ext.bench.bare import baseline
-from vllm_fp8ext.serve.client.transports.http.chunks import CHUNKS_IN_FLIGHT
+from vllm_fp8ext.serve.client import CHUNKS_IN_FLIGHT
 from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
 from vllm_fp8ext.update.transports import read_ahead

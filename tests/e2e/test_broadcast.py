@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.client import Group, calls
+from vllm_fp8ext.serve.client import Group, ReplicasPushOptions, calls
 from vllm_fp8ext.serve.client.driver import BlockingDriver
 from vllm_fp8ext.serve.client.flow import Endpoint
 from vllm_fp8ext.serve.client.replicas import push_everywhere
@@ -155,12 +155,12 @@ def test_one_broadcast_for_two_servers(servers: dict[str, Server], late: dict[st
         Endpoint.of(server.url, server.key, timeout=60.0, retries=0) for server in servers.values()
     )
     with contextlib.closing(BlockingDriver()) as driver:
-        driver.run(push_everywhere(endpoints, LATE, version="late"))
+        driver.run(push_everywhere(endpoints, LATE, ReplicasPushOptions(version="late")))
         wanted = [driver.run(calls.digests(endpoint)).digests for endpoint in endpoints]
         for endpoint in endpoints:
             driver.run(calls.rollback(endpoint))
-        options: dict[str, Any] = {"version": "late", "transport": "nccl", "chunk_bytes": 1 << 20}
-        driver.run(push_everywhere(endpoints, late, **options))
+        options = ReplicasPushOptions(version="late", transport="nccl", chunk_bytes=1 << 20)
+        driver.run(push_everywhere(endpoints, late, options))
         assert [driver.run(calls.digests(endpoint)).digests for endpoint in endpoints] == wanted
 
 

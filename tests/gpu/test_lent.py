@@ -15,7 +15,7 @@ from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.serve import tensors
 from vllm_fp8ext.serve.client.lent import Pairs
 from vllm_fp8ext.serve.client.transports.ipc.handles import batches, handles
-from vllm_fp8ext.serve.client.transports.nccl.buckets import Room, buckets
+from vllm_fp8ext.serve.client.transports.nccl.buckets import PackingBuffer, buckets
 from vllm_fp8ext.serve.tensors import LentPart, tensor_parts
 from vllm_fp8ext.update.transports.wire import stored
 
@@ -95,7 +95,7 @@ def test_by_handles(stream: None, limit: int) -> None:
 
 
 def test_into_buckets(stream: None) -> None:
-    rooms = [Room(DEVICE), Room(DEVICE)]
+    rooms = [PackingBuffer(DEVICE), PackingBuffer(DEVICE)]
     found: list[float] = []
     with ThreadPoolExecutor(1) as other:
         for bucket in buckets(one_buffer(), 2 * 4 * SIZE + 100, lambda n, device: rooms[n % 2]):

@@ -20,7 +20,7 @@ SERVED = Weights(
 )  # fmt: skip
 
 
-class Strict(trivial_server.Connection):
+class Strict(trivial_server.TrivialConnection):
     head = b""
 
     def data_received(self, data: bytes) -> None:
@@ -62,5 +62,5 @@ class Strict(trivial_server.Connection):
 
 
 if __name__ == "__main__":
-    trivial_server.Connection = Strict  # type: ignore[misc]  # what this server makes for each client
+    trivial_server.TrivialConnection = Strict  # type: ignore[misc]  # what this server makes for each client
     trivial_server.main()

@@ -14,17 +14,24 @@ from rich.console import Console
 
 from vllm_fp8ext.loadtest import report
 from vllm_fp8ext.loadtest.html_report import page
-from vllm_fp8ext.loadtest.records import Request, Run, Scrape, Span, Step, Update
+from vllm_fp8ext.loadtest.records import (
+    RequestRecord,
+    RunRecords,
+    ScrapeRecord,
+    Span,
+    StepRecord,
+    UpdateRecord,
+)
 
 
-def made_up(**options: object) -> Run:
+def made_up(**options: object) -> RunRecords:
     events = [(100.5 + n / 10, 1) for n in range(100)]
     spans = [Span("early", 3, 0, 60), Span("<b>late</b>", 4, 60, 100)]
-    request = Request(100.0, 100.0, 110.4, 5, 100, events, spans, finish="length", step=1)
-    update = Update("<b>late</b>", 103.0, 104.0, 104.1, epoch=4, pause_seconds=0.02)
-    scrapes = [Scrape(100.0 + n, {"running": 1.0, "waiting": 0.0, "kv_usage": 0.1}) for n in range(10)]
+    request = RequestRecord(100.0, 100.0, 110.4, 5, 100, events, spans, finish="length", step=1)
+    update = UpdateRecord("<b>late</b>", 103.0, 104.0, 104.1, epoch=4, pause_seconds=0.02)
+    scrapes = [ScrapeRecord(100.0 + n, {"running": 1.0, "waiting": 0.0, "kv_usage": 0.1}) for n in range(10)]
     asked = {"profile": "rollout", "label": None, "url": "http://127.0.0.1:9", "slos": (), **options}
-    return Run(asked, 100.0, 111.0, [request], [update], [Step(1, 100.0, 110.4)], scrapes)
+    return RunRecords(asked, 100.0, 111.0, [request], [update], [StepRecord(1, 100.0, 110.4)], scrapes)
 
 
 def write(folder: Path, **options: object) -> tuple[int, str]:
@@ -55,15 +62,15 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert report.write(late, None, Console(file=io.StringIO())) == report.INVALID
 
 
-def busy() -> Run:
+def busy() -> RunRecords:
     """A run with numbers of many digits."""
     run = made_up(slos=("ttft_p99<0.1",))
     run.updates[0].version = "checkpoint-1234567890"
     run.updates.append(
-        Update("b", 105.0, 105.1, 105.2, error="internal", said="[no] room for 123456789 bytes")
+        UpdateRecord("b", 105.0, 105.1, 105.2, error="internal", said="[no] room for 123456789 bytes")
     )
     run.requests += [
-        Request(100.0, 100.0, 101.0, error="http-400", said="found [987654]") for _ in range(1234)
+        RequestRecord(100.0, 100.0, 101.0, error="http-400", said="found [987654]") for _ in range(1234)
     ]
     return run
 

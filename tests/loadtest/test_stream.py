@@ -12,8 +12,8 @@ import pytest
 
 from vllm_fp8ext.loadtest.latency import ttft
 from vllm_fp8ext.loadtest.prompts import Prompt
-from vllm_fp8ext.loadtest.records import Request, Span
-from vllm_fp8ext.loadtest.stream import Asker, Target
+from vllm_fp8ext.loadtest.records import RequestRecord, Span
+from vllm_fp8ext.loadtest.stream import RequestSender, Target
 
 PROMPT = Prompt((11, 12, 13), 4)
 
@@ -27,9 +27,9 @@ def url() -> Iterator[str]:
         process.kill()
 
 
-def ask(url: str, model: str, **more: object) -> Request:
-    asker = Asker(Target(url=url, model=model, **more))  # type: ignore[arg-type]  # what tests choose
-    found: list[Request] = []
+def ask(url: str, model: str, **more: object) -> RequestRecord:
+    asker = RequestSender(Target(url=url, model=model, **more))  # type: ignore[arg-type]  # what tests choose
+    found: list[RequestRecord] = []
     asker.ask(PROMPT, asker.body(PROMPT), found.append, scheduled=1.0, step=2)
     asker.close()
     [request] = found

@@ -9,12 +9,12 @@ import pytest
 from vllm_fp8ext.loadtest.records import (
     TIMEOUT,
     UNFINISHED,
-    Request,
-    Run,
-    Scrape,
+    RequestRecord,
+    RunRecords,
+    ScrapeRecord,
     Span,
-    Step,
-    Update,
+    StepRecord,
+    UpdateRecord,
     plain,
     request_of,
 )
@@ -24,21 +24,26 @@ from vllm_fp8ext.loadtest.time_series import series
 from vllm_fp8ext.loadtest.update_effects import effects, lies, staleness
 
 
-def stream(start: float, stop: float, every: float = 0.1, pause: tuple[float, float] = (0.0, 0.0)) -> Request:
+def stream(
+    start: float, stop: float, every: float = 0.1, pause: tuple[float, float] = (0.0, 0.0)
+) -> RequestRecord:
     """A token every so often, but none inside the pause."""
     count = round((stop - start) / every)
     times = [start + every * (n + 1) for n in range(count)]
     events = [(at, 1) for at in times if not pause[0] < at < pause[1]]
-    return Request(start, start, stop, 5, len(events), events, finish="length")
+    return RequestRecord(start, start, stop, 5, len(events), events, finish="length")
 
 
 def run(
-    *requests: Request, updates: tuple[Update, ...] = (), start: float = 100.0, stop: float = 120.0
-) -> Run:
-    return Run({}, start, stop, requests=list(requests), updates=list(updates))
+    *requests: RequestRecord,
+    updates: tuple[UpdateRecord, ...] = (),
+    start: float = 100.0,
+    stop: float = 120.0,
+) -> RunRecords:
+    return RunRecords({}, start, stop, requests=list(requests), updates=list(updates))
 
 
-UPDATE = Update("late", began=108.0, commit_sent=110.0, committed=110.5, epoch=4)
+UPDATE = UpdateRecord("late", began=108.0, commit_sent=110.0, committed=110.5, epoch=4)
 
 
 def test_a_stall_is_the_longest_gap_that_overlaps_the_commit() -> None:
@@ -56,7 +61,7 @@ def test_without_running_streams_nothing_stalls() -> None:
 
 def test_tokens_lost_until_the_rate_is_back() -> None:
     """Ten tokens per second before; none for two seconds from the begin on."""
-    update = Update("late", began=110.0, commit_sent=111.0, committed=111.2)
+    update = UpdateRecord("late", began=110.0, commit_sent=111.0, committed=111.2)
     [effect] = effects(run(stream(100, 120, pause=(110.01, 111.99)), updates=(update,)))
     assert effect["tokens_per_s_before"] == pytest.approx(10.0, rel=0.05)
     assert effect["tokens_lost"] == pytest.approx(20, abs=2)
@@ -64,12 +69,12 @@ def test_tokens_lost_until_the_rate_is_back() -> None:
 
 
 def test_a_rate_that_never_comes_back() -> None:
-    update = Update("late", began=110.0, commit_sent=111.0, committed=111.2)
+    update = UpdateRecord("late", began=110.0, commit_sent=111.0, committed=111.2)
     [effect] = effects(run(stream(100, 110), updates=(update,)))
     assert (effect["tokens_lost"], effect["recovery_seconds"]) == (None, None)
 
 
-def mixed() -> Request:
+def mixed() -> RequestRecord:
     request = stream(105, 115)
     request.spans = [Span("early", 3, 0, 52), Span("late", 4, 52, len(request.events))]
     return request
@@ -126,7 +131,7 @@ def test_weights_that_nobody_committed_are_a_lie(failed: bool) -> None:
     """Unless an update failed whose commit may have come all the same."""
     request = mixed()
     request.spans = [Span("early", 3, 0, 52), Span("never", 9, 52, 100)]
-    updates = (UPDATE, Update("lost", 115.0, 116.0, 117.0, error="timeout")) if failed else (UPDATE,)
+    updates = (UPDATE, UpdateRecord("lost", 115.0, 116.0, 117.0, error="timeout")) if failed else (UPDATE,)
     found = [lie for lie in lies(run(request, updates=updates)) if "never committed" in lie]
     assert found == ([] if failed else ["epoch 9, never, was never committed: the newest is 4"])
 
@@ -167,7 +172,7 @@ def test_failures_are_counted_by_kind_and_unfinished_ones_apart() -> None:
     assert measured["invalid"] == []
 
 
-def hanging(start: float, until: float, stop: float = 120.0) -> Request:
+def hanging(start: float, until: float, stop: float = 120.0) -> RequestRecord:
     """An answer of which nothing came from `until` on, that the end of the run cut off."""
     request = stream(start, until)
     request.ended, request.error, request.finish = stop, UNFINISHED, None
@@ -177,7 +182,7 @@ def hanging(start: float, until: float, stop: float = 120.0) -> Request:
 def test_a_server_that_hangs_keeps_no_promise() -> None:
     """Nothing fails, and whatever was answered was answered fast."""
     asked = [stream(100 + n / 10, 101 + n / 10) for n in range(80)]
-    never = [Request(110 + n / 10, 110 + n / 10, 120.0, error=UNFINISHED) for n in range(90)]
+    never = [RequestRecord(110 + n / 10, 110 + n / 10, 120.0, error=UNFINISHED) for n in range(90)]
     whole = run(*asked, *never, hanging(104, 109.9), updates=(UPDATE,))
     measured = analyse(whole, [])
     assert measured["stall_seconds"] == pytest.approx(120 - 109.9)
@@ -191,7 +196,7 @@ def test_a_server_that_hangs_keeps_no_promise() -> None:
 def test_answers_that_were_not_complete_in_time_keep_no_promise_either() -> None:
     """Else a server would be the faster the sooner one gives up."""
     asked = [stream(100 + n / 10, 101 + n / 10) for n in range(5)]
-    never = [Request(101 + n / 10, 101 + n / 10, 111 + n / 10, error=TIMEOUT) for n in range(90)]
+    never = [RequestRecord(101 + n / 10, 101 + n / 10, 111 + n / 10, error=TIMEOUT) for n in range(90)]
     measured = analyse(
         run(*asked, *never, hanging(104, 105)), [Slo.parse("ttft_p99<0.5"), Slo.parse("e2e_p50<5")]
     )
@@ -220,7 +225,7 @@ def test_what_comes_after_the_end_of_a_run_is_not_there() -> None:
 
 
 def test_an_update_that_failed_brings_no_new_token() -> None:
-    update = Update("late", 108.0, 110.0, 110.5, error="canary-refused")
+    update = UpdateRecord("late", 108.0, 110.0, 110.5, error="canary-refused")
     [effect] = effects(run(stream(100, 120), updates=(update,)))
     assert effect["first_new_token_seconds"] is None
 
@@ -233,7 +238,7 @@ def test_stragglers_are_waited_for_from_the_end_of_the_fast_half_on(
     for request in requests:
         request.step = 1
     whole = run(*requests)
-    whole.steps = [Step(1, 100.0, float(max(ends)))]
+    whole.steps = [StepRecord(1, 100.0, float(max(ends)))]
     assert analyse(whole, [])["steps"]["straggler_share"] == pytest.approx(share)
 
 
@@ -250,7 +255,7 @@ def test_rollout_steps_and_their_stragglers() -> None:
     other = stream(100, 102)
     other.step = 1
     whole = run(fast, other, slow)
-    whole.steps = [Step(1, 100.0, 110.0)]
+    whole.steps = [StepRecord(1, 100.0, 110.0)]
     measured = analyse(whole, [])
     assert measured["steps"]["max"] == 10.0
     assert measured["steps"]["straggler_share"] == pytest.approx(0.8)
@@ -268,8 +273,8 @@ def test_a_run_without_a_single_success_is_not_valid(error: str) -> None:
     assert reason.startswith("no request succeeded: ")
 
 
-def refused(said: str, error: str = "http-400") -> Request:
-    return Request(100.0, 100.0, 101.0, error=error, said=said)
+def refused(said: str, error: str = "http-400") -> RequestRecord:
+    return RequestRecord(100.0, 100.0, 101.0, error=error, said=said)
 
 
 def test_the_most_frequent_error_is_told_in_its_own_words() -> None:
@@ -289,7 +294,7 @@ def test_the_most_frequent_error_is_told_in_its_own_words() -> None:
 
 def test_series_over_time() -> None:
     whole = run(stream(100, 110), updates=(UPDATE,))
-    whole.scrapes = [Scrape(101.0, {"running": 3.0})]
+    whole.scrapes = [ScrapeRecord(101.0, {"running": 3.0})]
     found = series(whole)
     assert found["at"][:3] == [0.0, 1.0, 2.0]
     assert sum(found["tokens_per_s"]) == pytest.approx(100)
@@ -305,4 +310,4 @@ def test_what_another_process_is_told_is_not_copied() -> None:
     """Copies of all events, made every three seconds, would hold the streams up that still go on."""
     request = mixed()
     assert plain(request)["events"] is request.events
-    assert set(plain(request)) == {field.name for field in dataclasses.fields(Request)}
+    assert set(plain(request)) == {field.name for field in dataclasses.fields(RequestRecord)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fp8ext.loadtest.weight_updates import Stock
+from vllm_fp8ext.loadtest.weight_updates import StockUpdates
 
 PAUSE = "/pause?mode=keep&clear_cache=false"
 
@@ -43,6 +43,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[str], boo
 
 def test_generation_goes_on_whatever_becomes_of_a_reload(server: tuple[str, list[str], bool]) -> None:
     url, asked, loads = server
-    update = Stock(url, [Path("/checkpoints/late")]).push()
+    update = StockUpdates(url, [Path("/checkpoints/late")]).push()
     assert (update.error is None) == loads
     assert asked == [PAUSE, "/collective_rpc", *(["/reset_prefix_cache"] if loads else []), "/resume"]

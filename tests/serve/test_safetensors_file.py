@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve import safetensors_body
-from vllm_fp8ext.serve.safetensors_body import Body, bodies
+from vllm_fp8ext.serve.safetensors_body import SafetensorsBody, bodies
 from vllm_fp8ext.serve.safetensors_file import Range, ranges_of
 
 DTYPES = (
@@ -107,7 +107,7 @@ def test_a_body_comes_in_small_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_nothing_makes_no_body() -> None:
     assert list(bodies([], 100)) == []
-    assert Body(()).length == len(Body(()).header)
+    assert SafetensorsBody(()).length == len(SafetensorsBody(()).header)
 
 
 def test_only_safetensors_files_of_a_folder_are_read(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fp8ext.serve.client import CHUNK_BYTES, CHUNKS_IN_FLIGHT
-from vllm_fp8ext.serve.safetensors_body import Body, bodies
+from vllm_fp8ext.serve.safetensors_body import SafetensorsBody, bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
 from vllm_fp8ext.update.contract.checkpoint_files import checkpoint_files
 
@@ -91,7 +91,7 @@ def _upload(port: int, threads: int, checkpoint: Path) -> int:
         return sum(pool.map(partial(_put, port), bodies(ranges_of(checkpoint), CHUNK_BYTES)))
 
 
-def _put(port: int, body: Body) -> int:
+def _put(port: int, body: SafetensorsBody) -> int:
     with contextlib.closing(HTTPConnection("127.0.0.1", port)) as connection:
         connection.request("PUT", "/", body, {"Content-Length": str(body.length)})
         answer = connection.getresponse()

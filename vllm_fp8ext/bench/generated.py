@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.serve.safetensors_body import Body
+from vllm_fp8ext.serve.safetensors_body import SafetensorsBody
 from vllm_fp8ext.serve.tensors import tensor_parts
 
 SHAPES = {
@@ -163,7 +163,7 @@ def _shards(config: Any, generator: torch.Generator, device: str) -> Iterator[di
 
 def _write(shard: dict[str, Tensor], file: Path) -> None:
     """As safetensors' `save_file` would, but straight into the file's pages."""
-    body = Body(tuple(tensor_parts(shard.items(), ["bfloat16"])))
+    body = SafetensorsBody(tuple(tensor_parts(shard.items(), ["bfloat16"])))
     header, at = body.header, len(body.header)
     with file.open("wb") as empty:  # pages that find no room would kill the process
         os.posix_fallocate(empty.fileno(), 0, at + body.size)

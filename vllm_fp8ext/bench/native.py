@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_fp8ext.loadtest.vllm_dev_routes import Routes
+from vllm_fp8ext.loadtest.vllm_dev_routes import VllmDevRoutes
 
 SERVE = ("--weight-transfer-config", json.dumps({"backend": "ipc"}))
 """Arguments of `vllm serve`."""
@@ -22,7 +22,7 @@ class Native:
     """A trainer whose tensors lie on the GPU of the server at `url`."""
 
     def __init__(self, url: str) -> None:
-        self._routes = Routes(url)
+        self._routes = VllmDevRoutes(url)
         self._routes.call("/init_weight_transfer_engine", json={"init_info": {"packed": False}})
 
     def push(self, tensors: Mapping[str, Tensor]) -> None:

@@ -229,9 +229,9 @@ def _stock(
 ) -> Iterator[Push]:
     """Update by vLLM's own means."""
     if transport == "reload":
-        from vllm_fp8ext.loadtest.weight_updates import Stock
+        from vllm_fp8ext.loadtest.weight_updates import StockUpdates
 
-        stock = {name: Stock(server.url, [path]) for name, path in folders.items()}
+        stock = {name: StockUpdates(server.url, [path]) for name, path in folders.items()}
 
         def reload(name: str) -> dict[str, float]:
             done = stock[name].push()

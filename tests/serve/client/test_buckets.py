@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_fp8ext.serve.client.transports.nccl.buckets import Bucket, Room
+from vllm_fp8ext.serve.client.transports.nccl.buckets import Bucket, PackingBuffer
 from vllm_fp8ext.serve.client.transports.nccl.buckets import buckets as packed
 from vllm_fp8ext.update.transports.nccl.message import MARK_BYTES
 
 
 def buckets(tensors: Any, limit: int) -> Iterator[Bucket]:
     """Each in a room of its own."""
-    return packed(tensors, limit, lambda n, device: Room(device))
+    return packed(tensors, limit, lambda n, device: PackingBuffer(device))
 
 
 def pairs(*sizes: int) -> list[tuple[str, torch.Tensor]]:
@@ -72,7 +72,7 @@ def test_bytes_lie_at_their_offsets_and_the_mark_behind_them() -> None:
 
 def test_a_tensor_is_packed_before_the_next_one_is_asked_for() -> None:
     """Two rooms are enough for any number of buckets, the next one being packed while one is on its way."""
-    rooms = [Room(torch.device("cpu")), Room(torch.device("cpu"))]
+    rooms = [PackingBuffer(torch.device("cpu")), PackingBuffer(torch.device("cpu"))]
     buffer = torch.empty(40, dtype=torch.uint8)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -90,7 +90,7 @@ def test_a_tensor_is_packed_before_the_next_one_is_asked_for() -> None:
 
 
 def test_a_room_keeps_what_is_there_when_it_grows() -> None:
-    room = Room(torch.device("cpu"))
+    room = PackingBuffer(torch.device("cpu"))
     room.grown(3, 0, 100)[:3] = torch.arange(3, dtype=torch.uint8)
     sizes = [room.grown(needed, 3, 20).numel() for needed in (4, 5, 13, 40, 2)]
     assert sizes == [6, 6, 13, 40, 40]

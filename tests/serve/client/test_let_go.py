@@ -14,10 +14,10 @@ from vllm_fp8ext.serve.client.everywhere import on_one
 from vllm_fp8ext.serve.client.flow import Endpoint, Work
 from vllm_fp8ext.serve.client.lent import Pairs
 from vllm_fp8ext.serve.client.progress import Counter
-from vllm_fp8ext.serve.client.source import Source, Tensors
+from vllm_fp8ext.serve.client.source import ChunkSource, Tensors
 from vllm_fp8ext.serve.client.transports.ipc import handles, sender
 from vllm_fp8ext.serve.client.transports.nccl import broadcast, buckets
-from vllm_fp8ext.serve.client.transports.nccl.buckets import Room
+from vllm_fp8ext.serve.client.transports.nccl.buckets import PackingBuffer
 from vllm_fp8ext.serve.tensors import tensor_parts
 
 EACH, BYTES = 4, 64
@@ -66,7 +66,7 @@ def test_chunks() -> None:
     """Over HTTP: copied, and let go of before the next one is made."""
     made = Made()
     pairs = Pairs(made)
-    source = Source(tensor_parts(pairs, ["float32"], lent=pairs.lent))
+    source = ChunkSource(tensor_parts(pairs, ["float32"], lent=pairs.lent))
     for found in source.chunks(EACH * BYTES):
         if isinstance(found, Work):
             found.function()
@@ -93,7 +93,7 @@ def test_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = SimpleNamespace(
         confirm=lambda groups: None,
         meet=lambda ranks, device: {},
-        room=lambda ranks, n, device: Room(torch.device("cpu")),
+        room=lambda ranks, n, device: PackingBuffer(torch.device("cpu")),
         joined=None,
         done=None,
         begin=lambda data: None,

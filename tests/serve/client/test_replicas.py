@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.client import AsyncReplicas, Replicas
-from vllm_fp8ext.serve.client.transports.nccl.buckets import Room
+from vllm_fp8ext.serve.client.transports.nccl.buckets import PackingBuffer
 from vllm_fp8ext.serve.schema import BroadcastGroup
 
 from .conftest import Caller
@@ -381,8 +381,8 @@ class Rankless:
         group = BroadcastGroup(backend="gloo", id="host:1/name", size=2, first_rank=1)
         return dict.fromkeys(ranks, group)
 
-    def room(self, ranks: dict[str, int], n: int, device: Any) -> Room:
-        return Room(device)
+    def room(self, ranks: dict[str, int], n: int, device: Any) -> PackingBuffer:
+        return PackingBuffer(device)
 
     def close(self) -> None: ...
 

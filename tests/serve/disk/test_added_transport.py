@@ -28,8 +28,8 @@ from vllm_fp8ext.serve.client.transports.sender import ClientTransport
 from vllm_fp8ext.update.contract.fields import Body, ChunkNumber
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.dense_tensor import DenseTensor, dense_tensor, lies_within
-from vllm_fp8ext.update.transports.memory import Bucket, Placed
-from vllm_fp8ext.update.transports.read_ahead import Rows
+from vllm_fp8ext.update.transports.memory import BufferMemory, ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import TensorRows
 from vllm_fp8ext.update.transports.receiver import Receiver
 from vllm_fp8ext.update.transports.registry import TRANSPORTS, source_from_dict
 from vllm_fp8ext.update.transports.transport import Announcement, Route, ServerLimits, Source, Transport
@@ -73,11 +73,11 @@ class InlineReceiver(Receiver[InlineSource]):
         self,
         source: InlineSource,
         tensors: Sequence[StoredTensor],
-        apart: Collection[str],
+        as_rows: Collection[str],
         require_wanted: Callable[[], None],
-    ) -> Iterator[Iterable[Placed | Rows]]:
+    ) -> Iterator[Iterable[ResidentTensors | TensorRows]]:
         data = torch.frombuffer(bytearray(base64.b64decode(source.data)), dtype=torch.uint8)
-        yield self._rank.placed(tensors, Bucket(data.to(self._rank.device)))
+        yield self._rank.resident(tensors, BufferMemory(data.to(self._rank.device)))
 
 
 TRANSPORT = Transport(

@@ -11,8 +11,8 @@ from vllm_fp8ext.serve.client.everywhere import Everywhere
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow, Work, pipelined, work
 from vllm_fp8ext.serve.client.progress import Counter
 from vllm_fp8ext.serve.client.resumed import require_no_others, require_same, staged_digest
-from vllm_fp8ext.serve.client.source import Source
-from vllm_fp8ext.serve.safetensors_body import Body
+from vllm_fp8ext.serve.client.source import ChunkSource
+from vllm_fp8ext.serve.safetensors_body import SafetensorsBody
 
 if TYPE_CHECKING:
     from vllm_fp8ext.serve.client.options import PushOptions
@@ -23,7 +23,7 @@ CHUNK_BYTES = 128 << 20
 
 def send_chunks(
     updates: Mapping[Endpoint, schema.Update],
-    source: Source,
+    source: ChunkSource,
     options: "PushOptions",
     everywhere: Everywhere,
     served: Sequence[schema.Update] = (),
@@ -45,7 +45,7 @@ def send_chunks(
     counter = Counter(options.progress, None if total is None else total * len(updates))
     numbers: set[int] = set()
 
-    def chunk(n: int, body: Body) -> Flow[None]:
+    def chunk(n: int, body: SafetensorsBody) -> Flow[None]:
         numbers.add(n)
         size = body.length * len(updates)
         before = {endpoint: staged_digest(update, n, body.length) for endpoint, update in updates.items()}
@@ -72,7 +72,7 @@ def send_chunks(
 
 
 def _flows(
-    source: Source, limit: int, chunk: Callable[[int, Body], Flow[None]]
+    source: ChunkSource, limit: int, chunk: Callable[[int, SafetensorsBody], Flow[None]]
 ) -> Iterator[Flow[None] | Work]:
     """A flow for each chunk, and the work between them."""
     if source.whole:
@@ -98,7 +98,7 @@ def _limit(updates: Iterable[schema.Update], options: "PushOptions") -> int:
     return min([limit, *(room // (options.chunks_in_flight + 1) for room in rooms)])
 
 
-def _ready(body: Body, hashed: bool) -> tuple[Body, bytes | None]:
+def _ready(body: SafetensorsBody, hashed: bool) -> tuple[SafetensorsBody, bytes | None]:
     """Return a body that can be read again and again, and its SHA-256. There is none unless it is to be `hashed`."""
     fetched = body.fetched()
     return fetched, fetched.sha256() if hashed else None

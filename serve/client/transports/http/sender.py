@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.client.everywhere import Everywhere
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow
-from vllm_fp8ext.serve.client.source import Manifests, Pushable, Source, source_of
+from vllm_fp8ext.serve.client.source import ChunkSource, Manifests, Pushable, source_of
 from vllm_fp8ext.serve.client.transports.http.chunks import send_chunks
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class HttpSender:
     """Sends a source as chunks, several at the same time."""
 
-    source: Source
+    source: ChunkSource
     options: "PushOptions"
 
     @classmethod

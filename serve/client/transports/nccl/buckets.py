@@ -15,7 +15,7 @@ ALIGNMENT = 16
 """Alignment of each tensor in a bucket, in bytes."""
 
 
-class Room:
+class PackingBuffer:
     """Bytes on a device that one bucket after the other is packed into. It grows to what the largest of them needs."""
 
     def __init__(self, device: Any) -> None:
@@ -40,7 +40,7 @@ class Room:
 class Bucket:
     """Tensors side by side in a room, their description, and the mark behind them."""
 
-    def __init__(self, room: Room, limit: int) -> None:
+    def __init__(self, room: PackingBuffer, limit: int) -> None:
         self.device = room.device
         self.listed: list[DenseTensor] = []
         self.end = 0
@@ -95,7 +95,7 @@ class Bucket:
 
 
 def buckets(
-    tensors: Iterable[tuple[str, TensorLike]], limit: int, room: Callable[[int, Any], Room]
+    tensors: Iterable[tuple[str, TensorLike]], limit: int, room: Callable[[int, Any], PackingBuffer]
 ) -> Iterator[Bucket]:
     """Yield the tensors in buckets of `limit` bytes at most. A larger tensor is a bucket by itself, with its block scales;
     all are on the device of the first. Each is copied to its place before the next one is asked for.

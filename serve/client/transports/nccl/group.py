@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from vllm_fp8ext.kernels.runtime import nccl
 from vllm_fp8ext.kernels.runtime.nccl import NcclError
-from vllm_fp8ext.serve.client.transports.nccl.buckets import Room
+from vllm_fp8ext.serve.client.transports.nccl.buckets import PackingBuffer
 from vllm_fp8ext.serve.schema import BroadcastGroup
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Group:
         self._joined: GroupMember | None = None
         self._places: dict[str, BroadcastGroup] = {}
         self._store: Any = None
-        self._rooms: list[Room] = []
+        self._rooms: list[PackingBuffer] = []
 
     def close(self) -> None:
         """Leave, and free the buffers. Servers leave when they are told of another group. It may be used again."""
@@ -74,7 +74,7 @@ class Group:
             for url, count in ranks.items():
                 self._places[url] = BroadcastGroup(backend=backend, id=id, size=size, first_rank=first)
                 first += count
-            self._members, self._rooms = members, [Room(device), Room(device)]
+            self._members, self._rooms = members, [PackingBuffer(device), PackingBuffer(device)]
         return self._places
 
     def joined(self) -> bool:
@@ -87,7 +87,7 @@ class Group:
                 self._joined = join(place.backend, place.id, place.size, 0, self._members[0], self.seconds)
         return self._joined.joined()
 
-    def room(self, ranks: Mapping[str, int], n: int, device: Any) -> Room:
+    def room(self, ranks: Mapping[str, int], n: int, device: Any) -> PackingBuffer:
         """Return the room in which bucket `n` is packed. Of two rooms it is the one of the bucket before the last."""
         self.meet(ranks, device)
         return self._rooms[n % 2]

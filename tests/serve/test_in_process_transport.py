@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm_fp8ext.serve.own_transport import OwnTransport
+from vllm_fp8ext.serve.in_process_transport import InProcessTransport
 
 
 def test_what_reading_a_body_raises_the_request_raises() -> None:
@@ -30,7 +30,7 @@ def test_what_reading_a_body_raises_the_request_raises() -> None:
             raise FileNotFoundError("a shard is gone")
 
     async def ask() -> None:
-        transport = OwnTransport(httpx.ASGITransport(application))
+        transport = InProcessTransport(httpx.ASGITransport(application))
         async with httpx.AsyncClient(transport=transport, base_url="http://there") as http:
             answer = await http.put("/", content=body(whole=True))
             assert (answer.status_code, answer.content) == (200, b"taken")

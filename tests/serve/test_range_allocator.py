@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.room import PAGE, Room
+from vllm_fp8ext.serve.range_allocator import PAGE, RangeAllocator
 
 
 class Asking:
-    """Calls of `Room.take`, which run until they wait; sizes and offsets in pages."""
+    """Calls of `RangeAllocator.take`, which run until they wait; sizes and offsets in pages."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: RangeAllocator) -> None:
         self._room = room
         self.calls: list[asyncio.Task[int]] = []
 
@@ -43,7 +43,7 @@ def offset(call: "asyncio.Task[int]") -> int | None:
 
 def played(story: Callable[[Asking], Awaitable[None]], pages: int = 10) -> None:
     async def main() -> None:
-        asking = Asking(Room(pages * PAGE))
+        asking = Asking(RangeAllocator(pages * PAGE))
         try:
             async with asyncio.timeout(20):
                 await story(asking)

@@ -22,7 +22,7 @@ class _Waiting:
     offset: "asyncio.Future[int]"
 
 
-class Room:
+class RangeAllocator:
     """`limit` bytes, a multiple of `PAGE`."""
 
     def __init__(self, limit: int) -> None:

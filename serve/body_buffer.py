@@ -7,7 +7,7 @@ _STEP = 1 << 20
 """Bytes that are worth a thread to be hashed on."""
 
 
-class Filling:
+class BodyBuffer:
     """`content`: the place. `filled`: bytes of the body that are there. `digest`: of them, if one is expected."""
 
     def __init__(self, content: memoryview, digest: ContentDigest | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 
-class OwnTransport(httpx.AsyncBaseTransport):
+class InProcessTransport(httpx.AsyncBaseTransport):
     """`inner`, by which an application is reached. What reading a body raises, the request raises, and the application sees a
     body that breaks off, as over a connection."""
 
