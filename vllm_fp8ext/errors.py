@@ -131,8 +131,8 @@ def errors_as_results(method: Callable[P, T]) -> Callable[P, T | Failure]:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             if _out_of_memory(error):
-                return Failure(kind="out-of-memory", message=message, status=507)
-            return Failure(kind="internal", message=message, status=500)
+                return Failure.of(UpdateError("out-of-memory", message, status=507))
+            return Failure.of(UpdateError("internal", message, status=500))
 
     return call
 
