@@ -6,10 +6,12 @@ import contextlib
 import json
 import math
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from vllm_fp8ext.compat.features import states
 from vllm_fp8ext.compat.update.engine_client import EngineCalls
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
@@ -51,6 +53,8 @@ class Backend:
         self.commits: dict[str, asyncio.Future[UpdateState]] = {}
         """Commits that go on, by the id of the update."""
         self.metrics = Metrics(registry)
+        self.features: list[dict[str, Any]] = []
+        """What serving can do without, and whether this engine has it (fields of `schema.FeatureStatus`)."""
         self._coming: list[tuple[str, asyncio.Event]] = []
         """Bodies on their way: their update, and the event to set when another is open, or none."""
         self._cleanup = contextlib.ExitStack()
@@ -66,6 +70,7 @@ class Backend:
         settings = Settings.parse(engine_client.vllm_config.additional_config)
         self.engine = EngineCalls(engine_client, settings.deadline_seconds, self._note_poison)
         self._cleanup.callback(self.engine.end.close)
+        self.features = [asdict(state) for state in states(engine_client.vllm_config)]
         if not routes:
             return
         self.spool = Spool(settings.spool_dir, settings.spool_bytes, settings.upload_idle_seconds)

@@ -26,7 +26,7 @@ class Handlers:
         self._backend = backend
 
     async def weights(self) -> Any:
-        return await self._backend.engine(Operation.STATUS)
+        return await self._backend.engine(Operation.STATUS) | {"features": self._backend.features}
 
     async def manifest(self) -> Any:
         return Response(await self._backend.manifest_body(), media_type="application/json")

@@ -281,6 +281,16 @@ class LastUpdate(BaseModel):
     quantization_error: QuantizationError | None
 
 
+class FeatureStatus(BaseModel):
+    """One thing that serving can do without, such as a way to make steps faster."""
+
+    name: str
+    on: bool = Field(description="Installed in this server. Which layers and steps it takes, the log says.")
+    reason: str | None = Field(
+        description="Why it is off: a name that this vLLM lacks, a setting, the machine, or another feature."
+    )
+
+
 class Weights(BaseModel):
     """`GET /weights`: what is served."""
 
@@ -310,6 +320,9 @@ class Weights(BaseModel):
     )
     twin_kv_blocks: int = Field(description="KV-cache blocks that the twin's memory would hold.")
     last_update: LastUpdate | None
+    features: list[FeatureStatus] = Field(
+        default=[], description="What serving can do without, and whether this server has it."
+    )
 
 
 class Sleep(Body):

@@ -84,3 +84,15 @@ def test_imports_of_vllm_are_names_that_a_feature_leans_on() -> None:
 def test_a_name_that_cannot_be_read_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="expected module:name"):
         Interface.of(text, "try it")
+
+
+def test_the_page_tells_every_feature() -> None:
+    """`scripts/check-vllm 0.31.0 0.32.0 0.33.0 --write docs/compatibility.md` writes it."""
+    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert list(rows) == list(features())
+    for name, feature in features().items():
+        if name != CORE:
+            first = feature.headers[0]
+            assert f"| {first.why} | {first.gain} |" in rows[name]
+            assert rows[name].endswith(f"| {first.remove_when} |")

@@ -261,7 +261,8 @@ class Ends:
 def test_only_routes_need_room_for_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "EngineCalls", Ends)
     settings = {"fp8ext": {"spool_dir": "/no/such/folder"}}
-    client = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=settings))
+    config = SimpleNamespace(additional_config=settings, model_config=SimpleNamespace(quantization="fp8"))
+    client = SimpleNamespace(vllm_config=config)
     Backend(CollectorRegistry()).connect(client, routes=False)
     with pytest.raises(ConfigError, match="spool_dir: expected a folder, found none at /no/such/folder"):
         Backend(CollectorRegistry()).connect(client)

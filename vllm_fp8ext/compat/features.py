@@ -97,7 +97,7 @@ def _warn(missing: tuple[tuple[str, str], ...]) -> None:
 def states(config: Any) -> list[FeatureState]:
     """Tell of each feature of an engine with this `VllmConfig` whether it is on. Which layers and steps it takes, the log
     says."""
-    if config.model_config is None or config.model_config.quantization != METHOD:
+    if config.model_config.quantization != METHOD:
         return []
     from vllm.platforms import current_platform
 

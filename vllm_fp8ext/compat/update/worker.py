@@ -104,7 +104,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         del runner.load_model
     if on_gpu:
         _install_gpu_speed(settings)
-        if is_available("kernel_warmup"):
+        if is_available("warmup"):
             from vllm_fp8ext.compat.warmup.warmup import warm_up
 
             samples = worker.use_v2_model_runner and runner.is_last_pp_rank and not runner.is_pooling_model

@@ -33,7 +33,7 @@ from vllm_fp8ext.kernels.numerics.reference import blocks
 from vllm_fp8ext.layers.deep_gemm import compiler, multiply
 from vllm_fp8ext.layers.expert_gemm import grouped
 
-FEATURE: str = "kernel_warmup"
+FEATURE: str = "warmup"
 WHY: str = (
     "Compile DeepGEMM's kernels on all cores: DeepGEMM compiles one after the other, in the "
     "process that multiplies."

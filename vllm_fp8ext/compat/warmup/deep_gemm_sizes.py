@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, TypeVar
 
-FEATURE: str = "kernel_warmup"
+FEATURE: str = "warmup"
 WHY: str = "Have processes compile different kernels: DeepGEMM alone knows which sizes share one."
 GAIN: str = "see deep_gemm_compile"
 REPLACES: tuple[str, ...] = ()

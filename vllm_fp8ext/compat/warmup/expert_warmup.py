@@ -20,7 +20,7 @@ from vllm_fp8ext.layers.expert_gemm import alignment, compute, grouped
 from vllm_fp8ext.layers.expert_kernels import DEEP_GEMM_EXPERTS, EXPERT_KERNELS
 from vllm_fp8ext.layers.experts import BlockFp8ExpertsMethod
 
-FEATURE: str = "kernel_warmup"
+FEATURE: str = "warmup"
 WHY: str = "Compile the kernels of experts before the server is ready: vLLM warms up its own methods alone."
 GAIN: str = "no request waits for a compiler"
 REPLACES: tuple[str, ...] = ()

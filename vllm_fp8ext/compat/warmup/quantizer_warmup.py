@@ -10,7 +10,7 @@ from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.quantize.quantize_weight import empty_like, quantize_weight
 from vllm_fp8ext.kernels.quantize.quantize_weights_batched import Destination, QuantizeBatched
 
-FEATURE: str = "kernel_warmup"
+FEATURE: str = "warmup"
 WHY: str = "Compile quantizers before the server is ready: the first update would wait for them."
 GAIN: str = "no update waits for a compiler"
 REPLACES: tuple[str, ...] = ()

@@ -30,7 +30,7 @@ from vllm_fp8ext.kernels.runtime import compile_counts
 from vllm_fp8ext.layers.gemm_kernels.deep_gemm import DEEP_GEMM
 from vllm_fp8ext.layers.linear import SCALES, BlockFp8LinearMethod
 
-FEATURE: str = "kernel_warmup"
+FEATURE: str = "warmup"
 WHY: str = (
     "Compile kernels before the server is ready: vLLM warms DeepGEMM up for its own linear methods alone."
 )

@@ -3,7 +3,7 @@
 
 from torch import Tensor
 
-FEATURE: str = "kernel_warmup"
+FEATURE: str = "warmup"
 WHY: str = "Compile DeepGEMM's kernels before the server is ready: it picks one by the number of tokens."
 GAIN: str = "no request waits for a compiler"
 REPLACES: tuple[str, ...] = ()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers with a vLLM that lacks names: all features off, one by one, and core."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_fp8ext.checkpoints import EARLY, LATE
+from vllm_fp8ext.compat.interfaces import CORE, features
+from vllm_fp8ext.demo.server import SMALL, Server
+
+from .ask import complete
+from .conftest import answering
+from .lacking import remove, vllm_without
+
+GONE = {
+    "beam_versions": "_render_and_run_requests",
+    "decode_attention": "_get_scheduler_metadata",
+    "decode_step_reuse": "batch_desc",
+    "flat_answers": "_create_tokens_logprobs",
+    "flat_logprobs": "_update_sample_logprobs",
+    "fusion": "hash_source",
+    "json_responses": "JSONResponse",
+    "warmup": "_generate_optimal_warmup_m_values",
+    "logprob_warmup": "compute_token_logprobs",
+    "mask_warmup": "register_top_k_top_p_warmups",
+    "mixed_full_cudagraph": "gather_batch_req_state",
+    "output_interval": "FINAL_ONLY",
+    "piecewise_capture_sizes": "_init_candidates",
+    "quantized_attention": "kv_cache_dummy_dep",
+    "sampling_cudagraph": "get_logprobs_dims",
+    "shared_segments": "ShmTensorArena",
+    "slot_fast_path": "num_cached_block",
+}
+"""By feature, a name that no vLLM of the future need have."""
+AND_WITH_FUSION = {"norm_rope"}
+"""Features that lean on no name of their own."""
+
+
+def paths(folder: Path) -> dict[str, str]:
+    """The environment in which `vllm` is the package there."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
+def serving(folder: Path, names: list[str]) -> Server:
+    """A server whose vLLM lacks these names."""
+    return Server(EARLY, folder / "log", arguments=SMALL, variables=paths(vllm_without(folder, names)))
+
+
+def off(server: Server) -> dict[str, str | None]:
+    """Reasons by the names of features that are off."""
+    with server.client() as client:
+        return {one.name: one.reason for one in client.weights().features if not one.on}
+
+
+def check(server: Server, lacking: set[str]) -> None:
+    """It answers, with logprobs, and takes an update; it says what is off, once in its log."""
+    answer = complete(server, "12+34=", 8, logprobs=1, ignore_eos=True)["choices"][0]
+    assert len(answer["logprobs"]["tokens"]) == 8
+    assert answer["weight_versions"][0]["end"] == 8
+    with server.client() as client:
+        assert client.push(LATE, version="late").result["epoch"] == 1
+    assert (
+        complete(server, "12+34=", 4, ignore_eos=True)["choices"][0]["weight_versions"][0]["version"]
+        == "late"
+    )
+    log = server.log.read_text()
+    for name in lacking:
+        assert (
+            len(re.findall(rf"WARNING .*the feature {name} is off: vLLM lacks a name: .*{GONE[name]}", log))
+            == 1
+        )
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose vLLM lacks a name of every feature."""
+    folder = tmp_path_factory.mktemp("lacking")
+    server = serving(folder, list(GONE.values()))
+    with answering(server):
+        yield server
+    remove(folder)
+
+
+def test_every_feature_has_a_name_here() -> None:
+    assert {*GONE, *AND_WITH_FUSION, CORE} == set(features())
+
+
+def test_a_server_without_any_feature_serves_and_takes_updates(faulty: Server) -> None:
+    told = off(faulty)
+    assert set(told) == {*GONE, *AND_WITH_FUSION}
+    for name, reason in told.items():
+        assert "lacks" in str(reason) or "it needs" in str(reason), name
+    check(faulty, set(GONE))
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("feature", GONE)
+def test_a_server_without_one_feature_has_the_others(feature: str, tmp_path: Path) -> None:
+    with answering(server := serving(tmp_path, [GONE[feature]])):
+        lacking = {name for name, reason in off(server).items() if "lacks" in str(reason)}
+        assert lacking == {feature} | (AND_WITH_FUSION & lacking)
+        check(server, {feature})
+    remove(tmp_path)
+
+
+def test_a_server_without_a_name_of_core_does_not_start(tmp_path: Path) -> None:
+    folder = vllm_without(tmp_path, ["hash_source", "set_weight_version"])
+    program = (
+        "from vllm import EngineArgs\n"
+        f"EngineArgs({str(EARLY)!r}, quantization='blockfp8', max_model_len=2048).create_engine_config()"
+    )
+    env = {**os.environ, **paths(folder)}
+    done = subprocess.run([sys.executable, "-P", "-c", program], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "--quantization blockfp8 needs interfaces that this vLLM lacks:" in done.stderr
+    assert "EngineCore.set_weight_version is missing; needed to label each token" in done.stderr
+    assert "hash_source" not in done.stderr.rpartition("needs interfaces")[2]
+    remove(tmp_path)
