@@ -142,7 +142,7 @@ def attention(device: str) -> dict[str, Callable[[], object]]:
         impl=impl, layer_name="layer", kv_cache_dtype="fp8", _q_scale=one, _k_scale=one, _v_scale=one
     )
     kernel = DecodeAttention(heads, kv_heads, 2 * DECODING, one.device)
-    decode_attention._replace(layer, kernel, "fp32")
+    decode_attention.replace_attention(layer, kernel, "fp32")
     query = torch.zeros(tokens, heads, size, dtype=FP8_DTYPE, device=device)
     # as they come from the operator that makes them, with V a part of what a linear layer made
     key = torch.zeros(tokens, kv_heads, size, dtype=torch.bfloat16, device=device)

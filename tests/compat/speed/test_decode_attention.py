@@ -84,22 +84,25 @@ def config(context_parallel: int = 1, ubatching: bool = False, connector: object
     ],
 )
 def test_layers_that_stay_with_vllms_attention(changed: dict[str, Any], reason: str) -> None:
-    assert decode_attention._beyond(layer(**changed), config()) == reason
+    assert decode_attention.unsupported_reason(layer(**changed), config()) == reason
 
 
 def test_attention_over_chunks_stays_with_vllms() -> None:
     """Its steps have a request for each chunk that new tokens fall into."""
     given: Any = ChunkedLocalAttention.__new__(ChunkedLocalAttention)
     vars(given).update(vars(layer()))
-    assert decode_attention._beyond(given, config()) == "attention over chunks"
+    assert decode_attention.unsupported_reason(given, config()) == "attention over chunks"
 
 
 def test_parallelism_that_the_kernel_does_not_know() -> None:
-    assert decode_attention._beyond(layer(), config()) is None
-    assert decode_attention._beyond(layer(**PLAIN), config()) is None
-    assert decode_attention._beyond(layer(), config(context_parallel=2)) == "decode context parallelism"
-    assert decode_attention._beyond(layer(), config(ubatching=True)) == "microbatches"
-    assert decode_attention._beyond(layer(), config(connector=object())) == "a KV connector"
+    assert decode_attention.unsupported_reason(layer(), config()) is None
+    assert decode_attention.unsupported_reason(layer(**PLAIN), config()) is None
+    assert (
+        decode_attention.unsupported_reason(layer(), config(context_parallel=2))
+        == "decode context parallelism"
+    )
+    assert decode_attention.unsupported_reason(layer(), config(ubatching=True)) == "microbatches"
+    assert decode_attention.unsupported_reason(layer(), config(connector=object())) == "a KV connector"
 
 
 def test_what_is_not_for_the_kernel_is_left_as_it_is() -> None:
@@ -115,7 +118,9 @@ def test_layers_of_one_engine_share_a_kernel_and_those_of_others_do_not(
     """Its scratch memory is the engine's: another one may sleep, or run at the same time."""
     used: list[Any] = []
     monkeypatch.setattr(decode_attention, "DecodeAttention", lambda *shape: SimpleNamespace(shape=shape))
-    monkeypatch.setattr(decode_attention, "_replace", lambda layer, kernel, form: used.append(kernel))
+    monkeypatch.setattr(
+        decode_attention, "replace_attention", lambda layer, kernel, form: used.append(kernel)
+    )
     monkeypatch.setattr(decode_attention.mixed_steps, "install", lambda: None)
     given = layer(**PLAIN)
     vars(given).update(num_heads=32, num_kv_heads=8, _k_scale=torch.ones(1))
@@ -163,7 +168,7 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
     given = layer()
     given.impl.forward = lambda *_: calls.append("vLLM attends") or "theirs"
     asked: list[Any] = []
-    decode_attention._replace(given, lambda *args: asked.append(args))  # type: ignore[arg-type]  # what it is called with
+    decode_attention.replace_attention(given, lambda *args: asked.append(args))  # type: ignore[arg-type]  # what it is called with
     metadata = None if changed is None else SimpleNamespace(**STEP | changed)
     query, key, value, out = (torch.arange(4.0).view(4, 1, 1) for _ in range(4))
     found = given.impl.forward(given, query, key, value, "cache", metadata, out)
@@ -205,7 +210,7 @@ def test_queries_that_are_not_quantized_have_no_scale() -> None:
     """Though a checkpoint may bring one."""
     asked: list[Any] = []
     given = layer(**PLAIN)
-    decode_attention._replace(given, lambda *args: asked.append(args))  # type: ignore[arg-type]  # what it is called with
+    decode_attention.replace_attention(given, lambda *args: asked.append(args))  # type: ignore[arg-type]  # what it is called with
     given.impl.forward(
         given, *[torch.zeros(2, 1, 1)] * 3, "cache", SimpleNamespace(**STEP), torch.zeros(2, 1, 1)
     )
@@ -219,7 +224,7 @@ def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel(
     calls: list[Any] = []
     given, metadata = layer(), mixed
     given.impl.forward = lambda *args: calls.append(args)
-    decode_attention._replace(given, lambda *args: calls.append(args))  # type: ignore[arg-type]  # what it is called with
+    decode_attention.replace_attention(given, lambda *args: calls.append(args))  # type: ignore[arg-type]  # what it is called with
     query, key, value, out = (torch.arange(8.0).view(8, 1, 1) for _ in range(4))
     for _ in range(2):  # of two layers
         assert given.impl.forward(given, query, key, value, "cache", metadata, out) is out
@@ -265,7 +270,7 @@ def test_in_a_graph_of_a_whole_step_both_attend(form: Any, held: FlashAttentionM
         rows[:2] = made[:2]
 
     given.impl.forward = theirs
-    decode_attention._replace(given, ours, form)  # type: ignore[arg-type]  # what it is called with
+    decode_attention.replace_attention(given, ours, form)  # type: ignore[arg-type]  # what it is called with
     query, key, value = (torch.arange(8.0).view(8, 1, 1) for _ in range(3))
     out = torch.zeros(8, 2, 128, dtype=FP8_DTYPE if form else torch.bfloat16)
     scales = torch.zeros(2, 8).t() if form else None
@@ -292,7 +297,7 @@ def test_in_a_graph_of_a_whole_step_flash_attention_has_what_the_kernel_does_not
 ) -> None:
     given, calls = layer(), []
     given.impl.forward = lambda *args: calls.append(args) or "theirs"
-    decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
+    decode_attention.replace_attention(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
     query, new = torch.zeros(8, 1, 1), None if without == "k and v" else torch.zeros(8, 1, 1)
     if new is not None:
         held.causal = False
@@ -307,7 +312,7 @@ def test_a_layer_that_is_run_again_without_k_and_v(alone: bool, mixed: FlashAtte
     metadata: Any = SimpleNamespace(**STEP) if alone else mixed
     given, calls = layer(), []
     given.impl.forward = lambda *args: calls.append(args) or "theirs"
-    decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
+    decode_attention.replace_attention(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
     query = torch.zeros(8, 1, 1)
     assert given.impl.forward(given, query, None, None, "cache", metadata, "out") == "theirs"
     assert calls == [(given, query, None, None, "cache", metadata, "out")]
@@ -316,7 +321,7 @@ def test_a_layer_that_is_run_again_without_k_and_v(alone: bool, mixed: FlashAtte
 def test_quantized_outputs_of_requests_that_decode() -> None:
     """The kernel makes them, of as many as there are."""
     given, asked = layer(), []
-    decode_attention._replace(given, lambda *args: asked.append(args), "pow2")  # type: ignore[arg-type]  # what it is called with
+    decode_attention.replace_attention(given, lambda *args: asked.append(args), "pow2")  # type: ignore[arg-type]  # what it is called with
     query, key, value = (torch.arange(4.0).view(4, 1, 1) for _ in range(3))
     codes, scales = torch.zeros(4, 2, 128, dtype=FP8_DTYPE), torch.zeros(2, 4).t()
     out = given.impl.forward(
@@ -339,7 +344,7 @@ def test_quantized_outputs_of_prompts(mixes: bool, mixed: FlashAttentionMetadata
     pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
     given, asked, written = layer(), [], kernel_cases.activations(9, 256, "cpu").view(9, 2, 128)
     given.impl.forward = lambda *args: args[6].copy_(written)
-    decode_attention._replace(given, lambda *args: asked.append(args), "fp32")  # type: ignore[arg-type]  # what it is called with
+    decode_attention.replace_attention(given, lambda *args: asked.append(args), "fp32")  # type: ignore[arg-type]  # what it is called with
     query, key, value = (torch.arange(9.0).view(9, 1, 1) for _ in range(3))
     codes, scales = torch.zeros(9, 2, 128, dtype=FP8_DTYPE), torch.zeros(2, 12).t()[:9]
     metadata: Any = mixed if mixes else None
@@ -356,7 +361,7 @@ def test_quantized_outputs_of_prompts(mixes: bool, mixed: FlashAttentionMetadata
 def test_one_scale_for_all_outputs_is_vllms_to_refuse(form: Any) -> None:
     given, calls = layer(), []
     given.impl.forward = lambda *args: calls.append(args) or "theirs"
-    decode_attention._replace(given, lambda *_: None, form)  # type: ignore[arg-type]  # is not called
+    decode_attention.replace_attention(given, lambda *_: None, form)  # type: ignore[arg-type]  # is not called
     step = (given, *[torch.zeros(2, 1, 1)] * 3, "cache", SimpleNamespace(**STEP), "out")
     assert given.impl.forward(*step, "scale") == "theirs"
     assert calls[0][6:] == ("out", "scale", None)
@@ -388,7 +393,7 @@ def test_a_graph_that_holds_attention_is_for_any_number_of_them(
     calls: list[Any] = []
     given, metadata = layer(), mixed
     given.impl.forward = lambda *args: calls.append(args) or "theirs"
-    decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
+    decode_attention.replace_attention(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
     assert given.impl.forward(given, *[torch.zeros(8, 1, 1)] * 3, "cache", metadata, "out") == "theirs"
     assert calls[0][5] is metadata
 
@@ -413,7 +418,7 @@ def test_the_kernel_caches_what_it_attends_to(
     given = layer()
     asked: list[Any] = []
     given.impl.do_kv_cache_update = lambda *args: asked.append(args)
-    decode_attention._replace(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
+    decode_attention.replace_attention(given, lambda *_: None)  # type: ignore[arg-type]  # is not called
     metadata = None if changed is None else SimpleNamespace(**STEP | changed)
     slots = STEP["slot_mapping"] if slots is None else slots
     step = (given, "key", "value", "cache", slots)

@@ -26,7 +26,7 @@ class Layer(AttentionLayerBase):
     def __init__(self, *, is_taken: bool = True) -> None:
         self.impl = SimpleNamespace()
         if is_taken:
-            mixed_steps.take(self.impl)
+            mixed_steps.mark_decodes(self.impl)
 
     def get_attn_backend(self) -> Any:
         raise NotImplementedError

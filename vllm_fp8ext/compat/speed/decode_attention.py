@@ -6,6 +6,7 @@ In steps that decode alone the kernel caches K and V too. `forward` and `do_kv_c
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -18,9 +19,9 @@ from vllm.v1.attention.backend import AttentionType
 
 from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.compat.graphs.compiled_configs import compiled_with
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
-from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
+from vllm_fp8ext.compat.speed import decode_prefill_split, mixed_step_metadata
 from vllm_fp8ext.compat.speed.capture import is_captured
+from vllm_fp8ext.compat.wrapping import wrap_instance
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels.attention.decode_attention import (
     HEAD_DIMENSION,
@@ -59,7 +60,7 @@ SWITCH: tuple[str, object] = ("kernels.takes_decode_attention", False)
 GPU_ONLY: bool = True
 
 Kernels: TypeAlias = dict[tuple[int, int, int, torch.device, torch.dtype], DecodeAttention]
-"""Those of one engine, by heads, KV heads, requests, device and dtype of the cache."""
+"""Kernels of one engine, by heads, KV heads, requests, device and dtype of the cache."""
 
 
 def attach_all(model: nn.Module, config: Any) -> None:
@@ -77,10 +78,12 @@ def attach_all(model: nn.Module, config: Any) -> None:
 
 
 def attach(layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | None = None) -> bool:
-    """Give a layer the kernel, if it is one that the kernel computes, and say so: the same for all layers of a shape, which
-    run one after the other, but not for those of another engine, whose memory may be given back. Compiles it: seconds, once
-    on a machine. With `form` outputs are quantized, with such scales, where a graph has room for that."""
-    reason = _beyond(layer, config)
+    """Give a layer the kernel, if it is one that the kernel computes, and say so.
+
+    Layers of a shape, which run one after the other, share a kernel; those of another engine, whose memory may be given
+    back, do not. It is compiled here: seconds, once on a machine. `form`: as of `replace_attention`.
+    """
+    reason = unsupported_reason(layer, config)
     if reason is None:
         requests = max(
             config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size or 0
@@ -95,18 +98,18 @@ def attach(layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | 
         log_once(f"blockfp8: vLLM's attention decodes, for {reason}")
         return False
     log_once("blockfp8: requests that decode attend by our own kernel, prompts by FlashAttention 3")
-    mixed_steps.install()
-    _replace(layer, kernel, form)
+    decode_prefill_split.install()
+    replace_attention(layer, kernel, form)
     return True
 
 
-def _beyond(layer: Attention, config: Any) -> str | None:
-    """Why a layer is not for the kernel; None if it is."""
+def unsupported_reason(layer: Attention, config: Any) -> str | None:
+    """Say why a layer is not for the kernel; None if it is."""
     impl = layer.impl
     if layer.attn_backend.get_name() != "FLASH_ATTN":
         return f"attention by {layer.attn_backend.get_name()}"
     group = impl.num_queries_per_kv
-    found = {
+    reasons = {
         f"FlashAttention {impl.vllm_flash_attn_version}": impl.vllm_flash_attn_version != 3,
         f"heads of {layer.head_size}": (layer.head_size, layer.head_size_v) != (HEAD_DIMENSION,) * 2,
         f"{group} query heads to a KV head": group > MOST_GROUP,
@@ -126,87 +129,135 @@ def _beyond(layer: Attention, config: Any) -> str | None:
         "microbatches": config.parallel_config.use_ubatching,
         "a KV connector": config.kv_transfer_config is not None,
     }
-    return next((reason for reason, is_so in found.items() if is_so), None)
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
 def _caches_codes(layer: Attention) -> bool:
     return layer.kv_cache_dtype in FORMATS
 
 
-def _replace(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None = None) -> None:
-    impl = layer.impl
-    attend, cache = impl.forward, impl.do_kv_cache_update
-    scale_format: ScaleFormat = form or "fp32"
-    # a checkpoint may have a scale for queries that are not quantized; that of K is one then
-    query_scale = "_q_scale" if _caches_codes(layer) else "_k_scale"
+def replace_attention(layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None = None) -> None:
+    """Have a layer's implementation attend by the kernel where requests decode, and cache there too.
 
-    def forward(
-        module: Any,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        kv_cache: Tensor,
-        metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Any:
-        room = None
-        if form is not None and output_block_scale is not None:
-            room = Quantized(output.flatten(1), output_block_scale)
-        elif output_scale is not None or output_block_scale is not None:  # FlashAttention refuses it
-            asked = (module, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
-            return attend(*asked)
+    With `form` outputs are quantized, with such scales, where a graph has room for that.
+    """
+    attention = LayerAttention(layer, kernel, form)
+    wrap_instance(layer.impl, "forward", attention.wrap_forward)
+    wrap_instance(layer.impl, "do_kv_cache_update", _wrap_do_kv_cache_update)
+    decode_prefill_split.mark_decodes(layer.impl)
 
-        def first_of(lengths: Tensor, slots: Tensor | None) -> DecodeStep:
-            """A step's first requests, with one token each."""
-            q, k, v = (_lying_well(part[: lengths.shape[0]]) for part in (query, key, value))
-            scales = (getattr(module, query_scale), module._k_scale, module._v_scale)
-            return DecodeStep(q, k, v, kv_cache, metadata.block_table, lengths, slots, scales, impl.scale)
 
-        def attend_theirs(metadata: Any, first: int, decoding: Tensor | None = None) -> Any:
-            """From this token on. `decoding`: lengths of a whole step, whose other requests the kernel attends to before,
-            however many there are of each; it makes zeros of what is theirs."""
-            plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
-            if decoding is not None:
-                kernel(first_of(decoding, None), plain[: decoding.shape[0]])
-            found = attend(module, query, key, value, kv_cache, metadata, plain)
-            if room is None:
-                return found
-            theirs, rows = room, plain.flatten(1)
-            # where scales are aligned; what is made too much of comes again, from the kernel
-            if first := first // 4 * 4:
-                theirs, rows = _rows(room, slice(first, None)), rows[first:]
-            _quantizer()(theirs, rows, scale_format)
-            return output
+class LayerAttention:
+    """Attention of one layer, by the kernel and by vLLM."""
 
-        # a layer that is run again may come without K and V, which are cached by then
-        fresh = key is not None and value is not None
-        whole = whole_steps.apart(metadata)
-        if fresh and whole and _is_plain(metadata):
-            attend_theirs(whole.prompts, 0, whole.lengths_R)
-            return output
-        if fresh and _decodes_alone(metadata):
+    def __init__(self, layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None) -> None:
+        self.kernel = kernel
+        self.scale = layer.impl.scale
+        self.scale_format: ScaleFormat = form or "fp32"
+        self.quantizes = form is not None
+        # a checkpoint may have a scale for queries that are not quantized; that of K is one then
+        self.query_scale = "_q_scale" if _caches_codes(layer) else "_k_scale"
+
+    def wrap_forward(self, original: Any) -> Any:
+        """Make a `forward` of vLLM's, which takes what the kernel does not."""
+
+        def forward(
+            module: Any,
+            query: Tensor,
+            key: Any,
+            value: Any,
+            kv_cache: Tensor,
+            metadata: Any,
+            output: Tensor,
+            output_scale: Tensor | None = None,
+            output_block_scale: Tensor | None = None,
+        ) -> Any:
+            room = None
+            if self.quantizes and output_block_scale is not None:
+                room = Quantized(output.flatten(1), output_block_scale)
+            elif output_scale is not None or output_block_scale is not None:  # FlashAttention refuses it
+                inputs = (module, query, key, value, kv_cache, metadata)
+                return original(*inputs, output, output_scale, output_block_scale)
+            step = _LayerStep(self, original, module, (query, key, value), kv_cache, metadata, output, room)
+            return step.run()
+
+        return forward
+
+
+@dataclass(slots=True)
+class _LayerStep:
+    """One layer in one step."""
+
+    layer: LayerAttention
+    vllm_forward: Callable[..., Any]
+    module: Any
+    query_key_value: tuple[Tensor, Any, Any]
+    """K and V are None where a layer is run again, whose K and V are cached by then."""
+    kv_cache: Tensor
+    metadata: Any
+    output: Tensor
+    room: Quantized | None
+    """Where outputs are quantized to, which is the same memory as `output`."""
+
+    def run(self) -> Any:
+        """Attend to all tokens of the step."""
+        metadata = self.metadata
+        _, key, value = self.query_key_value
+        is_new = key is not None and value is not None
+        whole = mixed_step_metadata.apart(metadata)
+        if is_new and whole and _is_plain(metadata):
+            self._attend_by_vllm(whole.prompts, 0, whole.lengths_R)
+            return self.output
+        if is_new and _decodes_alone(metadata):
             lengths, slots = metadata.seq_lens, metadata.slot_mapping
-        elif fresh and _mixes(metadata):
-            lengths, prompts = mixed_steps.apart(metadata)
+        elif is_new and _mixes(metadata):
+            lengths, prompts = decode_prefill_split.apart(metadata)
             slots = None
-            attend_theirs(prompts, lengths.shape[0])
+            self._attend_by_vllm(prompts, lengths.shape[0])
         else:
-            return attend_theirs(metadata, 0)
-        count = lengths.shape[0]
+            return self._attend_by_vllm(metadata, 0)
+        count, layer = lengths.shape[0], self.layer
+        if self.room is None:
+            layer.kernel(self._first(lengths, slots), self.output[:count])
+        else:
+            layer.kernel(self._first(lengths, slots), _rows(self.room, slice(count)), layer.scale_format)
+        return self.output
+
+    def _first(self, lengths: Tensor, slots: Tensor | None) -> DecodeStep:
+        """Describe the step's first requests, with one token each."""
+        query, key, value = (_kernel_aligned(part[: lengths.shape[0]]) for part in self.query_key_value)
+        module, layer = self.module, self.layer
+        scales = (getattr(module, layer.query_scale), module._k_scale, module._v_scale)
+        table = self.metadata.block_table
+        return DecodeStep(query, key, value, self.kv_cache, table, lengths, slots, scales, layer.scale)
+
+    def _attend_by_vllm(self, metadata: Any, first: int, lengths: Tensor | None = None) -> Any:
+        """Attend from this token on.
+
+        `lengths`: of a whole step, whose other requests the kernel attends to before, however many there are of each; it
+        makes zeros of what is vLLM's.
+        """
+        output, room, layer = self.output, self.room, self.layer
+        plain = output if room is None else torch.empty_like(output, dtype=torch.bfloat16)
+        if lengths is not None:
+            layer.kernel(self._first(lengths, None), plain[: lengths.shape[0]])
+        attended = self.vllm_forward(self.module, *self.query_key_value, self.kv_cache, metadata, plain)
         if room is None:
-            kernel(first_of(lengths, slots), output[:count])
-        else:
-            kernel(first_of(lengths, slots), _rows(room, slice(count)), scale_format)
+            return attended
+        target, rows = room, plain.flatten(1)
+        # where scales are aligned; what is made too much of comes again, from the kernel
+        if first := first // 4 * 4:
+            target, rows = _rows(room, slice(first, None)), rows[first:]
+        _quantizer()(target, rows, layer.scale_format)
         return output
 
+
+def _wrap_do_kv_cache_update(original: Any) -> Any:
     def do_kv_cache_update(module: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         if not _is_cached_by_attention(module, slots):
-            cache(module, key, value, kv_cache, slots)
+            original(module, key, value, kv_cache, slots)
 
-    impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
-    mixed_steps.take(impl)
+    return do_kv_cache_update
 
 
 @functools.cache
@@ -217,7 +268,7 @@ def _quantizer() -> Callable[[Quantized, Tensor, ScaleFormat], None]:
     return quantize_into
 
 
-def _lying_well(part: Tensor) -> Tensor:
+def _kernel_aligned(part: Tensor) -> Tensor:
     return part if lies_well(part) else part.clone(memory_format=torch.contiguous_format)
 
 
@@ -226,8 +277,10 @@ def _rows(room: Quantized, which: slice) -> Quantized:
 
 
 def _is_cached_by_attention(module: Any, slots: Tensor) -> bool:
-    """Whether what goes to these slots are the tokens that the kernel attends to, and caches, in this step. vLLM also caches
-    others: before a draft model reads them, say."""
+    """Tell whether the kernel caches in this step what goes to these slots.
+
+    vLLM also caches other tokens than those that the kernel attends to: before a draft model reads them, say.
+    """
     if not is_forward_context_available():
         return False
     # a piece of a graph that is captured here may be replayed for steps that do not decode alone
@@ -239,8 +292,11 @@ def _is_cached_by_attention(module: Any, slots: Tensor) -> bool:
 
 
 def _decodes_alone(metadata: Any) -> bool:
-    """Whether the step has one token of each request and asks for plain causal attention. The same when a CUDA graph is
-    captured and when it is replayed: vLLM replays a graph of such steps for such steps alone."""
+    """Tell whether a step has one token of each request and asks for plain causal attention.
+
+    It is the same when a CUDA graph is captured and when it is replayed: vLLM replays a graph of such steps for such steps
+    alone.
+    """
     return (
         _is_plain(metadata)
         and metadata.max_query_len == 1
@@ -249,13 +305,15 @@ def _decodes_alone(metadata: Any) -> bool:
 
 
 def _mixes(metadata: Any) -> bool:
-    """Whether the step begins with requests that have one token, before others, and asks for plain causal attention. A graph
-    that holds attention would be replayed for other numbers of them."""
-    return _is_plain(metadata) and mixed_steps.mixes(metadata) and not is_captured()
+    """Tell whether a plain step begins with requests that have one token, before others.
+
+    A graph that holds attention would be replayed for other numbers of them.
+    """
+    return _is_plain(metadata) and decode_prefill_split.mixes(metadata) and not is_captured()
 
 
 def _is_plain(metadata: Any) -> bool:
-    """Whether the step asks for causal attention and no more."""
+    """Tell whether the step asks for causal attention and no more."""
     return bool(
         metadata is not None
         and metadata.causal is True

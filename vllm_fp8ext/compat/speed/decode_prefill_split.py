@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
+from vllm_fp8ext.compat.speed import mixed_step_metadata
 from vllm_fp8ext.compat.speed.mixed_step_metadata import Apart
 from vllm_fp8ext.compat.wrapping import wrap
 
@@ -85,10 +85,10 @@ def apart(metadata: Any) -> Apart:
 
 def install() -> None:
     """Have vLLM's metadata tell with how many requests of one token a step begins. Idempotent."""
-    wrap(FlashAttentionMetadataBuilder, "build", _noting)
+    wrap(FlashAttentionMetadataBuilder, "build", _wrap_build)
 
 
-def take(implementation: Any) -> None:
+def mark_decodes(implementation: Any) -> None:
     """Requests of a layer that decode are ours, if a step has no others."""
     setattr(implementation, _TAKEN, True)
 
@@ -112,24 +112,26 @@ def takes_all(builder: Any) -> bool:
     return found
 
 
-def _noting(build: Any) -> Any:
-    def noted(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+def _wrap_build(original: Any) -> Any:
+    def build_split(
+        self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
         step = common_attn_metadata
-        if step.max_query_len > 1 and whole_steps.is_one() and takes_all(self):
+        if step.max_query_len > 1 and mixed_step_metadata.is_one() and takes_all(self):
             with _unsplit(self, step):
-                return whole_steps.build(
-                    self, step, _singles(step), lambda one: build(self, common_prefix_len, one, fast_build)
+                return mixed_step_metadata.build(
+                    self, step, _singles(step), lambda one: original(self, common_prefix_len, one, fast_build)
                 )
         count = _leading(step)
         # vLLM's first build finds out about windows
         unasked = step.max_query_len == 1 and self.aot_sliding_window is not None and takes_all(self)
         with _unsplit(self, step) if _is_short(self, step, count) else contextlib.nullcontext():
-            metadata = build(self, common_prefix_len, step, fast_build or unasked)
+            metadata = original(self, common_prefix_len, step, fast_build or unasked)
         if count:
             setattr(metadata, _SINGLE, _Single(count, _schedule(self, metadata, count)))
         return metadata
 
-    return noted
+    return build_split
 
 
 def _is_short(builder: Any, step: Any, first: int) -> bool:

@@ -41,7 +41,7 @@ def install() -> None:
     wrap(engine_logprobs, "convert_ids_list_to_tokens", _wrap_convert)
     wrap(LogprobsProcessor, "_update_sample_logprobs", _wrap_update)
     wrap(FlatLogprobs, "extend", _wrap_extend)
-    _wrap_class_method(LogprobsProcessor, "from_new_request", _flat)
+    wrap(LogprobsProcessor, "from_new_request", _wrap_from_new_request)
 
 
 class TokenStrings:
@@ -86,16 +86,7 @@ def _wrap_convert(original: Any) -> Any:
     return convert
 
 
-def _wrap_class_method(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """As `wrap`, of a class method."""
-    inner = owner.__dict__[name]
-    if getattr(inner, "__func__", None) is not None and not hasattr(inner.__func__, "fp8ext_flat"):
-        wrapped = wrapper(inner.__func__)
-        wrapped.fp8ext_flat = True
-        setattr(owner, name, classmethod(wrapped))
-
-
-def _flat(original: Any) -> Any:
+def _wrap_from_new_request(original: Any) -> Any:
     def from_new_request(cls: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(cls, *args, **kwargs)
         if made.logprobs is not None and not isinstance(made.logprobs, FlatLogprobs):

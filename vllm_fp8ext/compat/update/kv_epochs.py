@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_fp8ext.compat.wrapping import wrap_instance
 from vllm_fp8ext.update.contract.labels import Label, Step
 
 FEATURE: str = "core"
@@ -63,9 +64,8 @@ class KvEpochs:
         self._to_tell: dict[str, Any] = {}
         """Requests with labels of older weights that their next token is to tell, by id."""
         manager = core.scheduler.kv_cache_manager
-        self._look_up, self._attach = manager.get_computed_blocks, core._attach_weight_version
-        manager.get_computed_blocks = self._begun
-        core._attach_weight_version = self._attached
+        wrap_instance(manager, "get_computed_blocks", self._wrap_get_computed_blocks)
+        wrap_instance(core, "_attach_weight_version", self._wrap_attach_weight_version)
 
     def restart_prompts(self) -> tuple[int, int]:
         """Preempt each running request that has no output token, `RESTARTS` times at most. No step may be in flight.
@@ -103,16 +103,24 @@ class KvEpochs:
                 self._to_tell[request.request_id] = request
             held.computed, held.sampled = request.num_computed_tokens, request.num_output_tokens
 
-    def _begun(self, request: Any, *limit: Any) -> Any:
-        """Forget what a request held, which begins now. `limit`: of the hit's length, which vLLM 0.33 passes."""
-        setattr(request, _STATE, _Held(sampled=request.num_output_tokens))
-        self._to_tell.pop(request.request_id, None)
-        return self._look_up(request, *limit)
+    def _wrap_get_computed_blocks(self, original: Any) -> Any:
+        def get_computed_blocks(request: Any, *limit: Any) -> Any:
+            """Forget what a request held, which begins now. `limit`: of the hit's length, which vLLM 0.33 passes."""
+            setattr(request, _STATE, _Held(sampled=request.num_output_tokens))
+            self._to_tell.pop(request.request_id, None)
+            return original(request, *limit)
 
-    def _attached(self, outputs: dict[int, Any]) -> None:
-        self._attach(outputs)
-        if not self._to_tell:
-            return
+        return get_computed_blocks
+
+    def _wrap_attach_weight_version(self, original: Any) -> Any:
+        def attach(outputs: dict[int, Any]) -> None:
+            original(outputs)
+            if self._to_tell:
+                self._tell(outputs)
+
+        return attach
+
+    def _tell(self, outputs: dict[int, Any]) -> None:
         for each in outputs.values():
             names = [output.request_id for output in each.outputs if output.new_token_ids]
             held = {name: self._told(name) for name in names if name in self._to_tell}

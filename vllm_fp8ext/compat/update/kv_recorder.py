@@ -9,7 +9,8 @@ replayed as one whole graph it does not (decoding alone, with vLLM's default `FU
 recorded. Prefill, and decoding beside it, are.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_fp8ext.compat.speed.capture import is_captured
+from vllm_fp8ext.compat.wrapping import wrap_instance
 from vllm_fp8ext.kernels.attention.kv_amax import AmaxCounts, AmaxTally
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
@@ -48,18 +50,15 @@ class Recorder:
         for index, (name, layer) in enumerate(self._layers.items()):
             self._tallies[name] = AmaxTally(layer.num_kv_heads, layer._k_scale.device)
             _warm_up(layer, self._tallies[name])
-            layer.impl.forward = self._wrapped(
-                layer, self._tallies[name], layer.impl.forward, first=not index
-            )
+            wrapper = functools.partial(self._wrap_forward, layer, self._tallies[name], not index)
+            wrap_instance(layer.impl, "forward", functools.update_wrapper(wrapper, self._wrap_forward))
 
     def take(self) -> dict[str, AmaxCounts]:
         """What each layer has seen since the last time; waits for the GPU. Scales may change after this, not before: what is
         read off a quantized query is in units of its scale at that time."""
         return {name: tally.take() for name, tally in self._tallies.items()}
 
-    def _wrapped(
-        self, layer: Attention, tally: AmaxTally, original: Callable[..., Any], *, first: bool
-    ) -> Callable[..., Any]:
+    def _wrap_forward(self, layer: Attention, tally: AmaxTally, first: bool, original: Any) -> Any:
         def forward(
             module: Any,
             query: Tensor,

@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_fp8ext.compat.unsupported_options import not_updatable
 from vllm_fp8ext.compat.update.shadow_routing import route_alone
+from vllm_fp8ext.compat.wrapping import wrapped
 from vllm_fp8ext.layers.linear import KeptEmbeddingMethod, KeptLinearMethod
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 
@@ -70,23 +71,22 @@ def recorded_checkpoint() -> Iterator[Recorded]:
     """While entered, every tensor that the default loader reads is noted by name, in order, and the model that it reads them
     for keeps what it does not quantize readable."""
     recorded = Recorded()
-    specs = recorded.specs
-    original = DefaultModelLoader.get_all_weights
 
-    def get_all_weights(self: Any, of: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        _keep_readable(model)
-        has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
-        for name, tensor in original(self, of, model):
-            if name.endswith("lm_head.weight") and not has_head:
-                recorded.heads[name] = tensor.cpu()
-            specs[name] = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            yield name, tensor
+    def wrap_get_all_weights(original: Any) -> Any:
+        def get_all_weights(self: Any, of: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+            _keep_readable(model)
+            has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
+            for name, tensor in original(self, of, model):
+                if name.endswith("lm_head.weight") and not has_head:
+                    recorded.heads[name] = tensor.cpu()
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                recorded.specs[name] = TensorSpec(name, tuple(tensor.shape), dtype)
+                yield name, tensor
 
-    DefaultModelLoader.get_all_weights = get_all_weights
-    try:
+        return get_all_weights
+
+    with wrapped(DefaultModelLoader, "get_all_weights", wrap_get_all_weights):
         yield recorded
-    finally:
-        DefaultModelLoader.get_all_weights = original
 
 
 def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:

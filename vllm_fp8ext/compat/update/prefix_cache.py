@@ -8,6 +8,8 @@ commit, or was preempted after one). So a commit itself costs nothing here, howe
 
 from typing import Any
 
+from vllm_fp8ext.compat.wrapping import wrap_instance
+
 FEATURE: str = "core"
 WHY: str = "Keep the prefix cache of different weights apart: vLLM finds K and V of any weights."
 GAIN: str = "correctness, not speed"
@@ -43,8 +45,7 @@ class EpochPrefixCache:
             return
         core.request_block_hasher = self._hash
         manager = self._scheduler.kv_cache_manager
-        self._look_up = manager.get_computed_blocks
-        manager.get_computed_blocks = self._computed_blocks
+        wrap_instance(manager, "get_computed_blocks", self._wrap_get_computed_blocks)
         for request in self._scheduler.requests.values():
             request._block_hasher = self._hash
             request.fp8ext_epoch = epoch
@@ -59,14 +60,17 @@ class EpochPrefixCache:
         if recompute:
             self._scheduler.reset_prefix_cache(reset_running_requests=True)
 
-    def _computed_blocks(self, request: Any, *limit: Any) -> Any:
-        """`limit`: of the hit's length, which vLLM 0.33 passes."""
-        if getattr(request, "fp8ext_epoch", None) != self.epoch:
-            request._block_hasher = self._hash
-            request.fp8ext_epoch = self.epoch
-            request.block_hashes.clear()
-            request.update_block_hashes()
-        return self._look_up(request, *limit)
+    def _wrap_get_computed_blocks(self, original: Any) -> Any:
+        def get_computed_blocks(request: Any, *limit: Any) -> Any:
+            """`limit`: of the hit's length, which vLLM 0.33 passes."""
+            if getattr(request, "fp8ext_epoch", None) != self.epoch:
+                request._block_hasher = self._hash
+                request.fp8ext_epoch = self.epoch
+                request.block_hashes.clear()
+                request.update_block_hashes()
+            return original(request, *limit)
+
+        return get_computed_blocks
 
     def _hash(self, request: Any) -> list[Any]:
         """New block hashes of a request, on a chain whose root holds its epoch."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from vllm_fp8ext.compat.wrapping import wrapped
 from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.update.contract.checkpoint_files import checkpoint_files
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
@@ -39,25 +40,25 @@ def no_tensor_twice() -> Iterator[None]:
             that is quantized once it is complete takes no second copy, and says nothing of use.
     """
     repeated: dict[str, set[str]] = defaultdict(set)
-    original = DefaultModelLoader.get_all_weights
 
-    def get_all_weights(self: Any, of: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        seen: set[str] = set()
-        for name, tensor in original(self, of, model):
-            if name in seen:
-                repeated[of.model].add(name)
-            seen.add(name)
-            yield name, tensor
+    def wrap_get_all_weights(original: Any) -> Any:
+        def get_all_weights(self: Any, of: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+            seen: set[str] = set()
+            for name, tensor in original(self, of, model):
+                if name in seen:
+                    repeated[of.model].add(name)
+                seen.add(name)
+                yield name, tensor
 
-    DefaultModelLoader.get_all_weights = get_all_weights
+        return get_all_weights
+
     try:
-        yield
+        with wrapped(DefaultModelLoader, "get_all_weights", wrap_get_all_weights):
+            yield
     except Exception as error:
         for checkpoint, names in repeated.items():
             raise _refusal(checkpoint, names) from error
         raise
-    finally:
-        DefaultModelLoader.get_all_weights = original
     for checkpoint, names in repeated.items():
         raise _refusal(checkpoint, names)
 
