@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods that are wrapped: once, in a stated order, and as they were when a context is left."""
 
 import contextlib

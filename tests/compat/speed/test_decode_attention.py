@@ -121,7 +121,7 @@ def test_layers_of_one_engine_share_a_kernel_and_those_of_others_do_not(
     monkeypatch.setattr(
         decode_attention, "replace_attention", lambda layer, kernel, form: used.append(kernel)
     )
-    monkeypatch.setattr(decode_attention.mixed_steps, "install", lambda: None)
+    monkeypatch.setattr(decode_attention.decode_prefill_split, "install", lambda: None)
     given = layer(**PLAIN)
     vars(given).update(num_heads=32, num_kv_heads=8, _k_scale=torch.ones(1))
     of = config()
