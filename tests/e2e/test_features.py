@@ -47,9 +47,15 @@ def paths(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
+class OtherVllm(Server):
+    """A server that is not forked from a process which has imported the installed vLLM."""
+
+    popen = subprocess.Popen
+
+
 def serving(folder: Path, names: list[str]) -> Server:
     """A server whose vLLM lacks these names."""
-    return Server(EARLY, folder / "log", arguments=SMALL, variables=paths(vllm_without(folder, names)))
+    return OtherVllm(EARLY, folder / "log", arguments=SMALL, variables=paths(vllm_without(folder, names)))
 
 
 def off(server: Server) -> dict[str, str | None]:
@@ -99,7 +105,7 @@ def test_a_server_without_any_feature_serves_and_takes_updates(faulty: Server) -
     check(faulty, set(GONE))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.alone
 @pytest.mark.parametrize("feature", GONE)
 def test_a_server_without_one_feature_has_the_others(feature: str, tmp_path: Path) -> None:

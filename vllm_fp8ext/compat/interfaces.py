@@ -127,9 +127,9 @@ def headers() -> tuple[Header, ...]:
 
 @cache
 def features() -> dict[str, Feature]:
-    """Every feature by name, `core` first."""
+    """Every feature by name: `core`, then the others in the order of their names."""
     grouped: dict[str, list[Header]] = {CORE: []}
-    for header in headers():
+    for header in sorted(headers(), key=lambda header: header.feature):
         grouped.setdefault(header.feature, []).append(header)
     for name, of_feature in grouped.items():
         of_feature.sort(key=lambda header: (Path(header.file).stem != name, header.file))

@@ -18,6 +18,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "get_all_weights": ("model", "repeated_tensors"),
     # what a request held is forgotten before it is hashed again
     "get_computed_blocks": ("prefix_cache", "kv_epochs"),
+    # messages are merged as they are once they are unpacked
+    "get_output_async": ("packed_logprobs", "merged_messages"),
     # our attention does not call what it replaces where requests decode: the recorder would see prompts alone
     "forward": ("decode_attention", "kv_recorder"),
 }
