@@ -44,7 +44,9 @@ class Client(SimpleNamespace):
 
 
 @pytest.fixture(autouse=True)
-def _installed() -> None:
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrapped during a test: others wrap the method in an order of their own."""
+    monkeypatch.setattr(AsyncMPClient, "get_output_async", AsyncMPClient.get_output_async)
     merged_messages.install()
 
 
