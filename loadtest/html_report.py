@@ -57,6 +57,13 @@ def page(reports: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def how_asked(options: dict[str, Any]) -> str:
+    """Say what each request of a run asks for, from a report's options."""
+    logprobs = options.get("logprobs")
+    asked = "no logprobs" if logprobs is None else f"logprobs {logprobs}"
+    return f"temperature {options.get('temperature', 1.0):g}, {asked}, token ids, streamed"
+
+
 def _names(reports: Sequence[dict[str, Any]]) -> list[str]:
     labels: list[str] = []
     for number, report in enumerate(reports, 1):
@@ -106,6 +113,7 @@ def _totals(reports: Sequence[dict[str, Any]], names: list[str]) -> str:
 
     measured = [report["measured"] for report in reports]
     row("valid", [_validity(one) for one in measured])
+    row("asked", [_text(how_asked(report["options"])) for report in reports])
     row("seconds", [f"{one['seconds']:.1f}" for one in measured])
     row("requests", [f"{one['requests']}, {one['unfinished_requests']} unfinished" for one in measured])
     row("failed", [_text(_errors(one)) for one in measured])

@@ -251,6 +251,7 @@ class LocustRun:
             api_key=key,
             timeout=self.options.timeout,
             temperature=self.options.temperature,
+            logprobs=self.options.logprobs,
         )
 
 

@@ -34,6 +34,7 @@ class Options:
     shared_prefix: str | None = None
     vocabulary: int = 1000
     temperature: float = 1.0
+    logprobs: int | None = 0
     timeout: float = 600.0
     seed: int = 0
     update_every: str | None = None
@@ -58,6 +59,8 @@ class Options:
             raise ValueError(
                 f"vocabulary: expected more than {FIRST_TOKEN} token ids, found {self.vocabulary}"
             )
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs: expected 0 or more, or none, found {self.logprobs}")
         Lengths.parse(self.input_tokens)
         Lengths.parse(self.output_tokens)
         if self.shared_prefix:
@@ -136,6 +139,11 @@ def add(parser: ArgumentParser) -> None:
         help="token ids of prompts are below this: the size of the model's vocabulary at most",
     )
     group.add_argument("--temperature", type=float, default=1.0)
+    group.add_argument(
+        "--logprobs",
+        default="0",
+        help="of so many of the most likely tokens, beside the sampled one's, as trainers ask; none: no logprobs",
+    )
     group.add_argument("--request-timeout", type=float, default=600.0, help="seconds for a whole answer")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--update-every", default="", help="seconds between weight updates, or 'step'")
@@ -158,6 +166,15 @@ def listed() -> str:
     return parser.format_help()
 
 
+def _logprobs(text: str) -> int | None:
+    if text == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"logprobs: expected a number or none, found {text!r}") from None
+
+
 def of(parsed: Any) -> Options:
     """Options from parsed arguments."""
     checkpoints: Sequence[str] | str = parsed.checkpoints
@@ -175,6 +192,7 @@ def of(parsed: Any) -> Options:
         shared_prefix=parsed.shared_prefix or None,
         vocabulary=int(parsed.vocabulary),
         temperature=float(parsed.temperature),
+        logprobs=_logprobs(parsed.logprobs),
         timeout=float(parsed.request_timeout),
         seed=int(parsed.seed),
         update_every=parsed.update_every or None,

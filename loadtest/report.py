@@ -19,7 +19,7 @@ from rich.table import Table
 
 from vllm_fp8ext.environment import cores
 from vllm_fp8ext.loadtest import http_client
-from vllm_fp8ext.loadtest.html_report import page
+from vllm_fp8ext.loadtest.html_report import how_asked, page
 from vllm_fp8ext.loadtest.latency import PERCENTILES, percentile_name
 from vllm_fp8ext.loadtest.records import RunRecords
 from vllm_fp8ext.loadtest.run_metrics import analyse
@@ -81,6 +81,7 @@ def provenance(url: str) -> dict[str, Any]:
 def show(report: dict[str, Any], console: Console) -> None:
     """The summary in the terminal."""
     measured = report["measured"]
+    console.print(f"each request: {how_asked(report['options'])}", highlight=False)
     console.print(_totals(measured))
     console.print(_latencies(measured))
     if measured["updates"]:

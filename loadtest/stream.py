@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One streamed answer of an OpenAI-compatible server, with the arrival of every token.
 
-`parts.py` counts the tokens. Kinds of failure: `connect`, `timeout`, `http-CODE`, `truncated` (the stream ended without a
-finish reason), XX"""
+`token_counter.py` counts the tokens. Kinds of failure: `connect`, `timeout`, `http-CODE`, `truncated` (the stream ended
+without a finish reason), `broken` (no such events), `server-error`, `aborted`, `unfinished`.
+"""
 
 import contextlib
 import json
@@ -13,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import gevent
+import msgspec
 from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError
 
@@ -37,6 +39,8 @@ class Target:
     connect_timeout: float = 10.0
     connections: int = 4096
     temperature: float = 1.0
+    logprobs: int | None = 0
+    """How many of the most likely tokens get a logprob beside the sampled one; None: no logprobs."""
 
 
 class Failure(Exception):
@@ -122,8 +126,13 @@ class RequestSender:
             "ignore_eos": True,
             "return_token_ids": True,
         }
+        logprobs = self.target.logprobs
         if self.target.endpoint == "chat":
+            if logprobs is not None:
+                body |= {"logprobs": True, "top_logprobs": logprobs}
             return {**body, "messages": [{"role": "user", "content": prompt.text}]}
+        if logprobs is not None:
+            body["logprobs"] = logprobs
         return {**body, "prompt": list(prompt.token_ids)}
 
     def _read(self, body: bytes, request: RequestRecord) -> None:
@@ -161,8 +170,38 @@ def _message(body: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
+class _Choice(msgspec.Struct):
+    """What most parts tell of a choice; texts and logprobs are skipped unread."""
+
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Any] | None = None
+
+
+class _Part(msgspec.Struct):
+    choices: list[_Choice]
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Part).decode
+
+
+def _count_ids(part: _Part, at: float, request: RequestRecord) -> bool:
+    """Count the tokens of a part that brings their ids and nothing else that matters; return whether it is one."""
+    if part.error is not None or part.usage is not None or request.counted == "usage" or not part.choices:
+        return False
+    if any(not choice.token_ids or choice.finish_reason or choice.weight_versions for choice in part.choices):
+        return False
+    request.events.extend((at, len(choice.token_ids or ())) for choice in part.choices)
+    return True
+
+
 def _take(data: bytes, request: RequestRecord) -> None:
     at = time.monotonic()
+    with contextlib.suppress(msgspec.DecodeError):  # parts of another form are read whole
+        if _count_ids(_decode(data), at, request):
+            return
     try:
         part = json.loads(data)
     except ValueError:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One streamed answer: what is counted, and by which name each failure goes. Against a real server, which misbehaves."""
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_fp8ext.loadtest import stream
 from vllm_fp8ext.loadtest.latency import ttft
 from vllm_fp8ext.loadtest.prompts import Prompt
 from vllm_fp8ext.loadtest.records import RequestRecord, Span
@@ -44,6 +46,50 @@ def test_tokens_are_counted_by_their_ids(url: str) -> None:
     assert (request.tokens, [count for _, count in request.events]) == (4, [2, 2])
     assert request.spans == [Span("a", 3, 0, 3), Span("b", 4, 3, 4)]
     assert request.prompt_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "logprobs", "expected"),
+    [
+        ("completions", 0, {"logprobs": 0}),
+        ("completions", None, {}),
+        ("chat", 2, {"logprobs": True, "top_logprobs": 2}),
+        ("chat", None, {}),
+    ],
+)
+def test_requests_ask_for_logprobs_as_trainers_do(
+    endpoint: str, logprobs: int | None, expected: dict[str, object]
+) -> None:
+    assert Target(url="http://there", model="m").logprobs == 0
+    asker = RequestSender(Target(url="http://there", model="m", endpoint=endpoint, logprobs=logprobs))
+    body = json.loads(asker.body(PROMPT))
+    asker.close()
+    assert {name: value for name, value in body.items() if "logprobs" in name} == expected
+    assert (body["temperature"], body["return_token_ids"], body["stream"]) == (1.0, True, True)
+
+
+@pytest.mark.parametrize(
+    ("part", "events"),
+    [
+        ({"choices": [{"token_ids": [1, 2], "text": "x", "logprobs": {"tokens": ["x"]}}]}, [2]),
+        ({"choices": [{"token_ids": [1]}, {"token_ids": [2, 3]}], "usage": None}, [1, 2]),
+        ({"choices": [{"token_ids": [1]}], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}, [1]),
+        ({"choices": [{"text": "x"}]}, [1]),
+        ({"choices": [{"token_ids": [1], "finish_reason": "length"}]}, [1]),
+    ],
+)
+def test_a_part_counts_alike_whether_it_is_read_whole_or_not(
+    part: dict[str, object], events: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken() -> RequestRecord:
+        request = RequestRecord(scheduled=0.0, sent=0.0, prompt_tokens=3, wanted=4, step=None)
+        stream._take(json.dumps(part).encode(), request)
+        return dataclasses.replace(request, events=[count for _, count in request.events])
+
+    quick = taken()
+    monkeypatch.setattr(stream, "_count_ids", lambda *_: False)
+    assert quick == taken()
+    assert quick.events == events
 
 
 def test_without_ids_they_are_counted_by_usage(url: str) -> None:
