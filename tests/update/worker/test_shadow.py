@@ -241,6 +241,7 @@ def test_an_output_layer_that_is_the_embedding_is_compared(
     assert served.manifest.tied == {"other_head.weight": EMBED}
     served = serve(checkpoint(0, lm_head__weight=checkpoint(0)[EMBED]), tied=True, inplace=inplace)
     assert (served.manifest.tied, served.manifest.ignored) == ({HEAD: EMBED}, set())
+    assert isinstance(served.manifest.ignored, frozenset)
     cold = served.digests()
     assert HEAD not in cold
     late = checkpoint(1)

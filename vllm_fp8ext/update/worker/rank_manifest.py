@@ -43,7 +43,7 @@ def rank_manifest(
     )
     served = _last_written({name: parts for name, parts in pieces.items() if name not in tied})
     tensors = {spec.name: spec for spec in specs if spec.name in served}
-    ignored = frozenset(spec.name for spec in specs) - served.keys() - tied.keys()
+    ignored = frozenset(spec.name for spec in specs if spec.name not in served and spec.name not in tied)
     (scale_format,) = {layer.quant_method.scale_format for layer in layers.values()} or {"fp32"}
     manifest = Manifest(tensors, ignored, served, scale_format, 1, tied)
     return replace(manifest, aliases=aliases_of(names.aliases(manifest, specs), manifest, trace))
