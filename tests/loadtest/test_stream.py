@@ -82,7 +82,7 @@ def test_a_part_counts_alike_whether_it_is_read_whole_or_not(
     part: dict[str, object], events: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken() -> RequestRecord:
-        request = RequestRecord(scheduled=0.0, sent=0.0, prompt_tokens=3, wanted=4, step=None)
+        request = RequestRecord(scheduled=0.0, sent=0.0, prompt_tokens=3, max_tokens=4, step=None)
         stream._take(json.dumps(part).encode(), request)
         return dataclasses.replace(request, events=[count for _, count in request.events])
 
