@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fp8ext serve | push | status | abandon | rollback | verify | digest | plan | calibrate | demo | bench`: delegates only."""
+"""The `fp8ext` command: serve, push, status, abandon, rollback, verify, digest, plan, calibrate, demo and bench."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ PACKAGES = {
     **dict.fromkeys((*LOADTEST, "gevent"), _EXTRA.format("loadtest")),
     "triton": "it comes with [cuda]",
 }
-"""What some commands need, and how it is had."""
+"""Packages that some commands need, and how to install them."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -193,9 +193,9 @@ def load(
     web: bool,
     key_file: Path | None,
 ) -> None:
-    """Load a server with rollout traffic, and change its weights meanwhile, such as with --rollout-steps 5
-    --update-every step --checkpoints A B --slo 'ttft_p99<0.5' --report FOLDER. The options of the load test stand below;
-    locust's (`locust --help`) are taken too."""
+    """Load a server with rollout traffic, and change its weights meanwhile. An example: --rollout-steps 5 --update-every
+    step --checkpoints A B --slo 'ttft_p99<0.5' --report FOLDER. The options of the load test stand below; locust's (`locust
+    --help`) are taken too."""
     from vllm_fp8ext.loadtest.command import command
 
     if key_file:
@@ -255,7 +255,8 @@ def kv(arguments: tuple[str, ...]) -> None:
 @bench.command("kv-accuracy", context_settings=PASSED_ON)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def kv_accuracy(arguments: tuple[str, ...]) -> None:
-    """What the scales of an FP8 KV cache cost, by policy, while K and V grow or shrink (--help lists the options)."""
+    """Measure the error of an FP8 KV cache's scales, by policy (--help lists the options): K and V grow or shrink
+    meanwhile."""
     from vllm_fp8ext.bench.kv_accuracy import main
 
     sys.exit(main(arguments))

@@ -45,7 +45,7 @@ OLD_KERNEL_SETTINGS = {
     "steady_steps": "decode_step_reuse",
     "held_slots": "slot_fast_path",
 }
-"""New names of settings in `kernels`, by the old names, which this version accepts for the last time."""
+"""New names of settings in `kernels`, by the old names. The next version refuses the old ones."""
 
 
 def with_new_names(values: Mapping[str, Any], old_names: Mapping[str, str], prefix: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _warn_of_old_name(old: str, new: str) -> None:
 
 
 class CanarySettings(BaseModel):
-    """What every update must sing before it is served."""
+    """Prompts that every update is tried on before it is served."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -102,7 +102,7 @@ def _one_of(name: str, names: Sequence[str]) -> str:
 
 
 class ShapeSettings(BaseModel):
-    """Which kernels multiply by weights of one shape; what is not said is chosen by default."""
+    """Kernels that multiply by weights of one shape; what is not set is chosen by default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -114,7 +114,7 @@ class ShapeSettings(BaseModel):
 
 
 class ExpertSettings(BaseModel):
-    """Which kernels multiply by fused experts; what is not said is chosen by default."""
+    """Kernels that multiply by fused experts; what is not set is chosen by default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -142,36 +142,36 @@ class KernelSettings(BaseModel):
     shapes: dict[Annotated[str, Field(pattern=r"^(\*|[1-9]\d*x[1-9]\d*)$")], ShapeSettings] = Field(
         default={}
     )
-    """By shape of a weight on one rank, `"NxK"` (output by input features), or `"*"` for every other."""
+    """Kernels by shape of a weight on one rank, `"NxK"` (output by input features), or `"*"` for every other."""
 
     experts: ExpertSettings = ExpertSettings()
-    """Of mixtures of experts."""
+    """Kernels for mixtures of experts."""
 
     decode_attention: bool = True
     """Requests with one new token attend by our own kernel, where it takes the layers; else all by vLLM's."""
 
     norm_rope: bool = True
-    """In compiled graphs, norms of heads, rotary embedding and the quantization of queries are one launch of our own, where
-    it takes them; else what Inductor makes of them."""
+    """Fuse norms of heads, rotary embedding and the quantization of queries, in compiled graphs. Where our kernel does not
+    take them, Inductor compiles them."""
 
     quantized_attention: bool = True
-    """In compiled graphs, attention whose requests that decode are ours writes its outputs quantized for the layer behind it;
-    else that layer quantizes them."""
+    """Let our decode attention write outputs quantized for the next layer, in compiled graphs. Else that layer quantizes
+    them."""
 
     graph_tokens: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens)] = None
-    """Steps of up to so many tokens replay CUDA graphs, broken at attention, beyond the sizes that vLLM captures; 0: none
-    beyond. "auto": 2048, or more for small layers. By default "auto", where the user leaves it to vLLM what is captured."""
+    """Largest step, in tokens, that replays CUDA graphs broken at attention, beyond vLLM's sizes; 0: none beyond. "auto":
+    2048, or more for small layers. By default "auto", where the user leaves it to vLLM what is captured."""
 
     mixed_full_cudagraph: bool = True
-    """Steps with prompts whose contexts are short replay one CUDA graph, attention within, as far as those of `graph_tokens`
-    reach, which are broken there."""
+    """Replay one CUDA graph, attention within, for steps with prompts whose contexts are short. They reach as far as those
+    of `graph_tokens`, which are broken at attention."""
 
     decode_step_reuse: bool = True
-    """A step of the requests of the step before, each with one new token, is prepared by one launch, and where they change
-    logits by no more than their temperature its tokens are sampled in a CUDA graph."""
+    """Prepare a decode step by one kernel if the previous one had the same requests. If they use temperature only, its
+    tokens are sampled in a CUDA graph."""
 
     slot_fast_path: bool = True
-    """The scheduler is answered at once for requests that hold a slot for their next token: the KV cache is not asked."""
+    """Answer the scheduler at once for requests that hold a slot for their next token. The KV cache is not asked."""
 
     batch_invariant: bool = Field(
         default_factory=lambda: os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
@@ -209,7 +209,7 @@ class KernelSettings(BaseModel):
         return self.decode_step_reuse and not self.batch_invariant
 
     def route(self, n: int, k: int) -> ShapeSettings:
-        """What was chosen for a weight of `n` rows and `k` columns."""
+        """Return what was chosen for a weight of `n` rows and `k` columns."""
         return self.shapes.get(f"{n}x{k}") or self.shapes.get("*") or ShapeSettings()
 
 
@@ -219,19 +219,19 @@ class ServingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     output_interval: int = Field(default=16, ge=1, le=1024)
-    """Tokens of a request that the engine sends together where the client waits for the whole answer and gives no stop
-    strings; 1: each by itself, as vLLM does."""
+    """Tokens of a request that the engine sends together; 1: each by itself, as vLLM does. It is for clients that wait for
+    the whole answer and give no stop strings."""
 
     stream_interval: int = Field(default=2, ge=1, le=64)
     """Tokens of a stream that the engine sends together while more than 32 requests run; 1: each by itself."""
 
     flat_logprobs: bool = True
-    """Logprobs of sampled tokens are kept in flat lists (`vllm.logprobs.FlatLogprobs`), and answers are made of these; else
-    in a dictionary for each token."""
+    """Keep logprobs of sampled tokens in flat lists (`vllm.logprobs.FlatLogprobs`), and make answers of these. Else each
+    token has a dictionary."""
 
 
 class Settings(BaseModel):
-    """What a user can choose. Every field has a default; an unknown key or a wrong value is an error at start."""
+    """Settings that a user can choose. Every field has a default; an unknown key or a wrong value is an error at start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -242,8 +242,8 @@ class Settings(BaseModel):
     """Layers kept in the checkpoint's precision: names or shell patterns of modules (`*.o_proj`, `model.layers.0.*`)."""
 
     quantize: tuple[str, ...] = Field(default=(), strict=False)
-    """Layers served in FP8, by names or patterns as in `ignore`, though they stay in 16 bits by default: those of encoders
-    beside the language model, and those of shapes that FP8 kernels do not take for many tokens."""
+    """Layers served in FP8 though they stay in 16 bits by default, named as in `ignore`. By default layers of encoders stay
+    in 16 bits, and shapes that FP8 kernels do not take for many tokens."""
 
     kernels: KernelSettings = Field(default_factory=KernelSettings)
     """How linear layers are computed on a GPU."""
@@ -252,9 +252,9 @@ class Settings(BaseModel):
     """How tokens get from the engine to the answers of the API server."""
 
     staging: Literal["shadow", "inplace", "none"] = "shadow"
-    """`shadow` keeps a second copy of the served weights, which makes updates atomic and rollback possible. `inplace` saves
-    its memory and writes into the served weights: the engine stands still from an update's first tensor to its commit, and
-    one that fails in between leaves it poisoned. `none` refuses updates."""
+    """`shadow` keeps a second copy of the served weights: updates are atomic, and rollback is possible. `inplace` saves its
+    memory and writes into the served weights: the engine stands still from an update's first tensor to its commit, and one
+    that fails in between leaves it poisoned. `none` refuses updates."""
 
     kv_scales: KvScales | None = None
     """Required with an FP8 KV cache: who computes its scales, and how (`kv_settings`)."""
@@ -263,18 +263,18 @@ class Settings(BaseModel):
     """Folders from which `…/files` and `/load` may read checkpoints. None by default."""
 
     spool_dir: str = "/dev/shm"
-    """Where uploaded chunks wait until every rank has staged them."""
+    """Folder in which uploaded chunks wait until every rank has staged them."""
 
     spool_bytes: int = Field(default=4 * GIB, ge=1 << 16)
     """Largest total size of waiting chunks, and so of one chunk. An upload beyond it waits."""
 
     upload_idle_seconds: float = Field(default=60.0, gt=0)
-    """Longest time between two pieces of an upload (one that stops gives its room back), and longest time that ranks wait
-    for a broadcast: for all processes of its group, and for each bucket."""
+    """Longest time between two pieces of an upload; one that stops gives its room back. It is also the longest time that
+    ranks wait for a broadcast: for all processes of its group, and for each bucket."""
 
     busy_staging_rate: float = Field(default=80e9, ge=0)
-    """Most bytes a second that a rank stages, beside running requests, of tensors that lie on its GPU: they slow each step a
-    little instead of a few steps much. 0: as many as it can."""
+    """Most bytes a second that a rank stages beside running requests; 0: as many as it can. The limit holds for tensors on
+    its GPU: they slow each step a little instead of a few steps much."""
 
     receive_bytes: int = Field(default=GIB, ge=1 << 16)
     """Largest bucket that is received by broadcast, or the largest tensor if that is larger. Each rank keeps one on its

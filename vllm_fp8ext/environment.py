@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every environment variable of this package, and what stands in for one that is not set; and the processors it may use."""
+"""Environment variables of this package, their defaults, and the processors that it may use."""
 
 import os
 import re
@@ -49,6 +49,6 @@ def key_in(file: Path) -> str | None:
 
 
 def cores() -> int:
-    """That this process may run on: of a container or under `taskset` not all that the machine has."""
+    """Count the processors that this process may run on: a container or `taskset` may allow fewer than the machine has."""
     allowed = getattr(os, "sched_getaffinity", None)  # not on a Mac
     return len(allowed(0)) if allowed else os.cpu_count() or 1

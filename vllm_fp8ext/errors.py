@@ -89,7 +89,7 @@ WITHOUT_UPDATES = '--additional-config \'{"fp8ext": {"staging": "none"}}\''
 
 
 def no_live_updates(problems: Iterable[str]) -> ConfigError:
-    """Make the error of a model whose weights can't be updated live, a line for each problem."""
+    """Make the error of a model without live updates, a line for each problem."""
     lines = ["this model's weights can't be updated live:", *problems]
     return ConfigError("\n  ".join(lines) + f"\n{WITHOUT_UPDATES} serves it without updates")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user chooses about the scales of an FP8 KV cache. Imports neither torch nor vLLM."""
+"""Settings for the scales of an FP8 KV cache. Imports neither torch nor vLLM."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -11,7 +11,7 @@ Prompt = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, 
 
 CALIBRATION_TOKENS = 4096
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**118
-"""Between these, one over a scale and 448 times a scale are normal numbers in fp32."""
+"""Bounds of a scale: one over it and 448 times it are normal numbers in fp32."""
 
 
 class KvScaleSettings(BaseModel):
@@ -25,7 +25,7 @@ class KvScaleSettings(BaseModel):
     ever."""
 
     granularity: Literal["layer", "head"] = "layer"
-    """One scale for each of Q, K and V of a layer, or of each of its KV heads (FlashAttention 3 only)."""
+    """One scale each for Q, K and V, by layer or by KV head. Scales by head need FlashAttention 3."""
 
     scale_format: Literal["fp32", "pow2"] = "pow2"
     """Format of the scales: `amax * 2**margin / 448`, or the smallest power of two that is not below it."""
@@ -40,24 +40,23 @@ class KvScaleSettings(BaseModel):
     """Most tokens to calibrate with."""
 
     history_length: int = Field(default=16, ge=1, le=1024)
-    """Of how many commits the recorded amax is remembered."""
+    """Number of commits whose recorded amax is remembered."""
 
     history_algorithm: Literal["max", "most_recent"] = "max"
-    """Which of them counts."""
+    """Rule by which remembered values are combined."""
 
     record_every: int = Field(default=8, ge=1)
     """With `history`: one step in so many is looked at."""
 
     cached: Cached = "rescale"
-    """What becomes of K and V that running requests keep (`running` `keep`) when scales change: rewritten in place, or
-    computed again."""
+    """Treatment of K and V that running requests keep when scales change: rewritten in place, or computed again."""
 
     default: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """With `static`: the scale of K and V of layers for which the checkpoint has none. Without it they are an error at
     start."""
 
     warn_saturated: float = Field(default=0.001, ge=0, le=1)
-    """A larger part of a layer's K or V beyond the largest code is warned of."""
+    """Warn if a larger part of a layer's K or V is beyond the largest code."""
 
     @model_validator(mode="after")
     def _default_is_for_static(self) -> Self:

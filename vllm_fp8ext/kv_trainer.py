@@ -12,12 +12,12 @@ from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.kv_types import Scales
 
 CachedKV = list[tuple[Tensor, Tensor]]
-"""By layer, K after rotary embedding and V: `[tokens, KV heads, head dimension]` each."""
+"""K after rotary embedding and V, by layer: `[tokens, KV heads, head dimension]` each."""
 
 
 @torch.no_grad()
 def cached_kv(model: Any, prompts: Sequence[Sequence[int]]) -> CachedKV:
-    """What a causal model of Hugging Face caches for these token ids, one prompt at a time."""
+    """Return what a causal model of Hugging Face caches for these token ids, one prompt at a time."""
     found: list[list[tuple[Tensor, Tensor]]] = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
@@ -41,7 +41,8 @@ def scales_of(
     margin: float = MARGIN,
     scale_format: ScaleFormat = "pow2",
 ) -> Scales:
-    """Scales that the server would calibrate from the same K and V, to be sent as `KvScales(policy="provided", scales=…)`.
+    """Compute the scales that the server would calibrate from the same K and V. Send them as `KvScales(policy="provided",
+    scales=…)`.
 
     `layers`: what the server calls them, in the order of the model: `list(client.kv_scales().scales)`. Where K or V of a
     layer are all zero or not finite, 1.0.

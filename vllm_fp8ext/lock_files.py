@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are locked for as long as the process that made them, or one that it forked, lives: so those of processes that
-were killed can be told from the others. Needs neither torch nor vLLM."""
+"""Files that are locked while their process, or one that it forked, lives. So files of killed processes can be told from
+the others. Needs neither torch nor vLLM."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ def created(folder: str, prefix: str, suffix: str) -> tuple[int, Path]:
 
 
 def left_behind(folder: str, prefix: str, suffix: str) -> Iterator[tuple[Path, BinaryIO]]:
-    """Yield each file of that name that nobody locks, locked and open for reading until the next is taken."""
+    """Yield each file of that name that nobody locks. It is locked and open for reading until the next is taken."""
     for path in Path(folder).glob(f"{prefix}*{suffix}"):
         with contextlib.suppress(OSError), opened(path) as file:  # locked, or somebody else's
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -31,7 +31,7 @@ def left_behind(folder: str, prefix: str, suffix: str) -> Iterator[tuple[Path, B
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether nobody else has the lock. A file system without locks has nobody."""
+    """Lock the file; False if somebody else has the lock. A file system without locks has nobody."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

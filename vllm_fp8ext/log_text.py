@@ -3,8 +3,8 @@
 
 
 def shown(text: object) -> str:
-    """Return `text` with every character escaped that moves, hides or breaks what stands beside it in a log: control
-    characters, line ends, marks of writing direction, lone surrogates."""
+    """Escape the characters of `text` that would spoil the log around it: control characters, line ends, marks of writing
+    direction, lone surrogates."""
     return "".join(each if each.isprintable() else _escaped(each) for each in str(text))
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from vllm_fp8ext.lock_files import created, left_behind
 
 FOLDER = "/dev/shm"
-"""Where the segments lie."""
+"""Folder of the segments."""
 _RECORD = "fp8ext-", ".segments"
-"""Of the names of records, one for each process: lines of a segment's name and inode number."""
+"""Begin and end of the names of records. Each process has one: lines of a segment's name and inode number."""
 _SEGMENT = re.compile(r"(psm_|VLLM_OBJECT_STORAGE_SHM_BUFFER)[\w-]*")
 _RECORD_BYTES = 1 << 16
 _records: dict[int, int] = {}
@@ -27,7 +27,7 @@ _records: dict[int, int] = {}
 
 
 def untouched_bytes(folder: str) -> int:
-    """Return the bytes that segments on the file system of `folder` have by their size, but take no room for yet."""
+    """Return the bytes that segments beside `folder` claim but take no room for yet. Segments on its file system count."""
     there = {folder}
     if os.path.isdir(FOLDER) and os.stat(FOLDER).st_dev == os.stat(folder).st_dev:
         there.add(FOLDER)
@@ -41,8 +41,8 @@ def untouched_bytes(folder: str) -> int:
 
 
 def free_bytes(folder: str) -> int:
-    """Return the bytes that the file system of `folder` can give without what those segments will need; 0 where it has
-    promised more than it has."""
+    """Return the bytes that the file system of `folder` can give beside what segments will need; 0 where it has promised
+    more than it has."""
     return max(shutil.disk_usage(folder).free - untouched_bytes(folder), 0)
 
 
@@ -60,7 +60,7 @@ def record(name: str, folder: str = FOLDER) -> None:
 
 
 def remove_left(folder: str = FOLDER) -> None:
-    """Remove the segments that processes of this user have written down which were killed, and no others."""
+    """Remove the recorded segments of this user's processes that were killed, and no others."""
     for path, file in left_behind(folder, *_RECORD):
         if os.fstat(file.fileno()).st_uid != os.geteuid():  # anybody may write such a file
             continue

@@ -16,8 +16,8 @@ def end_on_sigterm() -> None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """What would end this process waits until the context is left: a process is being started, and nobody could end it yet.
-    On other threads than the main one nothing interrupts anyway."""
+    """Hold signals that would end this process until the context is left. A process is being started, and nobody could end
+    it yet. On other threads than the main one nothing interrupts anyway."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight update, from what client and server agree on to what a rank does with a tensor."""
+"""Weight updates, from the contract of client and server to one rank's tensors."""

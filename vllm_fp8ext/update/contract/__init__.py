@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What client, server, engine and worker agree on; imports neither torch nor vLLM at module level."""
+"""The contract of client, server, engine and worker; imports neither torch nor vLLM at module level."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files make a checkpoint. Needs neither torch nor vLLM."""
+"""The files that make a checkpoint. Needs neither torch nor vLLM."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from vllm_fp8ext.log_text import shown
 from vllm_fp8ext.update.contract.regular_file import opened, path_error
 
 INDEX = "model.safetensors.index.json"
-"""What transformers and vLLM call the list of a folder's weights."""
+"""Name of the list of a folder's weights, in transformers and vLLM."""
 SUFFIX = ".safetensors"
 INDEX_LIMIT = 64 << 20
 """Longest that is read, in bytes: room for half a million tensors."""

@@ -11,8 +11,8 @@ from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED
 
 @dataclass(frozen=True, slots=True)
 class QuantizationError:
-    """Of some tensors: sums of squared errors, of squared norms, and of relative errors, ‖w - dequantized‖ / ‖w‖; and the
-    largest of these, with the tensor's name."""
+    """Sums over tensors: squared errors, squared norms, and relative errors, ‖w - dequantized‖ / ‖w‖; and the largest of
+    these, with the tensor's name."""
 
     squared: float = 0.0
     norm: float = 0.0
@@ -22,7 +22,7 @@ class QuantizationError:
 
     @classmethod
     def of(cls, errors: Mapping[str, tuple[float, float]]) -> "QuantizationError":
-        """Of squared error and squared norm by tensor; those without values don't count."""
+        """Sum up squared error and squared norm by tensor; tensors without values don't count."""
         by_tensor = [((error / norm) ** 0.5, name) for name, (error, norm) in errors.items() if norm]
         squared, norm = (sum(pair[part] for pair in errors.values()) for part in (0, 1))
         relative = sum(error for error, _ in by_tensor)
@@ -43,10 +43,10 @@ class Chunk:
     """A set of tensors that came together and is replaced together."""
 
     names: frozenset[str]
-    """What it has brought: nothing any more once it was refused."""
+    """Names that it has brought: none any more once it was refused."""
     bytes: int
     sha256: str | None = None
-    """Of all that came, in hexadecimal, where it was checked."""
+    """SHA-256 of all that came, in hexadecimal, where it was checked."""
     staged: bool = False
     problems: list[dict[str, Any]] = field(default_factory=list)
     """The first of them."""
@@ -55,7 +55,7 @@ class Chunk:
     refused: frozenset[str] = frozenset()
     """Names of a chunk that was refused."""
     sent: Mapping[str, str] = field(default_factory=dict)
-    """By the manifest's name of a tensor, the one under which it was sent, where that is another."""
+    """Names under which tensors were sent, by the manifest's name, where they differ."""
 
     @property
     def busy(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client says beforehand about the tensors that it will send."""
+"""Claims of a client about the tensors that it will send."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, DTYPES, SCALES, Ma
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Shape, dtype (torch's name) and SHA-256 of the raw bytes of one tensor, as far as they were told."""
+    """Shape, dtype (torch's name) and SHA-256 of one tensor's raw bytes, as far as claimed."""
 
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
@@ -53,8 +53,8 @@ def repeated(names: Iterable[str], manifest: Manifest) -> list[dict[str, Any]]:
 def claim_problems(
     claims: Mapping[str, Claim], specs: Iterable[TensorSpec], manifest: Manifest
 ) -> list[dict[str, Any]]:
-    """Tensors of a chunk that differ from what was claimed of them, or come in a form in which a claimed SHA-256 can't be
-    checked: an expert's matrices fused, or one by one."""
+    """Report tensors of a chunk that differ from what was claimed of them. They may also come in a form in which a claimed
+    SHA-256 can't be checked: an expert's matrices fused, or one by one."""
     found: list[dict[str, Any]] = []
     for spec in specs if claims else ():
         claim = claims.get(spec.name, Claim())
@@ -71,7 +71,7 @@ def claim_problems(
 
 
 def _filled(claims: Mapping[str, Claim], known: TensorSpec) -> TensorSpec:
-    """What is claimed of a tensor; what is not told is as it is known."""
+    """Fill in a claim: what it leaves out is as it is known."""
     claim = claims.get(known.name, Claim())
     shape = known.shape if claim.shape is None else claim.shape
     return TensorSpec(known.name, shape, claim.dtype or known.dtype)

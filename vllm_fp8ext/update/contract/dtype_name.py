@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensor somebody hands over, torch's or numpy's. Imports neither: one of theirs can only be there when they are."""
+"""The dtype of a tensor of torch or numpy. Imports neither: one of theirs can only be there when they are."""
 
 import sys
 from typing import Any
@@ -32,6 +32,6 @@ def dtype_name(name: str, tensor: Any) -> str:
 
 
 def instance_of(value: object, module: str, kind: str) -> bool:
-    """Whether this is an instance of a class of a module that may never have been imported."""
+    """Tell whether `value` is of a class whose module may never have been imported."""
     known = getattr(sys.modules.get(module), kind, None)
     return known is not None and isinstance(value, known)

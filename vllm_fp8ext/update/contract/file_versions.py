@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of a checkpoint's files, by which a reader knows that all it has read is of one checkpoint. Needs neither
-torch nor vLLM."""
+"""Versions of a checkpoint's files: a reader must read all files of one version. Needs neither torch nor vLLM."""
 
 import os
 import time
@@ -17,7 +16,7 @@ from vllm_fp8ext.update.contract.regular_file import TICK_SECONDS, Stamp, opened
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Files of a checkpoint, in order, and the stamp of each, and of the index that names them."""
+    """Files of a checkpoint, in order, with their stamps and that of the index."""
 
     files: tuple[Path, ...]
     stamps: Mapping[Path, Stamp]

@@ -25,7 +25,7 @@ _FUSED |= {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 
 
 def is_fused(name: str) -> bool:
-    """Whether experts come fused under this name."""
+    """Tell whether experts come fused under this name."""
     _, experts, last = name.rpartition(".experts.")
     return bool(experts) and last in _FUSED.values()
 
@@ -39,7 +39,7 @@ class Fused:
     parts: tuple[str, ...]
 
     def layout_problem(self, told: ExpertLayout | None) -> dict[str, str] | None:
-        """Describe what is wrong with a tensor of this shape that lies as it was `told`, or return None.
+        """Describe what is wrong with a tensor that lies as it was `told`, or return None.
 
         A shape that is the same both ways tells nothing: what was told must.
         """
@@ -58,7 +58,8 @@ class Fused:
 
 
 def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused]:
-    """By the name under which it may come (`….experts.gate_up_proj`, `….experts.down_proj`), of tensors with these shapes."""
+    """Return the fused tensors that may come, by name, of tensors with these shapes. Their names end with
+    `.experts.gate_up_proj` and `.experts.down_proj`."""
     members: dict[str, dict[int, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
     for name in shapes:
         found = _MATRIX.fullmatch(name)
@@ -76,7 +77,7 @@ def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused]:
 
 
 def taken_apart(tensors: Iterable[list[Any]], fused: Mapping[str, Fused]) -> list[list[Any]]:
-    """Tensors, `[name, shape, dtype, start, bytes]` each, with every fused one as the matrices that it is made of."""
+    """Split every fused tensor into its matrices. `tensors`: `[name, shape, dtype, start, bytes]` each."""
     found = []
     for tensor in tensors:
         name, shape, dtype, start, size = tensor

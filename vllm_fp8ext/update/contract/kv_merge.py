@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks say of their heads, and commits of their time, made one."""
+"""KV-cache numbers of all ranks, or of several commits, merged."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update asks for its KV-cache scales."""
+"""Requests of updates for their KV-cache scales."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def kv_request_of(
     *,
     records: bool,
 ) -> KvRequest:
-    """What an update asks for, with the server's `settings` where it says nothing.
+    """Return what an update asks for, with the server's `settings` where it says nothing.
 
     `served`: the scales of now; `records`: whether a history is kept.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens scales are calibrated with."""
+"""Tokens that scales are calibrated with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.update.contract.prompts import sample
 
 PROMPT_TOKENS = 1024
-"""Of each so many at most, so that several have their say."""
+"""Most tokens of one prompt, so that several have their say."""
 ENOUGH = 8
 """Recent traffic counts from an eighth of the wanted tokens on."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How epoch, version and instance travel through vLLM, which carries one opaque string per token span."""
+"""Epoch, version and instance as one string, which vLLM carries per token span."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ _SEPARATOR, _REQUESTS = "\x1f", "\x1e"
 
 
 class Label(NamedTuple):
-    """Which weights sampled a token: the server's epoch and the trainer's version, which may repeat.
+    """Label of the weights that sampled a token: the server's epoch and the trainer's version, which may repeat.
 
     `instance`: the life of the engine in which epochs are counted; empty where nobody says. `aborted`: the last epoch that
     began with the end of all requests that were running; 0 without one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine takes and how it serves it, as plain data: the contract between trainer, server and digests."""
+"""Tensors that an engine takes and how it serves them, as plain data: the contract between trainer, server and digests."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ CODES_DTYPE = "float8_e4m3fn"
 
 
 SCALES = "_scale_inv"
-"""What the name of a weight's block scales ends with, after the name of the weight (DeepSeek's convention)."""
+"""Suffix of the name of a weight's block scales, after the weight's name (DeepSeek's convention)."""
 
 
 def scale_name(name: str) -> str:
@@ -35,12 +35,12 @@ def scale_name(name: str) -> str:
 
 
 def follows(name: str, before: str) -> bool:
-    """Whether these are the block scales of the weight that came right before: they go where it goes."""
+    """Tell whether these are the block scales of the weight `before`: they go where it goes."""
     return name == scale_name(before)
 
 
 def scales_beside(parts: Iterable[T], name: Callable[[T], str]) -> list[T]:
-    """Parts of a checkpoint, with the block scales of a weight right after it, wherever they are stored."""
+    """Order parts of a checkpoint: the block scales of a weight come right after it."""
     parts = list(parts)
     names = set(map(name, parts))
     scales: dict[str, list[T]] = {}
@@ -72,7 +72,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """The part of one checkpoint tensor that one rank serves, and where it lies in that rank's parameter.
+    """Part of one checkpoint tensor that one rank serves, and its place there.
 
     `source`: start and stop in each dimension of the checkpoint tensor. `origin`: its first element in the parameter
     `target` of shape `target_shape`. `quantized`: served as codes with one scale per 128x128 block of the parameter, whose
@@ -97,13 +97,13 @@ class Manifest:
     ignored: frozenset[str]
     """Names that are accepted and not used (an `inv_freq`, say)."""
     pieces: Mapping[str, tuple[ShardSlice, ...]]
-    """By name, over all ranks."""
+    """Slices by name, over all ranks."""
     scale_format: str
     world_size: int
     tied: Mapping[str, str] = field(default_factory=dict)
-    """By the name of an output layer that is served as the embedding, the embedding's. It may come, and must be equal."""
+    """Embedding's name by the name of an output layer that is served as it. It may come, and must be equal."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """By another name that the model's loader or transformers has for a tensor, its name in `tensors`, `fused` or `tied`."""
+    """Names in `tensors`, `fused` or `tied` by those that the loader or transformers has."""
 
     @cached_property
     def fused(self) -> dict[str, Fused]:
@@ -112,7 +112,7 @@ class Manifest:
 
     @cached_property
     def _wholes(self) -> dict[str, str]:
-        """By matrix, the fused tensor that it lies in."""
+        """Fused tensors by the matrices that lie in them."""
         return {part: name for name, whole in self.fused.items() for part in whole.parts}
 
     @cached_property
@@ -120,8 +120,8 @@ class Manifest:
         return Hints((*self.tensors, *self.fused, *self.tied), self.ignored)
 
     def canonical(self, name: str) -> str:
-        """Return the name in `tensors`, `fused` or `tied` of what comes under this one, or the name itself. Block scales have
-        other names where their weight has."""
+        """Return the manifest's name of what comes under `name`, or the name itself. Block scales have other names where
+        their weight has."""
         if not self.aliases:
             return name
         known = self.aliases.get(name)
@@ -159,17 +159,18 @@ class Manifest:
         return whole.shape if whole else known.shape if known else None
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor is accepted and not used: scales of the KV cache come from its policy, not from checkpoints."""
+        """Tell whether a tensor is accepted and not used: scales of the KV cache come from its policy, not from
+        checkpoints."""
         return name in self.ignored or (is_kv_scale(name) and name not in self.tensors)
 
     def takes_codes(self, name: str) -> bool:
-        """Whether a tensor may come as codes and block scales: everywhere its blocks are those that are served."""
+        """Tell whether a tensor may come as codes and block scales: everywhere its blocks are those that are served."""
         name = self.canonical(name)
         spec, pieces = self.tensors.get(name), self.pieces.get(name, ())
         return spec is not None and bool(pieces) and all(_aligned(spec.shape, piece) for piece in pieces)
 
     def dtype_of(self, name: str) -> "torch.dtype":
-        """What a tensor is converted to before it is quantized: the dtype of the model."""
+        """Return the dtype that a tensor is converted to before it is quantized: the model's."""
         import torch
 
         dtype = getattr(torch, self.pieces[self.canonical(name)][0].dtype)
@@ -177,7 +178,7 @@ class Manifest:
         return dtype
 
     def scales_among(self, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-        """By name, the scales that tensors which come as codes must have beside them."""
+        """Return by name the scales that tensors must bring which come as codes."""
         found = {}
         for spec in specs:
             if spec.dtype == CODES_DTYPE and spec.name in self.tensors:
@@ -242,7 +243,7 @@ class Manifest:
         )
 
     def completed(self, names: Iterable[str]) -> set[str]:
-        """These tensors and every other one that lies in a parameter with them, on any rank."""
+        """Add to these tensors every other one of the same parameters, on any rank."""
         targets = {(piece.rank, piece.target) for name in names for piece in self.pieces.get(name, ())}
         beside = {
             name
@@ -339,7 +340,7 @@ def _shown(spec: TensorSpec | None) -> str:
 
 
 def _aligned(shape: tuple[int, ...], piece: ShardSlice) -> bool:
-    """Whether a piece is made of whole blocks, both of its tensor and of its parameter."""
+    """Tell whether a slice consists of whole blocks of its tensor and of its parameter."""
     sides = (shape, piece.source, piece.target_shape, piece.origin)
     if not piece.quantized or any(len(side) != 2 for side in sides):
         return False

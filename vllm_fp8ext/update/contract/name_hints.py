@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which known tensor a name means that wrappers of a model have changed: FSDP, torch.compile, DDP, PEFT, or another class's
-nesting. One pass over the name, whatever its length."""
+"""Hints for names that wrappers of a model have changed: FSDP, torch.compile, DDP, PEFT, or another class's nesting. One
+pass over the name, whatever its length."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -29,8 +29,8 @@ class Hints:
         self._parts = {part for name in (*self._names, *others) for part in name.split(".")}
 
     def meant(self, name: str) -> str | None:
-        """Return the one known name that this one ends with, once wrappers are left out of both. What comes before must be in
-        no name that is known: `vision_tower.layers.0` does not mean `layers.0`."""
+        """Return the one known name that this one ends with, both without wrappers. What comes before must be in no name
+        that is known: `vision_tower.layers.0` does not mean `layers.0`."""
         parts = _bare(name.split("."))
         for first in range(len(parts)):
             rest = parts[first:] if len(parts) - first <= self._depth else []

@@ -27,12 +27,12 @@ class Operation(StrEnum):
 
     @property
     def only_reads(self) -> bool:
-        """Whether it is called while no update is under way."""
+        """True if it is called while no update is under way."""
         return self in (Operation.STATUS, Operation.MANIFEST, Operation.KV_SCALES)
 
     @property
     def needs_weights(self) -> bool:
-        """Whether it touches weights, which a sleeping engine has not."""
+        """True if it touches weights, which a sleeping engine has not."""
         return not self.only_reads and self not in (
             Operation.UPDATE,
             Operation.POLL,

@@ -55,7 +55,7 @@ class CanaryScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """The fingerprint of a copy of the weights, the time it took, and the canary's score where that ran beside."""
+    """Fingerprint of a copy of the weights, and the canary's score where that ran beside."""
 
     fingerprint: int
     seconds: float = 0.0
@@ -71,7 +71,7 @@ class SwapTime:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDigests:
-    """SHA-256 by checkpoint tensor, one over all storage addresses, and the scales of the KV cache."""
+    """SHA-256 by checkpoint tensor and one over all addresses, and the KV cache's scales."""
 
     rank: int
     digests: dict[str, str]

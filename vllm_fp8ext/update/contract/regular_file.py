@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file on disk that somebody may write to, replace, or put something else in place of while it is read. Needs neither torch
-nor vLLM."""
+"""Files on disk that somebody may write to or replace while they are read. Needs neither torch nor vLLM."""
 
 import asyncio
 import errno
@@ -85,7 +84,7 @@ def descriptor_of(path: str | Path) -> int:
 
 
 def real_descriptor(folder: str, path: str) -> int:
-    """The same of a path without links, opened from the descriptor of a folder that holds it (`open_real`).
+    """Open a path without links from the descriptor of a folder that holds it (`open_real`).
 
     Raises:
         OSError: also ELOOP, when a part of the path has become a link.
@@ -99,7 +98,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def path_error(path: str | Path, error: OSError) -> UpdateError:
-    """What to tell somebody who named a path that can't be opened: `not-found`, `unreadable` or `file-changed`."""
+    """Return the error for a path that can't be opened: `not-found`, `unreadable` or `file-changed`."""
     reason = f"{path}: {error.strerror}"
     if error.errno in _MISSING:
         return UpdateError("not-found", reason, status=404)

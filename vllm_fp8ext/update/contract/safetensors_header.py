@@ -87,8 +87,8 @@ def stored_tensors(content: BinaryIO, name: str) -> list[StoredTensor]:
 
 
 def parse(read: Read, length: int, name: str) -> list[StoredTensor]:
-    """Every tensor of a file or body of `length` bytes, which `name` stands for in messages. They tell
-    nothing of what is no header: somebody may have named a file that is none of theirs.
+    """Return every tensor of a file or body. `length`: its bytes; `name`: stands for it in messages. They tell nothing of
+    what is no header: somebody may have named a file that is none of theirs.
 
     Raises:
         UpdateError: as `read_header` and `described_tensors`.
@@ -97,7 +97,7 @@ def parse(read: Read, length: int, name: str) -> list[StoredTensor]:
 
 
 def read_header(read: Read, length: int, name: str, limit: int | None = None) -> bytes:
-    """Return the header of a file or body of `length` bytes, which `name` stands for in messages.
+    """Return the header of a file or body of `length` bytes, called `name` in messages.
 
     Raises:
         UpdateError: `header-too-large`: more than `limit` bytes, by default `HEADER_LIMIT`; `broken-safetensors`: there is
@@ -117,7 +117,7 @@ def read_header(read: Read, length: int, name: str, limit: int | None = None) ->
 
 
 def described_tensors(header: bytes, length: int, name: str, most: int | None = None) -> list[StoredTensor]:
-    """Return every tensor that the header of a file or body of `length` bytes describes, at `most` so many.
+    """Return every tensor that a header describes, at `most` so many. `length`: bytes of the file or body.
 
     Raises:
         UpdateError: `too-many-tensors`, `duplicate-tensor`, or `broken-safetensors` saying what was expected and found.

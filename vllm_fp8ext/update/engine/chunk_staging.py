@@ -92,7 +92,7 @@ class ChunkStaging:
 
 
 def _hashes(session: Session, tensors: list[Any]) -> dict[str, list[Any]]:
-    """Return, by the name of what was sent, the SHA-256 that was claimed of it, and the tensors that it is."""
+    """Return claimed SHA-256s and the tensors that each covers, by the name that was sent."""
     claimed = {name: claim.sha256 for name, claim in session.claims.items() if claim.sha256}
     manifest = session.manifest
     return {name: [claimed[name], manifest.parts([name])] for name, *_ in tensors if name in claimed}

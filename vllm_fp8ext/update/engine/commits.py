@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commits and rollbacks, from the swap to the proof that every rank serves what it should."""
+"""Commits and rollbacks, from the swap to the proof that every rank is right."""
 
 import time
 from collections.abc import Callable
@@ -139,6 +139,6 @@ class Commits:
 
 
 def _scales(session: Session, label: Label) -> ScaleSet | None:
-    """Return the scales of an update's KV cache, which belong to the epoch that it becomes."""
+    """Return the scales of an update's KV cache, for the epoch of `label`."""
     kv, request = session.kv, session.kv_request
     return replace(kv, epoch=label.epoch) if kv and request and request.policy != "static" else kv

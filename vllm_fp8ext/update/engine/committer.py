@@ -23,7 +23,7 @@ WAIT_GRACE_SECONDS = 10.0
 
 
 class Core(Protocol):
-    """What an update needs of an engine core (`compat.update.engine_core.CoreAccess`)."""
+    """Interface of an engine core for updates (`compat.update.engine_core.CoreAccess`)."""
 
     settings: Settings
     quantization: str | None
@@ -66,7 +66,7 @@ class Waiting:
 
 
 class Committer:
-    """What is served, and the step that changes it."""
+    """Knows the served label, and runs the step that changes it."""
 
     def __init__(self, core: Core, totals: Totals, kv: KvEngine) -> None:
         self._core = core
@@ -74,19 +74,19 @@ class Committer:
         self._totals = totals
         self.live = first_label(core.instance)
         self.previous: Label | None = None
-        """What the twin holds, when it holds complete weights."""
+        """Label of what the shadow holds, when it holds complete weights."""
         self.poisoned: str | None = None
         self.exchanges = 0
         """How often live and twin were exchanged, or were tried to be."""
         self.stall_seconds: float | None = None
-        """From the pause for the last exchange to the end of the first engine step after it; None without requests."""
+        """Time from the last swap's pause to the end of the next engine step; None without requests."""
         self.paused = (0.0, 0.0)
         """From when to when the engine stood still for the last exchange, by `time.perf_counter()`."""
         self._waiting: Waiting | None = None
         self._held: float | None = None
         """Since when the engine stands still for an update in place."""
         self._wrote = False
-        """Whether that has overwritten anything."""
+        """True once that update has overwritten anything."""
 
     def tick(self) -> None:
         """Forget a wait that nobody asks about any more."""
@@ -98,7 +98,7 @@ class Committer:
         self.previous = None
 
     def hold(self, running: Running) -> None:
-        """What is served is about to be overwritten: stand still until `run`, or until `give_up`."""
+        """Stand still until `run`, or until `give_up`: what is served is about to be overwritten."""
         if self._held is not None:
             return
         self._held, self._wrote = time.perf_counter(), False
@@ -132,8 +132,8 @@ class Committer:
         scales: ScaleSet | None = None,
         cached: str = "rescale",
     ) -> dict[str, float] | None:
-        """Exchange live and twin and serve `label` from then on, with these KV-cache scales (by default the previous ones;
-        `cached`: what becomes of K and V that running requests keep).
+        """Swap served weights and shadow, and serve `label` from then on. `scales`: those of the KV cache, by default the
+        previous ones. `cached`: what becomes of K and V that running requests keep.
 
         The exchange takes its turn between two steps: it is queued behind those in flight, which end under the old label,
         and where that can be the next is queued behind it. Returns the seconds of each phase, or None while running requests
@@ -203,8 +203,8 @@ class Committer:
             raise UpdateError("paused", "the engine is paused or asleep: resume it first")
 
     def require_recomputable(self, running: Running, cached: str) -> None:
-        """Raises `UpdateError` (`not-recomputable`) where all K and V are to be computed again, and some can't be. What came
-        while the engine stands still has none, and a poisoned engine has no requests."""
+        """Raise `not-recomputable` where K and V are to be computed again and some can't be. What came while the engine
+        stands still has none, and a poisoned engine has no requests."""
         recompute = running is Running.RECOMPUTE or (cached == "recompute" and self._kv.enabled)
         if not recompute or self.held or self.poisoned:
             return
@@ -224,11 +224,11 @@ class Committer:
 
     @property
     def held(self) -> bool:
-        """Whether the engine stands still for an update in place."""
+        """True while the engine stands still for an update in place."""
         return self._held is not None
 
     def require_whole(self) -> None:
-        """Raises `UpdateError` (`staging`) while an update in place has overwritten a part of what is served."""
+        """Raise `staging` while an update in place has overwritten a part of what is served."""
         if self._held is not None:
             raise UpdateError("staging", "an update in place is under way: ask when it is committed")
 

@@ -139,7 +139,8 @@ class UpdateEngine:
         return session.describe()
 
     def check(self, id: str) -> Lifetime:
-        """Require that an update takes chunks, before a long body is read and while it is; its lifetime begins again."""
+        """Require that an update takes chunks; its lifetime begins again. Called before a long body is read, and while it
+        is."""
         session = self.updates.get(id)
         session.require_alterable("send a chunk to")
         session.touch(self._clock())
@@ -158,7 +159,7 @@ class UpdateEngine:
         return self._chunks.start(self.updates.get(id), chunk, source, tensors, size, sha256)
 
     def withdraw(self, id: str, chunks: list[str], problem: dict[str, Any]) -> UpdateState:
-        """Count staged chunks as not sent any more, because of a `problem` with where they came from."""
+        """Count staged chunks as not sent, because of a `problem` with their source."""
         session = self.updates.get(id)
         session.withdraw(chunks, problem)
         return session.describe()
@@ -252,7 +253,7 @@ class UpdateEngine:
         return Done()
 
     def kv_scales(self) -> ServedScales:
-        """Return the scales of the FP8 KV cache that is served, and how well they fitted."""
+        """Return the served scales of the FP8 KV cache, and how well they fitted."""
         if self.kv.enabled:
             self._model.manifest()
         scales = self.kv.report(self.committer.live.epoch)

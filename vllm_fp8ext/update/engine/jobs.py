@@ -79,7 +79,7 @@ class Jobs:
         return JobStarted(job=job.serial)
 
     def silence(self, job: int) -> float:
-        """Return for how many seconds no rank has done anything for a job that has not ended."""
+        """Return the seconds for which no rank has done anything for a job under way."""
         return time.monotonic() - self._jobs[job].since
 
     def poll(self, job: int) -> Result:
@@ -112,7 +112,7 @@ class Jobs:
             self.reap()
 
     def _resume(self, job: _Job, results: list[RankResult] | None) -> Result | None:
-        """Let a flow go on to its next step that takes long, which is begun then; returns its result where there is none.
+        """Let a flow go on to its next step, and begin that; returns its result where it ends.
 
         A step that a rank could not begin is over on all: ranks that meet in collectives must not go on without it.
         """

@@ -9,14 +9,14 @@ from vllm_fp8ext.kernels.numerics.reference import FP8_MAX
 from vllm_fp8ext.kv_types import Scales
 
 Fits = dict[str, dict[str, dict[str, Any]]]
-"""By layer, by `k` and `v`: the sums of `kernels.attention.kv_cache.Fit`."""
+"""Sums of `kernels.attention.kv_cache.Fit` by layer, then by `k` and `v`."""
 
 
 def layer_reports(
     fits: Sequence[Fits], amax: Scales, scales: Scales
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """By layer, by `k` and `v`: `saturated_fraction`; `relative_error`, ‖x - dequantized‖ / ‖x‖; `headroom`, powers of two
-    from the largest value that was seen to the largest code. `fits`: of each rank."""
+    """Report by layer, then by `k` and `v`: `saturated_fraction`; `relative_error`, ‖x - dequantized‖ / ‖x‖; `headroom`,
+    powers of two from the largest value that was seen to the largest code. `fits`: of each rank."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for layer in fits[0]:
         for kind in ("k", "v"):
@@ -42,8 +42,8 @@ _WORST = {"saturated_fraction": max, "relative_error": max, "headroom": min}
 
 
 def worst(layers: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, Any]] | None:
-    """Of K (`k`) and V (`v`): the largest fraction and error and the smallest headroom of any layer, as far as they are
-    known, and the layer with the largest fraction. None when nothing is."""
+    """Report the worst of all layers for `k` and for `v`: the largest fraction and error, the smallest headroom, as far as
+    they are known, and the layer with the largest fraction. None when nothing is."""
     if not layers:
         return None
     found: dict[str, dict[str, Any]] = {}
@@ -58,9 +58,9 @@ def worst(layers: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str,
 def traffic_reports(
     parts: Sequence[dict[str, dict[str, dict[str, int]]]], amax: Scales, scales: Scales
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """`saturated_fraction` and `headroom` of what was written into the cache with these scales, by layer, by `k` and `v`;
-    nothing of a layer into which nothing was. `parts`: of each rank, by layer and kind, `elements` and how many were
-    `saturated`."""
+    """Report what was written into the cache with these scales, by layer, then by `k` and `v`: `saturated_fraction` and
+    `headroom`. Layers into which nothing was written are left out. `parts`: of each rank, by layer and kind, `elements` and
+    how many were `saturated`."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for layer in parts[0]:
         for kind in ("k", "v"):

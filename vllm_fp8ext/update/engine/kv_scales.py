@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV-cache scales an update brings, and what becomes of the cached K and V when it is served."""
+"""KV-cache scales of an update, and the cached K and V when it is served."""
 
 import logging
 from collections import deque
@@ -34,7 +34,7 @@ logger = logging.getLogger("vllm.fp8ext")
 
 
 class Core(Protocol):
-    """What it needs of an engine core."""
+    """Interface of an engine core for KV-cache scales."""
 
     settings: Settings
     kv_cache_dtype: str
@@ -99,17 +99,17 @@ class KvEngine:
         self._served: ScaleSet | None = None
         self._previous: ScaleSet | None = None
         self.traffic: dict[str, Any] = {}
-        """Of what was recorded before the last update (`report.traffic_reports`)."""
+        """Report of what was recorded before the last update (`kv_report.traffic_reports`)."""
         self._rescaled: dict[str, int] | None = None
-        """What became of cached codes at the last exchange."""
+        """Counts of cached codes that the last swap rewrote."""
         self._history: deque[Scales] = deque(maxlen=self._settings.history_length)
         """Largest values that were recorded before each commit."""
         self._recorded: Scales = {}
-        """Those since the last commit: an update that is given up does not lose them."""
+        """Largest values since the last commit: an update that is given up does not lose them."""
 
     @property
     def served(self) -> ScaleSet:
-        """What is served."""
+        """Return the served scales."""
         if self._served is None:
             self._served = _first(all_of(ServedKvScales, self._core.ranks(RankMethod.KV_SERVED)))
             self._warn(self._served.layers, f"with scales from {self._served.source}")
@@ -125,7 +125,7 @@ class KvEngine:
         )
 
     def prepare(self, request: KvRequest, epoch: int, require_wanted: Callable[[], None]) -> Flow[ScaleSet]:
-        """Give the shadow, which is complete, the scales that it will be served with from `epoch` on.
+        """Give the complete shadow the scales that it will be served with from `epoch` on.
 
         `require_wanted` raises when nobody wants them any more.
         """
@@ -153,7 +153,7 @@ class KvEngine:
         return [result.fits for result in all_of(KvFits, results)]
 
     def _from_history(self, epoch: int) -> ScaleSet:
-        """Scales for what was written into the cache before the commits that count, this one the last of them."""
+        """Compute scales for what the cache took before the commits that count, this one included."""
         results = all_of(KvTraffic, self._core.ranks(RankMethod.KV_RECORDED))
         parts: list[Any] = [result.amax for result in results]
         written = [result.traffic for result in results]

@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.fp8ext")
 
 
 class ServedModel:
-    """Manifest of the served model, and by rank the memory of its shadow, once the ranks were asked."""
+    """Manifest of the served model, and by rank its shadow's memory, once asked for."""
 
     def __init__(
         self, core: Core, committer: Committer, kv: KvEngine, fingerprints: CommittedFingerprints

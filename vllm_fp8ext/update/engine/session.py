@@ -37,12 +37,12 @@ MISSING_LISTED = 100
 
 
 class State(StrEnum):
-    """Where an update stands."""
+    """State of an update."""
 
     OPEN = "open"
     PREPARED = "prepared"
     COMMITTING = "committing"
-    """It is served, and it is being found out whether every rank serves what was prepared."""
+    """It is served, and the ranks are compared with what was prepared."""
     COMMITTED = "committed"
     ABANDONED = "abandoned"
     EXPIRED = "expired"
@@ -53,7 +53,7 @@ class State(StrEnum):
 
 
 class Running(StrEnum):
-    """What happens at the commit to requests that are running."""
+    """Treatment of running requests at the commit."""
 
     KEEP = "keep"
     """Their cached K and V stay; the rest is sampled by the new weights."""
@@ -84,9 +84,9 @@ class Session:
     partial: bool = False
     """Parameters of which nothing is brought keep their served weights."""
     named: bool = True
-    """Whether the client chose the version."""
+    """True if the client chose the version."""
     inplace: bool = False
-    """What is staged overwrites what is served: a tensor that came can't be left out again."""
+    """Staged tensors overwrite served ones: a tensor that came can't be left out again."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
     expert_layout: ExpertLayout | None = None
     """How the client says that fused experts lie."""
@@ -100,9 +100,9 @@ class Session:
     kv: Any = None
     """The scales of its KV cache (`update.engine.kv_scales.ScaleSet`), once prepared."""
     kv_scales: dict[str, Any] | None = None
-    """Where they come from and how well they fit, in short."""
+    """Summary of these scales: their source, and how well they fit."""
     fingerprints: list[int] = field(default_factory=list)
-    """Of each rank's twin, once prepared."""
+    """Fingerprints of each rank's shadow, once prepared."""
     overwritten: Set[str] = frozenset()
     """In place: tensors that chunks brought, whatever became of them."""
     healing: bool = False
@@ -118,7 +118,7 @@ class Session:
 
     @property
     def cached(self) -> str:
-        """What becomes of K and V that running requests keep, where the scales of the KV cache change."""
+        """Return what becomes of cached K and V of running requests if scales change."""
         return self.kv_request.cached if self.kv_request else "rescale"
 
     def touch(self, now: Moment) -> None:
@@ -183,8 +183,8 @@ class Session:
             self.overwritten |= names & (self.manifest.tensors.keys() | self.manifest.tied.keys())
 
     def tied_in_others(self, key: str) -> list[str]:
-        """Names that share a place (an output layer and the embedding that serves as it) and came in other chunks, which were
-        not refused."""
+        """Return names with a shared place that came in other chunks, which were not refused. An output layer and the
+        embedding that serves as it share one."""
         shared = {*self.manifest.tied, *self.manifest.tied.values()}
         if not shared:
             return []
@@ -272,7 +272,7 @@ class Session:
             raise incomplete(sorted(missing), required, self.problems, count=self.problem_count)
 
     def prepared(self, revision: int) -> None:
-        """What was staged up to `revision` has been validated as a whole.
+        """Mark what was staged up to `revision` as validated as a whole.
 
         Raises:
             UpdateError: `staging`, when chunks arrived since.
@@ -317,7 +317,7 @@ class Session:
         self.result = result
 
     def forget(self) -> None:
-        """What was staged is lost: everything must be sent again."""
+        """Forget what was staged: everything must be sent again."""
         self.state = State.OPEN
         self.healing = True
         self.revision += 1
@@ -340,12 +340,12 @@ class Session:
 
     @property
     def alterable(self) -> bool:
-        """Whether calls can still do something to it: it is not served yet, and has not ended."""
+        """True while calls can still do something to it: it is not served yet, and has not ended."""
         return self.state in (State.OPEN, State.PREPARED)
 
     @property
     def busy(self) -> bool:
-        """Whether chunks are being staged."""
+        """True while chunks are being staged."""
         return any(chunk.busy for chunk in self.chunks.values())
 
     @property
@@ -355,7 +355,7 @@ class Session:
 
     @property
     def problems(self) -> list[dict[str, Any]]:
-        """Of the chunks that were refused, the first."""
+        """Return the first problems of refused chunks."""
         each = (problem for chunk in self.chunks.values() for problem in chunk.problems)
         return list(islice(each, PROBLEMS_LISTED))
 
@@ -396,7 +396,7 @@ class Session:
 
     @property
     def quantization_error(self) -> dict[str, Any] | None:
-        """Of what was staged (`chunk.quantization_error`)."""
+        """Return the error of what was staged (`chunk.quantization_error`)."""
         return quantization_error(self.chunks.values())
 
     def require_alterable(self, action: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What updates have to do with sleep, in which an engine gives its GPU memory back."""
+"""Updates and sleep, in which an engine gives its GPU memory back."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ class Sleeping:
         self._jobs = jobs
         self._give_up = give_up
         self._discarded = False
-        """Whether memory was given back without its contents, and what was in it not made anew yet."""
+        """True while memory that lost its contents has not been filled again."""
 
     def require_allowed(self) -> None:
         """Require that nothing stands against giving memory back.

@@ -38,7 +38,7 @@ class Totals:
         self.stalls[1] += seconds
 
     def restarted(self, prompts: int, tokens: int) -> None:
-        """A commit had so many prompts begin again, of which so many tokens had been computed."""
+        """Count `prompts` that a commit had begin again, and their `tokens` computed before."""
         self.restarts[0] += prompts
         self.restarts[1] += tokens
 

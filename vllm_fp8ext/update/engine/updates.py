@@ -125,7 +125,7 @@ class Updates:
 
 
 def _require_same(session: Session, asked: Mapping[str, Any]) -> None:
-    """Of what says which weights these are, nothing may be said otherwise: others would be taken for those of this update."""
+    """Raise if a repeated `open` describes other weights than the update it names."""
     for name, value in asked.items():
         found = getattr(session, name)
         if value is not None and value != found:
