@@ -8,7 +8,7 @@ from transformers import Qwen3ForCausalLM
 from vllm_fp8ext.checkpoints import LATE, problems
 from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_trainer import CachedKV, cached_kv, scales_of
-from vllm_fp8ext.update.worker.kv_observer import Observer
+from vllm_fp8ext.update.worker.kv_observer import KvObserver
 from vllm_fp8ext.update.worker.kv_scales import computed
 
 LAYERS = [f"model.layers.{index}.self_attn.attn" for index in range(3)]
@@ -47,7 +47,7 @@ def test_the_server_says_the_same(cached: CachedKV, granularity: str, scale_form
     settings = KvScaleSettings(
         policy="calibrate", granularity=granularity, scale_format=scale_format, margin=0.5
     )
-    observer = Observer(per_head=granularity == "head")
+    observer = KvObserver(per_head=granularity == "head")
     for layer, (key, value) in zip(LAYERS, cached, strict=True):
         observer.see(layer, key.repeat_interleave(2, 1), key, value)
     heads = 2 if granularity == "head" else 1

@@ -28,7 +28,7 @@ def register() -> None:
     original = Rank.__init__
 
     def noted(self: Any, twin: Any, rank: int, *args: Any) -> None:
-        twin.stager.fault_rank = twin.exchange.fault_rank = rank
+        twin.stager.fault_rank = twin.weight_swap.fault_rank = rank
         original(self, twin, rank, *args)
 
     Rank.__init__ = noted  # type: ignore[method-assign]  # faults are put in here
@@ -37,7 +37,7 @@ def register() -> None:
     _wrap(UpdateEngine, "commit", "call to commit", lambda self: 0)
     _wrap(Rank, "stage", "chunk", lambda self: self.rank)
     _wrap(Stager, "stage", "staging", lambda self: self.fault_rank)
-    _wrap(Rank, "sing", "prepare", lambda self: self.rank)
+    _wrap(Rank, "run_canary", "prepare", lambda self: self.rank)
     _wrap(WeightSwap, "_swap", "exchange", lambda self: self.fault_rank, skip=2)
     _wrap(WeightSwap, "fingerprint", "verify", lambda self: self.fault_rank)
 

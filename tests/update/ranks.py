@@ -94,27 +94,33 @@ class Core:
             rescale=self._rescale, warm_up=lambda: self.called.append("cache.warm_up")
         )
         kv = RankKv(scales, settings, cache, recorder)
-        exchange = SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))], broken=False, inplace=False)
-        exchange.fingerprint = lambda **_: 1
+        weight_swap = SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))], broken=False, inplace=False)
+        weight_swap.fingerprint = lambda **_: 1
         stager = SimpleNamespace(tied={})
-        twin: Any = SimpleNamespace(
-            model=Model(share.count), exchange=exchange, stager=stager, commit=lambda: None, layers=here
+        shadow: Any = SimpleNamespace(
+            model=Model(share.count),
+            weight_swap=weight_swap,
+            stager=stager,
+            swap=lambda: None,
+            layers=here,
         )
-        return Rank(twin, number, world_size, 0, attend, kv)
+        return Rank(shadow, number, world_size, 0, attend, kv)
 
     def begin(self) -> None:
         """What a worker does at start."""
         settings = self.settings.kv_scales
         assert settings is not None
         tokens = choose(None, settings, [], VOCABULARY, LONGEST)
-        amax = [self._kv(rank).listening(rank.twin.model, CPU, attend, tokens.prompts) for rank in self.fleet]
+        amax = [
+            self._kv(rank).observation(rank.shadow.model, CPU, attend, tokens.prompts) for rank in self.fleet
+        ]
         answers: list[list[Any]] = [
             [self._kv(rank).scales.served() for rank in self.fleet],
             [work(lambda: None).amax for work in amax],
         ]
         for rank in self.fleet:
             turn = iter(answers)
-            self._kv(rank).begin(rank.twin.model, CPU, attend, tokens, lambda _, turn=turn: next(turn))
+            self._kv(rank).begin(rank.shadow.model, CPU, attend, tokens, lambda _, turn=turn: next(turn))
 
     def _rescale(self, ratios: Any, blocks: Any) -> dict[str, int]:
         if self.problem is not None:
@@ -145,5 +151,5 @@ class Core:
 
     def factor(self, layer: str, kind: str, value: float, rank: int = 0) -> None:
         """Make K, V or Q of a layer so many times the token ids from now on."""
-        model: Any = self.fleet[rank].twin.model
+        model: Any = self.fleet[rank].shadow.model
         model.factors[layer, kind] = value

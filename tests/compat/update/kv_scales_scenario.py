@@ -23,7 +23,7 @@ from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
 from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.update.contract.kv_tokens import Tokens
 from vllm_fp8ext.update.worker.kv_scales import RankKv
-from vllm_fp8ext.update.worker.score_prompts import listen
+from vllm_fp8ext.update.worker.score_prompts import observe_kv
 
 CPU = torch.device("cpu")
 PROMPTS = [[5 + 7 * i % 110 for i in range(70)], [9], [3 + 11 * i % 120 for i in range(33)]]
@@ -41,7 +41,7 @@ def heard(model: Any, prompts: list[list[int]], lengths: bool = True) -> Seen:
     def attend(model: Any, after: Any, see: Any, known: Any) -> None:
         attend_plainly(model, after, see, known if lengths else None)
 
-    listen(model, prompts, CPU, attend, see, lambda: None)
+    observe_kv(model, prompts, CPU, attend, see, lambda: None)
     return found
 
 

@@ -48,9 +48,9 @@ class Ranks:
     def __call__(self, method: str, *arguments: Any) -> list[RankResult]:
         if method == "poll":
             return self._outcomes.pop(arguments[0])
-        if method == "settle":
+        if method == "wait_for_swap":
             return [SwapTime(seconds=0.0)] * 2
-        if method == "exchange":
+        if method == "swap":
             self.served = dict(self.staged)
             return [Accepted()] * 2
         if method == "stage":

@@ -54,10 +54,10 @@ class ScriptedCore:
         self.reports: list[Callable[[], None]] = []
 
     def ranks(self, method: str, *args: Any) -> list[RankResult]:
-        if method == "settle":
+        if method == "wait_for_swap":
             self.told.append("settle")
             return [self._settle(rank) for rank in range(len(self.swapped))]
-        assert method == "exchange"
+        assert method == "swap"
         assert self.state == "paused", "no step may begin meanwhile"
         [only] = args or [list(range(len(self.swapped)))]
         self.told.append(f"exchange {only}")

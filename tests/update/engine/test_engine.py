@@ -158,7 +158,7 @@ class Ranks:
 
     def __call__(self, method: str, *_: Any) -> list[RankResult]:
         self.calls.append(method)
-        if method == "settle":
+        if method == "wait_for_swap":
             return [SwapTime(seconds=0.0)]
         if method != "poll":
             self._last = method
@@ -167,11 +167,11 @@ class Ranks:
             return [RankProgress()]
         if self._last == self._fails:
             return [Failure(kind="internal", message="no", status=500)]
-        if self._last == "sing":
+        if self._last == "run_canary":
             return [CanaryScore()]
         if self._last == "digests":
             return [RankDigests(rank=0, digests={}, addresses="")]
-        canary = CanaryScore() if self._recorded and self._last == "mark" else None
+        canary = CanaryScore() if self._recorded and self._last == "fingerprint_shadow" else None
         return [Fingerprint(fingerprint=self.fingerprint, canary=canary)]
 
 
@@ -205,7 +205,16 @@ def test_a_commit_prepares_what_nobody_prepared_in_the_same_job(core: IdleCore, 
     assert session.state is State.OPEN
     done = engine.handle("poll", {"job": started.job})
     assert (done.state, done.result["epoch"]) == ("committed", 1)
-    assert ranks.calls == ["mark", "poll", "sing", "poll", "exchange", "settle", "fingerprint", "poll"]
+    assert ranks.calls == [
+        "fingerprint_shadow",
+        "poll",
+        "run_canary",
+        "poll",
+        "swap",
+        "wait_for_swap",
+        "fingerprint",
+        "poll",
+    ]
     assert engine.handle("commit", {"id": "u"}).result == done.result
 
 
@@ -242,18 +251,18 @@ def test_a_recorded_canary_sings_in_the_job_that_takes_the_fingerprints(
     session = asked(core, engine, ranks)
     started = engine.handle("prepare", {"id": "u"})
     assert engine.handle("poll", {"job": started.job}).state == "prepared"
-    assert ranks.calls == ["mark", "poll"]
+    assert ranks.calls == ["fingerprint_shadow", "poll"]
     assert (session.fingerprints, session.seconds["fingerprint"]) == ([1], 0.0)
 
 
-@pytest.mark.parametrize("method", ["mark", "sing"])
+@pytest.mark.parametrize("method", ["fingerprint_shadow", "run_canary"])
 def test_a_commit_ends_where_its_preparation_fails(core: IdleCore, engine: UpdateEngine, method: str) -> None:
     ranks = Ranks(method)
     session = asked(core, engine, ranks)
     started = engine.handle("commit", {"id": "u"})
     assert engine.handle("poll", {"job": started.job}).kind == "internal"
     assert session.state is State.OPEN
-    assert "exchange" not in ranks.calls
+    assert "swap" not in ranks.calls
 
 
 def ended(engine: UpdateEngine, operation: str, **arguments: Any) -> Any:
@@ -279,7 +288,7 @@ def test_a_commit_ends_when_every_rank_serves_what_was_prepared(core: IdleCore, 
     for operation, arguments in (("abandon", {"id": "u"}), ("stage", {"id": "u", **CALLS[0][1]})):
         assert engine.handle(operation, arguments).kind == "wrong-state"
     assert engine.handle("open", {}).kind == "update-open"
-    assert ranks.calls.count("exchange") == 1
+    assert ranks.calls.count("swap") == 1
     assert engine.handle("update", {"id": "u"}).state == "committing"
     ranks.busy = False
     again = engine.handle("commit", {"id": "u"})
@@ -439,7 +448,7 @@ def test_two_calls_that_prepare_an_update_wait_for_one_preparation(
     started = engine.handle("commit", {"id": "u"})
     assert engine.handle("poll", {"job": started.job}).state == "committed"
     calls = [call for call in ranks.calls if call != "poll"]
-    assert calls == ["mark", "sing", "exchange", "settle", "fingerprint"]
+    assert calls == ["fingerprint_shadow", "run_canary", "swap", "wait_for_swap", "fingerprint"]
 
 
 def test_nobody_waits_for_a_preparation_in_which_nothing_is_done(
@@ -462,7 +471,7 @@ def test_a_preparation_that_nobody_asks_about_goes_on_with_the_next_call(
     assert (prepared(engine), session.state) == ("prepared", State.PREPARED)
 
 
-@pytest.mark.parametrize("fails", ["mark", "sing"])
+@pytest.mark.parametrize("fails", ["fingerprint_shadow", "run_canary"])
 def test_a_preparation_that_failed_does_not_hold_up_the_next(
     core: IdleCore, engine: UpdateEngine, fails: str
 ) -> None:
@@ -482,7 +491,7 @@ def test_what_was_given_up_while_it_was_prepared_changes_nothing_more(
     started = engine.handle("prepare", {"id": "u"})
     engine.handle("abandon", {"id": "u"})
     assert engine.handle("poll", {"job": started.job}).kind == "wrong-state"
-    assert ranks.calls == ["keep_others", "poll"]
+    assert ranks.calls == ["copy_unsent", "poll"]
 
 
 def test_a_chunk_ends_the_wait_of_a_commit(core: IdleCore, engine: UpdateEngine) -> None:

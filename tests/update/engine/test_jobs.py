@@ -221,7 +221,11 @@ def test_the_next_step_of_a_job_is_asked_about_at_once() -> None:
 
     jobs.start(steps())
     assert jobs.poll(1) == Progress(step=3)
-    assert [call for call in ranks.calls if call[0] != "poll"] == [("stage", 1), ("sing", 2), ("sing", 3)]
+    assert [call for call in ranks.calls if call[0] != "poll"] == [
+        ("stage", 1),
+        ("run_canary", 2),
+        ("run_canary", 3),
+    ]
     assert jobs.poll(1) == sum_of(6)
 
 

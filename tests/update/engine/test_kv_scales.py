@@ -60,7 +60,7 @@ class Story:
             raise UpdateError("wrong-state", "given up")
 
     def commit(self, found: ScaleSet | None, *, keep: bool = False, cached: str = "rescale") -> bool:
-        results = self.core.ranks("exchange")
+        results = self.core.ranks("swap")
         assert failures(results) == []
         self.epoch += 1
         return self.kv.exchanged(found, keep=keep, cached=cached)
@@ -122,7 +122,7 @@ def test_static_scales_are_those_of_the_start_and_stay() -> None:
     first = start.kv.served
     assert (first.policy, first.source, first.layers) == ("static", "start", {})
     assert start.update() is first
-    assert "observe" not in start.core.called
+    assert "observe_kv" not in start.core.called
     assert start.kv.describe(1) == first.summary(1) | NOTHING_YET
     assert first.summary(1)["age"] == 1
     assert first.summary(1)["fit"] is None
@@ -282,7 +282,7 @@ def test_history_is_the_largest_of_so_many_commits() -> None:
         896,
         448,
     ]
-    assert "observe" not in start.core.called, "it takes no time on the GPU"
+    assert "observe_kv" not in start.core.called, "it takes no time on the GPU"
 
 
 def test_history_outlives_a_step_that_was_not_finite() -> None:
@@ -420,13 +420,13 @@ def test_scales_that_can_not_be_exchanged_take_the_weights_back(
     start = story()
     found = start.prepare(TOKENS)
     rank = start.core.fleet[0]
-    twin: Any = rank.twin
+    shadow: Any = rank.shadow
     swaps: list[None] = []
-    twin.commit, twin.exchange.inplace = lambda: swaps.append(None), inplace
-    layer = twin.layers["b"]
+    shadow.swap, shadow.weight_swap.inplace = lambda: swaps.append(None), inplace
+    layer = shadow.layers["b"]
     layer._v_scale_cpu = _Fails(2 if broken else 1)
     before = start.device
-    result = rank.exchange()
+    result = rank.swap()
     assert isinstance(result, Failure)
     assert result.kind == "exchange-failed"
     assert result.unchanged is not told
@@ -434,7 +434,7 @@ def test_scales_that_can_not_be_exchanged_take_the_weights_back(
     if not broken:
         assert start.device == before
     assert start.kv.served.scales == before
-    twin.exchange.broken = False
+    shadow.weight_swap.broken = False
     start.prepare(TOKENS)
     start.commit(found)
     assert start.device == found.scales
@@ -456,7 +456,7 @@ def test_an_error_while_tokens_are_looked_at_is_the_updates() -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a kernel failed")
 
-    start.core.fleet[0].twin.model = broken
+    start.core.fleet[0].shadow.model = broken
     with pytest.raises(UpdateError, match="a kernel failed"):
         start.prepare(TOKENS)
     assert start.went_on == 0
@@ -510,5 +510,5 @@ def test_scales_that_nobody_wants_any_more_are_not_staged() -> None:
     start.given_up = True
     with pytest.raises(UpdateError, match="given up"):
         start.prepare(TOKENS)
-    assert "observe" in start.core.called
+    assert "observe_kv" in start.core.called
     assert "kv.stage" not in start.core.called

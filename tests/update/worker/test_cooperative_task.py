@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_fp8ext.update.worker.cooperative_task import Pause, Slices
+from vllm_fp8ext.update.worker.cooperative_task import CooperativeTask, Pause
 
 
 def workers() -> list[threading.Thread]:
@@ -34,7 +34,7 @@ def test_turns_alternate() -> None:
             pause()
         return {"sum": 3}
 
-    slices = Slices(work)
+    slices = CooperativeTask(work)
     assert events == [], "nothing runs before the first turn"
     for index in range(3):
         assert not slices.advance()
@@ -42,12 +42,12 @@ def test_turns_alternate() -> None:
         events.append(f"caller {index}")
     assert slices.advance()
     assert slices.result == {"sum": 3}
-    assert slices.done == 4
+    assert slices.slices == 4
     assert events == [f"{who} {index}" for index in range(3) for who in ("work", "caller")]
 
 
 def test_work_that_never_pauses_is_done_in_one_turn() -> None:
-    slices = Slices(lambda pause: {})
+    slices = CooperativeTask(lambda pause: {})
     assert slices.advance()
     assert slices.result == {}
 
@@ -57,7 +57,7 @@ def test_an_error_is_raised_where_the_turn_was_given() -> None:
         pause()
         raise ValueError("no logits")
 
-    slices = Slices(work)
+    slices = CooperativeTask(work)
     assert not slices.advance()
     with pytest.raises(ValueError, match="no logits"):
         slices.advance()
@@ -76,7 +76,7 @@ def test_what_is_over_is_told_again_without_another_turn() -> None:
         turns.append(1)
         raise ValueError("no logits")
 
-    done, failed = Slices(good), Slices(bad)
+    done, failed = CooperativeTask(good), CooperativeTask(bad)
     for _ in range(3):
         assert done.advance()
         with pytest.raises(ValueError, match="no logits"):
@@ -97,7 +97,7 @@ def test_closing_ends_the_thread(turns: int) -> None:
             events.append("released")
         return {}
 
-    slices = Slices(work)
+    slices = CooperativeTask(work)
     for _ in range(turns):
         slices.advance()
     slices.close()
@@ -115,7 +115,7 @@ def test_work_that_catches_everything_is_closed_too() -> None:
             pytest.fail("being closed is no error of the work")
         return {}
 
-    slices = Slices(work)
+    slices = CooperativeTask(work)
     slices.advance()
     slices.close()
     assert workers() == []
@@ -136,14 +136,14 @@ def test_work_never_runs_beside_its_caller(pauses: list[list[int]]) -> None:
             beside = beside or number != before
             number = before + 1
 
-    def work(steps: list[int]) -> Slices:
+    def work(steps: list[int]) -> CooperativeTask:
         def run(pause: Pause) -> dict[str, Any]:
             for step in steps:
                 count(step)
                 pause()
             return {"steps": len(steps)}
 
-        return Slices(run)
+        return CooperativeTask(run)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -35,7 +35,14 @@ def kv(here: dict[str, Any]) -> KvScales:
 def everything(here: dict[str, Any], kv: KvScales) -> list[Any]:
     found: list[Any] = [copies(layer, kind) for layer in here.values() for kind in NAMES]
     staged = [kv.staged(name, kind).tolist() for name in here for kind in NAMES]
-    return [found, staged, kv.served(), kv.fingerprint(twin=False), kv.fingerprint(twin=True), kv.ratios()]
+    return [
+        found,
+        staged,
+        kv.served(),
+        kv.fingerprint(shadow=False),
+        kv.fingerprint(shadow=True),
+        kv.ratios(),
+    ]
 
 
 def test_an_exchange_changes_every_copy_and_moves_none(here: dict[str, Any], kv: KvScales) -> None:
@@ -45,7 +52,7 @@ def test_an_exchange_changes_every_copy_and_moves_none(here: dict[str, Any], kv:
     assert len(set(before.values())) == 6
     kv.stage(NEW)
     assert copies(here["a"], "k").device == 1.0
-    kv.exchange()
+    kv.swap()
     for name, value in (("a", 0.5), ("b", TENTH)):
         for kind in NAMES:
             found = copies(here[name], kind)
@@ -63,10 +70,10 @@ def test_an_exchange_changes_every_copy_and_moves_none(here: dict[str, Any], kv:
 def test_an_exchange_is_its_own_inverse(here: dict[str, Any], kv: KvScales) -> None:
     kv.stage(NEW)
     before = everything(here, kv)
-    kv.exchange()
+    kv.swap()
     between = everything(here, kv)
     assert between != before
-    kv.exchange()
+    kv.swap()
     assert everything(here, kv) == before
 
 
@@ -101,10 +108,10 @@ def test_a_failure_half_way_is_undone(here: dict[str, Any], kv: KvScales, layer:
     kv.stage(NEW)
     before = everything(here, kv)
     with pytest.raises(RuntimeError, match="no memory"):
-        kv.exchange()
+        kv.swap()
     assert everything(here, kv) == before
     assert not kv.broken
-    kv.exchange()
+    kv.swap()
     assert kv.served() == scales(a=0.5, b=TENTH)
 
 
@@ -114,12 +121,12 @@ def test_what_can_not_be_undone_is_broken_until_an_exchange_succeeds(
     here["b"]._k_scale_cpu = Fails(1, 2)
     kv.stage(NEW)
     with pytest.raises(RuntimeError, match="no memory"):
-        kv.exchange()
+        kv.swap()
     assert kv.broken
     kv.stage(NEW)
-    kv.exchange()
+    kv.swap()
     assert not kv.broken
-    assert kv.fingerprint(twin=False) != -1
+    assert kv.fingerprint(shadow=False) != -1
 
 
 def test_lost_memory_is_written_again(here: dict[str, Any], kv: KvScales) -> None:
@@ -129,19 +136,19 @@ def test_lost_memory_is_written_again(here: dict[str, Any], kv: KvScales) -> Non
         layer._k_scale.fill_(math.nan)
     kv.staged("a", "v").zero_()
     assert everything(here, kv) != before
-    kv.refresh()
+    kv.restore()
     assert everything(here, kv) == before
 
 
 @pytest.mark.parametrize("layer", ["a", "b"])
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_fingerprint_sees_the_device(here: dict[str, Any], kv: KvScales, layer: str, kind: str) -> None:
-    before = kv.fingerprint(twin=False), kv.fingerprint(twin=True)
+    before = kv.fingerprint(shadow=False), kv.fingerprint(shadow=True)
     getattr(here[layer], f"_{kind}_scale").fill_(1.0000001)
-    assert kv.fingerprint(twin=False) != before[0]
-    assert kv.fingerprint(twin=True) == before[1]
+    assert kv.fingerprint(shadow=False) != before[0]
+    assert kv.fingerprint(shadow=True) == before[1]
     kv.staged(layer, kind).fill_(1.0000001)
-    assert kv.fingerprint(twin=True) != before[1]
+    assert kv.fingerprint(shadow=True) != before[1]
 
 
 @pytest.mark.parametrize("copy", ["_q_scale_float", "_k_scale_float", "_v_scale_float", "_k_scale_cpu"])
@@ -150,24 +157,24 @@ def test_a_fingerprint_sees_host_copies(here: dict[str, Any], kv: KvScales, copy
         here["b"]._k_scale_cpu.fill_(2.0)
     else:
         setattr(here["b"], copy, 2.0)
-    assert kv.fingerprint(twin=False) == -1
-    assert kv.fingerprint(twin=True) >= 0
+    assert kv.fingerprint(shadow=False) == -1
+    assert kv.fingerprint(shadow=True) >= 0
 
 
 def test_the_twins_fingerprint_is_what_is_served_after_the_exchange(kv: KvScales) -> None:
     kv.stage(NEW)
-    twin = kv.fingerprint(twin=True)
-    kv.exchange()
-    assert kv.fingerprint(twin=False) == twin
+    twin = kv.fingerprint(shadow=True)
+    kv.swap()
+    assert kv.fingerprint(shadow=False) == twin
 
 
 def test_ratios_keep_what_cached_codes_mean(kv: KvScales) -> None:
     """Of K and V alone: queries are not cached."""
     assert kv.ratios() == {}
     kv.stage({"a": {"q": [4.0], "k": [0.5], "v": [1.0]}, "b": {"q": [4.0], "k": [1.0], "v": [1.0]}})
-    kv.exchange()
+    kv.swap()
     assert kv.ratios() == {"a": {"k": [2.0], "v": [1.0]}}
-    kv.exchange()
+    kv.swap()
     assert kv.ratios() == {"a": {"k": [0.5], "v": [1.0]}}
 
 
@@ -194,7 +201,7 @@ def test_each_rank_serves_its_heads_and_all_of_them_make_the_whole(world_size: i
     }
     for rank, (here, kv) in enumerate(ranks):
         kv.stage(new)
-        kv.exchange()
+        kv.swap()
         share = HeadShare.of(rank, world_size, 8)
         mine = slice(share.first, share.first + share.count)
         assert here["b"]._k_scale.shape == (share.count,)

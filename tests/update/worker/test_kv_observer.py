@@ -104,5 +104,5 @@ def test_a_fit_is_that_of_the_twins_scales() -> None:
     kv = KvScales(layers("a"), {}, device=CPU)
     kv.stage({"a": {kind: [2.0**-7] for kind in "qkv"}})
     assert observer.fits(kv)["a"]["k"]["saturated"] > 0
-    kv.exchange()
+    kv.swap()
     assert observer.fits(kv)["a"]["k"]["saturated"] == 0

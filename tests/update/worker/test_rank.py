@@ -21,7 +21,8 @@ from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.transports.files import receiver
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
-from vllm_fp8ext.update.worker.rank import Rank, _Told
+from vllm_fp8ext.update.worker.rank import Rank
+from vllm_fp8ext.update.worker.spec_cache import SpecCache
 from vllm_fp8ext.update.worker.stager import Stager
 
 ROWS, COLUMNS = 900, 200
@@ -48,7 +49,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     }
     stager = Stager(pieces, quantized, {"norm": torch.zeros(COLUMNS, dtype=torch.bfloat16)})
     twin: Any = SimpleNamespace(
-        stager=stager, exchange=SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))])
+        stager=stager, weight_swap=SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))])
     )
     return Rank(twin, 0, 1, 0, lambda model, after: None)
 
@@ -96,7 +97,7 @@ def test_larger_tensors_than_buffers_are_staged_bit_for_bit(
     written(tensors, file)
     result = staged(rank, file, 1, {name: sha(tensor) for name, tensor in tensors.items()})
     assert result.problems == []
-    targets = rank.twin.stager.quantized
+    targets = rank.shadow.stager.quantized
     expected = {
         "w": reference.quantize_weight(tensors["w"], "fp32"),
         "c": (tensors["c"], tensors[scale_name("c")]),
@@ -104,7 +105,7 @@ def test_larger_tensors_than_buffers_are_staged_bit_for_bit(
     for name, pair in expected.items():
         for found, wanted in zip((targets[name].codes, targets[name].scales), pair, strict=True):
             assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
-    assert torch.equal(rank.twin.stager.plain["norm"], tensors["norm"])
+    assert torch.equal(rank.shadow.stager.plain["norm"], tensors["norm"])
     whole = quantize_weight.quantize_weight(tensors["w"], *quantize_weight.empty_like(tensors["w"]), "fp32")
     assert result.errors.keys() == {"w"}
     assert result.errors["w"] == pytest.approx(whole, rel=1e-6)
@@ -126,8 +127,8 @@ def test_another_ranks_codes_are_hashed_here_and_staged_nowhere(
     """Of two ranks, each of which hashes every second tensor."""
     file = tmp_path / "a.safetensors"
     written(tensors, file)
-    del rank.twin.stager.pieces["c"]  # type: ignore[attr-defined]  # a dict here
-    one = Rank(rank.twin, 0, 2, 0, lambda model, after: None)
+    del rank.shadow.stager.pieces["c"]  # type: ignore[attr-defined]  # a dict here
+    one = Rank(rank.shadow, 0, 2, 0, lambda model, after: None)
     claims = {"c": sha(tensors["c"]), scale_name("c"): sha(tensors[scale_name("c")])}
     assert staged(one, file, 1, claims).problems == []
     result = staged(one, file, 2, {**claims, "c": "0" * 64})
@@ -137,7 +138,7 @@ def test_another_ranks_codes_are_hashed_here_and_staged_nowhere(
 def test_a_newer_update_ends_the_reading(rank: Rank, tensors: dict[str, Tensor], tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     written(tensors, file)
-    stager = rank.twin.stager
+    stager = rank.shadow.stager
     calls = []
     original = stager.stage
 
@@ -155,9 +156,9 @@ def test_a_newer_update_ends_the_reading(rank: Rank, tensors: dict[str, Tensor],
 
 def test_what_is_told_again_is_the_same_object() -> None:
     """By which it is found what becomes of it."""
-    told = _Told()
+    cache = SpecCache()
     first, other = ([[name, [2], "bfloat16", 0, 4]] for name in "ab")
-    spec = told.stored(first)[0].spec
-    assert told.stored(other)[0].spec.name == "b"
-    assert told.stored([["a", [2], "bfloat16", 8, 4]])[0] == (spec, 8, 4)
-    assert told.stored(first)[0].spec is spec
+    spec = cache.stored(first)[0].spec
+    assert cache.stored(other)[0].spec.name == "b"
+    assert cache.stored([["a", [2], "bfloat16", 8, 4]])[0] == (spec, 8, 4)
+    assert cache.stored(first)[0].spec is spec

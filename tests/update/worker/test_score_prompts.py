@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from vllm_fp8ext.update.contract.rank_results import CanaryScore
-from vllm_fp8ext.update.worker.score_prompts import SLICE_LAYERS, SLICE_TOKENS, See, listen, recite
+from vllm_fp8ext.update.worker.score_prompts import (
+    SLICE_LAYERS,
+    SLICE_TOKENS,
+    ObserveLayer,
+    observe_kv,
+    score_prompts,
+)
 
 VOCABULARY, WIDTH = 50, 16
 CPU = torch.device("cpu")
@@ -63,7 +69,7 @@ def attend(model: nn.Module, after: Callable[[], None]) -> None:
 def recited(model: Model, prompts: list[list[int]]) -> tuple[CanaryScore, int]:
     """The result, and how often the recital paused."""
     pauses: list[None] = []
-    result = recite(model, prompts, CPU, attend, lambda: pauses.append(None))
+    result = score_prompts(model, prompts, CPU, attend, lambda: pauses.append(None))
     return result, len(pauses)
 
 
@@ -139,7 +145,7 @@ def test_pauses_are_counted_in_layers_and_tokens(lengths: list[int], layers: int
         slices.append(done)
         done = 0
 
-    recite(model, prompts, CPU, attend_and_count, pause)
+    score_prompts(model, prompts, CPU, attend_and_count, pause)
     assert sum(slices) == layers * len(prompts)
     assert max(slices) <= max(1, min(SLICE_LAYERS, SLICE_TOKENS // min(lengths)))
     assert done == 0, "every prompt ends with a pause"
@@ -163,7 +169,7 @@ class Listened(nn.Module):
         self.layers = layers
         self.inputs: list[tuple[list[int], list[int]]] = []
         self.told: list[int] | None = None
-        self.see: See
+        self.see: ObserveLayer
         self.after: Callable[[], None]
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -185,7 +191,7 @@ def listened(prompts: list[list[int]], layers: int = 3) -> tuple[Listened, list[
         assert torch.is_inference_mode_enabled()
         seen.append(layer)
 
-    listen(model, prompts, CPU, attend, see, lambda: pauses.append(len(seen)))
+    observe_kv(model, prompts, CPU, attend, see, lambda: pauses.append(len(seen)))
     return model, seen, pauses
 
 

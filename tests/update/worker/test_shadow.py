@@ -83,7 +83,7 @@ class Served:
         self.rank = Rank(
             Shadow(self.live, twin, specs_of(tensors), 0, names, inplace=inplace), 0, 1, 0, lambda *_: None
         )
-        self.manifest: Manifest = self.rank.twin.manifest
+        self.manifest: Manifest = self.rank.shadow.manifest
         self._folder = folder
         self._jobs = 0
         self.inplace = inplace
@@ -109,10 +109,10 @@ class Served:
         """The answer of the rank that finished the rest, where something is wrong with it; else the weights are served."""
         session.check(0)
         if session.partial:
-            result = self._done("keep_others", session.id, sorted(session.staged_names()))
+            result = self._done("copy_unsent", session.id, sorted(session.staged_names()))
             if isinstance(result, Failure):
                 return result
-        assert self.rank.exchange() == Accepted()
+        assert self.rank.swap() == Accepted()
         return None
 
     def digests(self) -> dict[str, str]:
@@ -207,7 +207,7 @@ def test_parts_of_one_storage_are_exchanged_once_and_whole(serve: Callable[..., 
     for model in (live, twin):
         model.a_part = model.gain[:4]
     made = Shadow(live, twin, specs_of(checkpoint(0)), 0)
-    assert sorted(pair[0].numel() for pair in made.exchange.pairs) == sorted(
+    assert sorted(pair[0].numel() for pair in made.weight_swap.pairs) == sorted(
         tensor.nbytes for tensor in checkpoint(0).values()
     )
     for model in (live, twin):
@@ -283,10 +283,10 @@ def test_a_checkpoint_whose_output_layer_is_another_one_does_not_start(
 ) -> None:
     early = checkpoint(0)
     served = serve({**early, HEAD: early[EMBED]}, tied=True, inplace=inplace)
-    served.rank.twin.require_equal({HEAD: early[EMBED].float()})
+    served.rank.shadow.require_equal({HEAD: early[EMBED].float()})
     for other in (early[EMBED][:7], -early[EMBED]):
         with pytest.raises(ConfigError, match=f"{HEAD}: differs from {EMBED}"):
-            served.rank.twin.require_equal({HEAD: other})
+            served.rank.shadow.require_equal({HEAD: other})
 
 
 @pytest.mark.parametrize("equal", [True, False])

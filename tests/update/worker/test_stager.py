@@ -452,5 +452,5 @@ def test_a_rehearsal_leaves_everything_as_it_is() -> None:
     plain = torch.full((4,), 3.0)
     parts = [part.view(torch.uint8) for staged in (first, second) for part in (staged.codes, staged.scales)]
     before = [part.clone() for part in (*parts, plain)]
-    Stager({}, {"a": first, "b": second}, {"c": plain}).rehearse()
+    Stager({}, {"a": first, "b": second}, {"c": plain}).warm_up()
     assert all(torch.equal(*pair) for pair in zip(before, (*parts, plain), strict=True))

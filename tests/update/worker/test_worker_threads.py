@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from vllm_fp8ext.errors import Failure
-from vllm_fp8ext.update.worker.worker_threads import TURN_SECONDS, Lanes
+from vllm_fp8ext.update.worker.worker_threads import TURN_SECONDS, WorkerThreads
 
 PATIENCE = 60.0
 
 
 @pytest.fixture
-def lanes() -> Lanes:
-    return Lanes(torch.device("cpu"))
+def threads() -> WorkerThreads:
+    return WorkerThreads(torch.device("cpu"))
 
 
-def test_jobs_of_a_lane_come_one_after_the_other_and_other_lanes_beside(lanes: Lanes) -> None:
+def test_jobs_of_a_lane_come_one_after_the_other_and_other_lanes_beside(threads: WorkerThreads) -> None:
     go, seen = threading.Event(), []
 
     def first() -> dict[str, int]:
@@ -32,31 +32,31 @@ def test_jobs_of_a_lane_come_one_after_the_other_and_other_lanes_beside(lanes: L
         seen.append(2)
         return {"value": 2}
 
-    lanes.start("a", 1, first)
-    lanes.start("a", 2, second)
-    lanes.start("b", 3, lambda: {"value": 3})
-    assert lanes.take(3, PATIENCE) == {"value": 3}
-    assert lanes.take(2) is None
+    threads.start("a", 1, first)
+    threads.start("a", 2, second)
+    threads.start("b", 3, lambda: {"value": 3})
+    assert threads.take_result(3, PATIENCE) == {"value": 3}
+    assert threads.take_result(2) is None
     go.set()
-    assert lanes.take(2, PATIENCE) == {"value": 2}
-    assert lanes.take(1) == {"value": 1}
-    assert lanes.take(1) is None, "a result is told once"
+    assert threads.take_result(2, PATIENCE) == {"value": 2}
+    assert threads.take_result(1) == {"value": 1}
+    assert threads.take_result(1) is None, "a result is told once"
     assert seen == [1, 2]
 
 
-def test_an_error_is_a_result_and_the_lane_goes_on(lanes: Lanes) -> None:
+def test_an_error_is_a_result_and_the_lane_goes_on(threads: WorkerThreads) -> None:
     def fails() -> dict[str, int]:
         raise RuntimeError("no room")
 
-    lanes.start("a", 1, fails)
-    lanes.start("a", 2, dict)
-    error = lanes.take(1, PATIENCE)
+    threads.start("a", 1, fails)
+    threads.start("a", 2, dict)
+    error = threads.take_result(1, PATIENCE)
     assert isinstance(error, Failure)
     assert "no room" in error.message
-    assert lanes.take(2, PATIENCE) == {}
+    assert threads.take_result(2, PATIENCE) == {}
 
 
-def test_what_is_left_to_do_waits_until_the_lane_is_quiet(lanes: Lanes) -> None:
+def test_what_is_left_to_do_waits_until_the_lane_is_quiet(threads: WorkerThreads) -> None:
     order, over = [], threading.Event()
 
     def after() -> None:
@@ -64,34 +64,36 @@ def test_what_is_left_to_do_waits_until_the_lane_is_quiet(lanes: Lanes) -> None:
         over.set()
         raise RuntimeError("could not be closed")
 
-    lanes.start("a", 1, dict, after)
-    lanes.start("a", 2, lambda: order.append("next") or {})
-    assert lanes.take(2, PATIENCE) == {}
+    threads.start("a", 1, dict, after)
+    threads.start("a", 2, lambda: order.append("next") or {})
+    assert threads.take_result(2, PATIENCE) == {}
     assert over.wait(PATIENCE)
     assert order == ["next", "after"]
-    lanes.start("a", 3, dict)
-    assert lanes.take(3, PATIENCE) == {}, "the lane goes on"
+    threads.start("a", 3, dict)
+    assert threads.take_result(3, PATIENCE) == {}, "the lane goes on"
     assert order == ["next", "after"], "once"
 
 
-def test_what_is_left_to_do_is_done_before_more_is_left(lanes: Lanes) -> None:
+def test_what_is_left_to_do_is_done_before_more_is_left(threads: WorkerThreads) -> None:
     order = []
-    lanes.start("a", 1, dict, lambda: order.append("after"))
-    lanes.start("a", 2, lambda: order.append("next") or {}, lambda: None)
-    assert lanes.take(2, PATIENCE) == {}
+    threads.start("a", 1, dict, lambda: order.append("after"))
+    threads.start("a", 2, lambda: order.append("next") or {}, lambda: None)
+    assert threads.take_result(2, PATIENCE) == {}
     assert order == ["after", "next"]
 
 
-def test_what_is_left_to_do_can_be_done_at_once(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_to_do_can_be_done_at_once(
+    threads: WorkerThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm_fp8ext.update.worker.worker_threads.QUIET_SECONDS", PATIENCE)
     order = []
-    lanes.start("a", 1, dict, lambda: order.append("after"))
-    assert lanes.take(1, PATIENCE) == {}
-    lanes.finish()
+    threads.start("a", 1, dict, lambda: order.append("after"))
+    assert threads.take_result(1, PATIENCE) == {}
+    threads.run_cleanups()
     assert order == ["after"]
 
 
-def test_what_is_left_to_do_is_waited_for_whoever_does_it(lanes: Lanes) -> None:
+def test_what_is_left_to_do_is_waited_for_whoever_does_it(threads: WorkerThreads) -> None:
     begun, go = threading.Event(), threading.Event()
     order = []
 
@@ -100,35 +102,37 @@ def test_what_is_left_to_do_is_waited_for_whoever_does_it(lanes: Lanes) -> None:
         assert go.wait(PATIENCE)
         order.append("after")
 
-    lanes.start("a", 1, dict, after)
+    threads.start("a", 1, dict, after)
     assert begun.wait(PATIENCE), "the lane is quiet, and has begun"
     threading.Timer(0.05, go.set).start()
-    lanes.finish()
+    threads.run_cleanups()
     assert order == ["after"]
 
 
-def test_what_is_left_to_do_is_known_with_the_result(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_to_do_is_known_with_the_result(
+    threads: WorkerThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm_fp8ext.update.worker.worker_threads.QUIET_SECONDS", PATIENCE)
     order: list[str] = []
-    tell = lanes.tell
+    tell = threads.set_result
 
     def told(job: int, result: dict[str, Any]) -> None:
         tell(job, result)
-        lanes.finish()  # as somebody who waited for the result
+        threads.run_cleanups()  # as somebody who waited for the result
 
-    monkeypatch.setattr(lanes, "tell", told)
-    lanes.start("a", 1, dict, lambda: order.append("after"))
-    lanes.start("a", 2, dict)
-    assert lanes.take(2, PATIENCE) == {}
+    monkeypatch.setattr(threads, "set_result", told)
+    threads.start("a", 1, dict, lambda: order.append("after"))
+    threads.start("a", 2, dict)
+    assert threads.take_result(2, PATIENCE) == {}
     assert order == ["after"]
 
 
-def test_work_gets_inference_mode(lanes: Lanes) -> None:
-    lanes.start("a", 1, lambda: {"value": torch.is_inference_mode_enabled()})
-    assert lanes.take(1, None) == {"value": True}
+def test_work_gets_inference_mode(threads: WorkerThreads) -> None:
+    threads.start("a", 1, lambda: {"value": torch.is_inference_mode_enabled()})
+    assert threads.take_result(1, None) == {"value": True}
 
 
-def test_threads_take_short_turns_while_a_lane_works(lanes: Lanes) -> None:
+def test_threads_take_short_turns_while_a_lane_works(threads: WorkerThreads) -> None:
     usual, go = sys.getswitchinterval(), threading.Event()
     told = threading.Semaphore(0)
 
@@ -138,17 +142,17 @@ def test_threads_take_short_turns_while_a_lane_works(lanes: Lanes) -> None:
         return {"seconds": sys.getswitchinterval()}
 
     over = threading.Semaphore(0)
-    lanes.start("a", 1, work)
-    lanes.start("b", 2, work)
+    threads.start("a", 1, work)
+    threads.start("b", 2, work)
     for _ in "ab":
         assert told.acquire(timeout=PATIENCE)
     assert sys.getswitchinterval() == pytest.approx(TURN_SECONDS)
     go.set()
     for lane in "ab":  # a lane is at its next job once it is done with the one before
-        lanes.start(lane, 3 + ord(lane), dict, over.release)
+        threads.start(lane, 3 + ord(lane), dict, over.release)
         assert over.acquire(timeout=PATIENCE)
     until = time.monotonic() + PATIENCE
     while sys.getswitchinterval() != usual and time.monotonic() < until:
         time.sleep(0.001)
     assert sys.getswitchinterval() == pytest.approx(usual)
-    assert [lanes.take(job)["seconds"] for job in (1, 2)] == [pytest.approx(TURN_SECONDS)] * 2
+    assert [threads.take_result(job)["seconds"] for job in (1, 2)] == [pytest.approx(TURN_SECONDS)] * 2

@@ -30,7 +30,7 @@ REMOVE_WHEN: str = "vLLM's FP8 KV cache takes new scales at run time"
 def kv_scales_of(
     layers: Mapping[str, Any], settings: KvScaleSettings, total_heads: int, device: torch.device
 ) -> KvScales:
-    """The scales of a served model's attention layers by name, from now on changed by `KvScales.exchange` alone."""
+    """The scales of a served model's attention layers by name, from now on changed by `KvScales.swap` alone."""
     if settings.granularity == "layer":
         return KvScales(layers, {}, device=device)
     shares = {name: share_of(layer, total_heads) for name, layer in layers.items()}

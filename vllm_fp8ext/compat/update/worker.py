@@ -196,7 +196,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
         twin = Shadow(model, shadow, specs, worker.rank, names, inplace=inplace)
         twin.require_equal(recorded.heads)
         kv = _kv_cache(model, twin, config, device)
-    cost = twin.exchange.bytes
+    cost = twin.weight_swap.bytes
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += cost
     per_block = sum(spec.page_size_bytes for spec in worker.get_kv_cache_spec().values())
@@ -243,7 +243,7 @@ def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -
             check_prompts(settings.prompts or (), settings, vocabulary, longest)
         except UpdateError as error:
             raise ConfigError(str(error)) from None
-        twin.keep_others([])
+        twin.copy_unsent([])
         tokens = choose(None, settings, [], vocabulary, longest)
         kv.begin(twin.model, device, attend_plainly, tokens, gather)
     return kv

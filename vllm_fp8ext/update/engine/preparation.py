@@ -65,7 +65,7 @@ class Preparation:
         revision, started = session.revision, time.perf_counter()
         if session.partial:
             names = sorted(session.staged_names())
-            raise_first((yield OnRanks(RankMethod.KEEP_OTHERS, session.id, names)))
+            raise_first((yield OnRanks(RankMethod.COPY_UNSENT, session.id, names)))
             session.require_unchanged(revision)
         yield from self._find_scales(session, revision)
         scores = yield from self._take_fingerprints(session)
@@ -93,7 +93,7 @@ class Preparation:
 
     def _take_fingerprints(self, session: Session) -> Flow[list[CanaryScore] | None]:
         """Keep the fingerprints of what is prepared; returns the canary's scores where it ran in the same step."""
-        marks = all_of(Fingerprint, (yield OnRanks(RankMethod.MARK, session.canary.built_in)))
+        marks = all_of(Fingerprint, (yield OnRanks(RankMethod.FINGERPRINT_SHADOW, session.canary.built_in)))
         session.fingerprints = [mark.fingerprint for mark in marks]
         session.seconds["fingerprint"] = max(mark.seconds for mark in marks)
         scores = [mark.canary for mark in marks if mark.canary is not None]

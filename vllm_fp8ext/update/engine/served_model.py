@@ -45,7 +45,7 @@ class ServedModel:
                 raise UpdateError("asleep", "the weights are asleep: wake the engine first")
             ranks = all_of(RankDescription, core.ranks(RankMethod.DESCRIBE))
             canary = canary_of(None, core.settings, core.vocabulary, core.longest_prompt)
-            raise_first(core.ranks(RankMethod.REHEARSE, canary.prompts, canary.built_in))
+            raise_first(core.ranks(RankMethod.WARM_UP, canary.prompts, canary.built_in))
             if self._kv.enabled:
                 logger.info("fp8ext: KV-cache scales: %s", self._kv.served.summary(0))
             self._manifest = merge(rank.manifest for rank in ranks)

@@ -39,7 +39,7 @@ class Sleeping:
         self.require_allowed()
         if self._discards(level):
             self._give_up()
-            raise_first(self._core.ranks(RankMethod.KEEP_CONSTANTS))
+            raise_first(self._core.ranks(RankMethod.SAVE_CONSTANTS))
         self._jobs.settle()
 
     def begun(self, level: int) -> None:
@@ -51,12 +51,12 @@ class Sleeping:
     def waking(self) -> None:
         """Memory is about to be taken again, which a trainer may just have given back."""
         if self._core.settings.staging != "none":
-            raise_first(self._core.ranks(RankMethod.FINISH))
+            raise_first(self._core.ranks(RankMethod.CLOSE_SOURCES))
 
     def ended(self) -> None:
         """Memory is back, or a part of it."""
         if self._discarded and not self._core.asleep():
-            raise_first(self._core.ranks(RankMethod.REFRESH))
+            raise_first(self._core.ranks(RankMethod.RESTORE))
             self._discarded = False
 
     def _discards(self, level: int) -> bool:

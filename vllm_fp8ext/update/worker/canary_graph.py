@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_fp8ext.update.worker.score_prompts import Attend
+from vllm_fp8ext.update.worker.score_prompts import AttachAttention
 
 
 class CanaryGraph:
@@ -18,8 +18,10 @@ class CanaryGraph:
     Not for models that meet other ranks in collectives.
     """
 
-    def __init__(self, model: Any, prompt: list[int], device: torch.device, attend: Attend) -> None:
-        attend(model, lambda: None)
+    def __init__(
+        self, model: Any, prompt: list[int], device: torch.device, attach_attention: AttachAttention
+    ) -> None:
+        attach_attention(model, lambda: None)
         self._tokens = torch.tensor(prompt, device=device)
         self._positions = torch.arange(len(prompt), device=device)
         stream = torch.cuda.Stream(device)

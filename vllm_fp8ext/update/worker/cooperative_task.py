@@ -13,8 +13,8 @@ from vllm_fp8ext.update.contract.rank_results import RankResult
 Pause = Callable[[], None]
 
 
-class Slices:
-    """One piece of work, advanced slice by slice."""
+class CooperativeTask:
+    """Runs one piece of work slice by slice."""
 
     def __init__(self, work: Callable[[Pause], RankResult]) -> None:
         self._work = work
@@ -22,20 +22,20 @@ class Slices:
         self._back = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.done = 0
-        """How many slices have run."""
+        self.slices = 0
+        """Slices that have run."""
         self.result: RankResult | None = None
         self.error: Exception | None = None
 
     def advance(self) -> bool:
-        """Run one slice; True when the work is done (`result`, or its `error` is raised), now or before."""
+        """Run one slice; return True when the work is done (`result`, or its `error` is raised), now or before."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fp8ext-slices", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="fp8ext-task", daemon=True)
             self._thread.start()
         if self.result is None and self.error is None:
             self._go.release()
             self._back.acquire()
-            self.done += 1
+            self.slices += 1
         if self.error is not None:
             raise self.error
         return self.result is not None

@@ -121,7 +121,7 @@ class KvScales:
             if any(ratio != 1.0 for values in ratios.values() for ratio in values)
         }
 
-    def exchange(self) -> None:
+    def swap(self) -> None:
         """Swap served and staged scales, in every copy.
 
         Undone when it fails half-way; `broken` when that fails too.
@@ -139,19 +139,19 @@ class KvScales:
 
     def _write(self) -> None:
         """Write the mirrors' values everywhere."""
-        self.refresh()
+        self.restore()
         self._publish()
 
-    def refresh(self) -> None:
+    def restore(self) -> None:
         """Put scales back into the device's memory, which lost its contents."""
         for buffer, mirror in zip((self._live, self._shadow), self._mirrors, strict=True):
             # not blocking: the swap of weights may be queued before it
             buffer.copy_(torch.tensor(mirror), non_blocking=True)
 
-    def fingerprint(self, *, twin: bool) -> int:
+    def fingerprint(self, *, shadow: bool) -> int:
         """Return a checksum of what the device holds; -1 when vLLM's host copies differ from it."""
-        values = self._shadow if twin else self._live
-        if not twin and not self._agree():
+        values = self._shadow if shadow else self._live
+        if not shadow and not self._agree():
             return -1
         return zlib.crc32(values.cpu().numpy().tobytes())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 KV cache of one rank: its scales, what it saw of queries, keys and values, and the cached codes.
+"""The FP8 KV cache of one rank: its scales, observed queries, keys and values, and the cached codes.
 
-Part of `update.worker.rank.Rank` (`kv`), and like it called on the worker's main thread; what the engine calls does
+Part of `update.worker.rank.Rank` (`kv`), and like it called on the worker's main thread; methods that the engine calls do
 not raise.
 """
 
@@ -31,11 +31,11 @@ from vllm_fp8ext.update.contract.rank_results import (
 from vllm_fp8ext.update.worker.cooperative_task import Pause
 from vllm_fp8ext.update.worker.kv_buffers import KvScales
 from vllm_fp8ext.update.worker.kv_observer import KvObserver
-from vllm_fp8ext.update.worker.score_prompts import Attend, listen
+from vllm_fp8ext.update.worker.score_prompts import AttachAttention, observe_kv
 
 Result = dict[str, Any]
-Gather = Callable[[RankScales], list[RankScales]]
-"""What every rank has, given what this one has; met by all ranks."""
+GatherScales = Callable[[RankScales], list[RankScales]]
+"""Returns every rank's scales, given this one's; all ranks call it together."""
 
 
 class Recorder(Protocol):
@@ -45,7 +45,7 @@ class Recorder(Protocol):
 
 
 class Cache(Protocol):
-    """What is cached (`compat.update.kv_rescale`)."""
+    """The cached codes (`compat.update.kv_rescale`)."""
 
     def warm_up(self) -> None: ...
 
@@ -54,7 +54,7 @@ class Cache(Protocol):
 
 @dataclass
 class RankKv:
-    """`cache` and `recorder` reach into vLLM; without a recorder nothing is recorded."""
+    """The FP8 KV cache of one rank. `cache` and `recorder` reach into vLLM; without a recorder nothing is recorded."""
 
     scales: KvScales
     settings: KvScaleSettings
@@ -66,18 +66,22 @@ class RankKv:
 
     @property
     def per_head(self) -> bool:
-        """Whether each KV head has a scale of its own."""
+        """True when each KV head has a scale of its own."""
         return self.settings.granularity == "head"
 
     def warm_up(self) -> None:
-        """Compile what `rescale` launches; where scales stay as they are, caches may have layouts that it doesn't know."""
+        """Compile the kernels of `rescale`, unless scales stay: caches may have other layouts then."""
         if self.settings.policy != "static":
             self.cache.warm_up()
 
-    def listening(
-        self, model: Any, device: torch.device, attend: Attend, prompts: list[list[int]]
+    def observation(
+        self,
+        model: Any,
+        device: torch.device,
+        attach_attention: AttachAttention,
+        prompts: list[list[int]],
     ) -> Callable[[Pause], KvAmax]:
-        """Work that runs prompts through a model and tells `amax` by layer."""
+        """Return a task that runs prompts through a model and returns `amax` by layer."""
         observer = self.observer = KvObserver(per_head=self.per_head)
 
         def see(layer: str, *heads: Tensor) -> None:
@@ -85,48 +89,57 @@ class RankKv:
                 observer.see(layer, *heads)
 
         def work(pause: Pause) -> KvAmax:
-            listen(model, prompts, device, attend, see, pause)
+            observe_kv(model, prompts, device, attach_attention, see, pause)
             with torch.inference_mode():
                 return KvAmax(amax=observer.amax(self.scales.spread))
 
         return work
 
-    def begin(self, model: Any, device: torch.device, attend: Attend, tokens: Tokens, gather: Gather) -> None:
+    def begin(
+        self,
+        model: Any,
+        device: torch.device,
+        attach_attention: AttachAttention,
+        tokens: Tokens,
+        gather: GatherScales,
+    ) -> None:
         """Serve the scales that fit these tokens, before anything is cached."""
-        found = self.listening(model, device, attend, tokens.prompts)(lambda: None)
-        served, amax = largest(gather(self.scales.served())), largest(gather(found.amax))
+        observed = self.observation(model, device, attach_attention, tokens.prompts)(lambda: None)
+        served, amax = largest(gather(self.scales.served())), largest(gather(observed.amax))
         scales = computed(amax, served, self.settings)
-        fits = self._staged(scales)
-        self.scales.exchange()
+        fits = self._stage(scales)
+        self.scales.swap()
         self.scales.stage(scales)
         self.calibration = Calibration(amax=amax, source=tokens.source, tokens=tokens.count, fits=fits)
 
     @errors_as_results
     def served(self) -> ServedKvScales:
-        """The scales that are served, and what the first ones were calibrated with."""
+        """Return the scales that are served, and how the first ones were calibrated."""
         return ServedKvScales(scales=self.scales.served(), calibration=self.calibration)
 
     @errors_as_results
     def stage(self, scales: Scales) -> KvFits:
-        """Give the twin scales, and tell how well they fit what was seen since the last time."""
-        return KvFits(fits=self._staged(scales))
+        """Give the shadow scales; return how well they fit what was observed since the last time."""
+        return KvFits(fits=self._stage(scales))
 
-    def _staged(self, scales: Scales) -> Fits:
+    def _stage(self, scales: Scales) -> Fits:
         observer, self.observer = self.observer, None
         with torch.inference_mode():
             self.scales.stage(scales)
             return observer.fits(self.scales) if observer else {}
 
-    def refresh(self) -> None:
-        """The device's memory lost its contents: put scales back, and forget what was recorded."""
-        self.scales.refresh()
+    def restore(self) -> None:
+        """Put scales back into memory that lost its contents, and forget what was recorded."""
+        self.scales.restore()
         if self.recorder is not None:
             self.recorder.take()
 
     @errors_as_results
     def recorded(self) -> KvTraffic:
-        """What was written into the cache since this was asked last: `amax` by layer, and how many `elements` of K and V
-        there were and how many of them were `saturated`."""
+        """Return what was written into the cache since the last call.
+
+        `amax` by layer, and how many `elements` of K and V there were and how many of them were `saturated`.
+        """
         with torch.inference_mode():
             taken = self.recorder.take() if self.recorder else {}
         amax: RankScales = {}
@@ -143,15 +156,17 @@ class RankKv:
 
     @errors_as_results
     def rescale(self, held: list[Result]) -> KvRescaled:
-        """After an exchange: make what is cached in these blocks, of each group of layers, mean with the new scales what it
-        meant before."""
+        """Rescale, after a swap, codes that are cached in these blocks, so that they keep their meaning.
+
+        `held`: blocks of each group of layers.
+        """
         ratios = self.scales.ratios()
         with torch.inference_mode():
             return KvRescaled(**self.cache.rescale(ratios, held)) if ratios else KvRescaled()
 
 
 def computed(amax: Scales, served: Scales, settings: KvScaleSettings) -> Scales:
-    """Scales for these magnitudes; those that are served where a layer has none."""
+    """Compute scales for these magnitudes; where a layer has none, served scales stay."""
     now: list[float] = []
     seen: list[float] = []
     for layer, kinds in served.items():
@@ -161,8 +176,8 @@ def computed(amax: Scales, served: Scales, settings: KvScaleSettings) -> Scales:
     scales = next_scales(
         torch.tensor(seen), torch.tensor(now), margin=settings.margin, scale_format=settings.scale_format
     )
-    left = iter(scales.tolist())
+    values_left = iter(scales.tolist())
     return {
-        layer: {kind: [next(left) for _ in values] for kind, values in kinds.items()}
+        layer: {kind: [next(values_left) for _ in values] for kind, values in kinds.items()}
         for layer, kinds in served.items()
     }

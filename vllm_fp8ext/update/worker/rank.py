@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker process does for an update. Methods never raise: they return plain results or a described error.
+"""One worker process's part of an update. Methods never raise: they return results, or the error as one.
 
 Staging runs on a thread of its own, one job after the other, so that engine steps go on, and so do digests on another. The
-canary (unless it was recorded) runs on the worker's main thread, between steps, and so does the exchange, or takes its turn
-there on a GPU.
+canary (unless it was captured as a graph) runs on the worker's main thread, between steps, and so does the swap; on a GPU the
+swap takes its turn there.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from vllm_fp8ext.errors import Failure, UpdateError, errors_as_results
-from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.rank_results import (
     Accepted,
     CanaryScore,
@@ -25,77 +24,58 @@ from vllm_fp8ext.update.contract.rank_results import (
     RankResult,
     SwapTime,
 )
-from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.registry import source_from_dict
 from vllm_fp8ext.update.worker.canary_graph import CanaryGraph
-from vllm_fp8ext.update.worker.cooperative_task import Pause, Slices
+from vllm_fp8ext.update.worker.cooperative_task import CooperativeTask, Pause
 from vllm_fp8ext.update.worker.digest import combine, digest
 from vllm_fp8ext.update.worker.intake import Intake
 from vllm_fp8ext.update.worker.kv_scales import RankKv
-from vllm_fp8ext.update.worker.score_prompts import Attend, recite
+from vllm_fp8ext.update.worker.score_prompts import AttachAttention, score_prompts
 from vllm_fp8ext.update.worker.shadow import Shadow
+from vllm_fp8ext.update.worker.spec_cache import SpecCache
 from vllm_fp8ext.update.worker.stopwatch import Stopwatch
-from vllm_fp8ext.update.worker.worker_threads import Lanes
+from vllm_fp8ext.update.worker.worker_threads import WorkerThreads
 
-_REHEARSAL = 0
-"""A job that no update has: theirs count from 1."""
-
-
-class _Told:
-    """Tensors as they are told: the same ones come with every update, thousands of experts."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, list[TensorSpec]] = None, []
-        self._specs: dict[tuple[str, tuple[int, ...], str], TensorSpec] = {}
-
-    def stored(self, tensors: list[Any]) -> list[StoredTensor]:
-        """Of `[name, shape, dtype, start, bytes]` each. The same specification is always the same object."""
-        if not tensors:
-            return []
-        names, shapes, dtypes, starts, sizes = zip(*tensors, strict=True)
-        if self._last[0] != (names, shapes, dtypes):
-            told = zip(names, map(tuple, shapes), dtypes, strict=True)
-            specs = [
-                self._specs.get(spec) or self._specs.setdefault(spec, TensorSpec(*spec)) for spec in told
-            ]
-            self._last = (names, shapes, dtypes), specs
-        return list(map(StoredTensor, self._last[1], starts, sizes))
+_WARM_UP_JOB = 0
+"""Number of a job that no update has: theirs count from 1."""
 
 
 class Rank:
-    """One rank's twin and its threads. `kv_blocks`: what the twin costs; `attend`: see `recital.recite`; `kv`: its FP8 KV
-    cache."""
+    """The shadow of one rank, and its threads.
+
+    `kv_blocks`: KV-cache blocks that the shadow costs. `attach_attention`: as of `score_prompts`. `kv`: the FP8 KV cache.
+    """
 
     def __init__(
         self,
-        twin: Shadow,
+        shadow: Shadow,
         rank: int,
         world_size: int,
         kv_blocks: int,
-        attend: Attend,
+        attach_attention: AttachAttention,
         kv: RankKv | None = None,
     ) -> None:
-        self.twin = twin
+        self.shadow = shadow
         self.kv = kv
         self.rank = rank
         self.world_size = world_size
         self.kv_blocks = kv_blocks
-        self._attend = attend
-        self._device = twin.exchange.pairs[0][0].device
-        self._told = _Told()
-        self._intake = Intake(twin, rank, world_size, self._device)
-        self._lanes = Lanes(self._device)
-        self._exchanging = Stopwatch(self._device)
-        self._recitals: dict[int, Slices] = {}
-        self._recording: CanaryGraph | None = None
+        self._attach_attention = attach_attention
+        self._device = shadow.weight_swap.pairs[0][0].device
+        self._specs = SpecCache()
+        self._intake = Intake(shadow, rank, world_size, self._device)
+        self._threads = WorkerThreads(self._device)
+        self._swap_time = Stopwatch(self._device)
+        self._tasks: dict[int, CooperativeTask] = {}
+        self._canary_graph: CanaryGraph | None = None
 
     @errors_as_results
     def describe(self) -> RankDescription:
-        """This rank's manifest, and what its twin costs."""
+        """Return this rank's manifest, and the memory that its shadow takes."""
         return RankDescription(
-            manifest=self.twin.manifest,
-            fingerprint=self._fingerprint(twin=False),
-            shadow_bytes=self.twin.exchange.bytes,
+            manifest=self.shadow.manifest,
+            fingerprint=self._fingerprint(shadow=False),
+            shadow_bytes=self.shadow.weight_swap.bytes,
             shadow_kv_blocks=self.kv_blocks,
         )
 
@@ -110,18 +90,18 @@ class Rank:
         rate: float = 0.0,
         tied: Sequence[str] = (),
     ) -> Accepted:
-        """Start to stage these tensors (`[name, shape, dtype, start, bytes]`) of a `Source`; `poll(job)` tells the outcome.
+        """Start to stage tensors (`[name, shape, dtype, start, bytes]`) of a `Source`; `poll(job)` returns the outcome.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it
         is; each rank checks its share. `rate`, `tied`: as in `Intake.stage`.
         """
-        found, intake = source_from_dict(source), self._intake
+        opened, intake = source_from_dict(source), self._intake
         intake.want(session)
 
         def stage() -> RankResult:
-            return intake.stage(job, session, found, self._told.stored(tensors), hashes, rate, tied)
+            return intake.stage(job, session, opened, self._specs.stored(tensors), hashes, rate, tied)
 
-        return self._lanes.start("staging", job, stage, intake.tidy)
+        return self._threads.start("staging", job, stage, intake.close_deferred)
 
     @errors_as_results
     def drop(self, session: str) -> Accepted:
@@ -130,60 +110,69 @@ class Rank:
         return Accepted()
 
     @errors_as_results
-    def keep_others(self, job: int, session: str, names: list[str]) -> Accepted:
-        """Start to give the twin the served weights wherever these tensors of an update lie not."""
-        return self._lanes.start("staging", job, lambda: self._intake.keep_others(session, names))
+    def copy_unsent(self, job: int, session: str, names: list[str]) -> Accepted:
+        """Start to copy served weights into the shadow wherever no tensor of these writes."""
+        return self._threads.start("staging", job, lambda: self._intake.copy_unsent(session, names))
 
     @errors_as_results
-    def rehearse(self, prompts: list[list[int]], built_in: bool) -> RankResult:
-        """Stage something that is thrown away, and run prompts through the twin, whatever it holds: nothing compiles later,
-        while requests run."""
+    def warm_up(self, prompts: list[list[int]], built_in: bool) -> RankResult:
+        """Stage throw-away tensors, and run prompts through the shadow, so that nothing compiles while requests run."""
 
         def stage() -> RankResult:
-            self._intake.rehearse()
+            self._intake.warm_up()
             return Accepted()
 
-        self._lanes.start("staging", _REHEARSAL, stage)
-        staged = self._lanes.take(_REHEARSAL, None)
-        recite(self.twin.model, prompts, self._device, self._attend, lambda: None)
+        self._threads.start("staging", _WARM_UP_JOB, stage)
+        staged = self._threads.take_result(_WARM_UP_JOB, None)
+        score_prompts(self.shadow.model, prompts, self._device, self._attach_attention, lambda: None)
         if self.kv is not None:
             self.kv.warm_up()
         if built_in and self._device.type == "cuda" and self.world_size == 1:
-            self._recording = CanaryGraph(self.twin.model, prompts[0], self._device, self._attend)
+            self._canary_graph = CanaryGraph(
+                self.shadow.model, prompts[0], self._device, self._attach_attention
+            )
         return staged or Accepted()
 
     @errors_as_results
-    def mark(self, job: int, built_in: bool) -> Accepted:
-        """Start to compute the fingerprint of the twin's contents, and how long that takes. Where the built-in canary was
-        recorded, and is asked for, it sings in the same job, since it needs nothing of this thread: of it only `finite`
-        matters, and that is all there is."""
-        recording = self._recording if built_in else None
-        if recording is not None:
-            self._end_recital()
+    def fingerprint_shadow(self, job: int, built_in: bool) -> Accepted:
+        """Start to compute the fingerprint of the shadow's contents.
+
+        With the built-in canary its graph, where there is one, runs in the same job, since it needs nothing of this thread.
+        It tells `finite` alone: nothing else of it counts.
+        """
+        graph = self._canary_graph if built_in else None
+        if graph is not None:
+            self._end_tasks()
 
         def work() -> Fingerprint:
             start = time.perf_counter()
-            value = self._fingerprint(twin=True)
+            value = self._fingerprint(shadow=True)
             seconds = time.perf_counter() - start
-            canary = CanaryScore(finite=recording.finite()) if recording is not None else None
+            canary = CanaryScore(finite=graph.finite()) if graph is not None else None
             return Fingerprint(fingerprint=value, seconds=seconds, canary=canary)
 
-        return self._lanes.start("staging", job, work)
+        return self._threads.start("staging", job, work)
 
     @errors_as_results
-    def sing(self, job: int, prompts: list[list[int]]) -> Accepted:
-        """Start to run prompts through the twin; each `poll(job)` runs one slice of it."""
-        model, device, attend = self.twin.model, self._device, self._attend
-        return self._in_slices(job, lambda pause: recite(model, prompts, device, attend, pause))
+    def run_canary(self, job: int, prompts: list[list[int]]) -> Accepted:
+        """Start to run prompts through the shadow; each `poll(job)` runs one slice of it."""
+        model, device, attach_attention = self.shadow.model, self._device, self._attach_attention
+        return self._start_task(
+            job, lambda pause: score_prompts(model, prompts, device, attach_attention, pause)
+        )
 
     @errors_as_results
-    def observe(self, job: int, prompts: list[list[int]]) -> Accepted:
-        """Start to run prompts through the twin and see its queries, keys and values; each `poll(job)` runs one slice."""
+    def observe_kv(self, job: int, prompts: list[list[int]]) -> Accepted:
+        """Start to run prompts through the shadow and observe its queries, keys and values.
+
+        Each `poll(job)` runs one slice.
+        """
         if self.kv is None:
             raise UpdateError("no-kv-scales", "the KV cache is not FP8", status=404)
-        return self._in_slices(job, self.kv.listening(self.twin.model, self._device, self._attend, prompts))
+        task = self.kv.observation(self.shadow.model, self._device, self._attach_attention, prompts)
+        return self._start_task(job, task)
 
-    def _in_slices(self, job: int, work: Callable[[Pause], RankResult]) -> Accepted:
+    def _start_task(self, job: int, work: Callable[[Pause], RankResult]) -> Accepted:
         on_gpu = self._device.type == "cuda"
         # several ranks' collectives go through buffers that the stream of the steps orders
         stream = torch.cuda.current_stream(self._device) if on_gpu and self.world_size > 1 else None
@@ -195,111 +184,117 @@ class Rank:
                 torch.cuda.set_stream(stream)
             return work(pause)
 
-        self._end_recital()
-        self._recitals = {job: Slices(on_device)}
+        self._end_tasks()
+        self._tasks = {job: CooperativeTask(on_device)}
         return Accepted()
 
-    def _end_recital(self) -> None:
-        """The twin has one at a time: who still asks for an older one learns of its end."""
-        for job, stale in self._recitals.items():
+    def _end_tasks(self) -> None:
+        """End the shadow's task, of which it has one at a time: who still polls it gets an error."""
+        for job, stale in self._tasks.items():
             stale.close()
             ended = UpdateError("wrong-state", "another update was prepared meanwhile, or this one again")
-            self._lanes.tell(job, Failure.of(ended))
-        self._recitals = {}
+            self._threads.set_result(job, Failure.of(ended))
+        self._tasks = {}
 
     @errors_as_results
     def digests(self, job: int) -> Accepted:
-        """Start to compute this rank's digests of the live weights, and a SHA-256 over the path and storage
-        address of each: the same as long as none has moved."""
-        return self._lanes.start("digests", job, self._digests)
+        """Start to compute this rank's digests of the live weights.
+
+        With them comes a SHA-256 over the path and storage address of each: the same as long as none has moved.
+        """
+        return self._threads.start("digests", job, self._digests)
 
     @errors_as_results
     def fingerprint(self, job: int) -> Accepted:
         """Start to compute the fingerprint of the live contents."""
 
         def work() -> Fingerprint:
-            return Fingerprint(fingerprint=self._fingerprint(twin=False))
+            return Fingerprint(fingerprint=self._fingerprint(shadow=False))
 
-        return self._lanes.start("fingerprint", job, work)
+        return self._threads.start("fingerprint", job, work)
 
     @errors_as_results
     def poll(self, job: int, patience: float) -> RankResult:
         """Return the job's result, once, or `RankProgress`. Waits `patience` seconds for the result."""
-        recital = self._recitals.pop(job, None)
-        if recital is not None:
-            if not recital.advance():
-                self._recitals[job] = recital
-                return RankProgress(tensors=recital.done, again=True)
-            return recital.result or Accepted()
-        result = self._lanes.take(job, patience)
+        task = self._tasks.pop(job, None)
+        if task is not None:
+            if not task.advance():
+                self._tasks[job] = task
+                return RankProgress(tensors=task.slices, again=True)
+            return task.result or Accepted()
+        result = self._threads.take_result(job, patience)
         if result is None:
             return RankProgress(tensors=self._intake.progress.get(job, 0))
         self._intake.progress.pop(job, None)
         return result
 
     @errors_as_results
-    def exchange(self, only: list[int] | None = None) -> Accepted | Failure:
-        """Swap live and twin contents, unless other ranks are named. A failure is undone; where that failed too, it is not
-        `unchanged`. On a GPU this queues it between the steps before and after: `settle` tells when it is done."""
+    def swap(self, only: list[int] | None = None) -> Accepted | Failure:
+        """Swap live and shadow contents, unless other ranks are named.
+
+        A failure is undone; where that failed too, it is not `unchanged`. On a GPU this queues the swap between the steps
+        before and after: `wait_for_swap` returns when it is done.
+        """
         if only is not None and self.rank not in only:
             return Accepted()
         try:
-            with torch.inference_mode(), self._exchanging:
-                self.twin.commit()
+            with torch.inference_mode(), self._swap_time:
+                self.shadow.swap()
                 if self.kv is not None:
-                    self._exchange_scales(self.kv)
+                    self._swap_scales(self.kv)
         except Exception as error:
             failure = UpdateError("exchange-failed", f"rank {self.rank}: {error}", status=500)
-            return Failure.of(failure, unchanged=not self.twin.exchange.broken)
+            return Failure.of(failure, unchanged=not self.shadow.weight_swap.broken)
         return Accepted()
 
     @errors_as_results
-    def settle(self) -> SwapTime:
-        """Wait until the exchange is done, or undone: others than the engine's steps may look at live and twin then."""
-        return SwapTime(seconds=self._exchanging.wait())
+    def wait_for_swap(self) -> SwapTime:
+        """Wait until the swap is done, or undone. Then others than the engine's steps may look at live and shadow."""
+        return SwapTime(seconds=self._swap_time.wait())
 
-    def _exchange_scales(self, kv: RankKv) -> None:
-        """Beside weights that were exchanged already, and are again when this fails."""
-        exchange = self.twin.exchange
+    def _swap_scales(self, kv: RankKv) -> None:
+        """Swap scales, beside weights that were swapped already; swap these back when it fails."""
+        weight_swap = self.shadow.weight_swap
         try:
-            kv.scales.exchange()
+            kv.scales.swap()
         except BaseException:
-            self.twin.commit()
-            exchange.broken = exchange.broken or exchange.inplace or kv.scales.broken
+            self.shadow.swap()
+            weight_swap.broken = weight_swap.broken or weight_swap.inplace or kv.scales.broken
             raise
 
     @errors_as_results
-    def finish(self) -> Accepted:
+    def close_sources(self) -> Accepted:
         """Close what chunks have left open: a trainer's memory becomes free with that."""
-        self._lanes.finish()
+        self._threads.run_cleanups()
         return Accepted()
 
     @errors_as_results
-    def keep_constants(self) -> Accepted:
-        """Memory is about to lose its contents (`Shadow.keep_constants`)."""
-        self.twin.keep_constants()
+    def save_constants(self) -> Accepted:
+        """Save constants of the model, whose memory is about to lose its contents (`Shadow.save_constants`)."""
+        self.shadow.save_constants()
         return Accepted()
 
     @errors_as_results
-    def refresh(self) -> Accepted:
-        """Memory came back without its contents (`Shadow.refresh`)."""
+    def restore(self) -> Accepted:
+        """Restore memory that lost its contents (`Shadow.restore`)."""
         with torch.inference_mode():
-            self.twin.refresh()
+            self.shadow.restore()
             if self.kv is not None:
-                self.kv.refresh()
+                self.kv.restore()
         return Accepted()
 
-    def _fingerprint(self, *, twin: bool) -> int:
+    def _fingerprint(self, *, shadow: bool) -> int:
         with torch.inference_mode():
-            found = self.twin.exchange.fingerprint(shadow=twin)
-            scales = self.kv.scales.fingerprint(twin=twin) if self.kv is not None else 0
-        return found ^ scales << 64 if scales else found
+            weights = self.shadow.weight_swap.fingerprint(shadow=shadow)
+            scales = self.kv.scales.fingerprint(shadow=shadow) if self.kv is not None else 0
+        return weights ^ scales << 64 if scales else weights
 
     def _digests(self) -> RankDigests:
-        listed = "\n".join(f"{path} {address}" for path, address in self.twin.addresses().items())
-        found = {}
-        for name, pieces in self.twin.manifest.pieces.items():
-            found[name] = combine([digest(piece, *self.twin.served(piece.target)) for piece in pieces])
+        listed = "\n".join(f"{path} {address}" for path, address in self.shadow.addresses().items())
+        digests = {
+            name: combine([digest(piece, *self.shadow.served(piece.target)) for piece in pieces])
+            for name, pieces in self.shadow.manifest.pieces.items()
+        }
         addresses = hashlib.sha256(listed.encode()).hexdigest()
         scales = self.kv.scales.served() if self.kv is not None else {}
-        return RankDigests(rank=self.rank, digests=found, addresses=addresses, kv_scales=scales)
+        return RankDigests(rank=self.rank, digests=digests, addresses=addresses, kv_scales=scales)

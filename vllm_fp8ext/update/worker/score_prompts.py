@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs prompts through a model that nobody is served by, in slices of a few layers."""
+"""Runs prompts through a model that serves nobody, in slices of a few layers."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,38 +12,47 @@ from vllm_fp8ext.update.contract.rank_results import CanaryScore
 from vllm_fp8ext.update.worker.cooperative_task import Pause
 
 SLICE_TOKENS = 8192
+"""Tokens times layers of a slice, at most: a few milliseconds."""
 SLICE_LAYERS = 8
-"""A slice is as many layers as make this many tokens times layers, and at most this many: a few milliseconds. Counted, not
-timed, so that all ranks of a tensor-parallel group make the same slices and meet in their collectives."""
+"""Layers of a slice, at most.
 
-See = Callable[[str, Tensor, Tensor, Tensor], None]
-"""`see(layer, query, key, value)`: `[tokens, heads, head dimension]` each, as they would be cached."""
+They are counted, not timed, so that all ranks of a tensor-parallel group make the same slices and meet in their collectives.
+"""
+
+ObserveLayer = Callable[[str, Tensor, Tensor, Tensor], None]
+"""Takes `layer, query, key, value`: `[tokens, heads, head dimension]` each, as they would be cached."""
 
 
-class Attend(Protocol):
-    """Makes a model's attention layers work without the engine, calling `after` after each. `lengths`: of prompts that stand
-    one after the other."""
+class AttachAttention(Protocol):
+    """Makes a model's attention layers work without the engine, calling `after` after each.
+
+    `lengths`: of prompts that stand one after the other.
+    """
 
     def __call__(
         self,
         model: nn.Module,
         after: Callable[[], None],
-        see: See | None = None,
+        see: ObserveLayer | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None: ...
 
 
-def recite(
-    model: Any, prompts: list[list[int]], device: torch.device, attend: Attend, pause: Pause
+def score_prompts(
+    model: Any,
+    prompts: list[list[int]],
+    device: torch.device,
+    attach_attention: AttachAttention,
+    pause: Pause,
 ) -> CanaryScore:
-    """Log-probability of the prompts' own tokens (from the second on), in nats.
+    """Compute the log-probability of the prompts' own tokens (from the second on), in nats.
 
     Returns `logprob` (their sum), `tokens` (their number; 0 on a rank that gets no logits), and `finite`.
     """
     total, count, finite = 0.0, 0, True
     with torch.inference_mode():
         for prompt in prompts:
-            attend(model, _after_each_layer(len(prompt), pause))
+            attach_attention(model, _after_each_layer(len(prompt), pause))
             tokens = torch.tensor(prompt, device=device)
             hidden = model(input_ids=tokens, positions=torch.arange(len(prompt), device=device))
             logits = model.compute_logits(hidden)
@@ -56,12 +65,17 @@ def recite(
     return CanaryScore(logprob=total if finite else 0.0, tokens=count, finite=finite)
 
 
-def listen(
-    model: Any, prompts: list[list[int]], device: torch.device, attend: Attend, see: See, pause: Pause
+def observe_kv(
+    model: Any,
+    prompts: list[list[int]],
+    device: torch.device,
+    attach_attention: AttachAttention,
+    see: ObserveLayer,
+    pause: Pause,
 ) -> None:
-    """Run prompts through the model in one pass and have `see` told of every layer's queries, keys and values."""
+    """Run prompts through the model in one pass; call `see` with every layer's queries, keys and values."""
     lengths = [len(prompt) for prompt in prompts]
-    attend(model, _after_each_layer(sum(lengths), pause), see, lengths)
+    attach_attention(model, _after_each_layer(sum(lengths), pause), see, lengths)
     with torch.inference_mode():
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])
@@ -69,7 +83,7 @@ def listen(
 
 
 def _after_each_layer(tokens: int, pause: Pause) -> Callable[[], None]:
-    """What pauses after each slice of a pass of so many tokens."""
+    """Return a callback that pauses after each slice of a pass of so many tokens."""
     width = max(1, min(SLICE_LAYERS, SLICE_TOKENS // tokens))
     layers = itertools.count(1)
 

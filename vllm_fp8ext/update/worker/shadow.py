@@ -68,7 +68,7 @@ class Shadow:
         self._weight_paths = tensor_paths(targets, self._matrices)
         self._groups, pairs = swap_pairs(live, shadow, self._weight_paths, inplace)
         self._constants: dict[str, Tensor] = {}
-        self.exchange = WeightSwap(pairs, inplace=inplace)
+        self.weight_swap = WeightSwap(pairs, inplace=inplace)
 
     def _allocated(
         self, layers: Mapping[str, nn.Module], inplace: bool
@@ -95,13 +95,13 @@ class Shadow:
             if path not in quantized and (path in targets or path in parameters)
         }
 
-    def keep_others(self, names: Iterable[str]) -> None:
-        """Copy from live what no tensor of these writes. On any thread, while nothing is swapped.
+    def copy_unsent(self, names: Iterable[str]) -> None:
+        """Copy from live what no tensor of these writes. On any thread, but not during a swap.
 
         Raises:
             UpdateError: `tied-differs`: an output layer came without the embedding that is served as it, and is not equal.
         """
-        if self.exchange.inplace:
+        if self.weight_swap.inplace:
             return
         names = set(names)
         self._require_served(
@@ -109,7 +109,7 @@ class Shadow:
         )
         targets = {piece.target for name in names for piece in self.stager.pieces.get(name, ())}
         written = tensor_paths(targets, self._matrices)
-        for paths, (live, shadow) in zip(self._groups, self.exchange.pairs, strict=True):
+        for paths, (live, shadow) in zip(self._groups, self.weight_swap.pairs, strict=True):
             if not paths & written:
                 shadow.copy_(live)
         for target, matrix in self._matrices.items():
@@ -155,28 +155,28 @@ class Shadow:
         if problems:
             raise refusal(problems)
 
-    def commit(self) -> None:
+    def swap(self) -> None:
         """Swap live and shadow contents and rebuild what is derived from the live ones; all of it or nothing."""
-        self.exchange.run()
+        self.weight_swap.run()
         try:
             self._derive()
         except BaseException:
-            if self.exchange.inplace:
-                self.exchange.broken = True
+            if self.weight_swap.inplace:
+                self.weight_swap.broken = True
                 raise
-            self.exchange.run()
-            self.exchange.broken = True  # unless what was derived before can be derived again
+            self.weight_swap.run()
+            self.weight_swap.broken = True  # unless what was derived before can be derived again
             self._derive()
-            self.exchange.broken = False
+            self.weight_swap.broken = False
             raise
 
-    def keep_constants(self) -> None:
+    def save_constants(self) -> None:
         """Copy to host memory what no update brings: memory is about to lose its contents."""
         tensors = dict(reachable_tensors(self.live))
         paths = tensors.keys() - swapped_paths(tensors, self._weight_paths)
         self._constants = {path: tensors[path].cpu().clone() for path in paths if is_loaded(path)}
 
-    def refresh(self) -> None:
+    def restore(self) -> None:
         """Put constants back into memory that lost its contents, and zero the weights."""
         tensors, others = dict(reachable_tensors(self.live)), dict(reachable_tensors(self.model))
         for path, constant in self._constants.items():
@@ -184,7 +184,7 @@ class Shadow:
             if path in others:
                 others[path].copy_(constant)
         self._constants = {}
-        self.exchange.restore()
+        self.weight_swap.restore()
 
     def _derive(self) -> None:
         for _, layer in self._served_layers:

@@ -107,7 +107,7 @@ class Stager:
             table.add_batch([""], [(columns, torch.zeros(1, dtype=torch.int64), sums)])
         table.verdicts()
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Run what `stage` runs, on memory as large as the smallest target."""
         table = VerdictTable()
         for values in list(self.plain.values())[:1]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for the long work of a rank: jobs of one lane run one after the other, beside those of other lanes."""
+"""Threads for the long work of a rank.
+
+Jobs of one thread run one after the other, beside those of other threads.
+"""
 
 import logging
 import queue
@@ -17,61 +20,70 @@ from vllm_fp8ext.update.contract.rank_results import Accepted, RankResult
 logger = logging.getLogger("vllm.fp8ext")
 
 TURN_SECONDS = 0.0005
-"""How long a thread of this process computes, while lanes work, before another one may. With Python's 5 ms a lane beside an
-engine that computes all the time waits up to 5 ms after each call of the driver, of which an update makes hundreds; and the
-engine waits as long for a lane."""
+"""Seconds that a thread of this process computes, while workers work, before another one may.
+
+With Python's 5 ms a worker beside an engine that computes all the time waits up to 5 ms after each call of the driver, of
+which an update makes hundreds; and the engine waits as long for a worker.
+"""
 QUIET_SECONDS = 0.05
-"""After so long without a job a lane does what its jobs have left to do. Closing the handles of a model takes several
-milliseconds, in which an update's next job would wait."""
+"""Seconds without a job after which a worker runs its jobs' cleanups.
+
+Closing the handles of a model takes several milliseconds, in which an update's next job would wait.
+"""
 
 _Job: TypeAlias = tuple[int, Callable[[], RankResult], Callable[[], None] | None]
 
 
-class Lanes:
-    """On a GPU, `device`, each lane has a stream of its own, and a job's result is there when that stream has come so far."""
+class WorkerThreads:
+    """Runs jobs on named threads.
+
+    On a GPU, `device`, each thread has a stream of its own, and a job's result is there when that stream has come so far.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._jobs: dict[str, queue.SimpleQueue[_Job]] = {}
         self._results: dict[int, RankResult] = {}
-        self._left: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._finishing = threading.Lock()
-        self._told = threading.Condition()
+        self._cleanups: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._cleaning = threading.Lock()
+        self._changed = threading.Condition()
         self._working = 0
-        self._usual = sys.getswitchinterval()
+        self._usual_turn = sys.getswitchinterval()
 
     def start(
         self,
-        lane: str,
+        thread: str,
         job: int,
         work: Callable[[], RankResult],
-        after: Callable[[], None] | None = None,
+        cleanup: Callable[[], None] | None = None,
     ) -> Accepted:
-        """Queue a job; `after` is what is left to do when its result is known: when the lane is quiet, at the latest before
-        its next job that leaves something."""
-        if lane not in self._jobs:
-            self._jobs[lane] = queue.SimpleQueue()
+        """Queue a job.
+
+        `cleanup` runs when the result is known: when the thread is quiet, at the latest before its next job with a cleanup.
+        """
+        if thread not in self._jobs:
+            self._jobs[thread] = queue.SimpleQueue()
             threading.Thread(
-                target=self._run, args=(self._jobs[lane],), name=f"fp8ext-{lane}", daemon=True
+                target=self._run, args=(self._jobs[thread],), name=f"fp8ext-{thread}", daemon=True
             ).start()
-        self._jobs[lane].put((job, work, after))
+        self._jobs[thread].put((job, work, cleanup))
         return Accepted()
 
-    def tell(self, job: int, result: RankResult) -> None:
-        """A job has its result."""
-        with self._told:
+    def set_result(self, job: int, result: RankResult) -> None:
+        """Set the result of a job."""
+        with self._changed:
             self._results[job] = result
-            self._told.notify_all()
+            self._changed.notify_all()
 
-    def take(self, job: int, patience: float | None = 0.0) -> RankResult | None:
-        """A job's result, once, after waiting for it so many seconds at most (None: for ever)."""
-        with self._told:
-            self._told.wait_for(lambda: job in self._results, patience)
+    def take_result(self, job: int, patience: float | None = 0.0) -> RankResult | None:
+        """Return a job's result, once; wait for it so many seconds at most (None: for ever)."""
+        with self._changed:
+            self._changed.wait_for(lambda: job in self._results, patience)
             return self._results.pop(job, None)
 
     @contextmanager
-    def _turns(self) -> Iterator[None]:
-        """Threads take short turns as long as a lane works."""
+    def _short_turns(self) -> Iterator[None]:
+        """Let threads take short turns as long as one of them works."""
         self._count(1)
         try:
             yield
@@ -79,11 +91,11 @@ class Lanes:
             self._count(-1)
 
     def _count(self, more: int) -> None:
-        with self._told:
+        with self._changed:
             if not self._working:
-                self._usual = sys.getswitchinterval()
+                self._usual_turn = sys.getswitchinterval()
             self._working += more
-            sys.setswitchinterval(min(TURN_SECONDS, self._usual) if self._working else self._usual)
+            sys.setswitchinterval(min(TURN_SECONDS, self._usual_turn) if self._working else self._usual_turn)
 
     def _run(self, jobs: queue.SimpleQueue[_Job]) -> None:
         on_gpu = self._device.type == "cuda"
@@ -92,7 +104,7 @@ class Lanes:
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
 
         @errors_as_results
-        def done(work: Callable[[], RankResult]) -> RankResult:
+        def run(work: Callable[[], RankResult]) -> RankResult:
             try:
                 with torch.inference_mode():
                     return work()
@@ -102,24 +114,24 @@ class Lanes:
 
         while True:
             try:
-                job, work, after = jobs.get(timeout=None if self._left.empty() else QUIET_SECONDS)
+                job, work, cleanup = jobs.get(timeout=None if self._cleanups.empty() else QUIET_SECONDS)
             except queue.Empty:
-                self.finish()
+                self.run_cleanups()
                 continue
-            if after:
-                self.finish()
-            with self._turns():
-                result = done(work)
-                if after:  # before anybody knows of the result, and may want to `finish`
-                    self._left.put(after)
-                self.tell(job, result)
+            if cleanup:
+                self.run_cleanups()
+            with self._short_turns():
+                result = run(work)
+                if cleanup:  # before anybody knows of the result, and may call `run_cleanups`
+                    self._cleanups.put(cleanup)
+                self.set_result(job, result)
 
-    def finish(self) -> None:
-        """Do what jobs that have ended left to do, once. When it returns it is done, by whichever thread."""
-        with self._turns(), self._finishing, suppress(queue.Empty):
+    def run_cleanups(self) -> None:
+        """Run the cleanups of jobs that have ended, once. When it returns they have run, on whichever thread."""
+        with self._short_turns(), self._cleaning, suppress(queue.Empty):
             while True:
-                left = self._left.get_nowait()
+                cleanup = self._cleanups.get_nowait()
                 try:
-                    left()
+                    cleanup()
                 except Exception:
                     logger.exception("fp8ext: what a job left open could not be closed")
