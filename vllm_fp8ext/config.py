@@ -142,7 +142,8 @@ class KernelSettings(BaseModel):
     shapes: dict[Annotated[str, Field(pattern=r"^(\*|[1-9]\d*x[1-9]\d*)$")], ShapeSettings] = Field(
         default={}
     )
-    """Kernels by shape of a weight on one rank, `"NxK"` (output by input features), or `"*"` for every other."""
+    """Kernels by shape of a weight on one rank. A shape is `"NxK"`, output by input features; `"*"` stands for every
+    other."""
 
     experts: ExpertSettings = ExpertSettings()
     """Kernels for mixtures of experts."""
@@ -242,8 +243,8 @@ class Settings(BaseModel):
     """Layers kept in the checkpoint's precision: names or shell patterns of modules (`*.o_proj`, `model.layers.0.*`)."""
 
     quantize: tuple[str, ...] = Field(default=(), strict=False)
-    """Layers served in FP8 though they stay in 16 bits by default, named as in `ignore`. By default layers of encoders stay
-    in 16 bits, and shapes that FP8 kernels do not take for many tokens."""
+    """Layers served in FP8 though they stay in 16 bits by default. They are named as in `ignore`. By default layers of
+    encoders stay in 16 bits, and shapes that FP8 kernels do not take for many tokens."""
 
     kernels: KernelSettings = Field(default_factory=KernelSettings)
     """How linear layers are computed on a GPU."""

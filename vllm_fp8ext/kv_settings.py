@@ -56,7 +56,7 @@ class KvScaleSettings(BaseModel):
     start."""
 
     warn_saturated: float = Field(default=0.001, ge=0, le=1)
-    """Warn if a larger part of a layer's K or V is beyond the largest code."""
+    """Warn if a larger part of a layer's K or V is saturated."""
 
     @model_validator(mode="after")
     def _default_is_for_static(self) -> Self:

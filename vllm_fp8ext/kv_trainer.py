@@ -17,7 +17,7 @@ CachedKV = list[tuple[Tensor, Tensor]]
 
 @torch.no_grad()
 def cached_kv(model: Any, prompts: Sequence[Sequence[int]]) -> CachedKV:
-    """Return what a causal model of Hugging Face caches for these token ids, one prompt at a time."""
+    """Return what a causal model of Hugging Face caches for these token ids. Prompts run one at a time."""
     found: list[list[tuple[Tensor, Tensor]]] = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)

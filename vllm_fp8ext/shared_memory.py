@@ -41,8 +41,8 @@ def untouched_bytes(folder: str) -> int:
 
 
 def free_bytes(folder: str) -> int:
-    """Return the bytes that the file system of `folder` can give beside what segments will need; 0 where it has promised
-    more than it has."""
+    """Return the free bytes of the file system of `folder`, without what segments will need; 0 where it has promised more
+    than it has."""
     return max(shutil.disk_usage(folder).free - untouched_bytes(folder), 0)
 
 

@@ -39,9 +39,9 @@ class Fused:
     parts: tuple[str, ...]
 
     def layout_problem(self, told: ExpertLayout | None) -> dict[str, str] | None:
-        """Describe what is wrong with a tensor that lies as it was `told`, or return None.
+        """Describe what is wrong with a tensor of this `layout`, or return None.
 
-        A shape that is the same both ways tells nothing: what was told must.
+        A shape that is the same both ways tells nothing: the client's `layout` must.
         """
         _, rows, columns = self.shape
         if told == TAKEN_LAYOUT or (told is None and rows != columns):

@@ -35,7 +35,7 @@ def open_beneath(folder: int, path: str, flags: int) -> int:
 
 
 def open_real(folder: str, path: str, flags: int) -> int:
-    """Open a path without links from the descriptor of a folder above it, or its own. Both are absolute.
+    """Open a path without links from the descriptor of a folder above it. Both are absolute.
 
     Raises:
         OSError: as `open_beneath`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of the update engine's operations, as the engine core sends them to the API server."""
+"""Results of the update engine's operations, as the API server gets them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

@@ -58,8 +58,8 @@ def worst(layers: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str,
 def traffic_reports(
     parts: Sequence[dict[str, dict[str, dict[str, int]]]], amax: Scales, scales: Scales
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Report what was written into the cache with these scales, by layer, then by `k` and `v`: `saturated_fraction` and
-    `headroom`. Layers into which nothing was written are left out. `parts`: of each rank, by layer and kind, `elements` and
+    """Report what was written into the cache with these scales: `saturated_fraction` and `headroom` by layer, then by `k`
+    and `v`. Layers into which nothing was written are left out. `parts`: of each rank, by layer and kind, `elements` and
     how many were `saturated`."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for layer in parts[0]:
