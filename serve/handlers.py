@@ -26,7 +26,8 @@ class Handlers:
         self._backend = backend
 
     async def weights(self) -> Any:
-        return await self._backend.engine(Operation.STATUS) | {"features": self._backend.features}
+        status: EngineStatus = await self._backend.engine(Operation.STATUS)
+        return status.as_dict() | {"features": self._backend.features}
 
     async def manifest(self) -> Any:
         return Response(await self._backend.manifest_body(), media_type="application/json")

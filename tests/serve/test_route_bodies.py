@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_answers import update_state
+from engine_answers import engine_status, update_state
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
@@ -37,6 +37,7 @@ class Engine:
     async def __call__(self, operation: str, **arguments: Any) -> Any:
         self.asked.append((operation, arguments))
         answers = {"manifest": ServedManifest(manifest=MANIFEST.as_dict()), "check": Lifetime(seconds=60.0)}
+        answers["status"] = engine_status()
         return answers.get(operation, UPDATE)
 
     async def job(self, operation: str, **arguments: Any) -> Any:
@@ -157,3 +158,10 @@ def test_a_body_says_that_it_is_json(backend: Backend, kind: str, monkeypatch: p
     assert "Content-Type: application/json" in found.json()["problems"][0]["message"]
     monkeypatch.setitem(HEADERS, "Content-Type", "application/json; charset=utf-8")
     assert answer(backend, "POST", "/updates", b"{}").status_code == 201
+
+
+def test_what_is_served_is_told_with_the_features_of_the_server(backend: Backend) -> None:
+    backend.features = [{"name": "fusion", "on": False, "reason": "it needs a GPU"}]
+    told = answer(backend, "GET", "/weights", b"")
+    assert told.status_code == 200
+    assert (told.json()["epoch"], told.json()["features"]) == (0, backend.features)
