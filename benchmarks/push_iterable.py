@@ -28,6 +28,7 @@ from torch import Tensor
 
 from vllm_fp8ext.bench.generated import SHAPES, write_checkpoint
 from vllm_fp8ext.bench.provenance import provenance, write_cases
+from vllm_fp8ext.bench.transports import tensor_transports
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.serve.client import Client, Group
 from vllm_fp8ext.serve.client.flat import in_buffers
@@ -132,7 +133,7 @@ def _options() -> Any:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="Qwen3-0.6B")
-    parser.add_argument("--transports", nargs="+", choices=("http", "ipc", "nccl"), default=["http"])
+    parser.add_argument("--transports", nargs="+", choices=tensor_transports(), default=["http"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default=device, help="where the weights are that are pushed")
     parser.add_argument("--checkpoint", type=Path, help="serve this one instead of generated weights")

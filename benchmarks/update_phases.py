@@ -14,7 +14,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,9 +25,8 @@ import torch
 from rich.console import Console
 
 from vllm_fp8ext.bench.background import Background, generated_tokens
-from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.demo.server import Server, serve_options
+from vllm_fp8ext.bench.servers import add_update_options, updated_server
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.client.flat import in_buffers
 from vllm_fp8ext.serve.client.transports.ipc.handles import handles
@@ -43,43 +41,37 @@ console = Console(width=140, highlight=False)
 def main() -> int:
     options = _options()
     origin, cases = provenance(), []
-    with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
-        folder = Path(scratch)
-        checkpoints = two_checkpoints(options.checkpoints, options.shape, folder)
-        arguments = [
-            *("--skip-tokenizer-init", "--max-model-len", "4096"),
-            *("--max-num-seqs", str(max(16, options.running + 1)), *serve_options(options.serve)),
-        ]
-        settings = {"allowed_dirs": allowed_dirs(checkpoints)}
-        with Server(checkpoints[0], folder / "server.log", arguments=arguments, settings=settings) as server:
-            server.wait(1200)
-            with server.client() as client, Background(server.url, options.running) as load:
-                buckets = any(name.endswith("_buckets") for name in options.parts)
-                parts = Parts(client, checkpoints, on_gpu=torch.cuda.is_available(), buckets=buckets)
-                load.settle()
-                usual = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
-                samples: dict[str, list[dict[str, float]]] = {name: [] for name in options.parts}
-                for name in options.parts * options.rounds:
-                    parts.commit()  # there is something to go back to, whatever came before
-                    time.sleep(REST_SECONDS)
-                    during, seconds, count = _rate(server.url, options.seconds, getattr(parts, name))
-                    time.sleep(REST_SECONDS)
-                    after = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
-                    lost = 1 - 2 * during / (usual + after)
-                    samples[name].append(
-                        {
-                            "seconds": seconds / count,
-                            "count": count,
-                            "tokens_per_s_before": usual,
-                            "tokens_per_s_during": during,
-                            "tokens_per_s_after": after,
-                            "tokens_lost": lost,
-                            "lost_ms": lost * seconds / count * 1e3,
-                        }
-                    )
-                    cases = [_case(options, part, found) for part, found in samples.items() if found]
-                    write_cases(options.out, origin, cases)
-                    usual = after
+    with (
+        updated_server(options, options.running) as (server, checkpoints),
+        server.client() as client,
+        Background(server.url, options.running) as load,
+    ):
+        buckets = any(name.endswith("_buckets") for name in options.parts)
+        parts = Parts(client, checkpoints, on_gpu=torch.cuda.is_available(), buckets=buckets)
+        load.settle()
+        usual = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
+        samples: dict[str, list[dict[str, float]]] = {name: [] for name in options.parts}
+        for name in options.parts * options.rounds:
+            parts.commit()  # there is something to go back to, whatever came before
+            time.sleep(REST_SECONDS)
+            during, seconds, count = _rate(server.url, options.seconds, getattr(parts, name))
+            time.sleep(REST_SECONDS)
+            after = _rate(server.url, options.seconds, partial(time.sleep, options.seconds))[0]
+            lost = 1 - 2 * during / (usual + after)
+            samples[name].append(
+                {
+                    "seconds": seconds / count,
+                    "count": count,
+                    "tokens_per_s_before": usual,
+                    "tokens_per_s_during": during,
+                    "tokens_per_s_after": after,
+                    "tokens_lost": lost,
+                    "lost_ms": lost * seconds / count * 1e3,
+                }
+            )
+            cases = [_case(options, part, found) for part, found in samples.items() if found]
+            write_cases(options.out, origin, cases)
+            usual = after
     for case in cases:
         console.print(
             f"{case['part']:14} {case['seconds']:7.3f} s each, {case['tokens_lost']:6.1%} of tokens lost, "
@@ -160,17 +152,13 @@ def _options() -> Any:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
-    parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
+    add_update_options(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=1, help="how often all parts take their turn")
     parser.add_argument("--running", type=int, default=128, help="requests beside the updates")
     parser.add_argument(
         "--seconds", type=float, default=6.0, help="of each part, and of the rest between them"
     )
-    parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
-    parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
-    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
     return parser.parse_args()
 
 

@@ -18,7 +18,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,9 +30,9 @@ import torch
 from rich.console import Console
 
 from vllm_fp8ext.bench.background import Background
-from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.demo.server import MODEL, Server, serve_options
+from vllm_fp8ext.bench.servers import add_update_options, updated_server
+from vllm_fp8ext.demo.server import MODEL
 from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.serve.client.flat import in_buffers
 from vllm_fp8ext.update.transports.wire import stored
@@ -47,28 +46,21 @@ console = Console(width=140, highlight=False)
 def main() -> int:
     options = _options()
     origin, cases = provenance(), []
-    with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
-        folder = Path(scratch)
-        checkpoints = two_checkpoints(options.checkpoints, options.shape, folder)
-        requests = options.running + options.users
-        arguments = [
-            *("--skip-tokenizer-init", "--max-model-len", str(max(4096, max(options.prompts) + 64))),
-            *("--max-num-seqs", str(max(16, requests + 1)), *serve_options(options.serve)),
-        ]
-        settings = {"allowed_dirs": allowed_dirs(checkpoints)}
-        with Server(checkpoints[0], folder / "server.log", arguments=arguments, settings=settings) as server:
-            server.wait(1200)
-            with server.client() as client, contextlib.ExitStack() as stack:
-                update = _updates(client, checkpoints)
-                load = (
-                    stack.enter_context(Background(server.url, options.running)) if options.running else None
-                )
-                for tokens, updated in itertools.product(options.prompts, (False, True)):
-                    found = _window(server.url, options, tokens, load, update if updated else None)
-                    case = {"model": options.shape, "load": options.running, "users": options.users}
-                    cases.append({**case, "prompt_tokens": tokens, "updated": updated, **found})
-                    console.print({name: value for name, value in cases[-1].items() if name != "first_token"})
-                    write_cases(options.out, origin, cases)
+    longest = max(4096, max(options.prompts) + 64)
+    requests = options.running + options.users
+    with (
+        updated_server(options, requests, longest=longest) as (server, checkpoints),
+        server.client() as client,
+        contextlib.ExitStack() as stack,
+    ):
+        update = _updates(client, checkpoints)
+        load = stack.enter_context(Background(server.url, options.running)) if options.running else None
+        for tokens, updated in itertools.product(options.prompts, (False, True)):
+            found = _window(server.url, options, tokens, load, update if updated else None)
+            case = {"model": options.shape, "load": options.running, "users": options.users}
+            cases.append({**case, "prompt_tokens": tokens, "updated": updated, **found})
+            console.print({name: value for name, value in cases[-1].items() if name != "first_token"})
+            write_cases(options.out, origin, cases)
     return 0
 
 
@@ -155,17 +147,13 @@ def _options() -> Any:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-8B")
-    parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
+    add_update_options(parser)
     parser.add_argument("--prompts", type=int, nargs="+", default=[8192, 32768], help="their tokens, in turn")
     parser.add_argument("--users", type=int, default=2, help="who ask for long prompts at once")
     parser.add_argument("--running", type=int, default=64, help="requests beside them")
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="of each length, without updates and beside them"
     )
-    parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
-    parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
-    parser.add_argument("--out", type=Path, help="write the cases here, as JSON")
     return parser.parse_args()
 
 

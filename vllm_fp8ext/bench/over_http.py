@@ -28,6 +28,7 @@ from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.http_client import ROUTES, Clients, Load
 from vllm_fp8ext.bench.options import CommandLine, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
+from vllm_fp8ext.bench.servers import wait_for_all
 from vllm_fp8ext.bench.tokenizer import write_tokenizer
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.errors import ConfigError
@@ -154,10 +155,7 @@ def _servers(folder: Path, logs: Path, options: Any) -> Iterator[dict[str, Serve
                     settings=with_graphs({**kv, **settings}),
                 )
                 servers[name] = stack.enter_context(server)
-        for name, server in servers.items():
-            began = time.monotonic()
-            server.wait(1500)
-            console.print(f"{name}: answers after {time.monotonic() - began:.0f} s")
+        wait_for_all(servers, console)
         yield servers
 
 

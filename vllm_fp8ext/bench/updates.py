@@ -35,11 +35,12 @@ from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.bench.native import SERVE, VARIABLES, Native
 from vllm_fp8ext.bench.options import CommandLine, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.demo.server import Server, serve_options
+from vllm_fp8ext.bench.servers import server_arguments, wait_for_all
+from vllm_fp8ext.bench.transports import push_variants, transport_of
+from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.serve.client import Group
 from vllm_fp8ext.serve.schema import Running
 
-TRANSPORTS = ("files", "http", "http-plain", "http-fp8", "ipc", "ipc-fp8", "nccl", "nccl-fp8")
 VARIANTS = ("blockfp8", "stock")
 POLICIES: tuple[Running, ...] = ("keep", "recompute")
 console = Console(width=140, highlight=False)
@@ -60,12 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ahead = {}
             if options.together:
                 ahead = {variant: stack.enter_context(start(variant)) for variant in options.variants}
-            for server in ahead.values():  # none starts beside what is measured
-                server.wait(1200)
+            wait_for_all(ahead, console)  # none starts beside what is measured
             for variant in options.variants:
                 with contextlib.nullcontext(ahead[variant]) if ahead else start(variant) as server:
-                    server.wait(1200)
-                    console.print(f"{variant} is ready")
+                    if not ahead:
+                        wait_for_all({variant: server}, console)
                     for found in _measure(variant, options, server, checkpoints):
                         cases += found
                         write_cases(options.out, origin, cases)
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_choice("--shape", SHAPES, "Qwen3-8B", "of the model", nargs=None)
     parser.add_argument("--checkpoints", type=Path, nargs=2, help="serve these instead of generated weights")
     parser.add_choice("--variants", VARIANTS, ["blockfp8"], "servers")
-    parser.add_choice("--transports", TRANSPORTS, ["files", "http"], "in turn")
+    parser.add_choice("--transports", push_variants(), ["files", "http"], "in turn")
     parser.add_argument("--running", type=int, nargs="+", default=[0], help="requests beside the updates")
     parser.add_choice("--policy", POLICIES, ["keep"], "for running requests, in turn")
     parser.add_argument(
@@ -107,24 +107,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path) -> Server:
     longest = max(options.running)
-    arguments = [
-        *("--skip-tokenizer-init", "--max-model-len", "4096", "--max-num-seqs", str(max(16, longest + 1))),
-        *serve_options(options.serve),
-    ]
+    arguments = server_arguments(longest, options.serve)
     if variant == "stock":
         native = "ipc" in options.transports
         arguments += ["--quantization", "fp8_per_block", *(SERVE if native else ())]
         variables = VARIABLES if native else {}
         return Server(model, folder / "stock.log", arguments=arguments, variables=variables, stock=True)
     settings = {"allowed_dirs": allowed_dirs(options.checkpoints or [folder / "a"]), **options.settings}
-    variables = _without_the_last_gpu() if any(_way(name) == "nccl" for name in options.transports) else {}
+    variables = (
+        _without_the_last_gpu() if any(transport_of(name) == "nccl" for name in options.transports) else {}
+    )
     log = folder / "blockfp8.log"
     return Server(model, log, arguments=arguments, settings=settings, variables=variables)
-
-
-def _way(transport: str) -> str:
-    """The client's name for it: `http` for `http-fp8`, say."""
-    return transport.partition("-")[0]
 
 
 def _without_the_last_gpu() -> dict[str, str]:
@@ -196,7 +190,7 @@ def _pusher(
     if variant == "stock":
         yield from _stock(transport, server, folders, options)
         return
-    way: Any = _way(transport)
+    way: Any = transport_of(transport)
     with server.client() as client, Group() as group:
         in_memory = set(checkpoints) if way in ("ipc", "nccl") else set()
         held = {path: _in_memory(path, way, options, fused=options.fused) for path in in_memory}

@@ -45,3 +45,7 @@ class ClientTransport:
     prepare: Prepare
     several_servers: bool = True
     """True where the same tensors can be sent to several servers."""
+    sends_tensors: bool = True
+    """False where the server finds them by a path; nothing is quantized here then."""
+    has_checksums: bool = False
+    """True where the server checks a SHA-256 of each chunk."""

@@ -4,4 +4,4 @@
 from vllm_fp8ext.serve.client.transports.files.sender import FilesSender
 from vllm_fp8ext.serve.client.transports.sender import ClientTransport
 
-TRANSPORT = ClientTransport(name="files", prepare=FilesSender.prepare)
+TRANSPORT = ClientTransport(name="files", prepare=FilesSender.prepare, sends_tensors=False)

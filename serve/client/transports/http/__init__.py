@@ -4,4 +4,4 @@
 from vllm_fp8ext.serve.client.transports.http.sender import HttpSender
 from vllm_fp8ext.serve.client.transports.sender import ClientTransport
 
-TRANSPORT = ClientTransport(name="http", prepare=HttpSender.prepare)
+TRANSPORT = ClientTransport(name="http", prepare=HttpSender.prepare, has_checksums=True)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to push weights that are measured: each transport of the client, and what can be changed about it."""
+
+from vllm_fp8ext.serve.client.transports.registry import SENDERS
+
+
+def push_variants() -> tuple[str, ...]:
+    """Return names of all: `http-fp8` quantizes before it sends, `http-plain` sends no checksums."""
+    names: list[str] = []
+    for name, transport in SENDERS.items():
+        names.append(name)
+        if transport.sends_tensors:
+            names.append(f"{name}-fp8")
+        if transport.has_checksums:
+            names.append(f"{name}-plain")
+    return tuple(names)
+
+
+def tensor_transports() -> tuple[str, ...]:
+    """Return the names of transports that take tensors."""
+    return tuple(name for name, transport in SENDERS.items() if transport.sends_tensors)
+
+
+def transport_of(variant: str) -> str:
+    """Return the client's name for a variant: `http` for `http-fp8`."""
+    return variant.partition("-")[0]
