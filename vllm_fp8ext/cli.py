@@ -116,16 +116,16 @@ def digest(
             layout = Manifest.from_dict(client.manifest())
     with Progress(console=errors, transient=True) as bar:
         task = bar.add_task("hashing", total=None)
-        found = checkpoint_digests(
+        digests = checkpoint_digests(
             checkpoint,
             layout,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             expert_layout=expert_layout,
         )
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(digests, indent=1))
         return
-    for name, ranks in found.items():
+    for name, ranks in digests.items():
         for rank, value in ranks.items():
             click.echo(f"{value}  {name}  rank {rank}")
 

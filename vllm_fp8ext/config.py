@@ -128,9 +128,9 @@ class ExpertSettings(BaseModel):
     """The kernel for more tokens: one of `vllm_fp8ext.layers.expert_kernels`."""
 
 
-def _tokens(given: object) -> object:
-    if given in (None, "auto") or (isinstance(given, int) and given >= 0 and not isinstance(given, bool)):
-        return given
+def _tokens(tokens: object) -> object:
+    if tokens in (None, "auto") or (isinstance(tokens, int) and tokens >= 0 and not isinstance(tokens, bool)):
+        return tokens
     raise ValueError('expected a number of tokens, 0 or more, or "auto"')
 
 

@@ -18,14 +18,14 @@ CachedKV = list[tuple[Tensor, Tensor]]
 @torch.no_grad()
 def cached_kv(model: Any, prompts: Sequence[Sequence[int]]) -> CachedKV:
     """Return what a causal model of Hugging Face caches for these token ids. Prompts run one at a time."""
-    found: list[list[tuple[Tensor, Tensor]]] = []
+    by_prompt: list[list[tuple[Tensor, Tensor]]] = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
         cache = model(ids, use_cache=True).past_key_values
-        found.append([(_by_token(layer.keys), _by_token(layer.values)) for layer in cache.layers])
+        by_prompt.append([(_by_token(layer.keys), _by_token(layer.values)) for layer in cache.layers])
     return [
         (torch.cat([key for key, _ in parts]), torch.cat([value for _, value in parts]))
-        for parts in zip(*found, strict=True)
+        for parts in zip(*by_prompt, strict=True)
     ]
 
 
@@ -47,11 +47,11 @@ def scales_of(
     `layers`: what the server calls them, in the order of the model: `list(client.kv_scales().scales)`. Where K or V of a
     layer are all zero or not finite, 1.0.
     """
-    found: Scales = {}
+    by_layer: Scales = {}
     for layer, parts in zip(layers, cached, strict=True):
-        found[layer] = {}
+        by_layer[layer] = {}
         for kind, values in zip(("k", "v"), parts, strict=True):
             amax = amax_by_head(values, values.shape[1] if granularity == "head" else 1)
             scales = next_scales(amax, torch.ones_like(amax), margin=margin, scale_format=scale_format)
-            found[layer][kind] = scales.tolist()
-    return found
+            by_layer[layer][kind] = scales.tolist()
+    return by_layer

@@ -31,13 +31,13 @@ def untouched_bytes(folder: str) -> int:
     there = {folder}
     if os.path.isdir(FOLDER) and os.stat(FOLDER).st_dev == os.stat(folder).st_dev:
         there.add(FOLDER)
-    found = {}
+    by_inode = {}
     for entry in (entry for place in there for entry in os.scandir(place)):
         if _SEGMENT.fullmatch(entry.name):
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
-                found[status.st_ino] = max(status.st_size - status.st_blocks * 512, 0)
-    return sum(found.values())
+                by_inode[status.st_ino] = max(status.st_size - status.st_blocks * 512, 0)
+    return sum(by_inode.values())
 
 
 def free_bytes(folder: str) -> int:
@@ -80,12 +80,12 @@ def _close(path: Path) -> None:
 
 def _recorded(folder: str, record: bytes) -> list[Path]:
     """Return the segments of a record that are still there; another one may have got the name of one that is not."""
-    found = []
+    segments = []
     for line in record.decode("ascii", "replace").splitlines():
         name, _, inode = line.partition(" ")
         if _SEGMENT.fullmatch(name):
             with contextlib.suppress(OSError):
                 status = os.lstat(os.path.join(folder, name))
                 if stat.S_ISREG(status.st_mode) and str(status.st_ino) == inode:
-                    found.append(Path(folder, name))
-    return found
+                    segments.append(Path(folder, name))
+    return segments

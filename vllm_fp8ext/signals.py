@@ -26,11 +26,11 @@ def held_back() -> Iterator[None]:
     # what is ignored, as SIGINT is in the background of a script, stays so in what is started
     usual = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in usual:
-        signal.signal(number, lambda found, _: came.update({found: None}))
+        signal.signal(number, lambda received, _: came.update({received: None}))
     try:
         yield
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
-        for found in came:
-            signal.raise_signal(found)
+        for received in came:
+            signal.raise_signal(received)

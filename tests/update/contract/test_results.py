@@ -55,7 +55,7 @@ FOR_METRICS = {"kv_layers", "kv_traffic", "totals"}
     ("result", "body", "added", "hidden"),
     [
         (UpdateState, schema.Update, TOLD_ON_OPENING, set()),
-        (EngineStatus, schema.Weights, set(), FOR_METRICS),
+        (EngineStatus, schema.Weights, {"features"}, FOR_METRICS),
         (ServedScales, schema.KvScalesServed, set(), set()),
         (ServedDigests, schema.Digests, set(), set()),
         (Verified, schema.Verified, set(), set()),

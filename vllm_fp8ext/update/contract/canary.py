@@ -27,14 +27,14 @@ class Canary:
     built_in: bool = False
 
 
-def canary_of(asked: Mapping[str, Any] | None, settings: Settings, vocabulary: int, longest: int) -> Canary:
+def canary_of(request: Mapping[str, Any] | None, settings: Settings, vocabulary: int, longest: int) -> Canary:
     """The canary of an update: what it asked for, else the server's own, else a built-in sample of token ids.
 
     Raises:
         UpdateError: token ids beyond the vocabulary, prompts longer than the model takes, a perplexity without prompts.
     """
-    own = settings.canary.model_dump() if settings.canary else {}
-    chosen = {**own, **{key: value for key, value in (asked or {}).items() if value is not None}}
+    defaults = settings.canary.model_dump() if settings.canary else {}
+    chosen = {**defaults, **{key: value for key, value in (request or {}).items() if value is not None}}
     prompts, bound = chosen.get("prompts"), chosen.get("max_perplexity")
     if not prompts:
         if bound is not None:

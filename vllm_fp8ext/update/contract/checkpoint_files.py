@@ -52,18 +52,18 @@ def chosen(files: Iterable[str], named: Set[str] | None, folder: str | Path) -> 
     Raises:
         UpdateError: `not-found`: there is none, or one that the index names is missing.
     """
-    found = sorted(files)
+    names = sorted(files)
     if named is not None:
-        missing = sorted(named - set(found))
+        missing = sorted(named - set(names))
         if missing:
             rest = f" and {len(missing) - _TOLD} more" if len(missing) > _TOLD else ""
             some = ", ".join(shown(name[:_NAME_LENGTH]) for name in missing[:_TOLD])
             message = f"{folder}/{INDEX}: names files that are missing: {some}{rest}"
             raise UpdateError("not-found", message, status=404)
-        found = [name for name in found if name in named]
-    if not found:
+        names = [name for name in names if name in named]
+    if not names:
         raise UpdateError("not-found", f"{folder}: expected *{SUFFIX} files, found none", status=404)
-    return found
+    return names
 
 
 def indexed_files(content: BinaryIO, index: str | Path) -> set[str]:

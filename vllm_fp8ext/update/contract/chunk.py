@@ -95,12 +95,12 @@ def with_sent_names(problems: Iterable[dict[str, Any]], sent: Mapping[str, str])
 
 def quantization_error(chunks: Iterable[Chunk]) -> dict[str, Any] | None:
     """Relative error of the quantized weights, ‖w - dequantized‖ / ‖w‖: over all of them, and by tensor."""
-    found = sum((chunk.error for chunk in chunks), QuantizationError())
-    if not found.tensors:
+    total = sum((chunk.error for chunk in chunks), QuantizationError())
+    if not total.tensors:
         return None
     return {
-        "relative": (found.squared / found.norm) ** 0.5,
-        "mean": found.relative / found.tensors,
-        "max": found.worst[0],
-        "worst": found.worst[1],
+        "relative": (total.squared / total.norm) ** 0.5,
+        "mean": total.relative / total.tensors,
+        "max": total.worst[0],
+        "worst": total.worst[1],
     }

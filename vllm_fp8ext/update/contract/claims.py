@@ -42,12 +42,12 @@ def opening_problems(
 def repeated(names: Iterable[str], manifest: Manifest) -> list[dict[str, Any]]:
     """A problem for each name whose tensor another one names too."""
     first: dict[str, str] = {}
-    found = []
+    problems = []
     for name in names:
         known = first.setdefault(manifest.canonical(name), name)
         if known != name:
-            found.append({"kind": "duplicate-tensor", "tensor": name, "detail": f"{known} names it too"})
-    return found
+            problems.append({"kind": "duplicate-tensor", "tensor": name, "detail": f"{known} names it too"})
+    return problems
 
 
 def claim_problems(
@@ -55,19 +55,19 @@ def claim_problems(
 ) -> list[dict[str, Any]]:
     """Report tensors of a chunk that differ from what was claimed of them. They may also come in a form in which a claimed
     SHA-256 can't be checked: an expert's matrices fused, or one by one."""
-    found: list[dict[str, Any]] = []
+    problems: list[dict[str, Any]] = []
     for spec in specs if claims else ():
         claim = claims.get(spec.name, Claim())
         if claim.shape is not None and claim.shape != spec.shape:
-            found.append(_problem("wrong-shape", spec.name, list(claim.shape), list(spec.shape)))
+            problems.append(_problem("wrong-shape", spec.name, list(claim.shape), list(spec.shape)))
         if claim.dtype is not None and claim.dtype != spec.dtype:
-            found.append(_problem("wrong-dtype", spec.name, claim.dtype, spec.dtype))
+            problems.append(_problem("wrong-dtype", spec.name, claim.dtype, spec.dtype))
         for form in manifest.other_forms(spec.name):
             if form in claims and claims[form].sha256:
-                told = {"expected": form, "found": spec.name}
-                found.append({"kind": "wrong-form", "tensor": spec.name, **told})
+                names = {"expected": form, "found": spec.name}
+                problems.append({"kind": "wrong-form", "tensor": spec.name, **names})
                 break
-    return found
+    return problems
 
 
 def _filled(claims: Mapping[str, Claim], known: TensorSpec) -> TensorSpec:
@@ -77,5 +77,5 @@ def _filled(claims: Mapping[str, Claim], known: TensorSpec) -> TensorSpec:
     return TensorSpec(known.name, shape, claim.dtype or known.dtype)
 
 
-def _problem(kind: str, tensor: str, expected: Any, found: Any) -> dict[str, Any]:
-    return {"kind": kind, "tensor": tensor, "expected": expected, "found": found}
+def _problem(kind: str, tensor: str, expected: Any, sent: Any) -> dict[str, Any]:
+    return {"kind": kind, "tensor": tensor, "expected": expected, "found": sent}

@@ -32,11 +32,11 @@ class Snapshot:
         real = Path(os.path.realpath(checkpoint))
         files = checkpoint_files(real)
         index = real / INDEX
-        found = {file: _status(file) for file in [*files, *([index] if index.is_file() else [])]}
-        newest = max(max(status.st_mtime, status.st_ctime) for status in found.values())
+        statuses = {file: _status(file) for file in [*files, *([index] if index.is_file() else [])]}
+        newest = max(max(status.st_mtime, status.st_ctime) for status in statuses.values())
         if abs(time.time() - newest) < TICK_SECONDS:
             time.sleep(TICK_SECONDS)
-        return cls(tuple(files), {file: stamp_of(status) for file, status in found.items()})
+        return cls(tuple(files), {file: stamp_of(status) for file, status in statuses.items()})
 
     @contextmanager
     def opened(self, file: Path) -> Iterator[BinaryIO]:

@@ -38,21 +38,23 @@ class Fused:
     shape: tuple[int, ...]
     parts: tuple[str, ...]
 
-    def layout_problem(self, told: ExpertLayout | None) -> dict[str, str] | None:
+    def layout_problem(self, layout: ExpertLayout | None) -> dict[str, str] | None:
         """Describe what is wrong with a tensor of this `layout`, or return None.
 
         A shape that is the same both ways tells nothing: the client's `layout` must.
         """
         _, rows, columns = self.shape
-        if told == TAKEN_LAYOUT or (told is None and rows != columns):
+        if layout == TAKEN_LAYOUT or (layout is None and rows != columns):
             return None
         detail = (
-            TRANSPOSED if told else f"its shape is the same both ways: say expert_layout, or if {TRANSPOSED}"
+            TRANSPOSED
+            if layout
+            else f"its shape is the same both ways: say expert_layout, or if {TRANSPOSED}"
         )
         return {
             "kind": "wrong-layout",
             "expected": TAKEN_LAYOUT,
-            "found": told or "not told",
+            "found": layout or "not told",
             "detail": detail,
         }
 
@@ -62,10 +64,10 @@ def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused]:
     `.experts.gate_up_proj` and `.experts.down_proj`."""
     members: dict[str, dict[int, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
     for name in shapes:
-        found = _MATRIX.fullmatch(name)
-        if found and found["matrix"] in _FUSED:
-            whole = f"{found['experts']}.{_FUSED[found['matrix']]}"
-            members[whole][int(found["expert"])].append((_ORDER[found["matrix"]], name))
+        match = _MATRIX.fullmatch(name)
+        if match and match["matrix"] in _FUSED:
+            whole = f"{match['experts']}.{_FUSED[match['matrix']]}"
+            members[whole][int(match["expert"])].append((_ORDER[match["matrix"]], name))
     fused = {}
     for whole, experts in members.items():
         parts = tuple(name for expert in sorted(experts) for _, name in sorted(experts[expert]))
@@ -78,14 +80,14 @@ def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused]:
 
 def taken_apart(tensors: Iterable[list[Any]], fused: Mapping[str, Fused]) -> list[list[Any]]:
     """Split every fused tensor into its matrices. `tensors`: `[name, shape, dtype, start, bytes]` each."""
-    found = []
+    matrices = []
     for tensor in tensors:
         name, shape, dtype, start, size = tensor
         parts = fused[name].parts if name in fused else ()
         if not parts:
-            found.append(tensor)
+            matrices.append(tensor)
             continue
         experts, rows, columns = shape
         each, matrix = size // len(parts), [experts * rows // len(parts), columns]
-        found += [[part, matrix, dtype, start + number * each, each] for number, part in enumerate(parts)]
-    return found
+        matrices += [[part, matrix, dtype, start + number * each, each] for number, part in enumerate(parts)]
+    return matrices

@@ -22,12 +22,12 @@ def remembered(commits: Sequence[Part]) -> Scales:
 
 
 def _by_element(parts: Sequence[Part], choose: Callable[[Column], float]) -> Scales:
-    found: Scales = {}
+    merged: Scales = {}
     for layer, kinds in parts[0].items():
         for kind in kinds:
             columns = zip(*(part[layer][kind] for part in parts), strict=True)
-            found.setdefault(layer, {})[kind] = list(map(choose, columns))
-    return found
+            merged.setdefault(layer, {})[kind] = list(map(choose, columns))
+    return merged
 
 
 def _finite(value: float | None) -> bool:

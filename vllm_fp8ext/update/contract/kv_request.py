@@ -24,7 +24,7 @@ class KvRequest:
 
 
 def kv_request_of(
-    told: Mapping[str, Any] | None,
+    fields: Mapping[str, Any] | None,
     settings: KvScaleSettings,
     served: Scales,
     vocabulary: int,
@@ -40,10 +40,10 @@ def kv_request_of(
         UpdateError: `invalid-request`: a policy that this server can't follow, prompts that are no prompts, scales that are
             missing, unknown, out of range, or not as many as expected.
     """
-    told = told or {}
-    policy = cast("Policy", told.get("policy") or settings.policy)
-    cached = cast("Cached", told.get("cached") or settings.cached)
-    prompts, scales = told.get("prompts"), told.get("scales")
+    fields = fields or {}
+    policy = cast("Policy", fields.get("policy") or settings.policy)
+    cached = cast("Cached", fields.get("cached") or settings.cached)
+    prompts, scales = fields.get("prompts"), fields.get("scales")
     if prompts and policy != "calibrate":
         raise _invalid(f"prompts are for the policy calibrate, found {policy}")
     if (scales is not None) != (policy == "provided"):
@@ -73,23 +73,23 @@ def _completed(scales: Mapping[str, Mapping[str, Any]], served: Scales) -> Scale
         raise _invalid(
             f"scales: missing layers {missing}, unknown layers {unknown}; expected {sorted(served)}"
         )
-    found: Scales = {}
+    completed: Scales = {}
     for layer, now in served.items():
-        found[layer] = {}
+        completed[layer] = {}
         for kind in NAMES:
             values = scales[layer].get(kind)
             if values is None and kind != "q":
                 raise _invalid(f"scales: {layer} has no {kind}")
             listed = torch.tensor(now[kind] if values is None else values, dtype=torch.float32).reshape(-1)
-            wanted = len(now[kind])
-            if len(listed) not in (1, wanted):
-                raise _invalid(f"scales: {layer}.{kind}: expected 1 or {wanted} numbers, found {len(listed)}")
+            heads = len(now[kind])
+            if len(listed) not in (1, heads):
+                raise _invalid(f"scales: {layer}.{kind}: expected 1 or {heads} numbers, found {len(listed)}")
             if not bool(((listed >= SMALLEST_SCALE) & (listed <= LARGEST_SCALE)).all()):
                 raise _invalid(
                     f"scales: {layer}.{kind}: expected numbers from 2**-126 to 2**118, found {values}"
                 )
-            found[layer][kind] = listed.expand(wanted).tolist()
-    return found
+            completed[layer][kind] = listed.expand(heads).tolist()
+    return completed
 
 
 def _invalid(message: str) -> UpdateError:

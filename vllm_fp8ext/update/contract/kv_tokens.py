@@ -27,7 +27,7 @@ class Tokens:
 
 
 def choose(
-    asked: Sequence[Sequence[int]] | None,
+    requested: Sequence[Sequence[int]] | None,
     settings: KvScaleSettings,
     recent: Sequence[Sequence[int]],
     vocabulary: int,
@@ -37,14 +37,14 @@ def choose(
 
     The same tokens give the same scales, so a trainer that sends its own can compute them too.
     """
-    given = asked or settings.prompts
-    if given:
-        prompts = _cut(given, settings.tokens, longest)
-        return Tokens(prompts, "update" if asked else "settings")
+    chosen = requested or settings.prompts
+    if chosen:
+        prompts = _cut(chosen, settings.tokens, longest)
+        return Tokens(prompts, "update" if requested else "settings")
     known = [prompt for prompt in recent if max(prompt, default=0) < vocabulary]
-    found = Tokens(_cut(known, settings.tokens, min(longest, PROMPT_TOKENS)), "recent")
-    if found.count * ENOUGH >= settings.tokens:
-        return found
+    recent_tokens = Tokens(_cut(known, settings.tokens, min(longest, PROMPT_TOKENS)), "recent")
+    if recent_tokens.count * ENOUGH >= settings.tokens:
+        return recent_tokens
     return Tokens(built_in(settings.tokens, vocabulary, longest), "built-in")
 
 
@@ -56,10 +56,10 @@ def built_in(tokens: int, vocabulary: int, longest: int) -> list[list[int]]:
 
 
 def _cut(prompts: Sequence[Sequence[int]], tokens: int, longest: int) -> list[list[int]]:
-    found: list[list[int]] = []
+    cut: list[list[int]] = []
     for prompt in prompts:
-        left = tokens - sum(map(len, found))
+        left = tokens - sum(map(len, cut))
         if left <= 0:
             break
-        found.append(list(prompt[: min(left, longest)]))
-    return found
+        cut.append(list(prompt[: min(left, longest)]))
+    return cut

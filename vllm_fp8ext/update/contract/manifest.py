@@ -50,7 +50,7 @@ def scales_beside(parts: Iterable[T], name: Callable[[T], str]) -> list[T]:
             scales.setdefault(name(part), []).append(part)
         else:
             others.append(part)
-    return [found for part in others for found in (part, *scales.pop(scale_name(name(part)), ()))]
+    return [each for part in others for each in (part, *scales.pop(scale_name(name(part)), ()))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,14 @@ class Manifest:
 
     def parts(self, names: Iterable[str]) -> list[str]:
         """These names, with those of its matrices for each fused tensor."""
-        found: list[str] = []
+        parts: list[str] = []
         for name in names:
             whole = self.fused.get(name)
             if whole:
-                found += whole.parts
+                parts += whole.parts
             else:
-                found.append(name)
-        return found
+                parts.append(name)
+        return parts
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape that a tensor must have, if it is taken."""
@@ -179,12 +179,12 @@ class Manifest:
 
     def scales_among(self, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
         """Return by name the scales that tensors must bring which come as codes."""
-        found = {}
+        scales = {}
         for spec in specs:
             if spec.dtype == CODES_DTYPE and spec.name in self.tensors:
                 shape = tuple(blocks(size) for size in self.tensors[spec.name].shape)
-                found[scale_name(spec.name)] = TensorSpec(scale_name(spec.name), shape, "float32")
-        return found
+                scales[scale_name(spec.name)] = TensorSpec(scale_name(spec.name), shape, "float32")
+        return scales
 
     def problems(
         self, specs: Iterable[TensorSpec], expert_layout: ExpertLayout | None = None
@@ -193,7 +193,7 @@ class Manifest:
         without their scales, fused experts that do not lie as they must. `expert_layout`: how the client says they lie."""
         specs = list(specs)
         scales = self.scales_among(specs)
-        found: list[dict[str, Any]] = [
+        problems: list[dict[str, Any]] = [
             {"kind": "missing-scales", "tensor": name.removesuffix(SCALES), "expected": name}
             for name in sorted(scales.keys() - {spec.name for spec in specs})
         ]
@@ -203,23 +203,23 @@ class Manifest:
             scale = scales.get(spec.name)
             known = scale.shape if scale else self.shape_of(spec.name)
             if known is None:
-                found.append({"kind": "unknown-tensor", "tensor": spec.name})
+                problems.append({"kind": "unknown-tensor", "tensor": spec.name})
                 meant = self._hints.meant(spec.name)
                 if meant:
-                    found[-1]["detail"] = f"is {meant} meant?"
+                    problems[-1]["detail"] = f"is {meant} meant?"
                 continue
             if spec.shape != known:
                 shapes = {"expected": list(known), "found": list(spec.shape)}
-                found.append({"kind": "wrong-shape", "tensor": spec.name, **shapes})
+                problems.append({"kind": "wrong-shape", "tensor": spec.name, **shapes})
                 if spec.name in self.fused and spec.shape == (known[0], known[2], known[1]):
-                    found[-1]["detail"] = TRANSPOSED
+                    problems[-1]["detail"] = TRANSPOSED
             elif spec.name in self.fused and (wrong := self.fused[spec.name].layout_problem(expert_layout)):
-                found.append({"tensor": spec.name, **wrong})
+                problems.append({"tensor": spec.name, **wrong})
             if scale is None and spec.dtype in DTYPES and spec.name not in self._others:
                 continue  # nearly all: thousands, while an engine waits
             expected = [scale.dtype] if scale else self.dtypes_of(spec.name)
             if spec.dtype not in expected:
-                found.append(
+                problems.append(
                     {
                         "kind": "wrong-dtype",
                         "tensor": spec.name,
@@ -227,7 +227,7 @@ class Manifest:
                         "found": spec.dtype,
                     }
                 )
-        return found
+        return problems
 
     def dtypes_of(self, name: str) -> list[str]:
         """Dtypes in which a tensor may come: of integers, their own alone."""
@@ -318,9 +318,9 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
         if rank.scale_format != first.scale_format:
             raise _disagree(f"scale_format {first.scale_format} and {rank.scale_format}")
         for name in sorted(tensors):
-            found = rank.tensors.get(name, tensors[name] if name in rank.ignored else None)
-            if found != tensors[name]:
-                raise _disagree(f"{name}: {_shown(tensors[name])} and {_shown(found)}")
+            spec = rank.tensors.get(name, tensors[name] if name in rank.ignored else None)
+            if spec != tensors[name]:
+                raise _disagree(f"{name}: {_shown(tensors[name])} and {_shown(spec)}")
     pieces = {name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in tensors}
     for rank in ranks:
         if rank.tied != first.tied:

@@ -143,14 +143,14 @@ def _entries(header: bytes, name: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # a lone surrogate could be told to nobody
         "".join(text for pair in pairs for text in pair if isinstance(text, str)).encode()
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
             repeated = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
             problems = [{"kind": "duplicate-tensor", "tensor": f"{key:.{_SHOWN}}"} for key in repeated]
             some = [problem["tensor"] for problem in problems[:8]]
             message = f"{name}: names that its header has twice: {some}"
             raise UpdateError("duplicate-tensor", message, status=422, **listed(problems))
-        return found
+        return entries
 
     try:
         entries = json.loads(header, object_pairs_hook=unique)

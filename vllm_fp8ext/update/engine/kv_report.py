@@ -17,7 +17,7 @@ def layer_reports(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Report by layer, then by `k` and `v`: `saturated_fraction`; `relative_error`, ‖x - dequantized‖ / ‖x‖; `headroom`,
     powers of two from the largest value that was seen to the largest code. `fits`: of each rank."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    reports: dict[str, dict[str, dict[str, float]]] = {}
     for layer in fits[0]:
         for kind in ("k", "v"):
             parts = [fit[layer][kind] for fit in fits]
@@ -25,12 +25,12 @@ def layer_reports(
                 sum(part[name] for part in parts)
                 for name in ("elements", "saturated", "squared_error", "squared_norm")
             )
-            found.setdefault(layer, {})[kind] = {
+            reports.setdefault(layer, {})[kind] = {
                 "saturated_fraction": saturated / elements if elements else 0.0,
                 "relative_error": math.sqrt(error / norm) if norm else 0.0,
                 "headroom": _headroom(amax[layer][kind], scales[layer][kind]),
             }
-    return found
+    return reports
 
 
 def _headroom(amax: Sequence[float], scales: Sequence[float]) -> float:
@@ -46,13 +46,13 @@ def worst(layers: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str,
     they are known, and the layer with the largest fraction. None when nothing is."""
     if not layers:
         return None
-    found: dict[str, dict[str, Any]] = {}
+    worst_fits: dict[str, dict[str, Any]] = {}
     for kind in ("k", "v"):
         parts = {layer: report[kind] for layer, report in layers.items()}
         names = next(iter(parts.values()))
-        found[kind] = {name: _WORST[name](part[name] for part in parts.values()) for name in names}
-        found[kind]["worst"] = max(parts, key=lambda layer: parts[layer]["saturated_fraction"])
-    return found
+        worst_fits[kind] = {name: _WORST[name](part[name] for part in parts.values()) for name in names}
+        worst_fits[kind]["worst"] = max(parts, key=lambda layer: parts[layer]["saturated_fraction"])
+    return worst_fits
 
 
 def traffic_reports(
@@ -61,15 +61,15 @@ def traffic_reports(
     """Report what was written into the cache with these scales: `saturated_fraction` and `headroom` by layer, then by `k`
     and `v`. Layers into which nothing was written are left out. `parts`: of each rank, by layer and kind, `elements` and
     how many were `saturated`."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    reports: dict[str, dict[str, dict[str, float]]] = {}
     for layer in parts[0]:
         for kind in ("k", "v"):
             elements, saturated = (
                 sum(part[layer][kind][name] for part in parts) for name in ("elements", "saturated")
             )
             if elements:
-                found.setdefault(layer, {})[kind] = {
+                reports.setdefault(layer, {})[kind] = {
                     "saturated_fraction": saturated / elements,
                     "headroom": _headroom(amax[layer][kind], scales[layer][kind]),
                 }
-    return found
+    return reports

@@ -155,9 +155,9 @@ class Session:
                 "chunk-busy", f"chunk {key} is still being staged: send it again when it is done"
             )
         problems = self.manifest.problems(specs, self.expert_layout)
-        told = {(problem["kind"], problem["tensor"]) for problem in problems}
+        known = {(problem["kind"], problem["tensor"]) for problem in problems}
         claimed = claim_problems(self.claims, specs, self.manifest)
-        problems += [p for p in claimed if (p["kind"], p["tensor"]) not in told]
+        problems += [p for p in claimed if (p["kind"], p["tensor"]) not in known]
         brought = self.manifest.parts(spec.name for spec in specs)
         names = frozenset(brought)
         if len(names) < len(brought):
@@ -203,10 +203,10 @@ class Session:
     def withdraw(self, keys: Iterable[str], problem: dict[str, Any]) -> None:
         """Chunks that were staged count as not sent: their tensors are missing again."""
         self.require_alterable("take a chunk from")
-        found = [self.chunks[key] for key in keys if key in self.chunks and self.chunks[key].staged]
-        for chunk in found:
+        chunks = [self.chunks[key] for key in keys if key in self.chunks and self.chunks[key].staged]
+        for chunk in chunks:
             chunk.done([problem])
-        if found:
+        if chunks:
             self.state = State.OPEN
             self.revision += 1
 
@@ -249,12 +249,12 @@ class Session:
         """Required tensors that no staged chunk has brought; and output layers that are served as the embedding, which need
         not come, where they were announced or refused."""
         required, staged = self.required(), self.staged_names()
-        found = frozenset() if required == staged else required - staged
+        missing = frozenset() if required == staged else required - staged
         tied = self.manifest.tied.keys()
         if not tied:
-            return found
+            return missing
         refused = {name for chunk in self.chunks.values() for name in chunk.refused}
-        return found | ((refused | self.claims.keys()) & tied) - staged
+        return missing | ((refused | self.claims.keys()) & tied) - staged
 
     def check(self, epoch: int) -> None:
         """Require that everything is here and that the update fits the served `epoch`.

@@ -61,9 +61,9 @@ class Updates:
             )
             raise UpdateError("other-instance", message, expected=instance, found=living)
         if id is not None and id in self.sessions:
-            asked = {"version": version, "base_epoch": base_epoch, "partial": partial or None}
-            asked |= {"expert_layout": expert_layout}
-            _require_same(self.sessions[id], asked)
+            described = {"version": version, "base_epoch": base_epoch, "partial": partial or None}
+            described |= {"expert_layout": expert_layout}
+            _require_same(self.sessions[id], described)
             return self.sessions[id]
         if partial and base_epoch is None:
             raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
@@ -83,9 +83,9 @@ class Updates:
                 f"DELETE /fp8ext/v1/updates/{busy.id} (fp8ext abandon {busy.id})"
             )
             raise UpdateError("update-open", message, open=busy.id)
-        told = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
-        claims = {manifest.canonical(name): claim for name, claim in told.items()}
-        problems = repeated(told, manifest) + opening_problems(claims, manifest, expert_layout)
+        announced = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
+        claims = {manifest.canonical(name): claim for name, claim in announced.items()}
+        problems = repeated(announced, manifest) + opening_problems(claims, manifest, expert_layout)
         if problems:
             raise refusal(problems)
         session = Session(
@@ -124,12 +124,10 @@ class Updates:
         return next((session for session in self.sessions.values() if session.live), None)
 
 
-def _require_same(session: Session, asked: Mapping[str, Any]) -> None:
+def _require_same(session: Session, described: Mapping[str, Any]) -> None:
     """Raise if a repeated `open` describes other weights than the update it names."""
-    for name, value in asked.items():
-        found = getattr(session, name)
-        if value is not None and value != found:
-            message = (
-                f"update {session.id} was opened with {name} {found!r}: expected the same, found {value!r}"
-            )
-            raise UpdateError("other-update", message, expected=found, found=value)
+    for name, value in described.items():
+        opened_with = getattr(session, name)
+        if value is not None and value != opened_with:
+            message = f"update {session.id} was opened with {name} {opened_with!r}: expected the same, found {value!r}"
+            raise UpdateError("other-update", message, expected=opened_with, found=value)
