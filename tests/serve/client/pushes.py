@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of pushes share."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from .server import chunk
+
+CHUNK_1 = chunk(1)
+COMMIT = "POST /updates/*/commit"
+
+
+def names(calls: list[str], id: str) -> list[str]:
+    return [call.replace(id, "u") for call in calls]
+
+
+class Sharded(Tensor):
+    """Looks like a DTensor."""
+
+    def full_tensor(self) -> Tensor:
+        raise AssertionError
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name])
+        for name in expected
+    )
+
+
+def load_all(checkpoint: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in checkpoint.iterdir() for name, tensor in load_file(file).items()}
