@@ -2,14 +2,24 @@
 """The benchmark of whole engines, on the tiny model."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from forked_python.processes import run
 
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.cli import cli
 from vllm_fp8ext.errors import ConfigError
+
+
+def bench(line: list[str], **variables: str) -> None:
+    """Run `fp8ext` with these words to its end."""
+    program = [sys.executable, "-P", "-m", "vllm_fp8ext.cli", *line]
+    done = run(program, env=os.environ | variables, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def test_engines_take_turns(tmp_path: Path):
@@ -17,8 +27,7 @@ def test_engines_take_turns(tmp_path: Path):
     line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "bf16", "blockfp8"]
     line += ["--cases", "3x8x6", "--repeats", "2", "--kv-gib", "0.05", "--out", str(out)]
     line += ["--engine", '{"enforce_eager": true}', "--settings", "{}", '{"staging": "inplace"}']
-    done = CliRunner().invoke(cli, line)
-    assert done.exit_code == 0, done.output
+    bench(line)
     found = json.loads(out.read_text())
     assert found["provenance"]["versions"]["vllm-fp8ext"]
     bf16, ours, other = cases = found["cases"]
@@ -33,15 +42,13 @@ def test_engines_take_turns(tmp_path: Path):
 
 
 @pytest.mark.fp8_kv
-def test_engines_one_after_the_other_tell_what_they_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engines_one_after_the_other_tell_what_they_compiled(tmp_path: Path):
     """Fingerprints of the ranks of one with an FP8 KV cache are larger than the integers of vLLM's messages, which an engine
     of its own process sends."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     out = tmp_path / "rollout.json"
     line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "blockfp8", "--kv", "auto", "fp8"]
     line += ["--apart", "--cases", "2x8x4", "--repeats", "1", "--kv-gib", "0.05", "--out", str(out)]
-    done = CliRunner().invoke(cli, [*line, "--engine", '{"enforce_eager": true}'])
-    assert done.exit_code == 0, done.output
+    bench([*line, "--engine", '{"enforce_eager": true}'], VLLM_ENABLE_V1_MULTIPROCESSING="1")
     cases = json.loads(out.read_text())["cases"]
     assert [(case["kv_cache"], len(case["samples"])) for case in cases] == [("auto", 1), ("fp8", 1)]
     assert all(set(case["compiled_meanwhile"].values()) == {0} for case in cases)
@@ -51,8 +58,7 @@ def test_engines_whose_requests_are_followed_by_new_ones(tmp_path: Path):
     out = tmp_path / "steady.json"
     line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "blockfp8", "--steady", "0.5"]
     line += ["--cases", "3x8x6", "--repeats", "2", "--kv-gib", "0.05", "--out", str(out)]
-    done = CliRunner().invoke(cli, [*line, "--engine", '{"enforce_eager": true}'], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    bench([*line, "--engine", '{"enforce_eager": true}'])
     (case,) = json.loads(out.read_text())["cases"]
     assert (case["load"], case["seconds"], case["preemptions"]) == ("steady", 0.5, 0)
     assert 2 < case["running"] <= 3, "a new one for each that is done"
@@ -124,8 +130,7 @@ def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path):
         "--engine",
         json.dumps({"enforce_eager": True, "kv_cache_memory_bytes": 1536 * 512, "block_size": 32}),
     ]
-    done = CliRunner().invoke(cli, line)
-    assert done.exit_code == 0, done.output
+    bench(line)
     found = json.loads(out.read_text())
     assert found["provenance"]["versions"]["vllm-fp8ext"]
     weights, bf16, ours = found["cases"]
