@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of an update: what is refused, replaced, missing and waited for."""
+
+import pytest
+
+from vllm_fp8ext.update.contract.claims import Claim
+from vllm_fp8ext.update.contract.manifest import TensorSpec
+from vllm_fp8ext.update.engine.session import State
+
+from .sessions import (
+    NAMES,
+    opened,
+    prepare,
+    prepared,
+    refused,
+    send,
+    specs,
+)
+
+
+def test_everything_wrong_with_a_chunk_is_in_one_error() -> None:
+    session = opened()
+    send(session, "0", "ab")
+    brought = [
+        *specs(["a", "stranger", "tied"]),
+        TensorSpec("c", (4, 3), "bfloat16"),
+        TensorSpec("d", (4, 2), "int8"),
+    ]
+    before = session.describe().as_dict()
+    error = refused(lambda: session.receive("1", brought, 10))
+    assert (error.kind, error.status) == ("invalid-tensors", 422)
+    assert [(problem["kind"], problem["tensor"]) for problem in error.details["problems"]] == [
+        ("unknown-tensor", "stranger"),
+        ("wrong-shape", "c"),
+        ("wrong-dtype", "d"),
+        ("duplicate-tensor", "a"),
+    ]
+    assert all(name in str(error) for name in ("stranger", "c", "d", "a"))
+    assert session.describe().as_dict() == before
+
+
+def test_problems_of_one_kind_give_the_error_its_kind() -> None:
+    error = refused(lambda: opened().receive("0", specs(f"stranger{n}" for n in range(12)), 10))
+    assert error.kind == "unknown-tensor"
+    assert len(error.details["problems"]) == 12
+    assert str(error).startswith("12 problems: ")
+    assert str(error).endswith("and 4 more")
+
+
+def test_what_differs_from_its_claim_is_refused_and_told_once() -> None:
+    """A tensor that differs from the manifest and from its claim in the same way has one problem."""
+    claims = {"a": Claim((4, 2), "float16"), "b": Claim((2, 4)), "c": Claim(sha256="0" * 64)}
+    session = opened(claims=claims)
+    brought = [TensorSpec("b", (4, 1), "bfloat16"), *specs("ac")]
+    error = refused(lambda: session.receive("0", brought, 10))
+    found = [(p["kind"], p["tensor"], p["expected"]) for p in error.details["problems"]]
+    assert found == [("wrong-shape", "b", [4, 2]), ("wrong-dtype", "a", "float16")]
+    session.receive("0", [TensorSpec("a", (4, 2), "float16"), *specs("c")], 10)
+
+
+def test_a_tensor_belongs_to_one_chunk() -> None:
+    session = opened()
+    session.receive("0", specs("ab"), 10)
+    error = refused(lambda: session.receive("1", specs("bc"), 10))
+    assert error.kind == "duplicate-tensor"
+    assert error.details["problems"] == [{"kind": "duplicate-tensor", "tensor": "b", "chunk": "0"}]
+
+
+def test_ignored_tensors_may_come_often() -> None:
+    session = opened()
+    send(session, "0", ["a", "b", "tied"])
+    send(session, "1", ["c", "d", "tied"])
+    prepare(session)
+
+
+def test_a_chunk_is_replaced_as_a_whole() -> None:
+    """What the first version brought and the second does not is missing again; nothing is a duplicate of
+    it."""
+    session = opened()
+    send(session, "0", "abc", 30)
+    send(session, "0", "a", 10)
+    assert sorted(session.missing()) == ["b", "c", "d"]
+    send(session, "1", "bcd", 25)
+    assert sorted(session.missing()) == []
+    assert session.describe().as_dict()["bytes"] == 35
+
+
+def test_a_chunk_that_is_being_staged_is_not_replaced() -> None:
+    session = opened()
+    session.receive("0", specs("a"), 10)
+    error = refused(lambda: session.receive("0", specs("a"), 10))
+    assert (error.kind, error.status) == ("chunk-busy", 409)
+    session.staged("0", [])
+    session.receive("0", specs("a"), 10)
+
+
+def test_a_replacement_counts_only_once_it_is_staged() -> None:
+    session = prepared()
+    session.receive("0", specs(NAMES), 10)
+    assert sorted(session.missing()) == list(NAMES)
+    assert session.describe().as_dict()["bytes"] == 0
+
+
+def test_a_refused_chunk_counts_as_missing() -> None:
+    session = opened()
+    send(session, "0", "ab")
+    session.receive("1", specs("cd"), 10)
+    problem = {"kind": "non-finite", "tensor": "c"}
+    session.staged("1", [problem])
+    assert sorted(session.missing()) == ["c", "d"]
+    error = refused(lambda: prepare(session))
+    assert (error.kind, error.status) == ("incomplete", 422)
+    assert error.details == {"missing": ["c", "d"], "problems": [problem], "problem_count": 1}
+    assert session.describe().as_dict()["problems"] == [problem]
+
+
+@pytest.mark.parametrize("key", ["1", "2"])
+def test_a_refused_chunk_is_sent_again_under_its_own_or_another_key(key: str) -> None:
+    session = opened()
+    send(session, "0", "ab")
+    session.receive("1", specs("cd"), 10)
+    session.staged("1", [{"kind": "non-finite", "tensor": "c"}])
+    send(session, key, "cd")
+    prepare(session)
+    assert session.state is State.PREPARED
+
+
+def test_every_missing_tensor_is_listed() -> None:
+    error = refused(lambda: opened().check(0))
+    assert error.kind == "incomplete"
+    assert error.details["missing"] == list(NAMES)
+    assert "lacks 4 of 4 tensors: a, b, c, d" in str(error)
+
+
+def test_preparing_waits_for_chunks_that_are_being_staged() -> None:
+    session = opened()
+    send(session, "0", NAMES)
+    session.receive("1", specs(["tied"]), 10)
+    error = refused(lambda: prepare(session))
+    assert (error.kind, error.status) == ("staging", 409)
