@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, get_args
 from vllm_fp8ext.errors import Failure
 
 
-class Body:
+class AnswerFields:
     """A result that is the body of an answer."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class ServedManifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateState(Body):
+class UpdateState(AnswerFields):
     """State of one update: the fields of `serve.schema.Update`."""
 
     id: str
@@ -95,7 +95,7 @@ class UpdateState(Body):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStatus(Body):
+class EngineStatus(AnswerFields):
     """Served weights and what stands by: the fields of `serve.schema.Weights`, and those of metrics alone."""
 
     epoch: int
@@ -121,7 +121,7 @@ class EngineStatus(Body):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedScales(Body):
+class ServedScales(AnswerFields):
     """Scales of the KV cache: the fields of `serve.schema.KvScalesServed`."""
 
     policy: str
@@ -139,7 +139,7 @@ class ServedScales(Body):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedDigests(Body):
+class ServedDigests(AnswerFields):
     """Digests of the served weights: the fields of `serve.schema.Digests`."""
 
     epoch: int
@@ -151,7 +151,7 @@ class ServedDigests(Body):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified(Body):
+class Verified(AnswerFields):
     """Every rank serves what was committed: the fields of `serve.schema.Verified`."""
 
     epoch: int
@@ -162,7 +162,7 @@ class Verified(Body):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolledBack(Body):
+class RolledBack(AnswerFields):
     """The previous weights are served again: the fields of `serve.schema.Committed`."""
 
     epoch: int

@@ -58,7 +58,7 @@ class Core(Protocol):
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingCommit:
     """A commit, or a rollback, that lets running requests finish first."""
 
     key: str
@@ -82,7 +82,7 @@ class Committer:
         """Time from the last swap's pause to the end of the next engine step; None without requests."""
         self.paused = (0.0, 0.0)
         """From when to when the engine stood still for the last exchange, by `time.perf_counter()`."""
-        self._waiting: Waiting | None = None
+        self._waiting: PendingCommit | None = None
         self._held: float | None = None
         """Since when the engine stands still for an update in place."""
         self._wrote = False
@@ -144,13 +144,7 @@ class Committer:
         """
         if running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
             return None
-        if self._waiting is None:
-            self.require_running()
-        try:
-            self.require_recomputable(running, cached)
-        except UpdateError:
-            self.stop_waiting(key)
-            raise
+        self._require_ready(key, running, cached)
         held, self._held = self._held, None
         self._waiting = None
         stopped = time.perf_counter()
@@ -162,15 +156,8 @@ class Committer:
         if running is Running.ABORT:
             self._core.abort_running()
         stalls = self._core.unfinished() > 0
-        try:
-            recompute = healing or running is Running.RECOMPUTE
-            if not recompute:
-                self._totals.restarted(*self._core.restart_prompts())
-            keep = not recompute and self._core.unfinished() > 0
-            recompute |= self._kv.exchanged(scales, keep=keep, cached=cached)
-            self._core.enter_epoch(label, recompute=recompute)
-        except Exception as error:
-            self.poison(f"the caches could not be separated from the old weights: {error}")
+        recompute = healing or running is Running.RECOMPUTE
+        self._separate_caches(label, scales, cached, recompute=recompute)
         self.previous, self.live = None if healing or held else self.live, label
         if healing:
             self._core.accept_requests()
@@ -180,16 +167,44 @@ class Committer:
         start, self.stall_seconds = held or stopped, None
         if stalls:
             self._core.time_next_step(lambda: self._stalled(start))
-        drain, exchange = drained - stopped, self._settle()
+        exchange = self._settle()
         # `settle` may come late, after the host has queued the next step; the exchange began before `drained`
         over = min(time.perf_counter(), drained + exchange)
         self.paused = (start, max(resumed, over))
         pause = self.paused[1] - start
-        served = shown(label.version)
         logger.info(
-            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms", label.epoch, served, pause * 1e3
+            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms",
+            *(label.epoch, shown(label.version), pause * 1e3),
         )
-        return {"drain": drain, "exchange": exchange, "caches": resumed - drained, "pause": pause}
+        return {
+            "drain": drained - stopped,
+            "exchange": exchange,
+            "caches": resumed - drained,
+            "pause": pause,
+        }
+
+    def _require_ready(self, key: str, running: Running, cached: str) -> None:
+        """Require that the swap can begin; a wait for running requests ends where it can't."""
+        if self._waiting is None:
+            self.require_running()
+        try:
+            self.require_recomputable(running, cached)
+        except UpdateError:
+            self.stop_waiting(key)
+            raise
+
+    def _separate_caches(
+        self, label: Label, scales: ScaleSet | None, cached: str, *, recompute: bool
+    ) -> None:
+        """Enter the epoch of `label`: cached K and V of the old weights are found no more."""
+        try:
+            if not recompute:
+                self._totals.restarted(*self._core.restart_prompts())
+            keep = not recompute and self._core.unfinished() > 0
+            recompute |= self._kv.exchanged(scales, keep=keep, cached=cached)
+            self._core.enter_epoch(label, recompute=recompute)
+        except Exception as error:
+            self.poison(f"the caches could not be separated from the old weights: {error}")
 
     def stop_waiting(self, key: str) -> None:
         """Forget a commit that waits: new requests start again, unless somebody else has stopped the engine meanwhile."""
@@ -239,7 +254,9 @@ class Committer:
             if self._core.paused():
                 return False
             self._core.admit_no_more()
-            self._waiting = Waiting(key, time.monotonic() + (WAIT_SECONDS if seconds is None else seconds))
+            self._waiting = PendingCommit(
+                key, time.monotonic() + (WAIT_SECONDS if seconds is None else seconds)
+            )
         if self._waiting.key != key:
             raise UpdateError("commit-waits", "another commit or rollback waits for running requests")
         if not self._core.unfinished():

@@ -33,7 +33,7 @@ from vllm_fp8ext.update.engine.session import Running, Session, State
 from vllm_fp8ext.update.engine.sleeping import Sleeping
 from vllm_fp8ext.update.engine.timestamp import Moment
 from vllm_fp8ext.update.engine.totals import Totals
-from vllm_fp8ext.update.engine.updates import Updates
+from vllm_fp8ext.update.engine.updates import OpenRequest, Updates
 from vllm_fp8ext.update.engine.verification import CommittedFingerprints
 
 POLL_SECONDS = 0.01
@@ -132,8 +132,8 @@ class UpdateEngine:
         return ServedManifest(manifest=self._model.manifest().as_dict())
 
     def open(self, **fields: Any) -> Result:
-        """Open an update (`Updates.open`); `Waiting` while the one that has its `id` is being committed."""
-        session = self.updates.open(self._model.manifest(), **fields)
+        """Open an update (`OpenRequest`); `Waiting` while the one that has its `id` is being committed."""
+        session = self.updates.open(self._model.manifest(), OpenRequest(**fields))
         if session.state is State.COMMITTING and self._check.pending():
             return self._commits.wait()
         return session.describe()

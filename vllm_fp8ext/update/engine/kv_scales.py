@@ -33,7 +33,7 @@ from vllm_fp8ext.update.worker.kv_scales import computed
 logger = logging.getLogger("vllm.fp8ext")
 
 
-class Core(Protocol):
+class KvCore(Protocol):
     """Interface of an engine core for KV-cache scales."""
 
     settings: Settings
@@ -89,7 +89,7 @@ def _cached_scales(scale_set: ScaleSet) -> list[list[float]]:
 class KvEngine:
     """The scales of an engine. Without an FP8 KV cache, or without updates, there are none (`enabled`)."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: KvCore) -> None:
         self._core = core
         settings = core.settings.kv_scales
         self.enabled = (

@@ -3,6 +3,7 @@
 
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_fp8ext.errors import UpdateError
@@ -20,6 +21,32 @@ from vllm_fp8ext.update.engine.timestamp import Moment
 KEPT = 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenRequest:
+    """Fields of a request to open an update: those of `serve.schema.OpenUpdate`."""
+
+    id: str | None = None
+    version: str | None = None
+    base_epoch: int | None = None
+    instance: str | None = None
+    running: str = Running.KEEP
+    wait_seconds: float | None = None
+    partial: bool = False
+    tensors: Mapping[str, Any] | None = None
+    expert_layout: ExpertLayout | None = None
+    canary: Mapping[str, Any] | None = None
+    kv_scales: Mapping[str, Any] | None = None
+
+    def described(self) -> dict[str, Any]:
+        """Return what says which weights these are."""
+        return {
+            "version": self.version,
+            "base_epoch": self.base_epoch,
+            "partial": self.partial or None,
+            "expert_layout": self.expert_layout,
+        }
+
+
 class Updates:
     """`sessions`: by id, the oldest first."""
 
@@ -29,23 +56,9 @@ class Updates:
         self._committer = committer
         self._kv = kv
         self.clock = clock
+        self._inplace = core.settings.staging == "inplace"
 
-    def open(
-        self,
-        manifest: Manifest,
-        *,
-        version: str | None = None,
-        base_epoch: int | None = None,
-        instance: str | None = None,
-        running: str = Running.KEEP,
-        wait_seconds: float | None = None,
-        partial: bool = False,
-        tensors: Mapping[str, Any] | None = None,
-        canary: Mapping[str, Any] | None = None,
-        kv_scales: Mapping[str, Any] | None = None,
-        expert_layout: ExpertLayout | None = None,
-        id: str | None = None,
-    ) -> Session:
+    def open(self, manifest: Manifest, request: OpenRequest) -> Session:
         """Open one. With an `id` that was opened before, that one is returned as it was opened.
 
         Raises:
@@ -53,6 +66,19 @@ class Updates:
                 `other-update` (what has this id was opened with something else), or what is wrong with the `tensors` that
                 are announced.
         """
+        self._require_instance(request.instance)
+        if request.id is not None and request.id in self.sessions:
+            _require_same(self.sessions[request.id], request.described())
+            return self.sessions[request.id]
+        self._require_possible(request)
+        session = self._session(manifest, request)
+        session.check_base(self._committer.live.epoch)
+        self.sessions[session.id] = session
+        for old in list(self.sessions)[:-KEPT]:
+            del self.sessions[old]
+        return session
+
+    def _require_instance(self, instance: str | None) -> None:
         living = self._committer.live.instance
         if instance not in (None, living):
             message = (
@@ -60,17 +86,13 @@ class Updates:
                 "epochs from 0 again"
             )
             raise UpdateError("other-instance", message, expected=instance, found=living)
-        if id is not None and id in self.sessions:
-            described = {"version": version, "base_epoch": base_epoch, "partial": partial or None}
-            described |= {"expert_layout": expert_layout}
-            _require_same(self.sessions[id], described)
-            return self.sessions[id]
-        if partial and base_epoch is None:
+
+    def _require_possible(self, request: OpenRequest) -> None:
+        """Refuse an update that this engine can't take, or not now."""
+        if request.partial and request.base_epoch is None:
             raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
-        self._committer.require_healing(partial)
-        core, settings = self._core, self._core.settings
-        inplace = settings.staging == "inplace"
-        if inplace and running == Running.WAIT:
+        self._committer.require_healing(request.partial)
+        if self._inplace and request.running == Running.WAIT:
             message = (
                 "staging inplace can't wait for requests while it overwrites what they run on: expected running keep, "
                 "recompute or abort, found wait"
@@ -83,33 +105,26 @@ class Updates:
                 f"DELETE /fp8ext/v1/updates/{busy.id} (fp8ext abandon {busy.id})"
             )
             raise UpdateError("update-open", message, open=busy.id)
-        announced = {name: Claim.from_dict(claim) for name, claim in (tensors or {}).items()}
-        claims = {manifest.canonical(name): claim for name, claim in announced.items()}
-        problems = repeated(announced, manifest) + opening_problems(claims, manifest, expert_layout)
-        if problems:
-            raise refusal(problems)
-        session = Session(
-            id=id or uuid.uuid4().hex,
+
+    def _session(self, manifest: Manifest, request: OpenRequest) -> Session:
+        core, settings, version = self._core, self._core.settings, request.version
+        return Session(
+            claims=_claims(manifest, request),
+            id=request.id or uuid.uuid4().hex,
             version=version if version is not None else default_version(self._committer.live.epoch + 1),
-            running=Running(running),
+            running=Running(request.running),
             manifest=manifest,
             opened_at=self.clock(),
-            lifetime=settings.upload_idle_seconds if inplace else settings.update_lifetime_seconds,
-            canary=canary_of(canary, settings, core.vocabulary, core.longest_prompt),
-            kv_request=self._kv.request(kv_scales),
-            base_epoch=base_epoch,
-            wait_seconds=wait_seconds,
-            partial=partial,
+            lifetime=settings.upload_idle_seconds if self._inplace else settings.update_lifetime_seconds,
+            canary=canary_of(request.canary, settings, core.vocabulary, core.longest_prompt),
+            kv_request=self._kv.request(request.kv_scales),
+            base_epoch=request.base_epoch,
+            wait_seconds=request.wait_seconds,
+            partial=request.partial,
             named=version is not None,
-            inplace=inplace,
-            claims=claims,
-            expert_layout=expert_layout,
+            inplace=self._inplace,
+            expert_layout=request.expert_layout,
         )
-        session.check_base(self._committer.live.epoch)
-        self.sessions[session.id] = session
-        for old in list(self.sessions)[:-KEPT]:
-            del self.sessions[old]
-        return session
 
     def get(self, id: str) -> Session:
         """Raises `UpdateError` (`unknown-update`) where there is none."""
@@ -122,6 +137,16 @@ class Updates:
     def under_way(self) -> Session | None:
         """The one that has not ended."""
         return next((session for session in self.sessions.values() if session.live), None)
+
+
+def _claims(manifest: Manifest, request: OpenRequest) -> dict[str, Claim]:
+    """Return the claims of a request by the manifest's names, all of which fit."""
+    announced = {name: Claim.from_dict(claim) for name, claim in (request.tensors or {}).items()}
+    claims = {manifest.canonical(name): claim for name, claim in announced.items()}
+    problems = repeated(announced, manifest) + opening_problems(claims, manifest, request.expert_layout)
+    if problems:
+        raise refusal(problems)
+    return claims
 
 
 def _require_same(session: Session, described: Mapping[str, Any]) -> None:
