@@ -7,6 +7,7 @@
 import json
 import sys
 import tempfile
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def calibrated(model: Any) -> dict[str, Any]:
             layer: [float(part.abs().max()) for part in parts]
             for layer, parts in heard(model, PROMPTS).items()
         },
-        "told": kv.calibrated,
+        "told": asdict(kv.calibration) if kv.calibration else {},
         "kept": kv.observer is not None,
     }
 
