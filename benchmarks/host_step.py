@@ -48,7 +48,7 @@ PARTS: dict[str, list[str]] = {
         f"{RUNNER}.model_runner:GPUModelRunner.{name}"
         for name in ("gather_batch_req_state", "prepare_inputs")
     ],
-    "a step that follows": ["vllm_fp8ext.compat.speed.decode_step_reuse:Kept.again"],
+    "a step that follows": ["vllm_fp8ext.compat.speed.decode_step_reuse:PreviousStep.again"],
     "block tables, slots": [f"{RUNNER}.model_runner:GPUModelRunner.prepare_attn"],
     "attention's metadata": [f"{RUNNER}.model_states.default:DefaultModelState.prepare_attn"],
     "replay the graph": [f"{RUNNER}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph"],

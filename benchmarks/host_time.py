@@ -129,8 +129,7 @@ def attention(device: str) -> dict[str, Callable[[], object]]:
     from vllm.forward_context import ForwardContext, override_forward_context
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-    from vllm_fp8ext.compat.speed import decode_attention
-    from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+    from vllm_fp8ext.compat.speed import decode_attention, decode_prefill_split
     from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention
     from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
@@ -168,7 +167,7 @@ def attention(device: str) -> dict[str, Callable[[], object]]:
             slot_mapping=torch.arange(tokens, device=device),
         )
         if single:
-            setattr(metadata, mixed_steps._SINGLE, mixed_steps._Single(single, None))
+            setattr(metadata, decode_prefill_split._SINGLE, decode_prefill_split._Single(single, None))
     slots = metadata.slot_mapping
     context = ForwardContext(
         no_compile_layers={"layer": layer},

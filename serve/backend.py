@@ -54,7 +54,7 @@ class Backend:
         """Commits that go on, by the id of the update."""
         self.metrics = Metrics(registry)
         self.features: list[dict[str, Any]] = []
-        """What serving can do without, and whether this engine has it (fields of `schema.FeatureStatus`)."""
+        """Features that serving can do without, on or off in this engine (fields of `schema.FeatureStatus`)."""
         self._coming: list[tuple[str, asyncio.Event]] = []
         """Bodies on their way: their update, and the event to set when another is open, or none."""
         self._cleanup = contextlib.ExitStack()

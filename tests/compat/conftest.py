@@ -8,7 +8,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.compat.speed import decode_prefill_split
 
 
 @pytest.fixture(scope="session")
@@ -39,5 +39,5 @@ def mixed() -> FlashAttentionMetadata:
         slot_mapping=torch.arange(7),
         scheduler_metadata=torch.zeros(5),
     )
-    setattr(metadata, mixed_steps._SINGLE, mixed_steps._Single(2, torch.ones(3)))
+    setattr(metadata, decode_prefill_split._SINGLE, decode_prefill_split._Single(2, torch.ones(3)))
     return metadata

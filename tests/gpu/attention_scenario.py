@@ -25,7 +25,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import CompilationConfig
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.compat.speed import decode_prefill_split
 from vllm_fp8ext.kernels.attention.decode_attention import (
     DecodeAttention,
     DecodeStep,
@@ -91,9 +91,9 @@ def main(mode: str, folder: str, facts: str) -> None:
         ):
             _compare(seen, step, out)
 
-    mixed_steps.LEAST_TOKENS = 0
+    decode_prefill_split.LEAST_TOKENS = 0
     if mode == "short":
-        mixed_steps.SHORT = SHORT
+        decode_prefill_split.SHORT = SHORT
     DecodeAttention.__call__ = watched  # type: ignore[method-assign]  # looked at on its way
     llm = LLM(
         folder,

@@ -17,7 +17,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.compat.speed import decode_prefill_split
 from vllm_fp8ext.compat.warmup.compilations import counts
 
 LONG = 4500
@@ -46,7 +46,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         return replay(self, desc)
 
     ModelCudaGraphManager.run_fullgraph = replayed  # type: ignore[method-assign]  # looked at on its way
-    mixed_steps.LEAST_TOKENS = 0  # the same kernel decodes in every mode
+    decode_prefill_split.LEAST_TOKENS = 0  # the same kernel decodes in every mode
     llm = LLM(
         folder,
         quantization="blockfp8",

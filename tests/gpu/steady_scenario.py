@@ -21,8 +21,7 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_fp8ext.compat.speed import decode_step_reuse as steady_steps
-from vllm_fp8ext.compat.speed import sampling_cudagraph as sampled_graphs
+from vllm_fp8ext.compat.speed import decode_step_reuse, sampling_cudagraph
 from vllm_fp8ext.compat.warmup.compilations import counts
 
 TOGETHER = 1, 2, 3, 8, 13
@@ -50,14 +49,14 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 def main(mode: str, folder: str, facts: str) -> None:
     seen: dict[str, Any] = {"followed": 0, "sampled": 0, "preempted": 0}
-    again, sample = steady_steps.Kept.again, sampled_graphs.Samplers.sample
+    again, sample = decode_step_reuse.PreviousStep.again, sampling_cudagraph.Samplers.sample
     preempt = Scheduler._preempt_request
 
-    def followed(self: steady_steps.Kept, runner: Any) -> Any:
+    def followed(self: decode_step_reuse.PreviousStep, runner: Any) -> Any:
         seen["followed"] += 1
         return again(self, runner)
 
-    def sampled(self: sampled_graphs.Samplers, runner: Any, batch: Any) -> Any:
+    def sampled(self: sampling_cudagraph.Samplers, runner: Any, batch: Any) -> Any:
         found = sample(self, runner, batch)
         seen["sampled"] += found is not None
         return found
@@ -67,8 +66,8 @@ def main(mode: str, folder: str, facts: str) -> None:
         preempt(self, *args, **kwargs)
 
     Scheduler._preempt_request = preempted  # type: ignore[method-assign]  # looked at on its way
-    steady_steps.Kept.again = followed  # type: ignore[method-assign]  # looked at on its way
-    sampled_graphs.Samplers.sample = sampled  # type: ignore[method-assign]
+    decode_step_reuse.PreviousStep.again = followed  # type: ignore[method-assign]  # looked at on its way
+    sampling_cudagraph.Samplers.sample = sampled  # type: ignore[method-assign]
     _pad_output_layer(waits=mode == "unsampled")
     llm = LLM(
         folder,

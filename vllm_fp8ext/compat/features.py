@@ -22,7 +22,7 @@ KEY = "fp8ext_features_off"
 _reasons: dict[str, str | None] = {}
 """Features that were looked for in vLLM: why each is off, or None."""
 _reasons_told: dict[str, dict[str, str]] = {}
-"""What another process has looked for, under `KEY`: why features are off."""
+"""Reasons that another process has found, under `KEY`: why features are off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class FeatureState:
 
 
 def is_available(name: str) -> bool:
-    """Tell whether vLLM has every name that a feature, and those that it needs, lean on. Read once in a process."""
+    """Tell whether vLLM has every name that a feature needs. Read once in a process."""
     return reason_missing(name) is None
 
 
@@ -49,7 +49,7 @@ def reason_missing(name: str) -> str | None:
 
 
 def tell(config: Any) -> None:
-    """Write into a `VllmConfig` what is off, so that engine core and workers need not read vLLM, and log it."""
+    """Write into a `VllmConfig` what is off, for engine core and workers, and log it."""
     missing = {name: reason for name in features() if name != CORE and (reason := reason_missing(name))}
     config.additional_config = {**(config.additional_config or {}), KEY: missing}
     _warn(tuple(missing.items()))
@@ -128,7 +128,7 @@ def _reason_here(feature: Feature, settings: Settings, *, is_cuda: bool) -> str 
 
 @functools.cache
 def _problems(name: str) -> tuple[str, ...]:
-    """One line for each name of vLLM that a feature leans on and that is missing."""
+    """Tell in one line each which names of a feature vLLM lacks."""
     tree = _installed()
     if tree is None:
         return ("vllm: the package is not installed",)

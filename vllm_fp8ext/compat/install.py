@@ -12,10 +12,9 @@ from typing import Any
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_fp8ext.compat import unsupported_options as refusals
+from vllm_fp8ext.compat import unsupported_options
 from vllm_fp8ext.compat.features import require_core
-from vllm_fp8ext.compat.update import engine_core, worker
-from vllm_fp8ext.compat.update import owner_process as owner
+from vllm_fp8ext.compat.update import engine_core, owner_process, worker
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY
 
 FEATURE: str = "core"
@@ -43,8 +42,8 @@ def install() -> None:
     register_quantization_config(METHOD)(BlockFp8)
     worker.install()
     engine_core.install()
-    refusals.install()
-    owner.install()
+    unsupported_options.install()
+    owner_process.install()
     _record_segments()
     _installed = True
 

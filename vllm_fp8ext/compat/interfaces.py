@@ -36,7 +36,7 @@ class Interface:
     """Parameters that the function, or the class when called, must accept by name."""
 
     why: str
-    """What it is needed for, as a phrase that goes on from "needed to": `build the model anew`."""
+    """Purpose of the name, as a phrase that goes on from "needed to": `build the model anew`."""
 
     @classmethod
     def of(cls, text: str, why: str) -> Self:
@@ -60,13 +60,13 @@ class Header:
     feature: str
     why: str
     gain: str
-    """What it is worth, measured where it was."""
+    """Gain of the file's feature, measured where it was."""
 
     replaces: tuple[Interface, ...]
-    """Functions and methods of vLLM that it wraps or replaces, on a class or on an instance."""
+    """Functions and methods of vLLM that it wraps or replaces, on classes or instances."""
 
     uses: tuple[Interface, ...]
-    """What else of vLLM it leans on, its imports among it."""
+    """Other names of vLLM that it leans on, its imports among them."""
 
     upstream: str
     """The issue or pull request at vLLM about it."""
@@ -76,14 +76,14 @@ class Header:
     """Other features without which this one is off."""
 
     switch: tuple[str, object] | None
-    """The setting that switches it off, as a path of `Settings`, and the value that does."""
+    """The setting that switches it off, a path of `Settings`, and the value that does."""
 
     gpu_only: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feature:
-    """What is switched on and off as one: `core`, or something that serving can do without."""
+    """One thing that is switched on and off as a whole: `core`, or something that serving can do without."""
 
     name: str
     headers: tuple[Header, ...]
@@ -110,7 +110,7 @@ class Feature:
 
     @property
     def gpu_only(self) -> bool:
-        """Whether it does nothing without a GPU."""
+        """Tell whether it does nothing without a GPU."""
         return all(header.gpu_only for header in self.headers)
 
 
@@ -169,7 +169,7 @@ def _header(file: Path, tree: ast.Module, values: dict[str, Any], features: dict
 
 
 def _vllm_imports(tree: ast.Module, why: str) -> Iterator[Interface]:
-    """What a file imports of vLLM, wherever in it."""
+    """List what a file imports of vLLM, wherever in it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

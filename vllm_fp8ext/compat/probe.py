@@ -43,12 +43,12 @@ class _Import:
 
 
 _Definition = _Function | ast.ClassDef | _Import | None
-"""What a name stands for; None is a plain value."""
+"""The meaning of a name; None is a plain value."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """What one module defines at its top level."""
+    """The names that one module defines at its top level."""
 
     name: str
     names: dict[str, _Definition] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class SourceTree:
         self._modules: dict[str, _Module | None] = {}
 
     def problem(self, interface: Interface) -> str | None:
-        """What is missing of this interface, as one line, or None when nothing is."""
+        """Say what is missing of this interface, as one line, or None when nothing is."""
         try:
             missing = self._missing(interface)
         except SyntaxError as error:
@@ -122,7 +122,7 @@ class SourceTree:
     def _lookup(
         self, module: _Module, name: str, seen: frozenset[tuple[str, str]] = frozenset()
     ) -> _Found | None:
-        """What a module-level name stands for, imports inside the tree followed."""
+        """Find what a module-level name stands for, imports inside the tree followed."""
         if (module.name, name) in seen:
             return None
         seen |= {(module.name, name)}
@@ -154,7 +154,7 @@ class SourceTree:
                 yield from self._classes(parent, seen)
 
     def _resolve(self, expression: ast.expr, module: _Module) -> _Found | None:
-        """What `Name` or `module.Name` stands for in this module."""
+        """Find what `Name` or `module.Name` stands for in this module."""
         if isinstance(expression, ast.Name):
             return self._lookup(module, expression.id)
         if isinstance(expression, ast.Attribute):

@@ -32,10 +32,10 @@ REMOVE_WHEN: str = "vLLM asks a quantization method whether it takes a configura
 
 def install() -> None:
     """Check every configuration that vLLM makes. Idempotent."""
-    wrap(EngineArgs, "create_engine_config", _checked)
+    wrap(EngineArgs, "create_engine_config", _wrap_create_engine_config)
 
 
-def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         if config.model_config.quantization == METHOD:
@@ -51,7 +51,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _configure_graphs(config: Any, arguments: Any, settings: Settings) -> None:
-    """Have graphs compiled with our passes and captured in more sizes, as far as this vLLM has them."""
+    """Have graphs compiled with our passes and captured in more sizes, where vLLM allows."""
     if is_available("fusion"):
         from vllm_fp8ext.compat.graphs import fusion
 
@@ -63,7 +63,7 @@ def _configure_graphs(config: Any, arguments: Any, settings: Settings) -> None:
 
 
 def refuse_unsupported(config: Any, settings: Settings) -> None:
-    """Raises `ConfigError` naming everything in a `VllmConfig` that can't be served, or not be updated live."""
+    """Raise `ConfigError` naming everything in a `VllmConfig` that can't be served, or updated live."""
     parallel, cache_dtype = config.parallel_config, config.cache_config.cache_dtype
     never: list[str] = []
     reasons = []
@@ -135,7 +135,7 @@ def _offloads(offload: Any) -> bool:
 
 
 def not_updatable(parts: Sequence[str], why: str) -> ConfigError:
-    """The error of a model with parts of which an update "would …" or "could …"."""
+    """Make the error of a model with such parts:"""
     return ConfigError(
         f"blockfp8 with live updates does not serve models with {', '.join(parts)} yet: an update {why} "
         f"({WITHOUT_UPDATES} serves them)"

@@ -30,7 +30,7 @@ Wrapper = Callable[[Any], Any]
 
 
 def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
-    """Replace a method of a class, or a function of a module, by what `wrapper` makes of it, once.
+    """Replace a method of a class, or a function of a module, once.
 
     A wrapper of a class method gets its function, whose first parameter is the class.
 

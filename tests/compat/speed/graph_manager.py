@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from vllm_fp8ext.compat.speed import piecewise_capture_sizes as graph_sizes
+from vllm_fp8ext.compat.speed import piecewise_capture_sizes
 
 
 def graph_manager(
@@ -27,7 +27,7 @@ def graph_manager(
     )
     made.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=longest),
-        additional_config={graph_sizes.KEY: tokens},
+        additional_config={piecewise_capture_sizes.KEY: tokens},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         speculative_config=None,
         cache_config=SimpleNamespace(use_kda_recoverssm=False),

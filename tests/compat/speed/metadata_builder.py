@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode
 
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.compat.speed import decode_prefill_split
 
 
 class Builder:
@@ -20,7 +20,7 @@ class Builder:
         layers = {str(index): SimpleNamespace(impl=SimpleNamespace()) for index in range(len(taken))}
         for layer, is_taken in zip(layers.values(), taken, strict=True):
             if is_taken:
-                mixed_steps.mark_decodes(layer.impl)
+                decode_prefill_split.mark_decodes(layer.impl)
         self.layer_names = list(layers)
         compilation = SimpleNamespace(static_forward_context=layers | {"other": None}, cudagraph_mode=graphs)
         self.vllm_config = SimpleNamespace(

@@ -14,8 +14,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_fp8ext.compat.graphs import fusion_attention
-from vllm_fp8ext.compat.speed import decode_attention
-from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
+from vllm_fp8ext.compat.speed import decode_attention, mixed_step_metadata
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 from vllm_fp8ext.kernels.testing import kernel_cases
@@ -248,7 +247,9 @@ def held(mixed: FlashAttentionMetadata) -> FlashAttentionMetadata:
     """Such a step, as one graph holds it."""
     found = dataclasses.replace(mixed)
     prompts = dataclasses.replace(mixed, query_start_loc=torch.tensor([2, 2, 2, 6, 7]))
-    setattr(found, whole_steps._APART, whole_steps.Apart(torch.tensor([33, 1, 0, 0]), prompts))
+    setattr(
+        found, mixed_step_metadata._APART, mixed_step_metadata.Apart(torch.tensor([33, 1, 0, 0]), prompts)
+    )
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
+from vllm_fp8ext.compat.speed import decode_prefill_split
 
 from .metadata_builder import Builder
 
@@ -48,9 +48,9 @@ def test_with_how_many_of_one_token_a_step_begins(
         max_num_splits=3,
     )
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", lambda *_, **__: built)
-    mixed_steps.install()
+    decode_prefill_split.install()
     build = FlashAttentionMetadataBuilder.build
-    mixed_steps.install()
+    decode_prefill_split.install()
     assert FlashAttentionMetadataBuilder.build is build
     step = SimpleNamespace(
         max_query_len=longest,
@@ -59,7 +59,7 @@ def test_with_how_many_of_one_token_a_step_begins(
         seq_lens_cpu_upper_bound=None if upto is None else torch.full((count,), upto),
     )
     assert build(Builder(True), 0, step, fast_build=True) is built  # type: ignore[arg-type]  # all that is asked
-    found = getattr(built, mixed_steps._SINGLE, None)
+    found = getattr(built, decode_prefill_split._SINGLE, None)
     assert (found and found.requests) == single
     if not found:
         return
@@ -100,7 +100,7 @@ def test_no_schedule_for_what_flash_attention_does_not_compute(
     monkeypatch.setattr(
         FlashAttentionMetadataBuilder, "build", lambda *given: asked.append(given[3]) or SimpleNamespace()
     )
-    mixed_steps.install()
+    decode_prefill_split.install()
     step = SimpleNamespace(
         max_query_len=longest,
         num_reqs=1,
@@ -122,9 +122,9 @@ def test_few_short_contexts_stay_with_flash_attention() -> None:
         query_start_loc_cpu=torch.tensor([0, 1, 2, 6]),
         seq_lens_cpu_upper_bound=torch.tensor([8000, 8384, 99]),
     )
-    assert mixed_steps._leading(step) == 2
+    assert decode_prefill_split._leading(step) == 2
     step.seq_lens_cpu_upper_bound[0] -= 1
-    assert mixed_steps._leading(step) == 0
+    assert decode_prefill_split._leading(step) == 0
 
 
 def test_another_block_table_is_cut_anew(mixed: FlashAttentionMetadata) -> None:
@@ -136,7 +136,7 @@ def test_another_block_table_is_cut_anew(mixed: FlashAttentionMetadata) -> None:
         mixed.slot_mapping,
     )
     for metadata in (mixed, other):
-        prompts = mixed_steps.apart(metadata).prompts
+        prompts = decode_prefill_split.apart(metadata).prompts
         assert prompts.block_table.tolist() == metadata.block_table[2:].tolist()
 
 
@@ -171,7 +171,7 @@ def test_short_contexts_are_not_split(
         raise ValueError("any")
 
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", build)
-    mixed_steps.install()
+    decode_prefill_split.install()
     builder.max_num_splits, builder.max_cudagraph_size = 32, 5
     step = SimpleNamespace(
         max_query_len=longest,

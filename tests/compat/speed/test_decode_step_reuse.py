@@ -20,9 +20,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
-from vllm_fp8ext.compat.speed import decode_step_reuse as steady_steps
-from vllm_fp8ext.compat.speed import sampling_cudagraph as sampled_graphs
+from vllm_fp8ext.compat.speed import decode_prefill_split, decode_step_reuse, sampling_cudagraph
 
 PLACES, PAGES, PAGE = 8, 6, 4
 REQUESTS, PADDED = 3, 4
@@ -50,12 +48,12 @@ class Runner:
         )
         self.input_buffers = InputBuffers(PLACES, 16, torch.device("cpu"))
         self.device = torch.device("cpu")
-        setattr(self, steady_steps._KEPT, steady_steps.Kept())
+        setattr(self, decode_step_reuse._PREVIOUS, decode_step_reuse.PreviousStep())
         for name, wrapper in (
-            ("prepare_inputs", steady_steps._preparing),
-            ("prepare_attn", steady_steps._attending),
-            ("add_requests", steady_steps._adding),
-            ("capture_model", steady_steps._trying),
+            ("prepare_inputs", decode_step_reuse._wrap_prepare_inputs),
+            ("prepare_attn", decode_step_reuse._wrap_prepare_attn),
+            ("add_requests", decode_step_reuse._wrap_add_requests),
+            ("capture_model", decode_step_reuse._wrap_capture_model),
         ):
             setattr(self, name, wrapper(getattr(self, f"_{name}")).__get__(self))
 
@@ -192,7 +190,7 @@ def test_settings_go_to_the_gpu_with_new_requests_alone() -> None:
     assert runner.calls == []
     runner.add_requests(scheduled(scheduled_new_reqs=[object()]))
     assert runner.calls == ["add"]
-    setattr(runner, steady_steps._KEPT, None)
+    setattr(runner, decode_step_reuse._PREVIOUS, None)
     runner.add_requests(scheduled())
     assert runner.calls == ["add", "add"]
 
@@ -200,19 +198,21 @@ def test_settings_go_to_the_gpu_with_new_requests_alone() -> None:
 def test_after_a_dummy_run_a_step_is_made_anew() -> None:
     runner: Any = Runner()
     runner.step(scheduled(), step())
-    assert steady_steps._forgetting(lambda self, tokens, **_: tokens)(runner, 7, is_profile=True) == 7
+    assert (
+        decode_step_reuse._wrap_dummy_run(lambda self, tokens, **_: tokens)(runner, 7, is_profile=True) == 7
+    )
     runner.step(scheduled(), step())
     assert runner.calls == ["inputs", "attention"] * 2
     runner.step(scheduled(), step())
     assert runner.calls == ["inputs", "attention"] * 2
     early = SimpleNamespace()  # nothing is asked of a runner that has no KV cache yet
-    assert steady_steps._forgetting(lambda self: 5)(early) == 5
+    assert decode_step_reuse._wrap_dummy_run(lambda self: 5)(early) == 5
     assert vars(early) == {}
 
 
 def test_an_engine_that_keeps_nothing_runs_vllm_s() -> None:
     runner: Any = Runner()
-    setattr(runner, steady_steps._KEPT, None)
+    setattr(runner, decode_step_reuse._PREVIOUS, None)
     for _ in range(2):
         runner.step(scheduled(), step())
     assert runner.calls == ["inputs", "attention"] * 2
@@ -292,9 +292,9 @@ def engine(**changed: Any) -> Any:
 )
 def test_engines_whose_steps_need_more_are_left_to_vllm(path: str, value: Any) -> None:
     plain = engine()
-    assert steady_steps.kept(plain) is steady_steps.kept(plain)
-    assert isinstance(steady_steps.kept(plain), steady_steps.Kept)
-    assert steady_steps.kept(engine(**{path: value})) is None
+    assert decode_step_reuse.previous_step(plain) is decode_step_reuse.previous_step(plain)
+    assert isinstance(decode_step_reuse.previous_step(plain), decode_step_reuse.PreviousStep)
+    assert decode_step_reuse.previous_step(engine(**{path: value})) is None
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_metadata_of_attention_is_made_once_where_no_one_reads_it(
     taken: bool, kernel_block: int | None, made: int
 ) -> None:
     runner = Runner()
-    builder = SimpleNamespace(**{mixed_steps._TAKEN: taken})
+    builder = SimpleNamespace(**{decode_prefill_split._TAKEN: taken})
     groups = [[SimpleNamespace(kernel_block_size=kernel_block, metadata_builders=[builder])]]
     told: list[object] = []
 
@@ -315,7 +315,7 @@ def test_metadata_of_attention_is_made_once_where_no_one_reads_it(
         told.append(object())
         return told[-1]
 
-    prepare = steady_steps._describing(original)
+    prepare = decode_step_reuse._wrap_prepare_metadata(original)
     for _ in range(3):
         batch, _ = runner.step(scheduled(), step())
         found = prepare(None, batch, "FULL", "tables", "slots", groups, "config", last=True)
@@ -339,8 +339,8 @@ def test_both_are_around_what_captures_graphs(monkeypatch: pytest.MonkeyPatch) -
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     for _ in range(2):
-        steady_steps.install()
-        sampled_graphs.install()
+        decode_step_reuse.install()
+        sampling_cudagraph.install()
     captures: Any = GPUModelRunner.capture_model
     assert len(captures.fp8ext_wrappers) == 2
     assert captures.__wrapped__.__wrapped__.__name__ == "<lambda>"

@@ -12,8 +12,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
-from vllm_fp8ext.compat.speed import mixed_full_cudagraph as whole_graphs
+from vllm_fp8ext.compat.speed import decode_prefill_split, mixed_full_cudagraph
 
 from .graph_manager import graph_manager
 
@@ -26,7 +25,7 @@ class Layer(AttentionLayerBase):
     def __init__(self, *, is_taken: bool = True) -> None:
         self.impl = SimpleNamespace()
         if is_taken:
-            mixed_steps.mark_decodes(self.impl)
+            decode_prefill_split.mark_decodes(self.impl)
 
     def get_attn_backend(self) -> Any:
         raise NotImplementedError
@@ -57,7 +56,7 @@ def manager(
     )
     for part, values in (changed or {}).items():
         vars(getattr(config, part) if part else config).update(values)
-    whole_graphs.add(made)
+    mixed_full_cudagraph.add(made)
     return made
 
 
@@ -70,7 +69,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (DefaultModelState, "prepare_attn"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    whole_graphs.install()
+    mixed_full_cudagraph.install()
 
 
 def wholes(found: Any) -> list[tuple[int, int | None]]:
@@ -115,7 +114,7 @@ def test_no_graph_is_larger_than_a_step_can_be() -> None:
     """Of as many requests as there can be, none longer than they are, or than attention takes."""
     assert wholes(manager(requests=2, longest=100))[-1] == (200, 2)
     longer = manager(sizes=(1, 8192), requests=1, longest=10_000)
-    assert wholes(longer)[-1] == (mixed_steps.SHORT, 1)
+    assert wholes(longer)[-1] == (decode_prefill_split.SHORT, 1)
     assert wholes(manager(sizes=(1, 8))) == []
 
 
@@ -155,7 +154,7 @@ def test_engines_of_other_kinds_stay_as_they_are() -> None:
     found.vllm_config.additional_config = {"fp8ext": "another's"}
     found._capture_descs = {}
     found._init_candidates()
-    whole_graphs.add(found)
+    mixed_full_cudagraph.add(found)
     assert wholes(found) == []
 
 
@@ -168,7 +167,7 @@ def step(found: Any, new: list[int], cached: list[int] | None = None, *, prompts
     runner = SimpleNamespace(
         cudagraph_manager=found, req_states=SimpleNamespace(num_computed_tokens_np=np.array(known[::-1]))
     )
-    whole_graphs._looking(lambda *_: (state, None))(runner, "scheduled", False)
+    mixed_full_cudagraph._wrap_gather_batch_req_state(lambda *_: (state, None))(runner, "scheduled", False)
 
 
 @pytest.mark.parametrize(
@@ -212,18 +211,25 @@ def test_a_step_without_requests_is_none_of_ours() -> None:
     found = manager()
     step(found, [100])
     runner = SimpleNamespace(cudagraph_manager=found)
-    assert whole_graphs._looking(lambda *_: (None, 3))(runner, "scheduled", True) == (None, 3)
+    assert mixed_full_cudagraph._wrap_gather_batch_req_state(lambda *_: (None, 3))(
+        runner, "scheduled", True
+    ) == (None, 3)
     assert found.dispatch(1, 100, None, 0).cg_mode == PIECEWISE
-    assert whole_graphs._looking(lambda *_: (None, 3))(SimpleNamespace(cudagraph_manager=None)) == (None, 3)
+    assert mixed_full_cudagraph._wrap_gather_batch_req_state(lambda *_: (None, 3))(
+        SimpleNamespace(cudagraph_manager=None)
+    ) == (
+        None,
+        3,
+    )
 
 
 def test_managers_are_given_them_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what stands before vLLM's own functions, once."""
     before = ModelCudaGraphManager.__init__, ModelCudaGraphManager.dispatch
-    whole_graphs.install()
+    mixed_full_cudagraph.install()
     assert (ModelCudaGraphManager.__init__, ModelCudaGraphManager.dispatch) == before
     seen: list[Any] = []
-    monkeypatch.setattr(whole_graphs, "add", seen.append)
+    monkeypatch.setattr(mixed_full_cudagraph, "add", seen.append)
     made = object.__new__(ModelCudaGraphManager)
-    whole_graphs._adding(lambda *_, **__: None)(made, "config")
+    mixed_full_cudagraph._wrap_init(lambda *_, **__: None)(made, "config")
     assert seen == [made]

@@ -11,9 +11,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
-from vllm_fp8ext.compat.speed import mixed_full_cudagraph
-from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
+from vllm_fp8ext.compat.speed import decode_prefill_split, mixed_full_cudagraph, mixed_step_metadata
 
 from .metadata_builder import Builder
 
@@ -65,12 +63,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Built]:
         )
 
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", build)
-    mixed_steps.install()
+    decode_prefill_split.install()
     return seen
 
 
 def made(builder: Any, step: CommonAttentionMetadata) -> Any:
-    with whole_steps.making(is_one=True):
+    with mixed_step_metadata.making(is_one=True):
         return FlashAttentionMetadataBuilder.build(builder, 0, step)
 
 
@@ -91,7 +89,7 @@ def test_a_graph_reads_which_requests_decode(built: list[Built]) -> None:
     ):
         starts = step.query_start_loc.tolist()
         metadata = made(builder, step)
-        apart = whole_steps.apart(metadata)
+        apart = mixed_step_metadata.apart(metadata)
         assert apart is not None
         assert apart.lengths_R.tolist() == decoding
         assert apart.prompts.query_start_loc.tolist() == prompts
@@ -100,7 +98,7 @@ def test_a_graph_reads_which_requests_decode(built: list[Built]) -> None:
         told = built.pop()
         assert told.step.query_start_loc is apart.prompts.query_start_loc, "its schedule is of the same"
         assert (told.fast, told.splits, told.tokens) == (False, 1, step.num_actual_tokens)
-        assert not mixed_steps.mixes(metadata)
+        assert not decode_prefill_split.mixes(metadata)
         assert metadata.query_start_loc.tolist() == starts, "of all requests"
         assert metadata.scheduler_metadata is None, "that is of prompts"
         assert apart.prompts.scheduler_metadata is not None
@@ -123,9 +121,9 @@ def test_other_steps_are_as_vllm_makes_them(
 ) -> None:
     builder.max_num_splits, builder.max_cudagraph_size = 32, 5
     step = whole_step(starts, [5, 5000], starts[-1])
-    with whole_steps.making(is_one=is_so):
+    with mixed_step_metadata.making(is_one=is_so):
         metadata = FlashAttentionMetadataBuilder.build(builder, 0, step)
-    assert whole_steps.apart(metadata) is None
+    assert mixed_step_metadata.apart(metadata) is None
     ((told, _, *splits),) = built
     assert told is step
     assert splits == [32, 5]
@@ -143,7 +141,7 @@ def test_attention_is_told_what_a_graph_holds(
     seen: list[Any] = []
 
     def prepare_attn(*given: Any, **named: Any) -> str:
-        seen.append((whole_steps.is_one(), given[1:], named))
+        seen.append((mixed_step_metadata.is_one(), given[1:], named))
         return "metadata"
 
     monkeypatch.setattr(DefaultModelState, "prepare_attn", prepare_attn)
@@ -156,4 +154,4 @@ def test_attention_is_told_what_a_graph_holds(
         made = state.prepare_attn(*given, captured, ubatch_idx=3)
     assert made == "metadata"
     assert seen == [(whole, (*given, captured), {"ubatch_idx": 3})]
-    assert not whole_steps.is_one()
+    assert not mixed_step_metadata.is_one()

@@ -11,7 +11,7 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_fp8ext.compat.speed import piecewise_capture_sizes as graph_sizes
+from vllm_fp8ext.compat.speed import piecewise_capture_sizes
 from vllm_fp8ext.config import GRAPH_TOKENS
 
 from .graph_manager import graph_manager as manager
@@ -28,12 +28,12 @@ from .graph_manager import graph_manager as manager
     ],
 )
 def test_sizes_beyond_those_that_are_captured(captured: int, most: int, expected: list[int]) -> None:
-    assert graph_sizes.sizes_beyond(captured, most) == expected
+    assert piecewise_capture_sizes.sizes_beyond(captured, most) == expected
 
 
 @pytest.mark.parametrize("captured", [1, 7, 8, 24, 129, 500])
 def test_a_step_is_not_padded_by_more_than_a_quarter_where_that_costs(captured: int) -> None:
-    sizes = [captured, *graph_sizes.sizes_beyond(captured, 3000)]
+    sizes = [captured, *piecewise_capture_sizes.sizes_beyond(captured, 3000)]
     assert sizes[-1] == 3000
     for size, following in pairwise(sizes):
         assert size < following <= max(128, size * 1.25)
@@ -59,8 +59,8 @@ def test_sizes_that_the_user_gives_are_all(
         additional_config={"other": 1},
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace()),
     )
-    graph_sizes.configure(config, EngineArgs(model="any", **arguments), asked)
-    assert config.additional_config == {"other": 1, graph_sizes.KEY: expected}
+    piecewise_capture_sizes.configure(config, EngineArgs(model="any", **arguments), asked)
+    assert config.additional_config == {"other": 1, piecewise_capture_sizes.KEY: expected}
 
 
 QWEN3 = {
@@ -106,7 +106,7 @@ EXPERTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
     ],
 )
 def test_small_layers_are_worth_more_graphs(given: Any, expected: int) -> None:
-    assert graph_sizes.worth_it(given) == expected
+    assert piecewise_capture_sizes.worth_it(given) == expected
     assert _configured(given) == expected
     assert _configured(given, kv_cache_memory_bytes=1 << 30) == GRAPH_TOKENS
     assert _configured(given, num_gpu_blocks_override=100) == GRAPH_TOKENS
@@ -119,14 +119,14 @@ def test_graphs_that_are_not_measured_are_as_many_as_usual(monkeypatch: pytest.M
 
 def _configured(config: Any, **arguments: Any) -> Any:
     config.additional_config = None
-    graph_sizes.configure(config, EngineArgs(model="any", **arguments), None)
-    return config.additional_config[graph_sizes.KEY]
+    piecewise_capture_sizes.configure(config, EngineArgs(model="any", **arguments), None)
+    return config.additional_config[piecewise_capture_sizes.KEY]
 
 
 def test_weights_of_a_layer() -> None:
     """Of experts those that multiply one token; other names are not understood."""
     attention = 2048 * 128 * (16 + 8) * 2
-    of = graph_sizes.layer_weights
+    of = piecewise_capture_sizes.layer_weights
     assert of(config("8B", 4)) == 192_937_984 // 4
     assert of(config("1.7B", head_dim=None)) == of(config("1.7B"))
     assert of(config("1.7B", **EXPERTS)) == attention + 3 * 2048 * 8 * 768
@@ -137,7 +137,7 @@ def test_weights_of_a_layer() -> None:
     unknown = config("1.7B")
     del unknown.model_config.hf_text_config.num_attention_heads
     assert of(unknown) is None
-    assert graph_sizes.worth_it(unknown) == GRAPH_TOKENS
+    assert piecewise_capture_sizes.worth_it(unknown) == GRAPH_TOKENS
     unknown.model_config.hf_text_config = transformers.Gemma4TextConfig()
     assert of(unknown) is None, "layers differ"
     assert of(config("1.7B", num_attention_heads=0, head_dim=None)) is None
@@ -146,8 +146,8 @@ def test_weights_of_a_layer() -> None:
 @pytest.fixture(autouse=True)
 def installed() -> Any:
     original = CudaGraphManager._init_candidates
-    graph_sizes.install()
-    graph_sizes.install()
+    piecewise_capture_sizes.install()
+    piecewise_capture_sizes.install()
     assert CudaGraphManager._init_candidates.__wrapped__ is original
     yield
     CudaGraphManager._init_candidates = original
@@ -193,6 +193,6 @@ def test_where_nothing_is_added(unchanged: dict[str, Any], monkeypatch: pytest.M
         seen(self)
 
     monkeypatch.setattr(CudaGraphManager, "_init_candidates", watched)
-    graph_sizes.install()
+    piecewise_capture_sizes.install()
     manager(**unchanged)
     assert asked == list(unchanged.get("sizes", (1, 64, 512)))

@@ -16,8 +16,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from vllm_fp8ext.compat.speed import decode_step_reuse as steady_steps
-from vllm_fp8ext.compat.speed import sampling_cudagraph as sampled_graphs
+from vllm_fp8ext.compat.speed import decode_step_reuse, sampling_cudagraph
 
 PLACES, VOCABULARY = 6, 50
 
@@ -62,16 +61,16 @@ class Runner:
             logprob_token_ids_state=SimpleNamespace(num_token_ids=SimpleNamespace(np=np.full(PLACES, 2))),
         )
         self.tokens_of_others = 0
-        self.samplers = sampled_graphs.Samplers(PLACES, torch.device("cpu"))
+        self.samplers = sampling_cudagraph.Samplers(PLACES, torch.device("cpu"))
         for rows in (2, 4):
-            for logprobs, scaled in itertools.product(sampled_graphs.LOGPROBS, (False, True)):
+            for logprobs, scaled in itertools.product(sampling_cudagraph.LOGPROBS, (False, True)):
                 graph: Any = Graph(self)
-                self.samplers.graphs[rows, logprobs, scaled] = sampled_graphs._Graph(
+                self.samplers.graphs[rows, logprobs, scaled] = sampling_cudagraph._Graph(
                     graph, output(rows, logprobs), None
                 )
-        self.cudagraph_manager = SimpleNamespace(**{sampled_graphs._SAMPLERS: self.samplers})
-        self.kept = steady_steps.Kept()
-        setattr(self, steady_steps._KEPT, self.kept)
+        self.cudagraph_manager = SimpleNamespace(**{sampling_cudagraph._SAMPLERS: self.samplers})
+        self.kept = decode_step_reuse.PreviousStep()
+        setattr(self, decode_step_reuse._PREVIOUS, self.kept)
 
     def _wait(self, stream: object) -> None:
         assert stream is self.output_copy_stream
@@ -83,7 +82,7 @@ class Runner:
 
     def sample(self, batch: Any, grammar: Any = None) -> Any:
         self.kept.batch = batch
-        return sampled_graphs._sampling(lambda *_: "vllm")(self, None, batch, grammar)
+        return sampling_cudagraph._wrap_sample(lambda *_: "vllm")(self, None, batch, grammar)
 
     def replays(self) -> dict[tuple[int, int | None, bool], int]:
         found: Any = {key: captured.graph for key, captured in self.samplers.graphs.items()}
@@ -108,14 +107,14 @@ def batch(*places: int, rows: int = 4) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("logprobs", sampled_graphs.LOGPROBS)
+@pytest.mark.parametrize("logprobs", sampling_cudagraph.LOGPROBS)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_graph_samples_as_many_rows_as_there_are_requests(logprobs: int | None, scaled: bool) -> None:
     runner = Runner()
     runner.counts[5] = -1 if logprobs is None else logprobs
     if scaled:  # one of them has a temperature
         runner.sampler.needs_logits_processing[1] = True
-        sampled_graphs._scaled(runner.sampler.sampling_states)[1] = True
+        sampling_cudagraph._scaled(runner.sampler.sampling_states)[1] = True
     step = batch(3, 5, 1)
     sampled, counts, rejected = runner.sample(step)
     assert runner.replays() == {(4, logprobs, scaled): 1}
@@ -170,7 +169,7 @@ def test_other_steps_are_sampled_by_vllm(what: str) -> None:
         runner.tokens_of_others = 1
     if what == "step":
         runner.kept.batch = batch(2, 4, rows=2)
-        assert sampled_graphs._sampling(lambda *_: "vllm")(runner, None, step, None) == "vllm"
+        assert sampling_cudagraph._wrap_sample(lambda *_: "vllm")(runner, None, step, None) == "vllm"
     else:
         assert runner.sample(step, grammar) == "vllm"
     assert runner.replays() == {}
@@ -215,7 +214,7 @@ def test_a_temperature_alone_is_in_the_graph(params: dict[str, Any], needed: boo
         num_logprobs=np.zeros(PLACES),
         seeds_set=np.zeros(PLACES, dtype=bool),
     )
-    ask = sampled_graphs._asking(SamplingStates.add_request)
+    ask = sampling_cudagraph._wrap_state_add_request(SamplingStates.add_request)
     states.add_request = functools.partial(ask, states)
     sampler: Any = SimpleNamespace(
         needs_logits_processing=np.zeros(PLACES, dtype=bool),
@@ -225,12 +224,12 @@ def test_a_temperature_alone_is_in_the_graph(params: dict[str, Any], needed: boo
         logprob_token_ids_state=SimpleNamespace(add_request=lambda place, params: None),
         trace_replay_state=None,
     )
-    add = sampled_graphs._adding(Sampler.add_request)
+    add = sampling_cudagraph._wrap_add_request(Sampler.add_request)
     for before in ({"temperature": 0.5}, {"temperature": 0.5, "top_p": 0.9, "presence_penalty": 0.5}):
         for given in (before, params):
             add(sampler, 2, SamplingParams(seed=1, **given))
         assert sampler.needs_logits_processing[2] == needed
-        assert sampled_graphs.scales_alone(sampler, np.array([2])) is sampled
+        assert sampling_cudagraph.only_scales(sampler, np.array([2])) is sampled
 
 
 def test_what_is_captured_reads_what_stays_where_it_is() -> None:
@@ -240,10 +239,10 @@ def test_what_is_captured_reads_what_stays_where_it_is() -> None:
     states.num_logprobs = np.full(PLACES, 9)
     states.top_k.np[:], states.top_p.np[:] = 3, 0.5
     given = [holder.gpu for holder in (states.temperature, states.seeds, runner.req_states.prefill_len)]
-    for logprobs, scaled in itertools.product(sampled_graphs.LOGPROBS, (False, True)):
+    for logprobs, scaled in itertools.product(sampling_cudagraph.LOGPROBS, (False, True)):
         with (
             contextlib.suppress(RuntimeError),
-            sampled_graphs._settings(runner, runner.samplers, logprobs, scaled=scaled),
+            sampling_cudagraph._settings(runner, runner.samplers, logprobs, scaled=scaled),
         ):
             assert runner.sampler.needs_logits_processing[0] == scaled
             assert states.temperature.np[0] not in (0, 1)
@@ -278,11 +277,11 @@ def test_what_can_not_be_captured_is_left_to_vllm(
     def captured(runner: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(sampled_graphs, "_captured", captured)
-    monkeypatch.setattr(sampled_graphs, "_is_taken", lambda runner: True)
+    monkeypatch.setattr(sampling_cudagraph, "_capture_samplers", captured)
+    monkeypatch.setattr(sampling_cudagraph, "_can_sample", lambda runner: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 5))
     runner: Any = SimpleNamespace(cudagraph_manager=SimpleNamespace())
-    assert sampled_graphs._capturing(lambda self, *, profile_only: 7)(runner) == 7
+    assert sampling_cudagraph._wrap_capture_model(lambda self, *, profile_only: 7)(runner) == 7
     assert vars(runner.cudagraph_manager) == {}
     assert "without CUDA graphs: no more" in caplog.text
 
@@ -290,13 +289,13 @@ def test_what_can_not_be_captured_is_left_to_vllm(
 def test_graphs_that_only_measure_memory_have_none_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """But the memory is told that they will take."""
     runner: Any = SimpleNamespace(vllm_config=None, max_num_reqs=9, vocab_size=1000, dtype=torch.bfloat16)
-    capture = sampled_graphs._capturing(lambda self, *, profile_only: 7)
-    for asked, more in ((False, 0), (True, 54_000 + sampled_graphs.OTHER_BYTES)):
-        monkeypatch.setattr(steady_steps, "is_asked", lambda config, asked=asked: asked)
+    capture = sampling_cudagraph._wrap_capture_model(lambda self, *, profile_only: 7)
+    for asked, more in ((False, 0), (True, 54_000 + sampling_cudagraph.OTHER_BYTES)):
+        monkeypatch.setattr(decode_step_reuse, "is_configured", lambda config, asked=asked: asked)
         assert capture(runner, profile_only=True) == 7 + more
     runner.max_num_reqs = 1024
-    assert capture(runner, profile_only=True) == 7 + 1_536_000 + sampled_graphs.OTHER_BYTES
-    setattr(runner, steady_steps._KEPT, None)
+    assert capture(runner, profile_only=True) == 7 + 1_536_000 + sampling_cudagraph.OTHER_BYTES
+    setattr(runner, decode_step_reuse._PREVIOUS, None)
     runner.sampler, runner.cudagraph_manager = None, SimpleNamespace()
     assert capture(runner) == 7
     assert vars(runner.cudagraph_manager) == {}

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from vllm_fp8ext.compat.speed import slot_fast_path as held_slots
+from vllm_fp8ext.compat.speed import slot_fast_path
 
 BLOCK, BLOCKS = 4, 14
 HASH = get_hash_fn_by_name("sha256")
@@ -118,7 +118,7 @@ def test_answers_and_cache_are_those_of_vllm(
     block_cache: Caches, deeds: list[tuple[str, int, int, int, int]], caching: bool
 ) -> None:
     plain, quick = (Scheduler(block_cache([FULL], BLOCKS, enable_caching=caching)) for _ in range(2))
-    held_slots.attach(quick.cache)
+    slot_fast_path.attach(quick.cache)
     for deed, which, tokens, chunk, lookahead in deeds:
         name = f"request{which}"
         if (name in plain.running) == (deed == "begin"):
@@ -141,7 +141,7 @@ def test_only_a_new_block_asks_vllm(block_cache: Caches, caching: bool) -> None:
     cache.allocate_slots = lambda known, *more, **others: (
         asked.append(known) or allocate(known, *more, **others)
     )
-    held_slots.attach(cache)
+    slot_fast_path.attach(cache)
     scheduler = Scheduler(cache)
     scheduler.begin("request", 2 * BLOCK, 64, 0)
     asked.clear()
@@ -157,12 +157,12 @@ def test_only_a_new_block_asks_vllm(block_cache: Caches, caching: bool) -> None:
 )
 def test_layers_with_windows_are_left_to_vllm(block_cache: Caches, specs: list[KVCacheSpec]) -> None:
     cache = block_cache(specs, BLOCKS)
-    held_slots.attach(cache)
+    slot_fast_path.attach(cache)
     assert "allocate_slots" not in vars(cache)
 
 
 def test_blocks_that_are_cached_in_parts_are_left_to_vllm(block_cache: Caches) -> None:
     cache = block_cache([FULL], BLOCKS)
     cache.block_pool.hash_block_size = BLOCK // 2
-    held_slots.attach(cache)
+    slot_fast_path.attach(cache)
     assert "allocate_slots" not in vars(cache)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from vllm_fp8ext.compat.update import encoder_layers as encoders
+from vllm_fp8ext.compat.update import encoder_layers
 from vllm_fp8ext.compat.update.model import kept_layers
 from vllm_fp8ext.layers import unquantized_layers as kept
 
@@ -52,7 +52,7 @@ def layers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(asked: Path, out: Path) -> None:
-    encoders.install()
+    encoder_layers.install()
     vision = VISION | {
         "image_size": 56,
         "patch_size": 14,

@@ -14,7 +14,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import WeightVersionSpan
 from vllm.sampling_params import BeamSearchParams
 
-from vllm_fp8ext.compat.update.beam_versions import Lineage, _offline, _online, label_of
+from vllm_fp8ext.compat.update.beam_versions import Lineage, _wrap_offline, _wrap_online, label_of
 from vllm_fp8ext.compat.update.weight_versions import EpochSpan
 from vllm_fp8ext.update.contract.labels import Label, first_label
 
@@ -85,7 +85,7 @@ class Serving(BeamSearchOnlineMixin):
 def searched(answer: Answer, tokens: int = 4, **more: Any) -> list[CompletionOutput]:
     async def run() -> list[CompletionOutput]:
         params = BeamSearchParams(beam_width=2, max_tokens=tokens, **more)
-        search = _online(BeamSearchOnlineMixin.beam_search)
+        search = _wrap_online(BeamSearchOnlineMixin.beam_search)
         prompt = {"type": "token", "prompt_token_ids": PROMPT}
         return [result async for result in search(Serving(answer), prompt, "search", params)][-1].outputs
 
@@ -208,7 +208,9 @@ def test_searches_of_an_llm_are_labelled_each_by_itself() -> None:
     llm = Llm()
     prompts: Any = [{"type": "token", "prompt_token_ids": [first, 6, 7]} for first in (5, 8)]
     params = BeamSearchParams(beam_width=2, max_tokens=4)
-    ended, whole = _offline(BeamSearchOfflineMixin.beam_search)(llm, prompts, params, concurrency_limit=1)
+    ended, whole = _wrap_offline(BeamSearchOfflineMixin.beam_search)(
+        llm, prompts, params, concurrency_limit=1
+    )
     assert "_render_and_run_requests" not in vars(llm)
     for beam in ended.sequences:
         assert (beam.finish_reason, epochs(beam.weight_versions)) == ("abort", [(0, 0, 2)])

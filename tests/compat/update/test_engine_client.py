@@ -26,7 +26,7 @@ import json, multiprocessing.connection, os, signal, sys, time, zmq
 from types import SimpleNamespace
 from vllm.v1.engine.core_client import BackgroundResources
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm_fp8ext.compat.update import engine_shutdown as engine_end
+from vllm_fp8ext.compat.update import engine_shutdown
 
 def end(how):
     if how.startswith("stopped"):
@@ -51,7 +51,7 @@ def serve(told, how):
     engine.start()
     resources = BackgroundResources(ctx=None)
     resources.engine_manager = SimpleNamespace(processes=[engine], shutdown=engine.kill)
-    noted = engine_end.EngineEnd(resources)
+    noted = engine_shutdown.EngineEnd(resources)
     resources.validate_alive([zmq.Frame(b"output"), zmq.Frame(b"of a step")])
     if told == "told":
         try:
@@ -62,7 +62,7 @@ def serve(told, how):
         time.sleep(0.1)
         resources.engine_manager.shutdown()
     if how == "hanging":
-        engine_end._END_SECONDS = 0.5
+        engine_shutdown._END_SECONDS = 0.5
     if how.startswith("ending") or how == "hanging":
         multiprocessing.connection.wait([engine.sentinel])
         resources.engine_manager.shutdown()

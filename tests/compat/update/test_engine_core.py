@@ -13,7 +13,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
-from vllm_fp8ext.compat.speed import slot_fast_path as held_slots
+from vllm_fp8ext.compat.speed import slot_fast_path
 from vllm_fp8ext.compat.update import engine_core
 from vllm_fp8ext.compat.update.engine_core import CoreAccess
 from vllm_fp8ext.config import METHOD, SECTION
@@ -256,10 +256,10 @@ def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
         core.model_executor = object.__new__(UniProcExecutor)
 
     attached: list[Any] = []
-    monkeypatch.setattr(held_slots, "attach", attached.append)
+    monkeypatch.setattr(slot_fast_path, "attach", attached.append)
     cores = [SimpleNamespace() for _ in range(2)]
     for core in cores:
-        engine_core._beginning(initialize)(core)
+        engine_core._wrap_initialize(initialize)(core)
     assert attached == (["cache", "cache"] if answers else [])
     lives = {vars(core).get("fp8ext_instance") for core in cores}
     assert len(lives) == (2 if quantization == METHOD else 1)

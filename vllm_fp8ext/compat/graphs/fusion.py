@@ -47,7 +47,7 @@ GATES = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "g
 CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul")
 """vLLM's layers that call them."""
 _SOURCES = (fusion_gelu, graph_nodes, linear, rotary)
-"""What else decides about graphs."""
+"""Modules whose sources decide about graphs, too."""
 
 
 def configure(config: Any, *, norm_rope: bool) -> None:
@@ -67,8 +67,10 @@ def configure(config: Any, *, norm_rope: bool) -> None:
 
 
 def name_kernels(config: Any, model: nn.Module) -> None:
-    """Which kernel takes which layer of a loaded model is a constant of its graphs: what is cached with other kernels is for
-    other graphs."""
+    """Write into the configuration which kernel takes which layer of a loaded model.
+
+    It is a constant of graphs: what is cached with other kernels is for other graphs.
+    """
     from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
 
     found = set()
@@ -81,9 +83,12 @@ def name_kernels(config: Any, model: nn.Module) -> None:
 
 
 class JoinLinear(InductorPass):
-    """`fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of a gated activation function
-    `fp8ext::gated_linear`, of GELU alone `fp8ext::gelu_linear`; norms of heads and their rotary embedding become
-    `fp8ext::norm_rope`, if that is wanted."""
+    """Joins linear layers with what comes before them.
+
+    `fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of a gated activation function `fp8ext::gated_linear`,
+    of GELU alone `fp8ext::gelu_linear`; norms of heads and their rotary embedding become `fp8ext::norm_rope`, if that
+    is wanted.
+    """
 
     def __init__(self, *, norm_rope: bool = True) -> None:
         self.norm_rope = norm_rope
@@ -114,7 +119,7 @@ class JoinLinear(InductorPass):
 
 
 def _join_norm(graph: fx.Graph, node: fx.Node) -> bool:
-    """Only a norm that this layer alone reads, over whole rows, with a weight of the activations' dtype."""
+    """Join a norm that this layer alone reads, over whole rows, with a plain weight."""
     source, ir = node.args[0], torch.ops.vllm_ir
     if not isinstance(source, fx.Node) or len(source.users) > 1:
         return False
@@ -182,7 +187,7 @@ def _replace(graph: fx.Graph, node: fx.Node, joined_operator: Any, x: Any, activ
 
 
 def _gates() -> dict[Any, str]:
-    """Those of `GATES` that this vLLM is built with."""
+    """List those of `GATES` that this vLLM is built with."""
     return {
         getattr(torch.ops._C, name).default: activation
         for name, activation in GATES.items()

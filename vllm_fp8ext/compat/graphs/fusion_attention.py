@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has attention quantize its outputs for the linear layer behind it, in graphs as Dynamo makes them.
+"""Has attention quantize its outputs for the linear layer behind it.
+
+It does so in graphs as Dynamo makes them.
 
 Later vLLM splits graphs at attention, and no pass sees both.
 """
@@ -42,21 +44,23 @@ GPU_ONLY: bool = True
 logger = logging.getLogger("vllm.fp8ext")
 
 _KEY = "fp8ext_attention"
-"""Of the additional configuration, which vLLM's cache of compiled graphs asks for."""
+"""Key of the additional configuration, which vLLM's cache of compiled graphs asks for."""
 
 
 def configure(config: Any, form: ScaleFormat | None) -> None:
-    """Join in graphs that are compiled with this `VllmConfig`, all of whose attention layers take room for quantized outputs
-    with scales of this format; or none, as at first."""
+    """Join in graphs that are compiled with this `VllmConfig`, or in none, as at first.
+
+    All of its attention layers take room for quantized outputs with scales of this format.
+    """
     rest = {name: value for name, value in (config.additional_config or {}).items() if name != _KEY}
     source = InductorPass.hash_source(
         *(inspect.getsource(module) for module in (sys.modules[__name__], graph_nodes))
     )
     config.additional_config = rest if form is None else {**rest, _KEY: {"scale_format": form, "by": source}}
-    wrap(VllmBackend, "__call__", _joining)
+    wrap(VllmBackend, "__call__", _wrap_call)
 
 
-def _joining(call: Any) -> Any:
+def _wrap_call(call: Any) -> Any:
     def joined(self: Any, graph: fx.GraphModule, example_inputs: Any) -> Any:
         asked = (self.vllm_config.additional_config or {}).get(_KEY)
         found = join_attention(graph, asked["scale_format"]) if asked else 0
@@ -70,8 +74,11 @@ def _joining(call: Any) -> Any:
 
 
 def join_attention(module: fx.GraphModule, form: str) -> int:
-    """Where nothing but a linear layer that quantizes to this format reads what attention writes, have the one write codes
-    and scales, and the other read them; how often."""
+    """Have attention write codes and scales, and the layer behind it read them.
+
+    It is done where nothing but a linear layer that quantizes to this format reads what attention writes. Returns
+    how often.
+    """
     found = 0
     for node in list(module.graph.nodes):
         if _runs(node, torch.ops.vllm.unified_attention_with_output):

@@ -21,11 +21,11 @@ REMOVE_WHEN: str = "Inductor has a pattern for it"
 GPU_ONLY: bool = True
 
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
-"""By what `gelu_linear` calls them, as torch does."""
+"""Names of torch's approximations, by those of `gelu_linear`."""
 
 
 def gelu_of(node: fx.Node) -> tuple[fx.Node, str] | None:
-    """What a node is the GELU of, and which; None if it is of nothing."""
+    """Find what a node is the GELU of, and which; None if it is of nothing."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         return None
@@ -57,7 +57,7 @@ def _decomposed(name: str, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
 
 
 def _alike(found: object, wanted: object, inputs: dict[fx.Node, fx.Node]) -> bool:
-    """Whether two expressions are the same but for what they begin with, which is noted."""
+    """Tell whether two expressions are the same but for their inputs, which are noted."""
     if not isinstance(wanted, fx.Node):
         return type(found) is type(wanted) and found == wanted
     if not isinstance(found, fx.Node):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins norms of heads, their rotary embedding and the quantization of queries in a compiled graph.
+"""Joins norms of heads, their rotary embedding and the quantization of queries.
 
 `fp8ext::norm_rope` takes their place.
 """
@@ -37,7 +37,7 @@ _SIZES = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST = torch.finfo(FP8_DTYPE).max
 _SPREAD = _aten.unsqueeze.default, _aten.expand.default, _aten.clone.default, _aten.reshape.default
-"""What repeats the scales of KV heads for every column."""
+"""Operators that repeat the scales of KV heads for every column."""
 
 
 class _Heads(NamedTuple):
@@ -45,11 +45,11 @@ class _Heads(NamedTuple):
 
     out: fx.Node
     split: fx.Node
-    """Of the projection's columns."""
+    """The split of the projection's columns."""
     part: int
-    """Which of its parts."""
+    """The index of its part."""
     weight: Any
-    """Of their norm, or None."""
+    """The weight of their norm, or None."""
     epsilon: float
 
 
@@ -103,7 +103,10 @@ def _join(graph: fx.Graph, table: _Table, query: _Heads, key: _Heads) -> bool:
 
 
 def _table(index: fx.Node) -> _Table | None:
-    """Rows of a table for the tokens' positions, which come from outside the graph, as cosines and sines."""
+    """Find rows of a table for the tokens' positions, as cosines and sines.
+
+    Positions come from outside the graph.
+    """
     cos_sin, chosen = index.args
     if len(chosen) != 1 or len(value(cos_sin).shape) != 2:
         return None
@@ -115,7 +118,7 @@ def _table(index: fx.Node) -> _Table | None:
 
 
 def _heads(cat: fx.Node, table: _Table) -> _Heads | None:
-    """`cat((low * cos - high * sin, high * cos + low * sin))` of heads `[M, heads, D]`."""
+    """Find heads `[M, heads, D]` that are turned: `cat((low * cos - high * sin, high * cos + low * sin))`."""
     if not calls(cat, _aten.cat.default) or cat.args[1:] not in ((-1,), (2,)) or len(cat.args[0]) != 2:
         return None
     first, second = cat.args[0]
@@ -186,7 +189,7 @@ def _quantized(out: fx.Node, kv_heads: int) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _halves(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Both halves of the last dimension, if that is all that is read of a node."""
+    """Find both halves of the last dimension, if nothing else of a node is read."""
     if len(node.users) != 1:
         return None
     (split,), size = node.users, value(node).shape[-1]
@@ -200,7 +203,7 @@ def _halves(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _factor(product: Any, row: fx.Node) -> fx.Node | None:
-    """What is multiplied by a token's row, the same for all heads."""
+    """Find what is multiplied by a token's row, the same for all heads."""
     if not calls(product, _aten.mul.Tensor):
         return None
     for factor, other in (product.args, product.args[::-1]):
@@ -210,7 +213,7 @@ def _factor(product: Any, row: fx.Node) -> fx.Node | None:
 
 
 def _users(cos: fx.Node) -> list[fx.Node]:
-    """Of a row of cosines, the tensors that are put together of what was multiplied by it."""
+    """Find tensors that are put together of what a row of cosines multiplies."""
     found: dict[fx.Node, None] = {cos: None}
     for _ in ("unsqueeze", "mul", "sub or add", "cat"):
         found = dict.fromkeys(user for node in found for user in node.users)
@@ -218,5 +221,8 @@ def _users(cos: fx.Node) -> list[fx.Node]:
 
 
 def _given(node: Any) -> bool:
-    """Whether it comes from outside the graph, and so before everything in it, and lies there as kernels read it."""
+    """Tell whether a node comes from outside the graph.
+
+    So it is there before everything in it, and lies there as kernels read it.
+    """
     return isinstance(node, fx.Node) and node.op == "placeholder" and value(node).is_contiguous()

@@ -16,7 +16,7 @@ REMOVE_WHEN: str = "`fusion` goes"
 
 
 def calls(node: Any, *targets: Any) -> bool:
-    """Whether it is a call of one of these."""
+    """Tell whether a node is a call of one of these."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
@@ -28,7 +28,7 @@ def value(node: Any) -> torch.Tensor:
 
 
 def alike(*nodes: Any) -> bool:
-    """Whether all are known, and make tensors of one dtype."""
+    """Tell whether all are known, and make tensors of one dtype."""
     values = [getattr(node, "meta", {}).get("val") for node in nodes]
     dtypes = {found.dtype for found in values if isinstance(found, torch.Tensor)}
     return None not in values and len(dtypes) == 1

@@ -78,7 +78,7 @@ def attach_all(model: nn.Module, config: Any) -> None:
 
 
 def attach(layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | None = None) -> bool:
-    """Give a layer the kernel, if it is one that the kernel computes, and say so.
+    """Give a layer the kernel, if the kernel computes such layers, and say so.
 
     Layers of a shape, which run one after the other, share a kernel; those of another engine, whose memory may be given
     back, do not. It is compiled here: seconds, once on a machine. `form`: as of `replace_attention`.
@@ -192,12 +192,15 @@ class _LayerStep:
     vllm_forward: Callable[..., Any]
     module: Any
     query_key_value: tuple[Tensor, Any, Any]
-    """K and V are None where a layer is run again, whose K and V are cached by then."""
+    """Q, K and V.
+
+    The latter two are None where a layer is run again, whose K and V are cached by then.
+    """
     kv_cache: Tensor
     metadata: Any
     output: Tensor
     room: Quantized | None
-    """Where outputs are quantized to, which is the same memory as `output`."""
+    """The place of quantized outputs, which is the same memory as `output`."""
 
     def run(self) -> Any:
         """Attend to all tokens of the step."""
@@ -292,7 +295,7 @@ def _is_cached_by_attention(module: Any, slots: Tensor) -> bool:
 
 
 def _decodes_alone(metadata: Any) -> bool:
-    """Tell whether a step has one token of each request and asks for plain causal attention.
+    """Tell whether a plain causal step has one token of each request.
 
     It is the same when a CUDA graph is captured and when it is replayed: vLLM replays a graph of such steps for such steps
     alone.

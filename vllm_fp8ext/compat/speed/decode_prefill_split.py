@@ -45,10 +45,14 @@ REMOVE_WHEN: str = "FlashAttention's metadata keeps requests that decode apart, 
 GPU_ONLY: bool = True
 
 _SINGLE, _APART = "fp8ext_single", "fp8ext_apart"
-"""What is kept with vLLM's metadata of a step that begins with requests of one token, before others: `_Single`, and `Apart`,
-which holds for one block table."""
+"""Attributes of vLLM's metadata of a step that begins with requests of one token: `_Single`, and `Apart`, which holds
+for one block table.
+"""
 _TAKEN = "fp8ext_decodes"
-"""What marks a layer's implementation whose requests that decode are ours, and tells whether all of a builder's are."""
+"""The mark of a layer's implementation whose requests that decode are ours.
+
+It also tells whether all of a builder's are.
+"""
 LEAST_TOKENS = 16384
 """In the contexts of these requests: with fewer FlashAttention, which is launched anyway, takes them along."""
 SHORT = 4096
@@ -56,14 +60,14 @@ SHORT = 4096
 
 
 def mixes(metadata: Any) -> bool:
-    """Whether the step begins with requests that have one token, before others, with enough to read for them."""
+    """Tell whether enough is read for requests of one token that a step begins with."""
     return hasattr(metadata, _SINGLE)
 
 
 class _Single(NamedTuple):
     requests: int
     schedule: Tensor | None
-    """What FlashAttention computes once in a step, of the others."""
+    """FlashAttention's schedule of the other requests, computed once in a step."""
 
 
 def apart(metadata: Any) -> Apart:
@@ -98,9 +102,11 @@ def is_taken(layer: Any) -> bool:
 
 
 def takes_all(builder: Any) -> bool:
-    """Whether no layer of those that share the metadata asks FlashAttention for requests that decode. One that does all the
-    same computes its schedule itself. But a graph that was captured with other requests holds FlashAttention, and reads a
-    schedule that every step has to renew: one of all steps, or of drafts too."""
+    """Tell whether no layer that shares the metadata asks FlashAttention for requests that decode.
+
+    One that does all the same computes its schedule itself. But a graph that was captured with other requests holds
+    FlashAttention, and reads a schedule that every step has to renew: one of all steps, or of drafts too.
+    """
     found: bool | None = getattr(builder, _TAKEN, None)
     if found is None:
         compilation = builder.vllm_config.compilation_config
@@ -135,7 +141,7 @@ def _wrap_build(original: Any) -> Any:
 
 
 def _is_short(builder: Any, step: Any, first: int) -> bool:
-    """Whether the contexts of requests are from the `first` on, which FlashAttention computes."""
+    """Tell whether the contexts that FlashAttention computes, from the `first` on, are short."""
     lengths = step.seq_lens_cpu_upper_bound
     known = step.max_query_len > 1 and lengths is not None
     return known and int(lengths[first:].max()) <= SHORT and takes_all(builder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares a step of the same requests as the previous one, each with one new token, by one launch.
+"""Prepares a decode step of the same requests as the previous one by one launch.
 
 vLLM makes everything anew, by four launches and some thirty small operations, for which such a step of a small model waits.
 `DefaultModelState.prepare_attn` makes metadata that no one reads behind a graph that holds our attention alone;
@@ -55,14 +55,19 @@ SWITCH: tuple[str, object] = ("kernels.takes_decode_step_reuse", False)
 GPU_ONLY: bool = True
 
 PROCESSORS = 3
-"""Of vLLM's own sampler. Others may have something for the GPU in every step."""
-_KEPT, _TABLES, _METADATA = "fp8ext_kept", "fp8ext_tables", "fp8ext_metadata"
-"""What is kept with a `GPUModelRunner`: `Kept`, or None where its steps are not taken; and with an `InputBatch` of them, for
-those that follow: tables and slots, and attention's metadata, each None where vLLM has to make it."""
+"""Number of logits processors in vLLM's own sampler.
+
+Others may have something for the GPU in every step.
+"""
+_PREVIOUS, _TABLES, _METADATA = "fp8ext_previous_step", "fp8ext_tables", "fp8ext_metadata"
+"""Attributes of a `GPUModelRunner`: `PreviousStep`, or None where its steps can't be reused;
+of an `InputBatch`, for the steps that follow: tables and slots, and attention's metadata, each None where vLLM has to make
+it.
+"""
 
 
-class Kept:
-    """The last step, if each of its requests had one new token and a graph held it."""
+class PreviousStep:
+    """The previous step, if each request had one new token and a graph held it."""
 
     def __init__(self) -> None:
         self.batch: Any = None
@@ -70,7 +75,7 @@ class Kept:
         self._graph: Any = None
 
     def follows(self, scheduled: Any, step: Any, graph: Any) -> bool:
-        """Whether a step is of the same requests, of which nothing changed but that they have a token more."""
+        """Tell whether a step has the same requests with one token more each."""
         batch = self.batch
         return bool(
             batch is not None
@@ -112,16 +117,19 @@ def install() -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-    wrap(DefaultModelState, "prepare_attn", _describing)
-    wrap(GPUModelRunner, "capture_model", _trying)
-    wrap(GPUModelRunner, "_dummy_run", _forgetting)
-    wrap(GPUModelRunner, "add_requests", _adding)
-    wrap(GPUModelRunner, "prepare_inputs", _preparing)
-    wrap(GPUModelRunner, "prepare_attn", _attending)
+    wrap(DefaultModelState, "prepare_attn", _wrap_prepare_metadata)
+    wrap(GPUModelRunner, "capture_model", _wrap_capture_model)
+    wrap(GPUModelRunner, "_dummy_run", _wrap_dummy_run)
+    wrap(GPUModelRunner, "add_requests", _wrap_add_requests)
+    wrap(GPUModelRunner, "prepare_inputs", _wrap_prepare_inputs)
+    wrap(GPUModelRunner, "prepare_attn", _wrap_prepare_attn)
 
 
 def decodes(scheduled: Any, step: Any, graph: Any) -> bool:
-    """Whether each request of a step has one new token, none of them of its prompt, and a graph holds all of it."""
+    """Tell whether a graph holds a step with one new token of each request.
+
+    None of the tokens is of a prompt.
+    """
     return bool(
         graph.cg_mode == CUDAGraphMode.FULL
         and graph.uniform_token_count == 1
@@ -131,16 +139,21 @@ def decodes(scheduled: Any, step: Any, graph: Any) -> bool:
     )
 
 
-def kept(runner: Any) -> Kept | None:
-    """What a runner keeps; None where it is asked to keep nothing, or its steps need more than is known here."""
-    if not hasattr(runner, _KEPT):
-        setattr(runner, _KEPT, Kept() if is_taken(runner) else None)
-    found: Kept | None = getattr(runner, _KEPT)
+def previous_step(runner: Any) -> PreviousStep | None:
+    """Return a runner's previous step; None where it is asked to keep nothing, or its steps need more than is known
+    here.
+    """
+    if not hasattr(runner, _PREVIOUS):
+        setattr(runner, _PREVIOUS, PreviousStep() if can_reuse(runner) else None)
+    found: PreviousStep | None = getattr(runner, _PREVIOUS)
     return found
 
 
-def is_asked(config: Any) -> bool:
-    """Whether an engine of this `VllmConfig` is ours, and its steps may be told by its requests' tokens and pages alone."""
+def is_configured(config: Any) -> bool:
+    """Tell whether an engine of this `VllmConfig` is ours and reuses steps.
+
+    Its steps are told by its requests' tokens and pages alone.
+    """
     return bool(
         config.model_config.quantization == METHOD
         and Settings.parse(config.additional_config).kernels.takes_decode_step_reuse
@@ -151,13 +164,13 @@ def is_asked(config: Any) -> bool:
     )
 
 
-def is_taken(runner: Any) -> bool:
-    """Of engines whose steps are told so."""
+def can_reuse(runner: Any) -> bool:
+    """Tell whether a runner's steps can be reused."""
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
     tables, state = runner.block_tables, runner.model_state
     return bool(
-        is_asked(runner.vllm_config)
+        is_configured(runner.vllm_config)
         and tables.num_kv_cache_groups == 1
         and tables.cp_size == 1
         and all(tables._slot_mapping_enabled)
@@ -193,19 +206,19 @@ def _launch(runner: Any, places_R: Tensor, count: int, padded: int) -> None:
     )
 
 
-def _trying(original: Any) -> Any:
+def _wrap_capture_model(original: Any) -> Any:
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
         taken: int = original(self, profile_only=profile_only)
-        if not profile_only and kept(self) is not None:  # with no requests, so that it is compiled
+        if not profile_only and previous_step(self) is not None:  # with no requests, so that it is compiled
             _launch(self, torch.zeros(1, dtype=torch.int64, device=self.device), 0, 1)
         return taken
 
     return capture_model
 
 
-def _forgetting(original: Any) -> Any:
+def _wrap_dummy_run(original: Any) -> Any:
     def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        last: Kept | None = getattr(self, _KEPT, None)
+        last: PreviousStep | None = getattr(self, _PREVIOUS, None)
         if last is not None:
             last.drop()
         return original(self, *args, **kwargs)
@@ -213,17 +226,17 @@ def _forgetting(original: Any) -> Any:
     return _dummy_run
 
 
-def _adding(original: Any) -> Any:
+def _wrap_add_requests(original: Any) -> Any:
     def add_requests(self: Any, scheduled: Any) -> None:
-        if scheduled.scheduled_new_reqs or kept(self) is None:
+        if scheduled.scheduled_new_reqs or previous_step(self) is None:
             original(self, scheduled)
 
     return add_requests
 
 
-def _preparing(original: Any) -> Any:
+def _wrap_prepare_inputs(original: Any) -> Any:
     def prepare_inputs(self: Any, scheduled: Any, step: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
-        last = kept(self)
+        last = previous_step(self)
         if last is not None and last.follows(scheduled, step, graph):
             return last.again(self)
         batch = original(self, scheduled, step, graph, *args, **kwargs)
@@ -237,19 +250,19 @@ def _preparing(original: Any) -> Any:
     return prepare_inputs
 
 
-def _attending(original: Any) -> Any:
+def _wrap_prepare_attn(original: Any) -> Any:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
-        told = getattr(input_batch, _TABLES, None)
-        if told is None:
-            told = original(self, input_batch)
+        made = getattr(input_batch, _TABLES, None)
+        if made is None:
+            made = original(self, input_batch)
             if hasattr(input_batch, _TABLES):
-                setattr(input_batch, _TABLES, told)
-        return told
+                setattr(input_batch, _TABLES, made)
+        return made
 
     return prepare_attn
 
 
-def _describing(original: Any) -> Any:
+def _wrap_prepare_metadata(original: Any) -> Any:
     def prepare_attn(
         self: Any,
         input_batch: Any,
@@ -260,19 +273,19 @@ def _describing(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        told = getattr(input_batch, _METADATA, None)
-        if told is None:
+        made = getattr(input_batch, _METADATA, None)
+        if made is None:
             given = input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups
-            told = original(self, *given, *args, **kwargs)
-            if hasattr(input_batch, _METADATA) and _is_ours(attn_groups):
-                setattr(input_batch, _METADATA, told)
-        return told
+            made = original(self, *given, *args, **kwargs)
+            if hasattr(input_batch, _METADATA) and _needs_no_metadata(attn_groups):
+                setattr(input_batch, _METADATA, made)
+        return made
 
     return prepare_attn
 
 
-def _is_ours(groups: Any) -> bool:
-    """Whether nothing is computed for attention before a graph of requests that decode."""
+def _needs_no_metadata(groups: Any) -> bool:
+    """Tell whether nothing is computed for attention before a graph of requests that decode."""
     each = [one for group in groups for one in group]
     return all(
         one.kernel_block_size is None and all(takes_all(builder) for builder in one.metadata_builders)

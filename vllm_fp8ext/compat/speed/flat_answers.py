@@ -37,7 +37,7 @@ REMOVE_WHEN: str = "`flat_logprobs` goes"
 NEEDS: tuple[str, ...] = ("flat_logprobs",)
 
 LOWEST = -9999.0
-"""What answers say for minus infinity."""
+"""The number in answers for minus infinity."""
 
 
 def install() -> None:
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def _is_plain(token_ids: Any, logprobs: Any, *, decoded: bool) -> bool:
-    """Whether positions are these tokens', each in front of its position, with their strings if they are asked for."""
+    """Tell whether each position begins with its token, and has its string if wanted."""
     if not isinstance(logprobs, FlatLogprobs) or len(logprobs.start_indices) != len(token_ids):
         return False
     if decoded and None in logprobs.decoded_tokens:

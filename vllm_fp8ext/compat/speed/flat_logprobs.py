@@ -50,7 +50,7 @@ class TokenStrings:
     def __init__(self, convert: Callable[[Any, list[int]], list[str]], tokenizer: Any) -> None:
         self._convert, self._tokenizer = convert, tokenizer
         self.known: dict[int, str] = {}
-        """By id, as far as they were asked for."""
+        """Strings by token id, as far as they were needed."""
         self.partial: set[int] = set()
         """Ids whose string depends on the tokens before."""
 
@@ -69,7 +69,7 @@ class TokenStrings:
 
 
 _strings: dict[int, tuple[Any, TokenStrings]] = {}
-"""By the tokenizer's identity; a tokenizer is kept with its strings."""
+"""Tokenizers and their strings, by the tokenizer's identity; a tokenizer is kept with its strings."""
 
 
 def _strings_of(tokenizer: Any) -> TokenStrings:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges messages of an engine core that wait in the API server's queue, so that an API server that is late catches up.
+"""Merges messages that wait in the API server's queue, so that it catches up.
 
 vLLM processes one message after the other, each output alone, and lets no stream write before the queue is empty: with more
 tokens than it can process, gaps in streams grow without a bound. Here tokens of a request in several waiting messages are
@@ -24,9 +24,12 @@ UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM's output handler does that"
 
 _NEXT = "fp8ext_next_message"
-"""The attribute of a client with a message that was taken from the queue and not returned yet."""
+"""Attribute of a client: a message that was taken from the queue and not returned."""
 MOST_TOKENS = 64
-"""Tokens of a request above which no more are added to its output, so that one pass does not take too long."""
+"""Most tokens of a request's output to which more are added.
+
+So one pass does not take too long.
+"""
 
 
 def install() -> None:
@@ -35,8 +38,10 @@ def install() -> None:
 
 
 def merge(early: Any, late: Any) -> None:
-    """Move tokens from `early` to `late`, two `EngineCoreOutputs` of one engine and weight version, where both have some
-    of a request. What else `early` says stays there."""
+    """Move tokens of a request from `early` to `late`, where both have some.
+
+    Both are `EngineCoreOutputs` of one engine and weight version. What else `early` says stays there.
+    """
     if early.weight_version != late.weight_version or early.engine_index != late.engine_index:
         return
     before = {output.request_id: output for output in early.outputs if is_plain(output)}

@@ -12,9 +12,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_fp8ext.compat.speed import decode_prefill_split as mixed_steps
-from vllm_fp8ext.compat.speed import mixed_step_metadata as whole_steps
-from vllm_fp8ext.compat.speed import piecewise_capture_sizes as graph_sizes
+from vllm_fp8ext.compat.speed import decode_prefill_split, mixed_step_metadata, piecewise_capture_sizes
 from vllm_fp8ext.compat.speed.supported_engines import is_plain
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import Settings
@@ -55,8 +53,9 @@ REQUESTS = 256
 SMALLEST = 16
 """Tokens of the smallest graph."""
 _WHOLE, _IS_SHORT = "fp8ext_whole", "fp8ext_is_short"
-"""What is kept with a `ModelCudaGraphManager`: descriptions of our graphs, the smallest first; whether the next step that it
-is asked about is short enough for them."""
+"""Attributes of a `ModelCudaGraphManager`: descriptions of our graphs, the smallest first;
+whether the next step that it is asked about is short enough for them.
+"""
 
 
 def install() -> None:
@@ -65,13 +64,13 @@ def install() -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-    wrap(ModelCudaGraphManager, "__init__", _adding)
-    wrap(ModelCudaGraphManager, "dispatch", _choosing)
-    wrap(GPUModelRunner, "gather_batch_req_state", _looking)
+    wrap(ModelCudaGraphManager, "__init__", _wrap_init)
+    wrap(ModelCudaGraphManager, "dispatch", _wrap_dispatch)
+    wrap(GPUModelRunner, "gather_batch_req_state", _wrap_gather_batch_req_state)
     wrap(DefaultModelState, "prepare_attn", _wrap_prepare_attn)
 
 
-def _adding(original: Any) -> Any:
+def _wrap_init(original: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         add(self)
@@ -80,9 +79,11 @@ def _adding(original: Any) -> Any:
 
 
 def add(manager: Any) -> None:
-    """To what a `ModelCudaGraphManager` captures, not to what it chooses from. The largest graph comes first, which makes
-    room for the outputs of all; then vLLM's, of which it takes the first for what one more costs, when it looks for the
-    memory that all will take."""
+    """Add graphs to what a `ModelCudaGraphManager` captures, not to what it chooses from.
+
+    The largest graph comes first, which makes room for the outputs of all; then vLLM's, of which it takes the first for
+    what one more costs, when it looks for the memory that all will take.
+    """
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
     requests = min(manager.max_num_reqs, REQUESTS)
@@ -99,24 +100,27 @@ def add(manager: Any) -> None:
     manager._capture_descs[CUDAGraphMode.FULL] = [largest, *whole]
     log_once(
         f"blockfp8: steps of up to {descriptions[-1].num_tokens} tokens of up to {requests} requests, prompts among them "
-        f"with contexts of up to {mixed_steps.SHORT}, replay one CUDA graph, attention within"
+        f"with contexts of up to {decode_prefill_split.SHORT}, replay one CUDA graph, attention within"
     )
 
 
 def _sizes(manager: Any, requests: int) -> list[int]:
-    """As far as graphs that are broken at attention reach, which take what does not fit into these."""
+    """List sizes as far as piecewise graphs reach, which take what does not fit."""
     config, pieces = manager.vllm_config, manager._capture_descs.get(CUDAGraphMode.PIECEWISE)
-    if not pieces or CUDAGraphMode.FULL not in manager._capture_descs or not _is_asked(config):
+    if not pieces or CUDAGraphMode.FULL not in manager._capture_descs or not _is_configured(config):
         return []
     # no step has more: as many requests as there can be, none longer than attention takes
-    longest = requests * min(mixed_steps.SHORT, config.model_config.max_model_len)
+    longest = requests * min(decode_prefill_split.SHORT, config.model_config.max_model_len)
     most = min(pieces[0].num_tokens, longest)
-    return [SMALLEST, *graph_sizes.sizes_beyond(SMALLEST, most)] if most > SMALLEST else []
+    return [SMALLEST, *piecewise_capture_sizes.sizes_beyond(SMALLEST, most)] if most > SMALLEST else []
 
 
-def _is_asked(config: Any) -> bool:
-    """Of engines that add sizes to vLLM's, and whose steps are told by tokens and contexts alone."""
-    if not (config.additional_config or {}).get(graph_sizes.KEY):
+def _is_configured(config: Any) -> bool:
+    """Tell whether an engine adds sizes to vLLM's and can hold whole steps.
+
+    Its steps are told by tokens and contexts alone.
+    """
+    if not (config.additional_config or {}).get(piecewise_capture_sizes.KEY):
         return False
     settings = Settings.parse(config.additional_config)
     layers = config.compilation_config.static_forward_context.values()
@@ -126,12 +130,12 @@ def _is_asked(config: Any) -> bool:
         # which is seen between graphs' pieces
         and (settings.kv_scales is None or settings.kv_scales.policy != "history")
         and attention
-        and all(mixed_steps.is_taken(layer) for layer in attention)
+        and all(decode_prefill_split.is_taken(layer) for layer in attention)
         and is_plain(config)
     )
 
 
-def _choosing(original: Any) -> Any:
+def _wrap_dispatch(original: Any) -> Any:
     def dispatch(self: Any, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, _IS_SHORT, False) and self._graphs_captured:
             whole = getattr(self, _WHOLE)
@@ -143,7 +147,7 @@ def _choosing(original: Any) -> Any:
     return dispatch
 
 
-def _looking(original: Any) -> Any:
+def _wrap_gather_batch_req_state(original: Any) -> Any:
     def gather_batch_req_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         step, uniform = original(self, *args, **kwargs)
         manager = self.cudagraph_manager
@@ -155,13 +159,13 @@ def _looking(original: Any) -> Any:
 
 
 def _is_short(step: Any, states: Any) -> bool:
-    """Whether contexts are, of the requests that FlashAttention takes: behind those that decode."""
+    """Tell whether requests that FlashAttention takes, behind those that decode, have short contexts."""
     new = step.num_scheduled_tokens
     if not step.has_prefill or not (longer := new > 1).any():
         return False
     first = int(longer.argmax())
     lengths = states.num_computed_tokens_np[step.idx_mapping_np[first:]] + new[first:]
-    return bool(lengths.max() <= mixed_steps.SHORT)
+    return bool(lengths.max() <= decode_prefill_split.SHORT)
 
 
 def _wrap_prepare_attn(original: Any) -> Any:
@@ -186,7 +190,7 @@ def _wrap_prepare_attn(original: Any) -> Any:
             kv_cache_config,
             for_capture,
         )
-        with whole_steps.making(is_one=for_capture or cudagraph_mode == CUDAGraphMode.FULL):
+        with mixed_step_metadata.making(is_one=for_capture or cudagraph_mode == CUDAGraphMode.FULL):
             return original(self, *given, *args, **kwargs)
 
     return prepare_attn

@@ -27,7 +27,7 @@ REMOVE_WHEN: str = "FlashAttention's metadata keeps requests that decode apart, 
 GPU_ONLY: bool = True
 
 _APART, _ROOM = "fp8ext_whole", "fp8ext_room"
-"""What is kept with a step's metadata: `Apart`; and with its builder: `_Room`."""
+"""Attributes of a step's metadata: `Apart`; of its builder: `_Room`."""
 _is_one: ContextVar[bool] = ContextVar("fp8ext_is_whole", default=False)
 
 
@@ -41,21 +41,21 @@ class Apart(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """What graphs read, of up to so many requests."""
+    """Buffers that graphs read, of up to so many requests."""
 
     lengths_R: Tensor
     """As in `Apart`."""
     prompt_starts: Tensor
-    """Where tokens of prompts begin; requests that decode have none."""
+    """Starts of the tokens of prompts; requests that decode have none."""
 
 
 def is_one() -> bool:
-    """Whether a graph holds the step whose metadata is made now."""
+    """Tell whether a graph holds the step whose metadata is made now."""
     return _is_one.get()
 
 
 def apart(metadata: Any) -> Apart | None:
-    """What two kernels attend to, each its part, if the metadata is that of such a step."""
+    """Return what two kernels attend to, each its part, of such a step's metadata."""
     found: Apart | None = getattr(metadata, _APART, None)
     return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends several tokens of a request in one message where its client waits for the whole answer anyway.
+"""Sends several tokens of a request in one message where its client waits anyway.
 
 vLLM's engine core sends one message a step with one output a request. Each output is encoded, decoded and processed
 alone: with 128 requests the API server's process spends more time on that than the GPU on the tokens. Here an output
@@ -52,7 +52,7 @@ UNCHANGED = ServingSettings(output_interval=1, stream_interval=1, flat_logprobs=
 MANY = 32
 """Running requests up to which each token of a stream is sent alone."""
 LONGEST_SECONDS = 0.5
-"""Seconds after which held tokens are sent with the next message, so that metrics of slow engines stay current."""
+"""Seconds after which held tokens are sent, so that metrics of slow engines stay current."""
 
 
 def attach(core: Any, settings: ServingSettings) -> None:
@@ -88,7 +88,7 @@ def _packing(put: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _rust_front_end() -> bool:
-    """Whether vLLM's front end is not Python: it would not unpack."""
+    """Tell whether vLLM's front end is not Python: it would not unpack."""
     return os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
 
 
@@ -127,7 +127,7 @@ class _Held:
 
 
 class OutputHolder:
-    """Takes each `(client_index, EngineCoreOutputs)` that an engine core sends, and passes on what is to be sent now.
+    """Passes on each `(client_index, EngineCoreOutputs)` of an engine core, as much as is due.
 
     Tokens are sent with the weight version that sampled them: what is held goes out before a message of another version.
     """
@@ -142,7 +142,7 @@ class OutputHolder:
         stream_interval: int = 1,
     ) -> None:
         self._requests = requests
-        """By id, the scheduler's requests."""
+        """The scheduler's requests, by id."""
         self._put = put
         self._interval = interval
         self._many_streams_interval = many_streams_interval
@@ -155,7 +155,7 @@ class OutputHolder:
         self._swept = 0.0
 
     def put(self, item: Any) -> None:
-        """Queue a message, less the outputs that are held, with those that were held for it."""
+        """Queue a message, with what was held for it and without what is held now."""
         if not isinstance(item, tuple):  # the engine's end
             self.flush()
             return self._put(item)
@@ -187,7 +187,7 @@ class OutputHolder:
             self._put((client, EngineCoreOutputs(outputs=outputs, weight_version=self._version)))
 
     def _take(self, client: int, output: Any, now: float) -> Any:
-        """What is to be sent of a request now: None, or an output with all its tokens."""
+        """Return what is to be sent of a request now: None, or an output with all its tokens."""
         name, plain = output.request_id, is_plain(output)
         held = self._held.get(name)
         if held is None:
@@ -229,7 +229,7 @@ class OutputHolder:
 
 
 def is_plain(output: Any) -> bool:
-    """Whether an output says nothing but tokens and their logprobs."""
+    """Tell whether an output says nothing but tokens and their logprobs."""
     return bool(
         output.finish_reason is None
         and output.new_token_ids
@@ -247,7 +247,7 @@ def is_plain(output: Any) -> bool:
 
 
 def _is_empty(message: Any) -> bool:
-    """Whether a message without outputs has nothing else to say either."""
+    """Tell whether a message without outputs has nothing else to say either."""
     return bool(
         message.scheduler_stats is None
         and message.utility_output is None
@@ -270,7 +270,7 @@ def _before(held: _Held, output: Any) -> Any:
 
 
 def join(early: Any, late: Any) -> None:
-    """Put the tokens and logprobs of a plain output before those of a later one of its request."""
+    """Put a plain output's tokens and logprobs before those of a later one."""
     late.new_token_ids = early.new_token_ids + late.new_token_ids
     late.new_logprobs = _concatenated([early.new_logprobs, late.new_logprobs])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the logprobs of all requests of a step as three arrays instead of three for each request.
+"""Sends the logprobs of a step as three arrays instead of three for each request.
 
 To encode and decode an array takes microseconds, whatever its size: with 128 streams that is a fifth of the API server's
 time. A message's logprobs of one width travel with its first output that has some, as `LogprobsLists` whose

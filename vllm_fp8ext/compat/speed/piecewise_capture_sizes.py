@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has steps of some hundred tokens, prompts among them, replay CUDA graphs too, broken at attention.
+"""Has steps of some hundred tokens, prompts among them, replay piecewise CUDA graphs too.
 
 With small layers, steps of some thousand tokens do: to launch their kernels one by one takes the host longer than they
 run. More sizes are seen here than vLLM's configuration has: the largest of that stays what attention, and graphs of
@@ -42,7 +42,7 @@ GPU_ONLY: bool = True
 KEY = "fp8ext_graph_tokens"
 """In vLLM's additional configuration: up to which they reach in this engine."""
 OPERATIONS = 1e12
-"""That a Hopper GPU does in FP8 while a host launches the kernels of one layer: a millisecond, 1.5 where cores are slow."""
+"""Operations of a Hopper GPU in FP8 while a host launches one layer's kernels: a millisecond, 1.5 where cores are slow."""
 ROUND = 1024
 """Tokens of which the default is a multiple."""
 
@@ -67,15 +67,16 @@ def configure(config: Any, arguments: Any, asked: int | Literal["auto"] | None) 
 
 
 def worth_it(config: Any) -> int:
-    """As many tokens as a layer's products take the GPU less time for than launching its kernels takes the host."""
+    """Count tokens whose products in a layer take less time than launching its kernels."""
     weights = layer_weights(config)
     few = int(OPERATIONS / (2 * weights)) if weights else 0
     return max(GRAPH_TOKENS, few - few % ROUND)
 
 
 def layer_weights(config: Any) -> int | None:
-    """Of one layer's matrices on one rank, those that multiply a token; None if the model's configuration tells them by other
-    names than Llama's, Qwen's and their like."""
+    """Count the weights of one layer's matrices on one rank that multiply a token; None if the model's configuration
+    tells them by other names than Llama's, Qwen's and their like.
+    """
     model = config.model_config.hf_text_config
     try:
         hidden, heads = model.hidden_size, model.num_attention_heads

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.compat.speed import decode_step_reuse as steady_steps
+from vllm_fp8ext.compat.speed import decode_step_reuse
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.log import log_once
 
@@ -57,18 +57,19 @@ GPU_ONLY: bool = True
 logger = logging.getLogger("vllm.fp8ext")
 
 LOGPROBS = None, 0, 1
-"""Of each token, beside its own: what trainers ask for."""
+"""Numbers of log-probabilities of each token, beside its own: what trainers ask for."""
 SOME_TEMPERATURE = 0.5
 """Any for which vLLM launches what scales logits; it reads those of requests."""
 REQUESTS = 256
 """Most of a step, by choice: with more the GPU takes longer than the host."""
 OTHER_BYTES = 64 << 20
-"""Of graphs, beside their logits: cuBLAS's workspace, and what they are themselves."""
+"""Bytes of graphs, beside their logits: cuBLAS's workspace, and what they are themselves."""
 _SAMPLERS = "fp8ext_samplers"
-"""What is kept with a `ModelCudaGraphManager`, whose graphs they follow: `Samplers`, once they are captured."""
+"""Attribute of a `ModelCudaGraphManager`, whose graphs they follow: `Samplers`, once they are captured."""
 _SCALED = "fp8ext_scaled"
-"""What is kept with a sampler's `SamplingStates`: for each place whether its request changes logits by its temperature
-alone."""
+"""Attribute of a sampler's `SamplingStates`: for each place whether its request changes logits by its temperature
+alone.
+"""
 
 
 class _Graph(NamedTuple):
@@ -80,8 +81,10 @@ class _Graph(NamedTuple):
 
 
 class Samplers:
-    """Graphs by number of rows, log-probabilities and whether logits are scaled by temperatures, and what they read of `S`
-    requests beside the model's outputs."""
+    """Graphs that sample, and what they read of `S` requests beside the model's outputs.
+
+    They are chosen by rows, log-probabilities and whether logits are scaled by temperatures.
+    """
 
     def __init__(self, requests: int, device: torch.device) -> None:
         self.places_R = torch.zeros(requests, dtype=torch.int64, device=device)
@@ -90,14 +93,14 @@ class Samplers:
         self.prompts_S = torch.zeros(requests, dtype=torch.int32, device=device)
         self.graphs: dict[tuple[int, int | None, bool], _Graph] = {}
         self._places: Tensor | None = None
-        """Of the requests whose settings these tensors hold."""
+        """Places of the requests whose settings these tensors hold."""
         self._chosen: _Graph | None = None
-        """What samples for them, with as many rows as they are."""
+        """The graph that samples for them, with as many rows as they are."""
 
     def sample(self, runner: Any, batch: Any) -> Any:
         """Like `GPUModelRunner.sample`; None if no graph does that."""
         if batch.idx_mapping is not self._places:
-            self._look(runner, batch)
+            self._choose_graph(runner, batch)
         if self._chosen is None:
             return None
         # what was sampled before may still be on its way to the host
@@ -106,11 +109,11 @@ class Samplers:
         sampled = self._chosen.sampled
         return sampled, sampled.num_sampled, sampled.num_rejected
 
-    def _look(self, runner: Any, batch: Any) -> None:
+    def _choose_graph(self, runner: Any, batch: Any) -> None:
         """Other requests came: find their graph, and bring what it reads."""
         self._places, self._chosen = batch.idx_mapping, None
         sampler = runner.sampler
-        if not scales_alone(sampler, batch.idx_mapping_np):
+        if not only_scales(sampler, batch.idx_mapping_np):
             return
         counts = sampler.get_logprobs_dims(batch.idx_mapping_np)
         if counts is not None and counts[1]:
@@ -133,14 +136,14 @@ def install() -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-    wrap(SamplingStates, "add_request", _asking)
-    wrap(Sampler, "add_request", _adding)
-    wrap(GPUModelRunner, "capture_model", _capturing)
-    wrap(GPUModelRunner, "sample", _sampling)
+    wrap(SamplingStates, "add_request", _wrap_state_add_request)
+    wrap(Sampler, "add_request", _wrap_add_request)
+    wrap(GPUModelRunner, "capture_model", _wrap_capture_model)
+    wrap(GPUModelRunner, "sample", _wrap_sample)
 
 
-def scales_alone(sampler: Any, places: Any) -> bool:
-    """Whether tokens of the requests there are sampled from what the model says, at a temperature."""
+def only_scales(sampler: Any, places: Any) -> bool:
+    """Tell whether requests change logits by their temperature alone."""
     states = sampler.sampling_states
     return bool(
         not (sampler.needs_logits_processing[places] & ~_scaled(states)[places]).any()
@@ -173,7 +176,7 @@ def _scaled(states: Any) -> Any:
     return getattr(states, _SCALED)
 
 
-def _asking(original: Any) -> Any:
+def _wrap_state_add_request(original: Any) -> Any:
     def add_request(self: Any, place: int, params: Any) -> bool:
         """Nothing is asked of logits here that a temperature alone asks."""
         needs: bool = original(self, place, params)
@@ -184,7 +187,7 @@ def _asking(original: Any) -> Any:
     return add_request
 
 
-def _adding(original: Any) -> Any:
+def _wrap_add_request(original: Any) -> Any:
     def add_request(self: Any, place: int, params: Any) -> None:
         original(self, place, params)
         needs, scaled = self.needs_logits_processing, _scaled(self.sampling_states)
@@ -193,12 +196,12 @@ def _adding(original: Any) -> Any:
     return add_request
 
 
-def _is_taken(runner: Any) -> bool:
+def _can_sample(runner: Any) -> bool:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     sampler = runner.sampler
     return bool(
-        steady_steps.kept(runner) is not None
+        decode_step_reuse.previous_step(runner) is not None
         and runner.batch_sharder is None
         and type(sampler) is Sampler
         and sampler.trace_replay_state is None
@@ -213,12 +216,12 @@ def _bytes(runner: Any) -> int:
     return int(rows * runner.vocab_size * (runner.dtype.itemsize + 4)) + OTHER_BYTES
 
 
-def _capturing(original: Any) -> Any:
+def _wrap_capture_model(original: Any) -> Any:
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
         taken: int = original(self, profile_only=profile_only)
         if profile_only:
-            return taken + (_bytes(self) if steady_steps.is_asked(self.vllm_config) else 0)
-        return taken + (_capture(self) if _is_taken(self) else 0)
+            return taken + (_bytes(self) if decode_step_reuse.is_configured(self.vllm_config) else 0)
+        return taken + (_capture(self) if _can_sample(self) else 0)
 
     return capture_model
 
@@ -227,7 +230,7 @@ def _capture(runner: Any) -> int:
     """Have the graphs beside the model's; the bytes that they take."""
     free = torch.cuda.mem_get_info()[0]
     try:
-        samplers = _captured(runner)
+        samplers = _capture_samplers(runner)
     except Exception as error:  # out of memory, or logits that no graph can hold
         logger.warning("blockfp8: steps are sampled without CUDA graphs: %s", error)
         return 0
@@ -239,10 +242,10 @@ def _capture(runner: Any) -> int:
     return taken
 
 
-def _sampling(original: Any) -> Any:
+def _wrap_sample(original: Any) -> Any:
     def sample(self: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         samplers: Samplers | None = getattr(self.cudagraph_manager, _SAMPLERS, None)
-        last = steady_steps.kept(self)
+        last = decode_step_reuse.previous_step(self)
         ours = last is not None and last.batch is input_batch and grammar_output is None
         sampled = samplers.sample(self, input_batch) if ours and samplers is not None else None
         return sampled or original(self, hidden_states, input_batch, grammar_output)
@@ -251,7 +254,7 @@ def _sampling(original: Any) -> Any:
 
 
 @torch.inference_mode()
-def _captured(runner: Any) -> Samplers:
+def _capture_samplers(runner: Any) -> Samplers:
     from vllm.compilation.cudagraph_pool import capture_pool
     from vllm.distributed.parallel_state import graph_capture
     from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
@@ -272,7 +275,7 @@ def _captured(runner: Any) -> Samplers:
                 dummy,
                 idx_mapping=places,
                 expanded_idx_mapping=places,
-                idx_mapping_np=np.zeros(count, dtype=np.intp),  # whose settings are given
+                idx_mapping_np=np.zeros(count, dtype=np.intp),  # whose settings are attribute_values
             )
             for logprobs, scaled in itertools.product(LOGPROBS, (False, True)):
                 with _settings(runner, samplers, logprobs, scaled=scaled):
@@ -289,9 +292,10 @@ def _captured(runner: Any) -> Samplers:
 
 @contextlib.contextmanager
 def _settings(runner: Any, samplers: Samplers, logprobs: int | None, *, scaled: bool) -> Iterator[None]:
-    """The first place is of a request that leaves logits as they are, or is `scaled`: changes them by its temperature; what
-    the sampler reads on the GPU is what stays where it is: vLLM's own buffers take turns. What else could change logits is
-    not there."""
+    """Make the first place that of a request which leaves logits, or is `scaled`: changes them by its temperature; what
+    the sampler reads on the GPU is what stays where it is: vLLM's own buffers take turns. What else could change
+    logits is not there.
+    """
     from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
     sampler = runner.sampler
@@ -313,7 +317,7 @@ def _settings(runner: Any, samplers: Samplers, logprobs: int | None, *, scaled: 
         (sampler, "logits_processors", []),
         (sampler, "thinking_budget_state", SimpleNamespace(apply=lambda *_: None)),
     ]
-    given = [getattr(holder, name) for holder, name, _ in attributes]
+    attribute_values = [getattr(holder, name) for holder, name, _ in attributes]
     try:
         for array, value in values:
             array[0] = value
@@ -323,5 +327,5 @@ def _settings(runner: Any, samplers: Samplers, logprobs: int | None, *, scaled: 
     finally:
         for (array, _), value in zip(values, before, strict=True):
             array[0] = value
-        for (holder, name, _), old in zip(attributes, given, strict=True):
+        for (holder, name, _), old in zip(attributes, attribute_values, strict=True):
             setattr(holder, name, old)

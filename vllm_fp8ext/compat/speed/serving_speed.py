@@ -35,7 +35,7 @@ def install(settings: ServingSettings) -> None:
 
 
 def install_answers() -> None:
-    """Have the API server of this process make answers of flat logprobs, and write them fast. Idempotent."""
+    """Have the API server of this process make answers of flat logprobs, and write fast. Idempotent."""
     if is_available("flat_answers"):
         from vllm_fp8ext.compat.speed import flat_answers
 

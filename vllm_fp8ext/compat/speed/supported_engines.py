@@ -13,7 +13,10 @@ REMOVE_WHEN: str = "`decode_step_reuse` and `mixed_full_cudagraph` go"
 
 
 def is_plain(config: Any) -> bool:
-    """Whether a `VllmConfig` is of one pipeline stage that generates text, without adapters, drafts and embeddings."""
+    """Tell whether a `VllmConfig` is of one stage that generates text from tokens alone.
+
+    It has no adapters, drafts and embeddings.
+    """
     parallel, model = config.parallel_config, config.model_config
     return bool(
         parallel.pipeline_parallel_size == parallel.data_parallel_size == 1

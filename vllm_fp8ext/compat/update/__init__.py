@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What updates touch of vLLM's insides."""
+"""Reaches into vLLM's insides for updates."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says which weights sampled which tokens of beams, and has beams end at a commit with `abort`.
+"""Says which weights sampled which tokens of beams, and ends beams at a commit.
 
 vLLM asks for one token of each beam in each step, by a request of its own. What a request says of its weights is kept by the
 tokens that it was asked with, and a beam's spans are put together from those of its steps. Between two steps no request runs
@@ -91,17 +91,17 @@ def install() -> None:
     """Label the beams of servers. Idempotent."""
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 
-    wrap(BeamSearchOnlineMixin, "beam_search", _online)
+    wrap(BeamSearchOnlineMixin, "beam_search", _wrap_online)
 
 
 def install_offline() -> None:
     """Label the beams of an `LLM`. Idempotent."""
     from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 
-    wrap(BeamSearchOfflineMixin, "beam_search", _offline)
+    wrap(BeamSearchOfflineMixin, "beam_search", _wrap_offline)
 
 
-class _Noting:
+class _RecordingClient:
     """An engine's client, of whose answers a lineage is kept."""
 
     def __init__(self, client: Any, lineage: Lineage) -> None:
@@ -117,10 +117,10 @@ class _Noting:
             yield result
 
 
-def _online(original: Any) -> Any:
+def _wrap_online(original: Any) -> Any:
     async def beam_search(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         lineage, serving = Lineage(), copy.copy(self)
-        serving.engine_client = _Noting(self.engine_client, lineage)
+        serving.engine_client = _RecordingClient(self.engine_client, lineage)
         async for result in original(serving, *args, **kwargs):
             for output in result.outputs:
                 output.weight_versions = lineage.spans(result.prompt_token_ids, output.token_ids)
@@ -129,7 +129,7 @@ def _online(original: Any) -> Any:
     return beam_search
 
 
-def _offline(original: Any) -> Any:
+def _wrap_offline(original: Any) -> Any:
     def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
         lineage, llm, run = Lineage(), copy.copy(self), self._render_and_run_requests
 

@@ -38,7 +38,7 @@ REMOVE_WHEN: str = "that client has a utility call that does not block"
 
 
 class BlockingEngine:
-    """What `EngineCalls` needs of an `AsyncLLM`, from an `LLM`, until `close`.
+    """The parts of an `AsyncLLM` that `EngineCalls` needs, from an `LLM`, until `close`.
 
     Raises:
         ConfigError: its engine core is not a process of its own.
@@ -55,7 +55,7 @@ class BlockingEngine:
         self.vllm_config = self._engine.vllm_config
         self.engine_core = self
         self.resources = self._core.resources
-        self.close = replace(self._core, "_send_input", _one_at_a_time(self._core._send_input))
+        self.close = replace(self._core, "_send_input", _wrap_send_input(self._core._send_input))
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core."""
@@ -83,7 +83,7 @@ class BlockingEngine:
             self._engine.logger_manager.record_sleep_state(asleep, level)
 
 
-def _one_at_a_time(send: Any) -> Any:
+def _wrap_send_input(send: Any) -> Any:
     lock = threading.Lock()
 
     @functools.wraps(send)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows while a model is built which layers belong to an encoder beside the language model."""
+"""Knows while a model is built which layers belong to an encoder."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,10 +24,10 @@ REMOVE_WHEN: str = "vLLM tells a quantization method what part of a model a laye
 
 def install() -> None:
     """Notice from now on when a model builds an encoder. Idempotent."""
-    wrap(SupportsMultiModal, "_mark_tower_model", _noticed)
+    wrap(SupportsMultiModal, "_mark_tower_model", _wrap_mark_tower_model)
 
 
-def _noticed(original: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
+def _wrap_mark_tower_model(original: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
     @contextmanager
     def mark(self: Any, *args: Any, targets: Any = None, **kwargs: Any) -> Iterator[None]:
         with original(self, *args, targets=targets, **kwargs):

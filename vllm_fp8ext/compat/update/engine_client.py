@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the engine core from the API server, by the utility call that vLLM's own client methods use."""
+"""Calls the engine core from the API server, as vLLM's own client methods do."""
 
 import asyncio
 import math
@@ -78,9 +78,10 @@ class EngineCalls:
     async def _answer(
         self, call: Awaitable[Any], what: str, seconds: float = math.inf, *, watched: bool = False
     ) -> Any:
-        """What a call of the engine returns or raises, unless the engine ends before, or that takes longer. One that is
-        `watched` then ends an engine whose process has not run for the last half of that: what is in it is frozen, too. One
-        that generates or compiles for so long goes on.
+        """Return what a call returns, unless the engine ends or time is up.
+
+        One that is `watched` then ends an engine whose process has not run for the last half of that: what is in it is
+        frozen, too. One that generates or compiles for so long goes on.
         """
         task, pulse, silent = asyncio.ensure_future(call), None, 0.0
         begun = time.monotonic()
@@ -158,7 +159,7 @@ class EngineCalls:
         await self._answer(self._client.wake_up(tags), "wake")
 
     async def call_until_drained(self, operation: Operation, **arguments: Any) -> Any:
-        """`job`, of an operation that may have to wait for running requests, which have a deadline of their own."""
+        """Run `job` until running requests need not be waited for any more."""
         while True:
             result = await self.job(operation, **arguments)
             if not isinstance(result, Waiting):

@@ -21,7 +21,7 @@ from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
 from vllm_fp8ext.compat.features import adopt, is_available
-from vllm_fp8ext.compat.update import worker_replies as replies
+from vllm_fp8ext.compat.update import worker_replies
 from vllm_fp8ext.compat.update.heartbeat import answer_pulse
 from vllm_fp8ext.compat.update.kv_cache import held_blocks
 from vllm_fp8ext.compat.update.kv_epochs import KvEpochs
@@ -88,10 +88,10 @@ logger = logging.getLogger("vllm.fp8ext")
 def install() -> None:
     """Add our method to the engine core. Idempotent."""
     EngineCore.fp8ext = call
-    wrap(EngineCore, "_initialize_effective_attention_block_size", _beginning)
+    wrap(EngineCore, "_initialize_effective_attention_block_size", _wrap_initialize)
 
 
-def _beginning(initialize: Any) -> Any:
+def _wrap_initialize(initialize: Any) -> Any:
     """Around what a core calls once it has a scheduler. A core in a process that was not forked loads plugins when it is
     being made: around `__init__` would be too late."""
 
@@ -101,7 +101,7 @@ def _beginning(initialize: Any) -> Any:
         if config.model_config.quantization != METHOD:
             return
         adopt(config)
-        replies.attach(self.model_executor)
+        worker_replies.attach(self.model_executor)
         self.fp8ext_instance = secrets.token_hex(8)
         settings = Settings.parse(config.additional_config)
         if settings.kernels.slot_fast_path and is_available("slot_fast_path"):
@@ -184,7 +184,7 @@ class CoreAccess:
             core.set_weight_version(self._label.encode())
         self._calls = itertools.count(1)
         self.compiled: list[dict[str, int]] = []
-        """By rank, what its process had compiled when it was last called."""
+        """Counts by rank of what its process had compiled when it was last called."""
         self._add_request = core.add_request
         self._set_pause_state = core.scheduler.set_pause_state
         self._wishes: list[PauseState] = []
@@ -216,7 +216,7 @@ class CoreAccess:
         return self._recent.newest_first() if self._recent else []
 
     def held_blocks(self) -> list[dict[str, Any]]:
-        """Blocks of K and V that running requests hold, by group of layers (fields of `HeldBlocks`)."""
+        """List blocks of K and V that running requests hold, by group of layers."""
         return [asdict(group) for group in held_blocks(self._core)]
 
     def end(self, reason: str) -> NoReturn:
@@ -274,13 +274,15 @@ class CoreAccess:
         self.release()
 
     def paused(self) -> bool:
-        """Whether somebody else has paused the engine. A KV cache that sleeps alone stops no update: colocated trainers wake
-        the weights first."""
+        """Tell whether somebody else has paused the engine.
+
+        A KV cache that sleeps alone stops no update: colocated trainers wake the weights first.
+        """
         paused = self._core.scheduler.pause_state != PauseState.UNPAUSED
         return bool(paused and not self._core.model_executor.is_sleeping)
 
     def asleep(self) -> bool:
-        """Whether the weights have given their memory back."""
+        """Tell whether the weights have given their memory back."""
         return "weights" in self._core.model_executor.sleeping_tags
 
     def admit_no_more(self) -> None:
@@ -295,7 +297,7 @@ class CoreAccess:
         self._core.scheduler.set_pause_state = wished
 
     def interrupted(self) -> bool:
-        """Whether others have paused the engine since `admit_no_more`."""
+        """Tell whether others have paused the engine since `admit_no_more`."""
         return bool(self._wishes) and self._wishes[-1] != PauseState.UNPAUSED
 
     def unfinished(self) -> int:
@@ -358,8 +360,10 @@ class CoreAccess:
         self._core.set_weight_version(label.encode())
 
     def time_next_step(self, report: Callable[[], None]) -> None:
-        """Call `report` at the end of the next engine step, which is queued or will be; never where there is none. An earlier
-        report that still waits is forgotten."""
+        """Call `report` at the end of the next engine step, or never without one.
+
+        An earlier report that still waits is forgotten.
+        """
         core = self._core
         vars(core).pop("post_step", None)
         if not core.scheduler.has_requests():

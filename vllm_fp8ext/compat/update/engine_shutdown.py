@@ -65,9 +65,9 @@ class EngineEnd:
             )
         self._undo = contextlib.ExitStack()
         self._undo.callback(
-            replace(resources, "validate_alive", self._noting_death(resources.validate_alive))
+            replace(resources, "validate_alive", self._wrap_validate_alive(resources.validate_alive))
         )
-        self._undo.callback(replace(manager, "shutdown", self._noting_codes(manager.shutdown)))
+        self._undo.callback(replace(manager, "shutdown", self._wrap_shutdown(manager.shutdown)))
 
     def close(self) -> None:
         """Note no more, and leave the instances as they were."""
@@ -82,7 +82,9 @@ class EngineEnd:
                 process.kill()
 
     def require_clean(self) -> None:
-        """To be called when this process ends: end it with `EXIT_CODE` when the engine's process failed.
+        """End this process with `EXIT_CODE` when the engine's process failed.
+
+        It is called when this process ends.
 
         vLLM's server ends with 0 when its engine died, which a supervisor takes for a wish. An engine that it stops itself,
         by force if that takes long, did not fail.
@@ -96,7 +98,7 @@ class EngineEnd:
             logging.shutdown()
             os._exit(EXIT_CODE)
 
-    def _noting_death(self, check: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _wrap_validate_alive(self, check: Callable[[Any], None]) -> Callable[[Any], None]:
         """An engine that fails says so before it ends; vLLM's server may stop it then, and its code is that of a wish."""
 
         def validate_alive(frames: Any) -> None:
@@ -108,7 +110,7 @@ class EngineEnd:
 
         return validate_alive
 
-    def _noting_codes(self, shutdown: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_shutdown(self, shutdown: Callable[..., None]) -> Callable[..., None]:
         def noted(*arguments: Any, **named: Any) -> None:
             if self._codes is None:
                 self._codes = self._exit_codes()

@@ -55,7 +55,7 @@ _METHODS = (
     "load_state_dict",
     "process_weights_after_loading",
 )
-"""Methods of modules that write what they are given, or make weights anew of what they hold."""
+"""Methods of modules that write what they get, or make weights anew."""
 
 _WORKER_METHODS = (
     "reload_weights",
@@ -96,7 +96,7 @@ def _refusing(what: str) -> Callable[..., Any]:
 
 
 def _is_served(target: Any) -> bool:
-    """Whether this is a module of a served model, or one of its tensors."""
+    """Tell whether this is a module of a served model, or one of its tensors."""
     if isinstance(target, nn.Module):
         return target in _served
     return getattr(getattr(target, "weight_loader", None), "refuses", False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers whether the process of an engine core runs at all, however long a step takes.
+"""Answers whether an engine core's process runs at all, however long a step takes.
 
 The core's thread for input answers, before it hands a call on.
 """

@@ -53,7 +53,7 @@ class HeldBlocks:
 
 
 def require_known_cache(layer: Attention) -> None:
-    """Raises `ConfigError` when it is not known how this layer's backend lays out an E4M3 cache."""
+    """Raise `ConfigError` when a layer's backend lays out an E4M3 cache in unknown ways."""
     name = layer.attn_backend.get_name()
     if name not in BACKENDS:
         raise ConfigError(
@@ -71,7 +71,7 @@ def require_known_cache(layer: Attention) -> None:
 
 
 def key_value_views(layer: Attention) -> tuple[Tensor, Tensor]:
-    """K and V of a layer's bound cache, each a view `[blocks, block_size, heads, head_dim]` of bytes.
+    """View K and V of a layer's cache, each `[blocks, block_size, heads, head_dim]` bytes.
 
     On CPUs elements are permuted within one head of one block (K is laid out for its instruction set), so that a place in
     `block_size` and `head_dim` says nothing there; blocks and heads are what they are.
@@ -96,7 +96,7 @@ def key_value_views(layer: Attention) -> tuple[Tensor, Tensor]:
 
 
 def held_blocks(core: Any) -> list[HeldBlocks]:
-    """Of an engine core, for each KV cache group, the blocks of the requests that run or hold K and V while they wait."""
+    """List the blocks of requests that run or hold K and V, by cache group."""
     scheduler = core.scheduler
     manager = scheduler.kv_cache_manager
     null = manager.block_pool.null_block.block_id

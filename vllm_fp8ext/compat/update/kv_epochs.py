@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows which weights computed the K and V that requests hold, and has prompts begin again at a commit.
+"""Knows which weights computed requests' K and V, and restarts prompts at a commit.
 
 A prompt of many steps can meet a commit. Before its first token nothing of it was sent, so its request is preempted: its
 K and V are computed again, by the new weights. What keeps K and V of older weights says so with its next token: their
@@ -43,7 +43,7 @@ REMOVE_WHEN: str = "vLLM preempts single requests at a weight update, and tells 
 RESTARTS = 2
 """How often one request's prompt begins again: updates may come faster than a long prompt is computed."""
 _STATE, _RESTARTS = "fp8ext_kv", "fp8ext_restarts"
-"""What is kept with a request: `_Held`, and how often it was made to begin again."""
+"""Attributes of a request: `_Held`, and how often it was made to begin again."""
 
 
 @dataclass
@@ -93,7 +93,10 @@ class KvEpochs:
         return len(chosen), tokens
 
     def end(self, label: Label) -> None:
-        """Note in each request whether the weights of `label`, which compute no more, made K and V of it and no token."""
+        """Note in each request whether the weights of `label` made K and V alone.
+
+        They compute no more, and sampled no token of it.
+        """
         scheduler = self._scheduler
         self._to_tell = {name: one for name, one in self._to_tell.items() if name in scheduler.requests}
         for request in (*scheduler.running, *scheduler.kv_holding_waiting):

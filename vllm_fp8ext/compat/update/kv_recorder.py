@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records how large K, V and Q of real traffic are, for scales that follow it ("delayed scaling").
+"""Records how large K, V and Q of real traffic are ("delayed scaling").
 
 `forward` of an attention layer's implementation comes right after the layer's cache was written, with the same K and V, and
 sees the query as the kernel does.
@@ -35,7 +35,7 @@ REMOVE_WHEN: str = "vLLM records amaxes of an FP8 KV cache"
 
 
 class Recorder:
-    """Records one step in `every` of all `layers`, by name, in the order in which they run.
+    """Records one step in `every` of all `layers`, in the order they run.
 
     On a GPU nothing is waited for but in `take`, and a recorded step costs one launch a layer. Not seen: padding, profiling
     and warm-up (their slots are padding), what is captured into a CUDA graph.
@@ -54,8 +54,9 @@ class Recorder:
             wrap_instance(layer.impl, "forward", functools.update_wrapper(wrapper, self._wrap_forward))
 
     def take(self) -> dict[str, AmaxCounts]:
-        """What each layer has seen since the last time; waits for the GPU. Scales may change after this, not before: what is
-        read off a quantized query is in units of its scale at that time."""
+        """Return what each layer has seen since the last time; waits for the GPU. Scales may change after this, not
+        before: what is read off a quantized query is in units of its scale at that time.
+        """
         return {name: tally.take() for name, tally in self._tallies.items()}
 
     def _wrap_forward(self, layer: Attention, tally: AmaxTally, first: bool, original: Any) -> Any:

@@ -32,8 +32,11 @@ class CachedCodes:
     def rescale(
         self, ratios: Mapping[str, Mapping[str, list[float]]], held: Sequence[dict[str, Any]]
     ) -> dict[str, int]:
-        """Multiply the codes of these layers by their ratios in the blocks that are `held` (fields of `HeldBlocks`, one for
-        each group of layers). Counts over the codes: `codes`, `saturated`, `flushed` to zero."""
+        """Multiply the codes of these layers by their ratios in blocks that are `held`.
+
+        Those are fields of `HeldBlocks`, one for each group of layers. Counts over the codes: `codes`, `saturated`,
+        `flushed` to zero.
+        """
         total = Rescaled()
         for group in (HeldBlocks(**fields) for fields in held):
             layers = [self._cached(name, ratios[name]) for name in group.layers if name in ratios]

@@ -30,7 +30,7 @@ REMOVE_WHEN: str = "vLLM's FP8 KV cache takes new scales at run time"
 def kv_scales_of(
     layers: Mapping[str, Any], settings: KvScaleSettings, total_heads: int, device: torch.device
 ) -> KvScales:
-    """The scales of a served model's attention layers by name, from now on changed by `KvScales.swap` alone."""
+    """Make the scales of a served model's attention layers, which `swap` alone changes."""
     if settings.granularity == "layer":
         return KvScales(layers, {}, device=device)
     shares = {name: share_of(layer, total_heads) for name, layer in layers.items()}
@@ -43,7 +43,7 @@ def attention_layers(model: nn.Module) -> list[Any]:
 
 
 def gather(mine: RankScales) -> list[RankScales]:
-    """What every rank of the tensor-parallel group has; all have to ask."""
+    """Gather what every rank of the tensor-parallel group has; all have to ask."""
     group = get_tp_group()
     if group.world_size == 1:
         return [mine]

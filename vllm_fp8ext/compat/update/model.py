@@ -59,8 +59,10 @@ REMOVE_WHEN: str = (
 
 @dataclass
 class Recorded:
-    """What a checkpoint brought, in order. `heads`: output layers, in host memory, of a model that has none of its own: its
-    loader drops them."""
+    """Tensors that a checkpoint brought, in order.
+
+    `heads`: output layers, in host memory, of a model that has none of its own: its loader drops them.
+    """
 
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     heads: dict[str, Tensor] = field(default_factory=dict)
@@ -68,8 +70,10 @@ class Recorded:
 
 @contextmanager
 def recorded_checkpoint() -> Iterator[Recorded]:
-    """While entered, every tensor that the default loader reads is noted by name, in order, and the model that it reads them
-    for keeps what it does not quantize readable."""
+    """Note every tensor that the default loader reads while entered, in order.
+
+    The model that it reads them for keeps what it does not quantize readable.
+    """
     recorded = Recorded()
 
     def wrap_get_all_weights(original: Any) -> Any:
@@ -90,7 +94,7 @@ def recorded_checkpoint() -> Iterator[Recorded]:
 
 
 def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:
-    """A second instance of the served model, uninitialized, that no part of the engine can find by name."""
+    """Make a second instance of the served model that nothing finds by name."""
     shadow = copy.copy(config)
     shadow.quant_config = copy.copy(config.quant_config)
     shadow.quant_config.shadow = True
@@ -119,7 +123,7 @@ def _keep_readable(model: nn.Module) -> None:
 
 
 def kept_layers(models: nn.Module) -> dict[str, list[str]]:
-    """Names of the projections that stay in 16 bits without a setting that says so, by the reason."""
+    """Name the projections that stay in 16 bits unasked, by the reason."""
     kept: dict[str, list[str]] = defaultdict(list)
     for module in models.modules():
         method = getattr(module, "quant_method", None)
@@ -144,7 +148,7 @@ def require_no_copies(model: nn.Module) -> None:
 
 
 def checkpoint_specs(recorded: dict[str, TensorSpec], dtype: torch.dtype) -> list[TensorSpec]:
-    """What an update of a model loaded from these tensors brings: values, never scales."""
+    """List what an update of a model loaded from these tensors brings: values, never scales."""
     served = str(dtype).removeprefix("torch.")
     specs = []
     for spec in recorded.values():

@@ -47,10 +47,10 @@ def install() -> None:
     """Follow the owner from when an engine core makes its executor. Idempotent."""
     from vllm.v1.executor.abstract import Executor  # of no use to processes that only follow
 
-    wrap(Executor, "__init__", _owned)
+    wrap(Executor, "__init__", _wrap_init)
 
 
-def _owned(make: Any) -> Any:
+def _wrap_init(make: Any) -> Any:
     def made(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if vllm_config.model_config.quantization == METHOD:
             remove_left()
@@ -61,12 +61,12 @@ def _owned(make: Any) -> Any:
 
 
 def follow_engine() -> None:
-    """End this worker some seconds after its engine core, where it is a process of its own. Idempotent."""
+    """End this worker some seconds after its engine core, if that is another process. Idempotent."""
     follow_as(_WORKER, _end_worker)
 
 
 def follow_as(name: str, end: Callable[[], None]) -> None:
-    """Call `end` once the process has ended that made this one, if this is one of vLLM's of that name.
+    """Call `end` once this process's parent has ended, if vLLM named this one so.
 
     multiprocessing gives each process a pipe that its parent holds. A process that the parent has forked holds it as well:
     so where the kernel tells of the parent itself, that is listened to, too.

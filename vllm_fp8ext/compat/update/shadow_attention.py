@@ -37,7 +37,7 @@ _QUERY_ROWS = 256
 
 
 def require_plain_attention(model: nn.Module) -> None:
-    """Raises `ConfigError` naming layers that are not causal attention over K and V of their own."""
+    """Raise `ConfigError` naming layers that are not causal attention over their own K and V."""
     others = sorted({found for module in model.modules() if (found := _beyond(module))})
     if others:
         raise not_updatable(others, "could not be tried before it is served")
@@ -59,7 +59,7 @@ def attend_plainly(
     see: Callable[[str, Tensor, Tensor, Tensor], None] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> None:
-    """Give every attention layer of `model` a plain forward that calls `after` when it is done.
+    """Give every attention layer of `model` a plain forward that ends with `after()`.
 
     `see(layer, query, key, value)` is told what would be cached, `[tokens, heads, head dimension]` each. `lengths`: of
     prompts that stand one after the other, none of which sees another.

@@ -31,10 +31,10 @@ logger = logging.getLogger("vllm.fp8ext")
 def install() -> None:
     """Idempotent."""
     for owner in (ShmRingBuffer, SingleWriterShmRingBuffer, ShmTensorArena):
-        wrap(owner, "__init__", _recorded)
+        wrap(owner, "__init__", _wrap_init)
 
 
-def _recorded(make: Any) -> Any:
+def _wrap_init(make: Any) -> Any:
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         if getattr(self, "is_creator", False) or getattr(self, "is_writer", False):

@@ -26,7 +26,10 @@ REMOVE_WHEN: str = "vLLM answers them all"
 
 
 def answer_at_the_end(engine_client: Any) -> None:
-    """Give each request an error that an `AsyncLLM` has left open when it is shut down. To be called on its event loop."""
+    """Give each request an error that is open when an `AsyncLLM` shuts down.
+
+    To be called on its event loop.
+    """
     loop, requests = asyncio.get_running_loop(), engine_client.output_processor
     shutdown = engine_client.shutdown
 

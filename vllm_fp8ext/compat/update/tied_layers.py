@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes output layers that are the embedding so in the shadow, where vLLM made them so in the served model.
+"""Ties output layers to the embedding in the shadow, where vLLM has tied them.
 
 A checkpoint whose configuration ties them and that has an output layer all the same is loaded untied; where both turn out to
 be equal, vLLM ties them after loading.
@@ -30,7 +30,10 @@ REMOVE_WHEN: str = "vLLM ties them where a model is made"
 
 
 def is_tied(config: ModelConfig) -> bool:
-    """Whether the configuration says that the output layer is the embedding, whatever the checkpoint holds."""
+    """Tell whether the configuration says that the output layer is the embedding.
+
+    The checkpoint may hold one all the same.
+    """
     says = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
     return says or bool(config.word_embeddings_untied_by_checkpoint)
 

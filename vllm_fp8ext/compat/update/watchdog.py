@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends an engine whose workers do not answer, so that nobody waits for it and nothing more is served by it."""
+"""Ends an engine whose workers do not answer, so that nobody waits for it."""
 
 import contextlib
 import faulthandler

@@ -43,7 +43,10 @@ Shape = tuple[int, ...]
 
 
 def names_of_mapper(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """By another name that the model's mapper makes the same of, each of these names. A name that means two is left out."""
+    """Map other names that the model's mapper makes the same of to these names.
+
+    A name that means two is left out.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if not isinstance(mapper, WeightsMapper):
         return {}
@@ -53,7 +56,7 @@ def names_of_mapper(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def _taken_alike(mapper: WeightsMapper, name: str) -> set[str]:
-    """Names that are mapped as this one is, by undoing a prefix, a part, or both."""
+    """Find names that are mapped as this one is."""
     own = mapper.get_rename_mapper().map_name(name)
     if own is None:
         return set()
@@ -69,8 +72,10 @@ def _rules(mapper: WeightsMapper) -> tuple[Mapping[str, str | None], Mapping[str
 
 
 def names_in_transformers(config: Any, shapes: Mapping[str, Shape]) -> dict[str, str]:
-    """By the name that transformers' model has for it, each tensor that it names otherwise than the checkpoint and has in
-    this shape. Fused experts count as tensors."""
+    """Map names in transformers' model to tensors that it names otherwise than the checkpoint.
+
+    Fused experts count as tensors.
+    """
     try:
         if not _renames(config):
             return {}
@@ -91,7 +96,7 @@ def names_in_transformers(config: Any, shapes: Mapping[str, Shape]) -> dict[str,
 
 
 def _renames(config: Any) -> bool:
-    """Whether transformers renames anything of such a checkpoint: to make the model takes seconds."""
+    """Tell whether transformers renames anything of such a checkpoint: to make the model takes seconds."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -124,7 +129,7 @@ def _unique(pairs: Iterable[tuple[str, str]], names: Collection[str]) -> dict[st
 
 
 def names_of(model: nn.Module, config: Any, *, tied: bool) -> ModelNames:
-    """What the names of a model say, whose transformers configuration this is. `tied`: as in `tied_heads`."""
+    """Make the names of a model with this transformers configuration. `tied`: as in `tied_heads`."""
 
     def others(manifest: Manifest, specs: Sequence[TensorSpec]) -> Iterator[AliasCandidate]:
         shapes = {spec.name: spec.shape for spec in specs}
@@ -138,8 +143,10 @@ def names_of(model: nn.Module, config: Any, *, tied: bool) -> ModelNames:
 
 
 def tied_heads(model: nn.Module, *, tied: bool) -> dict[str, list[str]]:
-    """By the path of an embedding's weight that is the output layer's too, names that a checkpoint may have for that layer.
-    `tied`: the model is one whose output layer is its embedding, even where the class makes none."""
+    """Map embeddings that are the output layer, too, to that layer's possible names.
+
+    `tied`: the model is one whose output layer is its embedding, even where the class makes none.
+    """
     embeddings: dict[int, str] = {}
     found: dict[str, list[str]] = {}
     heads = 0

@@ -57,7 +57,7 @@ REMOVE_WHEN: str = "vLLM's spans have epochs, tell of K and V, and every respons
 
 _FINISHED = '"finish_reason":"'
 LABEL = "fp8ext_label"
-"""What is kept with a span whose version is not its label."""
+"""Attribute of a span whose version is not its label."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class EpochSpan(WeightVersionSpan):
 
 
 def label_of(span: WeightVersionSpan) -> Label:
-    """Read the label of a span of vLLM's, or of one that `EpochSpan.of` made of it."""
+    """Read the label of vLLM's span, or of one that `EpochSpan.of` made."""
     label: Label | None = getattr(span, LABEL, None)
     return label or Label.decode(span.version)
 
@@ -86,8 +86,8 @@ _SPANS = list[EpochSpan] | None
 
 
 def track() -> None:
-    """Read what a step says of its tokens, in the process that has the requests' states. Idempotent."""
-    wrap(RequestState, "track_weight_version", _with_held)
+    """Read what a step says of its tokens, where the requests' states are. Idempotent."""
+    wrap(RequestState, "track_weight_version", _wrap_track_weight_version)
 
 
 def install() -> None:
@@ -106,12 +106,12 @@ def install() -> None:
     _declare(generate.GenerateTextChoice, generate.GenerateTextResponse)
     _declare(generate.GenerateTokensStreamChoice, generate.GenerateTokensStreamResponse)
     _declare(generate.GenerateTextStreamChoice, generate.GenerateTextStreamResponse)
-    wrap(RequestState, "_weight_version_spans", _with_epochs)
-    wrap(OpenAIServingCompletion, "completion_stream_generator", _streaming)
-    wrap(OpenAIServingCompletion, "request_output_to_completion_response", _completion)
-    wrap(OpenAIServingChat, "chat_completion_stream_generator", _streaming)
-    wrap(OpenAIServingChat, "chat_completion_full_generator", _chat)
-    wrap(OpenAIServingChatBatch, "chat_completion_full_generator_batch", _batch)
+    wrap(RequestState, "_weight_version_spans", _wrap_spans)
+    wrap(OpenAIServingCompletion, "completion_stream_generator", _wrap_stream)
+    wrap(OpenAIServingCompletion, "request_output_to_completion_response", _wrap_completion_response)
+    wrap(OpenAIServingChat, "chat_completion_stream_generator", _wrap_stream)
+    wrap(OpenAIServingChat, "chat_completion_full_generator", _wrap_chat_response)
+    wrap(OpenAIServingChatBatch, "chat_completion_full_generator_batch", _wrap_batch_response)
     if is_available("beam_versions"):
         from vllm_fp8ext.compat.update import beam_versions
 
@@ -127,7 +127,7 @@ def _declare(choice: Any, response: Any) -> None:
         response.model_rebuild(force=True)
 
 
-def _with_held(original: Any) -> Any:
+def _wrap_track_weight_version(original: Any) -> Any:
     def track_weight_version(self: Any, weight_version: str) -> None:
         step = Step.decode(weight_version)
         starts = self.weight_version_starts
@@ -139,7 +139,7 @@ def _with_held(original: Any) -> Any:
     return track_weight_version
 
 
-def _with_epochs(original: Any) -> Any:
+def _wrap_spans(original: Any) -> Any:
     def spans(self: Any) -> list[EpochSpan] | None:
         found = original(self)
         return None if found is None else [EpochSpan.of(span) for span in found]
@@ -147,7 +147,7 @@ def _with_epochs(original: Any) -> Any:
     return spans
 
 
-def _completion(original: Any) -> Any:
+def _wrap_completion_response(original: Any) -> Any:
     def build(self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
         response = original(self, final_res_batch, *args, **kwargs)
         _attach(response, (output for result in final_res_batch for output in result.outputs))
@@ -156,7 +156,7 @@ def _completion(original: Any) -> Any:
     return build
 
 
-def _chat(original: Any) -> Any:
+def _wrap_chat_response(original: Any) -> Any:
     async def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs: list[Any] = []
 
@@ -172,7 +172,7 @@ def _chat(original: Any) -> Any:
     return build
 
 
-def _batch(original: Any) -> Any:
+def _wrap_batch_response(original: Any) -> Any:
     async def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(self, *args, **kwargs)
         generators = bound.arguments["generators"]
@@ -191,7 +191,7 @@ def _batch(original: Any) -> Any:
     return build
 
 
-def _streaming(original: Any) -> Any:
+def _wrap_stream(original: Any) -> Any:
     async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
         spans: dict[int, Any] = {}
 

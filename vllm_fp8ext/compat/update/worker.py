@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_fp8ext.compat.features import adopt, is_available
-from vllm_fp8ext.compat.update import foreign_loaders as doors
+from vllm_fp8ext.compat.update import foreign_loaders
 from vllm_fp8ext.compat.update.owner_process import follow_engine
 from vllm_fp8ext.compat.warmup import cpu_tiles
 from vllm_fp8ext.compat.warmup.compilations import counts
@@ -65,11 +65,11 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     adopt(config)
     follow_engine()
 
-    from vllm_fp8ext.compat.update import encoder_layers as encoders
+    from vllm_fp8ext.compat.update import encoder_layers
     from vllm_fp8ext.compat.update.model import kept_layers, recorded_checkpoint
     from vllm_fp8ext.compat.update.repeated_tensors import no_tensor_twice
 
-    encoders.install()
+    encoder_layers.install()
     settings, on_gpu = Settings.parse(config.additional_config), current_platform.is_cuda()
     runner = worker.model_runner
     original = runner.load_model
@@ -94,7 +94,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
                 attach_all(models, config)
         if live:
             self.fp8ext_rank = _build(worker, config, runner, recorded)
-        doors.close(worker, _models(runner))
+        foreign_loaders.close(worker, _models(runner))
         return result
 
     runner.load_model = load
@@ -137,14 +137,15 @@ def _install_gpu_speed(settings: Settings) -> None:
 
 
 def _models(runner: Any) -> nn.Module:
-    """What a worker runs, the draft model too."""
+    """Return the models that a worker runs, the draft model too."""
     models: list[nn.Module | None] = [runner.get_model(), runner.get_draft_model()]
     return nn.ModuleList(model for model in models if model is not None)
 
 
 def _most_tokens(settings: Settings, config: VllmConfig) -> int:
-    """That the model is given at once: by a step, or by a calibration, all of whose prompts run together. With every policy
-    but `static` an update can ask for one."""
+    """Count the most tokens that the model gets at once: by a step, or by a calibration, all of whose prompts run
+    together. With every policy but `static` an update can ask for one.
+    """
     most: int = config.scheduler_config.max_num_batched_tokens
     scales = settings.kv_scales
     return max(most, scales.tokens) if scales is not None and scales.policy != "static" else most

@@ -19,7 +19,7 @@ REMOVE_WHEN: str = "vLLM reads them all"
 
 
 def attach(executor: Any) -> None:
-    """Have an executor of several processes read all replies to a call that is waited for."""
+    """Have an executor of several processes read all replies to a call."""
     if not hasattr(executor, "response_mqs"):
         return
     call = executor.collective_rpc
@@ -28,7 +28,7 @@ def attach(executor: Any) -> None:
         if kwargs.get("non_block") or kwargs.get("unique_reply_rank") is not None:
             return call(method, *args, **kwargs)
         queues = executor.response_mqs
-        asked = [_Asked(queue) for queue in queues]
+        asked = [_ReplyQueue(queue) for queue in queues]
         executor.response_mqs = asked
         try:
             return call(method, *args, **kwargs)
@@ -44,7 +44,7 @@ def attach(executor: Any) -> None:
     executor.collective_rpc = collective_rpc
 
 
-class _Asked:
+class _ReplyQueue:
     """A worker's queue of replies, of which one is due to a call. `waits`: it was not read yet, where others were."""
 
     def __init__(self, queue: Any) -> None:
