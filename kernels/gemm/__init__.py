@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with few tokens, and which kernel runs."""
+"""GEMM kernels for small M, and which kernel runs."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 GEMM for few tokens (`decode_gemm.cu`): activations in BF16, quantized inside, or quantized before; weights are read
-once, from before the launch ahead has ended.
+"""FP8 GEMM for small M (`decode_gemm.cu`).
+
+Activations come in BF16 and are quantized inside, or come quantized. Weights are read once, from before the launch ahead has
+ended.
 
 Written in CUDA C++: on Hopper only `wgmma` multiplies FP8 (`mma.sync` is converted to FP16), and Triton can neither fetch
 weights while a block quantizes its activations, nor keep those in shared memory, nor add up a split over K inside the

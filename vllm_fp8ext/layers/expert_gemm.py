@@ -2,7 +2,7 @@
 """Selects and runs the kernels of fused experts: vLLM's grouped GEMMs for large M, our own for small M.
 
 Replaces: `select_fp8_moe_backend` and vLLM's modular kernels, which may take a kernel that lays weights out anew, choose once
-for all numbers of tokens, and write into one workspace of the whole process, where a twin would meet the served model.
+for all numbers of tokens, and write into one workspace of the whole process, where a shadow would meet the served model.
 vLLM's own CUTLASS experts take no block scales. Can go once this project has kernels of its own for every number of tokens.
 """
 

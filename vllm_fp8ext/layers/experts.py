@@ -58,8 +58,8 @@ def _not_served(which: str, name: str) -> ConfigError:
 
 
 class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
-    """The routed experts of one layer. `serialized`: the checkpoint holds codes and scales; `shadow`: lay them out for a twin
-    (`BlockFp8LinearMethod`).
+    """The routed experts of one layer. `serialized`: the checkpoint holds codes and scales; `shadow`: lay them out for a
+    shadow (`BlockFp8LinearMethod`).
 
     Raises:
         ConfigError: experts of a kind that is not served.
@@ -205,7 +205,7 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
             replace_parameter(layer, name, tensor)
 
     def adopt_from(self, layer: RoutedExperts, served: RoutedExperts) -> None:
-        """Give a twin's layer the codes and scales of another one."""
+        """Give a shadow's layer the codes and scales of another one."""
         self.adopt(layer, *([getattr(served, name).data for name in names] for names in (CODES, SCALES)))
 
     def matrices(self, layer: RoutedExperts) -> Iterator[BlockMatrix]:
@@ -258,7 +258,7 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
                 *(self.route.choose(x.shape[0]), x, self.weights(layer), topk_weights, experts),
                 *(layer.activation.value, self.scale_format),
             )
-        here = getattr(layer, DEQUANTIZED[0], None) is not None  # a twin has none
+        here = getattr(layer, DEQUANTIZED[0], None) is not None  # a shadow has none
         weights = [getattr(layer, name) for name in (DEQUANTIZED if here else CODES)]
         scales = [None, None] if here else [getattr(layer, name) for name in SCALES]
         out = reference_experts(

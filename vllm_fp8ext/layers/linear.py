@@ -54,7 +54,7 @@ SCALES = "weight_scale_inv"
 class BlockFp8LinearMethod(OnlineLinearBase):
     """One quantized projection, fused or not.
 
-    `serialized`: the checkpoint holds codes and scales. `shadow`: lay the layer out for a twin; its weight stays on the
+    `serialized`: the checkpoint holds codes and scales. `shadow`: lay the layer out for a shadow; its weight stays on the
     meta device until `allocate` gives it codes and scales.
     """
 
@@ -127,16 +127,16 @@ class BlockFp8LinearMethod(OnlineLinearBase):
         layer._already_called_process_weights_after_loading = True
 
     def allocate(self, layer: torch.nn.Module, device: torch.device) -> None:
-        """Give a twin's layer uninitialized codes and scales on `device`."""
+        """Give a shadow's layer uninitialized codes and scales on `device`."""
         self.adopt(layer, *quantize_weight.empty_like(layer.weight, device))
 
     def adopt(self, layer: torch.nn.Module, codes: Tensor, scales: Tensor) -> None:
-        """Give a twin's layer these codes and scales."""
+        """Give a shadow's layer these codes and scales."""
         replace_parameter(layer, CODES, codes)
         replace_parameter(layer, SCALES, scales)
 
     def adopt_from(self, layer: torch.nn.Module, served: torch.nn.Module) -> None:
-        """Give a twin's layer the codes and scales of another one."""
+        """Give a shadow's layer the codes and scales of another one."""
         self.adopt(layer, served.weight.data, getattr(served, SCALES).data)
 
     def matrices(self, layer: torch.nn.Module) -> Iterator[BlockMatrix]:
@@ -165,7 +165,7 @@ class BlockFp8LinearMethod(OnlineLinearBase):
                 flat, layer.weight, layer.weight_scale_inv, bias, self.scale_format, few, name
             )
         else:
-            weight = getattr(layer, "dequantized", None)  # a twin has none
+            weight = getattr(layer, "dequantized", None)  # a shadow has none
             if weight is None:
                 weight = reference.dequantize_weight(layer.weight, getattr(layer, SCALES))
             out = reference_linear(flat, weight, self.scale_format)

@@ -69,7 +69,7 @@ class BlockFp8Config(QuantizationConfig):
         self.kept = kept
         """Modules that the checkpoint itself keeps unquantized."""
         self.shadow = False
-        """Set on the copy that builds a twin: layers are laid out, nothing is loaded or quantized through vLLM."""
+        """Set on the copy that builds a shadow: layers are laid out, nothing is loaded or quantized through vLLM."""
 
     def get_name(self) -> str:
         return METHOD
