@@ -13,6 +13,8 @@ lets the next one begin once it has itself waited: what the next one reads befor
 Shape suffixes: as in `layers/experts.py` and `expert_slots.py`; Kb and Pb count blocks of 128.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -247,19 +249,7 @@ def expert_mlp(
     if not whole:
         middle = torch.empty(s, p, dtype=x_MK.dtype, device=device)
     parts = torch.empty(s, k, dtype=torch.float32, device=device)
-    common = {
-        "ALONE": config.alone,
-        "AHEAD": config.ahead,
-        "POW2": scale_format == "pow2",
-        "EVEN": k % BLOCK == 0,
-        "TOKENS": config.tokens,
-        "SIZE": BLOCK,
-        "HARDWARE": early,
-        "EARLY": early,
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-        **({"launch_pdl": True} if early else {}),
-    }
+    common = _constants(config, k, scale_format, early=early)
     room = listed.slots.shape[1]
     _gate_up[(count, p // config.rows)](
         *(_codes(quantized.codes), quantized.scales, _codes(gate_up_E2PK), gate_up_scales, *lists),
@@ -279,6 +269,23 @@ def expert_mlp(
         **common,
     )
     return expert_sum(parts, None, weights_MT, experts_MT, x_MK.dtype)
+
+
+def _constants(config: ExpertTileConfig, k: int, scale_format: ScaleFormat, *, early: bool) -> dict[str, Any]:
+    """Return the compile-time constants that both launches have."""
+    return {
+        "ALONE": config.alone,
+        "AHEAD": config.ahead,
+        "POW2": scale_format == "pow2",
+        "EVEN": k % BLOCK == 0,
+        "TOKENS": config.tokens,
+        "SIZE": BLOCK,
+        "HARDWARE": early,
+        "EARLY": early,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        **({"launch_pdl": True} if early else {}),
+    }
 
 
 def _require(p: int, x_MK: Tensor, config: ExpertTileConfig) -> None:
