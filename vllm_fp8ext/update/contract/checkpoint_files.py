@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 INDEX_LIMIT = 64 << 20
 """Longest that is read, in bytes: room for half a million tensors."""
-_TOLD = 8
+_NAMES_SHOWN = 8
 _NAME_LENGTH = 255
 
 
@@ -56,8 +56,8 @@ def chosen(files: Iterable[str], named: Set[str] | None, folder: str | Path) -> 
     if named is not None:
         missing = sorted(named - set(names))
         if missing:
-            rest = f" and {len(missing) - _TOLD} more" if len(missing) > _TOLD else ""
-            some = ", ".join(shown(name[:_NAME_LENGTH]) for name in missing[:_TOLD])
+            rest = f" and {len(missing) - _NAMES_SHOWN} more" if len(missing) > _NAMES_SHOWN else ""
+            some = ", ".join(shown(name[:_NAME_LENGTH]) for name in missing[:_NAMES_SHOWN])
             message = f"{folder}/{INDEX}: names files that are missing: {some}{rest}"
             raise UpdateError("not-found", message, status=404)
         names = [name for name in names if name in named]

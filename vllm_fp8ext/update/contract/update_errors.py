@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_fp8ext.errors import UpdateError
 
-_TOLD = 8
+_SPELLED_OUT = 8
 """Problems, or names, that a message spells out."""
 PROBLEMS_LISTED = 100
 """Most problems that an answer lists: writing them all down would hold up every stream of tokens."""
@@ -15,7 +15,7 @@ def refusal(problems: list[dict[str, Any]]) -> UpdateError:
     """For everything wrong with a chunk; its kind is the problems' when they agree."""
     kinds = {problem["kind"] for problem in problems}
     kind = kinds.pop() if len(kinds) == 1 else "invalid-tensors"
-    return UpdateError(kind, _told(problems), status=422, **listed(problems))
+    return UpdateError(kind, _summary(problems), status=422, **listed(problems))
 
 
 def listed(problems: list[dict[str, Any]], count: int | None = None) -> dict[str, Any]:
@@ -37,19 +37,19 @@ def incomplete(
     these are not all."""
     some = _some(missing, len(missing), ", ")
     reason = f"lacks {len(missing)} of {required} tensors: {some}" if missing else "brings nothing"
-    message = "; ".join([f"{what} {reason}", *([_told(problems, count)] if problems else [])])
+    message = "; ".join([f"{what} {reason}", *([_summary(problems, count)] if problems else [])])
     return UpdateError("incomplete", message, status=422, missing=missing, **listed(problems, count))
 
 
-def _told(problems: list[dict[str, Any]], count: int | None = None) -> str:
+def _summary(problems: list[dict[str, Any]], count: int | None = None) -> str:
     described = [
         f"{problem['kind']}: " + " ".join(f"{key} {value}" for key, value in problem.items() if key != "kind")
-        for problem in problems[:_TOLD]
+        for problem in problems[:_SPELLED_OUT]
     ]
     count = len(problems) if count is None else count
     return f"{count} problem{'s' * (count != 1)}: {_some(described, count, '; ')}"
 
 
 def _some(items: list[str], count: int, separator: str) -> str:
-    more = f"{separator}and {count - _TOLD} more" if count > _TOLD else ""
-    return separator.join(items[:_TOLD]) + more
+    more = f"{separator}and {count - _SPELLED_OUT} more" if count > _SPELLED_OUT else ""
+    return separator.join(items[:_SPELLED_OUT]) + more

@@ -77,7 +77,7 @@ class Committer:
         """Label of what the shadow holds, when it holds complete weights."""
         self.poisoned: str | None = None
         self.exchanges = 0
-        """How often live and twin were exchanged, or were tried to be."""
+        """Number of swaps that were tried."""
         self.stall_seconds: float | None = None
         """Time from the last swap's pause to the end of the next engine step; None without requests."""
         self.paused = (0.0, 0.0)
@@ -94,7 +94,7 @@ class Committer:
             self.stop_waiting(self._waiting.key)
 
     def lose_previous(self) -> None:
-        """A tensor is about to be staged: what the twin held is gone."""
+        """Forget what the shadow held: a tensor is about to be staged."""
         self.previous = None
 
     def hold(self, running: Running) -> None:
