@@ -23,6 +23,7 @@ ROOMS = (
 HELD = (
     *("kernels", "loadtest", "serve", "serve/client"),
     *("vllm_fp8ext/layers", "vllm_fp8ext/compat", "vllm_fp8ext/update/transports"),
+    "vllm_fp8ext/update/worker",
     *("vllm_fp8ext/", "vllm_fp8ext/update", "vllm_fp8ext/update/contract", "vllm_fp8ext/update/engine"),
     *(f"vllm_fp8ext/compat/{name}" for name in ("graphs", "speed", "update", "warmup")),
     *(f"vllm_fp8ext/{name}" for name in ("bench", "calibrate", "checkpoints", "demo", "memory_plan")),

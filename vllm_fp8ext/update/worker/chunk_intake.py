@@ -56,7 +56,7 @@ class ChunkIntake:
         return {*self._unbatched, *self._codes, *self._scale_names}
 
     def ordered(self) -> list[StoredTensor]:
-        """List the tensors that this rank stages or hashes, in the order in which they are read.
+        """List the tensors that this rank stages or hashes, in reading order.
 
         It is the order in which they lie; but codes come after all scales, which are small, and nothing that comes as rows is
         between tensors that are staged together.

@@ -99,7 +99,7 @@ class KvScales:
         return self._shadow[self._slices[layer, kind]]
 
     def ratios(self) -> dict[str, dict[str, list[float]]]:
-        """Return, after a swap, the factors by which codes of K and V in the cache keep their meaning.
+        """Return factors by which cached K and V keep their meaning after a swap.
 
         By layer; none where nothing changed.
 

@@ -156,7 +156,7 @@ class RankKv:
 
     @errors_as_results
     def rescale(self, held: list[Result]) -> KvRescaled:
-        """Rescale, after a swap, codes that are cached in these blocks, so that they keep their meaning.
+        """Rescale codes cached in these blocks, so that they keep their meaning after a swap.
 
         `held`: blocks of each group of layers.
         """

@@ -116,7 +116,7 @@ class Rank:
 
     @errors_as_results
     def warm_up(self, prompts: list[list[int]], built_in: bool) -> RankResult:
-        """Stage throw-away tensors, and run prompts through the shadow, so that nothing compiles while requests run."""
+        """Stage throw-away tensors, and run prompts through the shadow: nothing compiles later, while requests run."""
 
         def stage() -> RankResult:
             self._intake.warm_up()

@@ -15,12 +15,12 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 def loadable_tensors(model: nn.Module, others: Collection[str]) -> dict[str, Tensor]:
     """List what a loader may write by path: parameters first, then buffers and tensors that are plain attributes of modules.
     Those named as `others` are left out."""
-    found = parameters_of(model)
+    tensors = parameters_of(model)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, value in {**module._buffers, **vars(module)}.items():
             if isinstance(value, Tensor) and value.numel() and name not in others:
-                found.setdefault(f"{prefix}.{name}".lstrip("."), value)
-    return found
+                tensors.setdefault(f"{prefix}.{name}".lstrip("."), value)
+    return tensors
 
 
 def tensor_at(model: nn.Module, path: str) -> Tensor:

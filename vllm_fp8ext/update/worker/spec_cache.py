@@ -10,7 +10,7 @@ from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 class SpecCache:
     """Turns lists of tensors into `StoredTensor`s. The same specification is always the same object.
 
-    By its identity the plan for staging it is found, where there are thousands of experts.
+    The plan for staging is looked up by its identity, since there may be thousands of experts.
     """
 
     def __init__(self) -> None:

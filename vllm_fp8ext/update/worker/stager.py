@@ -56,7 +56,7 @@ class Stager:
     def stage(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the staging of rows of one tensor. All of its rows must come, in order.
 
-        This rank may have no part of it.         What is found wrong is written all the same: the tensor counts as not staged
+        This rank may have no part of it. What is found wrong is written all the same: the tensor counts as not staged
         until it comes again.
         """
         table.add_tensor(rows.name)
