@@ -53,69 +53,82 @@ class Metrics:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The current values."""
+        """Yield the current values."""
+        yield self._refused()
+        if self._status is None:
+            return
+        yield from _totals(self._status.totals)
+        yield from _served(self._status)
+        yield from _kv_cache(self._status)
+        last = self._status.last_update
+        if last and last["quantization_error"]:
+            yield _quantization_error(last["quantization_error"])
+
+    def _refused(self) -> Metric:
         refusals = CounterMetricFamily(
             "fp8ext:refusals", "Calls refused, by kind of problem.", labels=["kind"]
         )
         for kind, count in sorted(self._refusals.items()):
             refusals.add_metric([kind], count)
-        yield refusals
-        status = self._status
-        if status is None:
-            return
-        totals = status.totals
-        updates = CounterMetricFamily(
-            "fp8ext:updates", "Updates that ended, and rollbacks.", labels=["outcome"]
-        )
-        for outcome, count in totals["outcomes"].items():
-            updates.add_metric([outcome], count)
-        yield updates
-        phases = SummaryMetricFamily(
-            "fp8ext:phase_seconds",
-            "Seconds of each phase of committed updates and rollbacks.",
-            labels=["phase"],
-        )
-        for phase, (count, seconds) in totals["phases"].items():
-            phases.add_metric([phase], count_value=count, sum_value=seconds)
-        yield phases
-        stalls = SummaryMetricFamily(
-            "fp8ext:stall_seconds",
-            "From the pause for a commit to the end of the next engine step, when requests were running.",
-        )
-        stalls.add_metric([], count_value=totals["stalls"][0], sum_value=totals["stalls"][1])
-        yield stalls
-        prompts, tokens = totals["restarts"]
-        yield CounterMetricFamily(
-            "fp8ext:restarted_prompts", "Prompts that met a commit and began again.", value=prompts
-        )
-        yield CounterMetricFamily(
-            "fp8ext:restarted_prompt_tokens",
-            "Tokens of those prompts that had been computed, and are computed again.",
-            value=tokens,
-        )
-        yield CounterMetricFamily("fp8ext:update_bytes", "Bytes of committed updates.", value=totals["bytes"])
-        yield GaugeMetricFamily("fp8ext:epoch", "Epoch that is served.", value=status.epoch)
-        poisoned = float(status.poisoned is not None)
-        yield GaugeMetricFamily("fp8ext:poisoned", "1 while the engine refuses to generate.", value=poisoned)
-        compiled = CounterMetricFamily(
-            "fp8ext:compiled",
-            "Kernels and graphs that were compiled, by compiler; over all ranks, at the last call to them.",
-            labels=["compiler"],
-        )
-        for compiler in status.compiled[0] if status.compiled else ():
-            compiled.add_metric([compiler], sum(rank[compiler] for rank in status.compiled))
-        yield compiled
-        yield from _kv_cache(status)
-        last = status.last_update
-        if last and last["quantization_error"]:
-            error = GaugeMetricFamily(
-                "fp8ext:quantization_error",
-                "Relative quantization error of the last update, over tensors.",
-                labels=["statistic"],
-            )
-            for statistic in ("relative", "mean", "max"):
-                error.add_metric([statistic], last["quantization_error"][statistic])
-            yield error
+        return refusals
+
+
+def _totals(totals: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield sums over all updates and rollbacks since the engine started."""
+    updates = CounterMetricFamily("fp8ext:updates", "Updates that ended, and rollbacks.", labels=["outcome"])
+    for outcome, count in totals["outcomes"].items():
+        updates.add_metric([outcome], count)
+    yield updates
+    phases = SummaryMetricFamily(
+        "fp8ext:phase_seconds",
+        "Seconds of each phase of committed updates and rollbacks.",
+        labels=["phase"],
+    )
+    for phase, (count, seconds) in totals["phases"].items():
+        phases.add_metric([phase], count_value=count, sum_value=seconds)
+    yield phases
+    stalls = SummaryMetricFamily(
+        "fp8ext:stall_seconds",
+        "From the pause for a commit to the end of the next engine step, when requests were running.",
+    )
+    stalls.add_metric([], count_value=totals["stalls"][0], sum_value=totals["stalls"][1])
+    yield stalls
+    prompts, tokens = totals["restarts"]
+    yield CounterMetricFamily(
+        "fp8ext:restarted_prompts", "Prompts that met a commit and began again.", value=prompts
+    )
+    yield CounterMetricFamily(
+        "fp8ext:restarted_prompt_tokens",
+        "Tokens of those prompts that had been computed, and are computed again.",
+        value=tokens,
+    )
+    yield CounterMetricFamily("fp8ext:update_bytes", "Bytes of committed updates.", value=totals["bytes"])
+
+
+def _served(status: EngineStatus) -> Iterator[Metric]:
+    """Yield what the engine is now."""
+    yield GaugeMetricFamily("fp8ext:epoch", "Epoch that is served.", value=status.epoch)
+    poisoned = float(status.poisoned is not None)
+    yield GaugeMetricFamily("fp8ext:poisoned", "1 while the engine refuses to generate.", value=poisoned)
+    compiled = CounterMetricFamily(
+        "fp8ext:compiled",
+        "Kernels and graphs that were compiled, by compiler; over all ranks, at the last call to them.",
+        labels=["compiler"],
+    )
+    for compiler in status.compiled[0] if status.compiled else ():
+        compiled.add_metric([compiler], sum(rank[compiler] for rank in status.compiled))
+    yield compiled
+
+
+def _quantization_error(last: Mapping[str, Any]) -> Metric:
+    error = GaugeMetricFamily(
+        "fp8ext:quantization_error",
+        "Relative quantization error of the last update, over tensors.",
+        labels=["statistic"],
+    )
+    for statistic in ("relative", "mean", "max"):
+        error.add_metric([statistic], last[statistic])
+    return error
 
 
 _FITS = {
