@@ -171,7 +171,7 @@ def _message(body: Any) -> str:
 
 
 class _Choice(msgspec.Struct):
-    """What most parts tell of a choice; texts and logprobs are skipped unread."""
+    """Fields that most parts have of a choice; texts and logprobs are skipped unread."""
 
     token_ids: list[int] | None = None
     finish_reason: str | None = None

@@ -18,7 +18,7 @@ START_SECONDS = 1500.0
 
 
 def server_arguments(requests: int, serve: Sequence[str], *, longest: int = 4096) -> list[str]:
-    """Return arguments of `vllm serve` for so many requests at once, and one more, of `longest` tokens."""
+    """Return arguments of `vllm serve` for so many requests at once, and one more. Each has `longest` tokens at most."""
     return [
         *("--skip-tokenizer-init", "--max-model-len", str(longest)),
         *("--max-num-seqs", str(max(16, requests + 1)), *serve_options(serve)),
