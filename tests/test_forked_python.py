@@ -96,6 +96,29 @@ if __name__ == "__main__":
     assert facts["code"] == 0
 
 
+def test_what_a_program_spawns_in_another_session_joins_it(tmp_path: Path) -> None:
+    """It is executed: a process that is forked elsewhere could not join."""
+    program = tmp_path / "leader.py"
+    program.write_text("""
+import json, multiprocessing, os, sys
+
+def tell(pipe):
+    pipe.send([os.getppid(), os.getsid(0)])
+
+if __name__ == "__main__":
+    os.setsid()
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    process = context.Process(target=tell, args=(its,))
+    process.start()
+    answer = ours.recv()
+    process.join()
+    print(json.dumps({"own": os.getpid(), "its": answer}))
+""")
+    facts = told([str(program)])
+    assert facts["its"] == [facts["own"], facts["own"]]
+
+
 def test_variables_that_are_read_before_a_program_begins_make_it_executed() -> None:
     assert not told(["-c", TELL], env={**os.environ, "PYTHONHASHSEED": "7"})["vllm"]
 

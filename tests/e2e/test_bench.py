@@ -124,16 +124,19 @@ def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path):
     out = tmp_path / "kv.json"
     line = ["bench", "kv", "--checkpoint", str(EARLY), "--cases", "6x16x200"]
     line += ["--variants", "blockfp8", "bf16", "blockfp8_kv"]
-    line += ["--seconds", "3", "--repeats", "2", "--gpu-memory-utilization", "0.3", "--out", str(out)]
+    line += ["--repeats", "2", "--gpu-memory-utilization", "0.3", "--out", str(out)]
     # K and V of 3 layers, 2 heads of 64 channels: 1,536 bytes a token in BF16
     line += [
         "--engine",
         json.dumps({"enforce_eager": True, "kv_cache_memory_bytes": 1536 * 512, "block_size": 32}),
     ]
-    bench(line)
-    found = json.loads(out.read_text())
+    for seconds in (3, 20, 80):  # a busy machine may need longer until the cache is full
+        bench([*line, "--seconds", str(seconds)])
+        found = json.loads(out.read_text())
+        weights, bf16, ours = found["cases"]
+        if bf16["preemptions"]:
+            break
     assert found["provenance"]["versions"]["vllm-fp8ext"]
-    weights, bf16, ours = found["cases"]
     assert [(case["variant"], case["staging"]) for case in (bf16, weights, ours)] == [
         ("bf16", "none"),
         ("blockfp8", "shadow"),

@@ -39,7 +39,9 @@ class Popen(subprocess.Popen[Any]):
         options = inspect.signature(execute).bind(self, *arguments).arguments
         line = [os.fsdecode(word) for word in options["args"]]
         environment = dict(os.environ if options["env"] is None else options["env"])
-        if line[:2] != [sys.executable, "-P"] or not _forkable(environment):
+        forkable = line[:2] == [sys.executable, "-P"] and _forkable(environment)
+        seed = (_own or _first()) if forkable else None
+        if seed is None or not seed.usable:
             execute(self, *arguments)
             return
         ends = [
@@ -57,7 +59,7 @@ class Popen(subprocess.Popen[Any]):
             session=options["start_new_session"],
             umask=umask(),
         )
-        self.pid = (_own or _first()).fork(request, list(descriptors.values()))
+        self.pid = seed.fork(request, list(descriptors.values()))
         self._child_created = True
         self._close_pipe_fds(*ends)  # type: ignore[attr-defined]  # as the method that is replaced here
 

@@ -49,12 +49,12 @@ class Seed:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._lock = threading.Lock()
-        self._owner = os.getpid()
+        self._owner = os.getpid(), os.getsid(0)
 
     @property
     def usable(self) -> bool:
-        """Whether this process is the one that made it."""
-        return self._owner == os.getpid()
+        """Whether this process is the one that made it, in the same session: no process joins another one."""
+        return self._owner == (os.getpid(), os.getsid(0))
 
     def fork(self, request: Request, descriptors: list[int]) -> int:
         """Start a program with these descriptors; returns its process id.
