@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.manifest import ShardSlice
+from vllm_fp8ext.update.contract.rank_results import StagedTensors
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, parse
 from vllm_fp8ext.update.transports.files.message import FileSource
@@ -70,10 +70,11 @@ def intake_of(targets: Stager) -> Intake:
     return intake
 
 
-def staged(intake: Intake, source: Source, tensors: list[StoredTensor]) -> dict[str, Any]:
+def staged(intake: Intake, source: Source, tensors: list[StoredTensor]) -> StagedTensors:
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         told = intake.stage(1, "u", source, tensors, {})
         torch.cuda.current_stream().synchronize()
+    assert isinstance(told, StagedTensors)
     return told
 
 
@@ -93,7 +94,7 @@ def test_a_checkpoint_is_staged_as_the_reference_quantizes_it(way: str, tmp_path
         weights, tensors = save(path, seed)
         source = FileSource(str(path), stamp_of(path.stat())) if way == "file" else UploadSource(str(path))
         told = staged(intake, source, tensors)
-        assert not told["problems"]
+        assert not told.problems
         assert intake.progress == {1: len(SHAPES)}
         for name, weight in weights.items():
             if name in targets.plain:
@@ -104,7 +105,7 @@ def test_a_checkpoint_is_staged_as_the_reference_quantizes_it(way: str, tmp_path
             assert torch.equal(found.codes.cpu().view(torch.uint8), codes.view(torch.uint8)), name
             assert torch.equal(found.scales.cpu(), scales), name
             error = (weight.float() - reference.dequantize_weight(codes, scales)).square().sum()
-            assert told["errors"][name][0] == pytest.approx(float(error), rel=1e-3)
+            assert told.errors[name][0] == pytest.approx(float(error), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["even4", "large", "odd", "norm"])
@@ -117,4 +118,4 @@ def test_what_is_not_finite_is_told_of_its_tensor(name: str, tmp_path: Path) -> 
     tensors = parse(lambda start, size: content[start : start + size], len(content), "file")
     intake = intake_of(stager())
     told = staged(intake, Source(str(path), 0, stamp_of(path.stat())), tensors)
-    assert [(problem["kind"], problem["tensor"]) for problem in told["problems"]] == [("non-finite", name)]
+    assert [(problem["kind"], problem["tensor"]) for problem in told.problems] == [("non-finite", name)]
