@@ -17,7 +17,7 @@ from forked_python.processes import run
 from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.serve.work import outcome
 from vllm_fp8ext.update.contract.operations import Operation
-from vllm_fp8ext.update.contract.results import Done, JobStarted
+from vllm_fp8ext.update.contract.results import Done, JobStarted, Progress
 
 PULSE = "pulse"
 
@@ -136,6 +136,28 @@ def test_a_job_is_not_asked_about_before_it_can_have_ended() -> None:
     assert asyncio.run(calls.job(Operation.STAGE)) == Done()
     assert len(calls.asked) == 1
     assert calls.asked[0] - start >= 0.25
+
+
+def test_the_next_step_of_a_job_is_asked_about_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of an update of a small model is shorter than the shortest pause between two polls."""
+    from vllm_fp8ext.compat.update import engine_client
+
+    script = [Progress(step=1), Progress(step=1, tensors=3), Progress(step=2), Progress(step=2), Done()]
+    pauses: list[bool] = []
+
+    class Calls(engine_client.EngineCalls):
+        def __init__(self) -> None:
+            self._deadline = 60.0
+
+        async def __call__(self, operation: str, **arguments: Any) -> Any:
+            return JobStarted(job=7) if operation == "prepare" else script.pop(0)
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds > 0)
+
+    monkeypatch.setattr(engine_client, "asyncio", SimpleNamespace(sleep=sleep))
+    assert asyncio.run(Calls().job(Operation.PREPARE)) == Done()
+    assert pauses == [False, True, True, False, True], "before the first poll, and after each"
 
 
 @pytest.mark.parametrize("operation", [Operation.UPDATE, Operation.STATUS, Operation.WITHDRAW])

@@ -120,7 +120,7 @@ class EngineCalls:
             return started
         # each poll takes something from the requests beside
         await asyncio.sleep(min(started.soonest, self._deadline / 2))
-        progress, begun, until = Progress(step=0), 0.0, math.inf
+        progress, begun, until = Progress(step=1, tensors=-1), time.monotonic(), 0.0
         while True:
             result = await self(Operation.POLL, job=started.job)
             if not isinstance(result, Progress):
@@ -133,9 +133,10 @@ class EngineCalls:
             if now > until:
                 message = f"{operation}: nothing was done for {self._deadline:g} s"
                 raise UpdateError("engine-timeout", message, status=504)
-            # what goes on in polls alone, or was waited for in this one, is polled at once: engine steps come in between
+            # what goes on in polls alone, was waited for in this one, or has just gone on to its next step is polled at once:
+            # engine steps come in between
             pause = min(_SHORTEST_PAUSE + (now - begun) / 20, _LONGEST_PAUSE)
-            await asyncio.sleep(0 if result.again else pause)
+            await asyncio.sleep(0 if result.again or moved else pause)
 
     async def sleep(self, level: int, mode: str) -> None:
         """Give memory back (`AsyncLLM.sleep`). No deadline: running requests may be waited for.
