@@ -37,12 +37,14 @@ async def rollback(backend: Backend, body: schema.Rollback) -> RolledBack:
         return result
 
 
-async def load(backend: Backend, body: schema.Load) -> UpdateState:
-    """Open an update, read a checkpoint on the server's disk, and commit it; abandon it if that fails."""
+async def load(backend: Backend, body: schema.Load, *, through_pause: bool = False) -> UpdateState:
+    """Open an update, read a checkpoint on the server's disk, and commit it; abandon it if that fails.
+
+    `through_pause`: it is committed while somebody has paused the engine, which stays paused.
+    """
     place = await asyncio.to_thread(backend.allowed_dirs.resolve, body.path)
-    opened: UpdateState = await backend.engine(
-        Operation.OPEN, **{key: value for key, value in body if key != "path"}
-    )
+    options = {key: value for key, value in body if key != "path"}
+    opened: UpdateState = await backend.engine(Operation.OPEN, **options, through_pause=through_pause)
     try:
         await read_checkpoint(backend, opened.id, place)
         return await commit(backend, opened.id)

@@ -110,6 +110,11 @@ def _served(status: EngineStatus) -> Iterator[Metric]:
     yield GaugeMetricFamily("fp8ext:epoch", "Epoch that is served.", value=status.epoch)
     poisoned = float(status.poisoned is not None)
     yield GaugeMetricFamily("fp8ext:poisoned", "1 while the engine refuses to generate.", value=poisoned)
+    yield GaugeMetricFamily(
+        "fp8ext:paused_seconds",
+        "How long somebody has paused generation; 0 while it goes on.",
+        value=status.paused_seconds or 0.0,
+    )
     compiled = CounterMetricFamily(
         "fp8ext:compiled",
         "Kernels and graphs that were compiled, by compiler; over all ranks, at the last call to them.",

@@ -10,16 +10,19 @@ from typing import Any
 from fastapi import FastAPI
 
 from vllm_fp8ext.compat.speed.serving_speed import install_answers
+from vllm_fp8ext.compat.update.basic_auth import install as take_basic_passwords
 from vllm_fp8ext.compat.update.shutdown_answers import answer_at_the_end
 from vllm_fp8ext.compat.update.weight_versions import install as show_weight_versions
-from vllm_fp8ext.config import METHOD
+from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.auth import AdminKey
+from vllm_fp8ext.serve.auth import AdminKey, basic_password
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.closed_routes import close_routes
 from vllm_fp8ext.serve.key_guard import KeyGuard
 from vllm_fp8ext.serve.metrics import show_where_shared
+from vllm_fp8ext.serve.native.access import NativeAccess
+from vllm_fp8ext.serve.native.mount import mount as mount_native_routes
 from vllm_fp8ext.serve.poison_guard import PoisonGuard
 from vllm_fp8ext.serve.routes import router
 
@@ -34,22 +37,29 @@ class Fp8ExtEndpoints:
 
     def __init__(self) -> None:
         self._backend = Backend()
+        self._access: NativeAccess | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Mount the routes under `/fp8ext/v1`, if there is a key to guard them with."""
         show_weight_versions()
         show_where_shared(app, self._backend.metrics)
         install_answers()
-        if getattr(getattr(app.state, "args", None), "quantization", None) == METHOD:
+        blockfp8 = getattr(getattr(app.state, "args", None), "quantization", None) == METHOD
+        if blockfp8:
             close_routes(app)
+            take_basic_passwords(basic_password)
         key = key_of(os.environ.get(ADMIN_KEY))
-        if not key:
+        admin_key = AdminKey(key) if key else None
+        if blockfp8:
+            self._access = NativeAccess(admin_key)
+            mount_native_routes(app, self._backend, self._access)
+        if admin_key is None:
             logger.warning(
                 "fp8ext: no weight-update routes, because %s is not set; set it to a secret to have them",
                 ADMIN_KEY,
             )
             return
-        admin_key, refused = AdminKey(key), self._backend.metrics.refused
+        refused = self._backend.metrics.refused
         app.include_router(router(admin_key, self._backend))
         app.add_middleware(KeyGuard, key=admin_key, refused=refused)
         app.add_middleware(
@@ -62,6 +72,9 @@ class Fp8ExtEndpoints:
             return
         backend = self._backend
         guarded = bool(key_of(os.environ.get(ADMIN_KEY)))
+        if self._access is not None:
+            self._access.trust(Settings.parse(engine_client.vllm_config.additional_config).trusted_clients)
+            guarded = self._access.possible
         backend.connect(engine_client, routes=guarded)
         answer_at_the_end(engine_client)
         atexit.register(backend.engine.end.require_clean)

@@ -3,6 +3,7 @@
 
 import difflib
 import functools
+import ipaddress
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -287,8 +289,31 @@ class Settings(BaseModel):
     update_lifetime_seconds: float = Field(default=3600.0, gt=0)
     """An open update to which nothing happens for this long expires."""
 
+    native_complete: bool = False
+    """Updates by vLLM's own weight transfer must bring every tensor, as others do. By default what does not come keeps its
+    served weights."""
+
+    native_update_seconds: float = Field(default=600.0, gt=0)
+    """An update by vLLM's weight transfer to which nothing happens for this long is abandoned."""
+
+    pause_deadline_seconds: float | None = Field(default=None, gt=0)
+    """Longest pause that others ask for: then generation goes on. By default a pause has no end of its own."""
+
+    trusted_clients: tuple[str, ...] = Field(default=(), strict=False)
+    """Addresses, or ranges (`127.0.0.1/32`), that may call vLLM's own weight routes without a key. None by default."""
+
     canary: CanarySettings | None = None
     """Prompts that every update is tried on. By default a built-in sample of 64 token ids, on which logits must be finite."""
+
+    @field_validator("trusted_clients")
+    @classmethod
+    def _addresses(cls, ranges: tuple[str, ...]) -> tuple[str, ...]:
+        for text in ranges:
+            try:
+                ipaddress.ip_network(text)
+            except ValueError as error:
+                raise ValueError(f"expected an address or a range such as 10.0.0.0/8: {error}") from None
+        return ranges
 
     @classmethod
     def parse(cls, additional_config: Mapping[str, Any] | None) -> "Settings":

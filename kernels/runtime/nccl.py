@@ -14,9 +14,9 @@ from typing import Any
 
 ID_BYTES = 128
 _SUCCESS, _IN_PROGRESS = 0, 7
-_UINT8 = 1
+_UINT8, _FLOAT32, _SUM = 1, 7, 0
 _UNDEFINED = -(1 << 31)
-"""Values of ncclResult_t and ncclDataType_t, and NCCL_CONFIG_UNDEF_INT (nccl.h)."""
+"""Values of ncclResult_t, ncclDataType_t and ncclRedOp_t, and NCCL_CONFIG_UNDEF_INT (nccl.h)."""
 
 
 class NcclError(RuntimeError):
@@ -55,7 +55,8 @@ def unique_id() -> bytes:
 class Communicator:
     """One rank of a communicator, on the current device. Not for several threads at once.
 
-    Made at once; no call is allowed but `ready` and `abort` until `ready()`, and so it is after each `broadcast`.
+    Made at once; no call is allowed but `ready` and `abort` until `ready()`, and so after each
+    `broadcast` and `all_reduce`.
     """
 
     def __init__(self, id: bytes, size: int, rank: int) -> None:
@@ -84,6 +85,12 @@ class Communicator:
         """
         pointer = ctypes.c_void_p(address)
         _call("ncclBroadcast", pointer, pointer, size, _UINT8, 0, self._handle, ctypes.c_void_p(stream))
+
+    def all_reduce(self, address: int, count: int, stream: int) -> None:
+        """Queue a sum over all ranks, in place: of `count` fp32 numbers at `address`, on a CUDA stream."""
+        pointer = ctypes.c_void_p(address)
+        stream_pointer = ctypes.c_void_p(stream)
+        _call("ncclAllReduce", pointer, pointer, count, _FLOAT32, _SUM, self._handle, stream_pointer)
 
     def abort(self) -> None:
         """Leave, whatever the other ranks do; a broadcast under way ends unfinished. Idempotent."""
@@ -125,6 +132,7 @@ def _library() -> ctypes.CDLL:
         "ncclCommInitRankConfig": [pointer, integer, _Id, integer, pointer],
         "ncclCommGetAsyncError": [pointer, pointer],
         "ncclBroadcast": [pointer, pointer, size, integer, integer, pointer, pointer],
+        "ncclAllReduce": [pointer, pointer, size, integer, integer, pointer, pointer],
         "ncclCommAbort": [pointer],
         "ncclGetErrorString": [integer],
         "ncclGetLastError": [pointer],

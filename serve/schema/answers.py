@@ -117,6 +117,9 @@ class Weights(BaseModel):
         None,
         description="From the pause for the last exchange to the end of the next engine step; null without requests.",
     )
+    paused_seconds: float | None = Field(
+        None, description="How long somebody has paused generation; null while it goes on."
+    )
     compiled: list[dict[str, int]] = Field(
         description="By rank, kernels and graphs compiled since its process began, by compiler, as of the last call to it."
     )

@@ -61,7 +61,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": "mla", "hf_overrides": {"index_topk": 64}},
         "sparse attention (index_topk) needs it: no setting of blockfp8 serves this model",
     ),
-    "dev mode": ({"VLLM_SERVER_DEV_MODE": "1"}, "it opens weight routes that need no key; expected it unset"),
+    "dev mode": (
+        {"VLLM_SERVER_DEV_MODE": "1"},
+        "it opens weight routes that need no key, which this plugin's replace; expected fp8ext among VLLM_PLUGINS",
+    ),
+    "weight transfer by another engine": (
+        {"weight_transfer_config": {"backend": "sparse_nccl"}},
+        "--weight-transfer-config: expected backend nccl or ipc, found sparse_nccl",
+    ),
+    "addresses that are none": (
+        {"additional_config": {"fp8ext": {"trusted_clients": ["everybody"]}}},
+        "expected an address or a range such as 10.0.0.0/8",
+    ),
     "dev mode without updates": (
         {"VLLM_SERVER_DEV_MODE": "1", "additional_config": {"fp8ext": {"staging": "none"}}},
         "it opens weight routes that need no key",
@@ -77,7 +88,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "several at once": (
         {"VLLM_SERVER_DEV_MODE": "1", "enable_lora": True, "pipeline_parallel_size": 2},
         "blockfp8 can't be combined with:\n"
-        "  VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key; expected it unset\n"
+        "  VLLM_SERVER_DEV_MODE=1 without VLLM_PLUGINS=fp8ext: it opens weight routes that need no key, which this plugin's "
+        "replace; expected fp8ext among VLLM_PLUGINS, or the variable unset\n"
         "blockfp8 with live updates can't be combined with:\n"
         "  --pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only\n"
         "  --enable-lora: adapters are not part of an update\n"
@@ -87,6 +99,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wrong setting": ({"additional_config": {"fp8ext": {"canary": {}}}}, "canary.prompts"),
 }
 TAKEN: dict[str, dict[str, Any]] = {
+    "dev mode beside this plugin": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "other,fp8ext"},
+    "weight transfer": {"weight_transfer_config": {"backend": "nccl"}},
     "nothing special": {},
     "scales of an FP8 KV cache": {
         "kv_cache_dtype": "fp8",
@@ -119,7 +133,7 @@ for name, options in json.load(sys.stdin).items():
         answers[name] = ""
     except Exception as error:
         answers[name] = f"{type(error).__name__}: {error}"
-    for key in ("VLLM_SERVER_DEV_MODE", "VLLM_MLA_DISABLE", "FP8EXT_ADMIN_KEY"):
+    for key in ("VLLM_SERVER_DEV_MODE", "VLLM_PLUGINS", "VLLM_MLA_DISABLE", "FP8EXT_ADMIN_KEY"):
         os.environ.pop(key, None)
 json.dump(answers, open(sys.argv[1], "w"))
 """

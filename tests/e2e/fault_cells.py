@@ -9,12 +9,14 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server
@@ -24,6 +26,7 @@ from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 from . import mixture
 from .ask import Stream
+from .native_trainer import TRANSFER, Trainer
 from .plugins import variables
 
 KINDS = ("exception", "out of memory", "kill -9", "hang")
@@ -38,16 +41,17 @@ UNTOUCHED, POISONED, DEAD = "untouched", "poisoned, healed by a full update", "e
 @dataclass(frozen=True)
 class Cell:
     """One fault. `ranks`: tensor-parallel size; the fault strikes the last of them. `lasting`: its undoing fails as well.
-    `experts`: in a mixture of experts, which the ranks share out."""
+    `experts`: in a mixture of experts, which the ranks share out. `native`: weights come by vLLM's weight transfer."""
 
     kind: str
     point: str
     ranks: int
     lasting: bool = False
     experts: bool = False
+    native: bool = False
 
     def __str__(self) -> str:
-        on = f"TP {self.ranks}{', experts' if self.experts else ''}"
+        on = f"TP {self.ranks}{', experts' if self.experts else ''}{', native' if self.native else ''}"
         return f"{self.kind}{', twice' if self.lasting else ''}, {self.point}, {on}"
 
     @property
@@ -65,6 +69,13 @@ CELLS = tuple(
     for point in POINTS
     for kind in KINDS
     for lasting in ((False, True) if kind == "exception" and point in ("commit", "rollback") else (False,))
+)
+NATIVE_CELLS = tuple(
+    Cell(kind, point, ranks, native=True)
+    for ranks in (1, 2)
+    for point in POINTS
+    if point != "rollback"
+    for kind in KINDS
 )
 
 
@@ -89,12 +100,12 @@ class FaultyServer(Server):
         if ranks > 1:
             arguments += ("--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp")
             arguments += ("--enable-expert-parallel",) if experts else ()
-        arguments += more
+        arguments += (*TRANSFER, *more)
         super().__init__(
             self.early,
             folder / f"{name}.log",
             arguments=arguments,
-            settings={"deadline_seconds": DEADLINE_SECONDS},
+            settings={"deadline_seconds": DEADLINE_SECONDS, "upload_idle_seconds": DEADLINE_SECONDS},
             variables={**variables(folder, "fp8ext_faults", ranks=ranks), "FP8EXT_FAULT": str(self.fault)},
         )
 
@@ -110,11 +121,11 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
         if cell.point == "rollback":
             client.push(server.late, version="late")
     before = _state(server)
-    method, path, body = _ready(server, cell)
+    call = _ready_native(server, cell) if cell.native else _ready(server, cell)
     stream = Stream(server, tokens=200)
     server.fault.write_text(json.dumps(_fault(cell)))
     begun = time.monotonic()
-    answer = _answer(server, method, path, body)
+    answer = call()
     assert cell.lasting or not server.fault.exists(), f"{cell}: the fault did not strike ({answer})"
     if cell.expected == DEAD:
         code = server.process.wait(DEADLINE_SECONDS + GRACE_SECONDS)
@@ -140,8 +151,40 @@ def _fault(cell: Cell) -> dict[str, Any]:
     return {"point": point, "kind": cell.kind, "rank": rank, "lasting": cell.lasting}
 
 
-def _ready(server: FaultyServer, cell: Cell) -> tuple[str, str, bytes | None]:
-    """Bring an update to the broken point; the call that is to break."""
+def _ready_native(server: FaultyServer, cell: Cell) -> Callable[[], str]:
+    """Bring an update by vLLM's weight transfer to the broken point; the call that is to break, and what it is answered."""
+    trainer = Trainer(server)
+    trainer.init()
+    if cell.point == "open":
+        return lambda: _native_answer(trainer, lambda: trainer.post("/start_weight_update"))
+    trainer.call("/start_weight_update")
+    if cell.point in ("chunk", "staging"):
+        return lambda: _native_answer(
+            trainer, lambda: trainer.send(load_file(server.late / "model.safetensors"))
+        )
+    trainer.send(load_file(server.late / "model.safetensors"))
+    return lambda: _native_answer(
+        trainer, lambda: trainer.post("/finish_weight_update", {"weight_version": "late"})
+    )
+
+
+def _native_answer(trainer: Trainer, call: Callable[[], httpx.Response]) -> str:
+    with trainer:
+        try:
+            reply = call()
+        except httpx.HTTPError:
+            return "connection closed"
+    assert reply.status_code >= 400, reply.text
+    return f"{reply.status_code} {reply.json()['error']['type']}"
+
+
+def _ready(server: FaultyServer, cell: Cell) -> Callable[[], str]:
+    """Bring an update to the broken point; the call that is to break, and what it is answered."""
+    request = _request(server, cell)
+    return lambda: _answer(server, *request)
+
+
+def _request(server: FaultyServer, cell: Cell) -> tuple[str, str, bytes | None]:
     if cell.point == "open":
         return "POST", "/updates", b"{}"
     if cell.point == "rollback":

@@ -21,6 +21,7 @@ from .fault_cells import (
     DEAD,
     DEADLINE_SECONDS,
     GRACE_SECONDS,
+    NATIVE_CELLS,
     Cell,
     FaultyServer,
     require_nothing_left,
@@ -40,9 +41,15 @@ REPRESENTATIVES = {
     Cell("hang", "staging", 1),
     Cell("kill -9", "staging", 2),
     Cell("hang", "commit", 1),
+    Cell("exception", "open", 1, native=True),
+    Cell("exception", "chunk", 2, native=True),
+    Cell("exception", "staging", 2, native=True),
+    Cell("out of memory", "commit", 1, native=True),
+    Cell("exception", "verify", 1, native=True),
+    Cell("kill -9", "staging", 2, native=True),
 }
 """Cells that `make test` has."""
-IN_ORDER = sorted(CELLS, key=lambda cell: (cell.expected == DEAD, cell.kind == "hang"))
+IN_ORDER = sorted((*CELLS, *NATIVE_CELLS), key=lambda cell: (cell.expected == DEAD, cell.kind == "hang"))
 """Those that end their server last: the others share one."""
 SERVERS = (1, False), (2, False), (2, True)
 Servers = Callable[[tuple[int, bool]], FaultyServer]

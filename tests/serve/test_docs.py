@@ -113,7 +113,8 @@ def test_every_policy_is_named() -> None:
 
 
 def _json(text: str) -> object:
-    return None if text == "null" else ast.literal_eval(text)
+    words = {"null": None, "false": False, "true": True}
+    return words[text] if text in words else ast.literal_eval(text)
 
 
 def test_every_environment_variable_is_named() -> None:

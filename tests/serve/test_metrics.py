@@ -77,6 +77,7 @@ def test_everything_is_there_from_the_start(registry: CollectorRegistry, metrics
         key("update_bytes_total"): 0,
         key("epoch"): 3,
         key("poisoned"): 0,
+        key("paused_seconds"): 0,
     }
 
 

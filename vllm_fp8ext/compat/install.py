@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_fp8ext.compat import unsupported_options
 from vllm_fp8ext.compat.features import require_core
-from vllm_fp8ext.compat.update import engine_core, owner_process, worker
+from vllm_fp8ext.compat.update import engine_core, native_engines, native_methods, owner_process, worker
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY
 
 FEATURE: str = "core"
@@ -43,6 +43,8 @@ def install() -> None:
     worker.install()
     engine_core.install()
     unsupported_options.install()
+    native_engines.install()
+    native_methods.install()
     owner_process.install()
     _record_segments()
     _installed = True

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_fp8ext.compat.features import is_available, tell
 from vllm_fp8ext.compat.speed import serving_speed
+from vllm_fp8ext.compat.update import native_engines
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
@@ -42,6 +43,7 @@ def _wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., An
             settings = Settings.parse(config.additional_config)
             refuse_unsupported(config, settings)
             tell(config)
+            native_engines.configure(config.weight_transfer_config)
             serving_speed.install(settings.serving)
             if current_platform.is_cuda():
                 _configure_graphs(config, self, settings)
@@ -90,8 +92,14 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons.append("CPU offload: offloaded weights have no address to exchange")
     if config.model_config.use_mla:
         never.append(f"multi-head latent attention (MLA): {_without_mla(config.model_config.hf_text_config)}")
-    if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
-        never.append("VLLM_SERVER_DEV_MODE=1: it opens weight routes that need no key; expected it unset")
+    if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0") and not _names_this_plugin():
+        never.append(
+            "VLLM_SERVER_DEV_MODE=1 without VLLM_PLUGINS=fp8ext: it opens weight routes that need no key, which "
+            "this plugin's replace; expected fp8ext among VLLM_PLUGINS, or the variable unset"
+        )
+    transfer = native_engines.unsupported(config.weight_transfer_config)
+    if transfer is not None:
+        never.append(f"{transfer}: it would write into served codes")
     try:
         key_of(os.environ.get(ADMIN_KEY))
     except ConfigError as error:
@@ -115,6 +123,11 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         lines.append(f"Without live updates ({WITHOUT_UPDATES}) {which} are not refused.")
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def _names_this_plugin() -> bool:
+    """Tell whether vLLM loads this plugin's routes, for which it must be named."""
+    return "fp8ext" in (os.environ.get("VLLM_PLUGINS") or "").split(",")
 
 
 def _without_mla(model: Any) -> str:

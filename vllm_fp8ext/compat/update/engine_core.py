@@ -171,6 +171,9 @@ class CoreAccess:
         self.settings = Settings.parse(config.additional_config)
         self.quantization = config.model_config.quantization
         self.kv_cache_dtype = config.cache_config.cache_dtype
+        transfer = config.weight_transfer_config
+        self.weight_transfer: str | None = transfer.backend if transfer is not None else None
+        self.device_type: str = config.device_config.device_type
         self.vocabulary = config.model_config.get_vocab_size()
         self.longest_prompt = config.model_config.max_model_len
         self.watchdog = Watchdog(self.settings.deadline_seconds, core.model_executor)
@@ -281,6 +284,18 @@ class CoreAccess:
         paused = self._core.scheduler.pause_state != PauseState.UNPAUSED
         return bool(paused and not self._core.model_executor.is_sleeping)
 
+    def pause_state(self) -> PauseState:
+        """Return what others have asked of the scheduler."""
+        return PauseState(self._core.scheduler.pause_state)
+
+    def pause_again(self, state: PauseState) -> None:
+        """Give the scheduler back the state in which others had paused it."""
+        self._set_pause_state(state)
+
+    def unpause(self) -> None:
+        """Schedule again, whoever has paused the engine."""
+        self._core.resume_scheduler()
+
     def asleep(self) -> bool:
         """Tell whether the weights have given their memory back."""
         return "weights" in self._core.model_executor.sleeping_tags
@@ -356,6 +371,11 @@ class CoreAccess:
             self._prefix_cache.advance(label.epoch, recompute=recompute)
         if self._kv_epochs is not None:
             self._kv_epochs.end(self._label)
+        self._label = label
+        self._core.set_weight_version(label.encode())
+
+    def relabel(self, label: Label) -> None:
+        """Mark every token sampled from now on by another version of the same weights."""
         self._label = label
         self._core.set_weight_version(label.encode())
 

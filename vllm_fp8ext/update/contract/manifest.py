@@ -130,6 +130,13 @@ class Manifest:
             known = weight and scale_name(weight)
         return known or name
 
+    def unwrapped(self, name: str) -> str:
+        """Return the known name without a trainer's wrappers, or the name itself."""
+        known = self.canonical(name)
+        if known in self.tensors or known in self.fused or known in self.tied or self.ignores(known):
+            return name
+        return self._hints.unwrapped(known) or name
+
     def renamed(self, specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
         """Yield these tensors under the names that this manifest has for them."""
         for spec in specs:

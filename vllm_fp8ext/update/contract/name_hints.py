@@ -13,6 +13,10 @@ _WRAPPERS = frozenset(
     )
 )
 """Parts of names that say how a model is nested, not which tensor it is."""
+_OTHER_WEIGHTS = frozenset(("original_module", "modules_to_save", "default"))
+"""Parts of names that say which of several tensors it is: PEFT keeps one from before and one that is trained."""
+_WRAPPED_LENGTH = 256
+"""Characters that wrappers may add to a name."""
 
 
 class Hints:
@@ -41,6 +45,17 @@ class Hints:
             if parts[first] in self._parts:
                 return None
         return None
+
+    def unwrapped(self, name: str) -> str | None:
+        """Return the one known name that differs from this one by wrappers alone.
+
+        None of them may keep other weights too.
+        """
+        parts = name.split(".")
+        if len(name) > 2 * self._longest + _WRAPPED_LENGTH or _OTHER_WEIGHTS.intersection(parts):
+            return None
+        known = self._names.get(".".join(_bare(parts)), set())
+        return next(iter(known)) if len(known) == 1 else None
 
 
 def _bare(parts: list[str]) -> list[str]:

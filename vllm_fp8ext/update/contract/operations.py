@@ -24,6 +24,13 @@ class Operation(StrEnum):
     VERIFY = "verify"
     KV_SCALES = "kv_scales"
     MAY_SLEEP = "may_sleep"
+    NATIVE_INIT = "native_init"
+    NATIVE_SHUTDOWN = "native_shutdown"
+    NATIVE_START = "native_start"
+    NATIVE_UPDATE = "native_update"
+    NATIVE_FINISHING = "native_finishing"
+    NATIVE_FAILED = "native_failed"
+    NATIVE_RELABEL = "native_relabel"
 
     @property
     def only_reads(self) -> bool:
@@ -39,6 +46,8 @@ class Operation(StrEnum):
             Operation.ABANDON,
             Operation.LEAVE,
             Operation.MAY_SLEEP,
+            Operation.NATIVE_FAILED,
+            Operation.NATIVE_RELABEL,
         )
 
 

@@ -113,11 +113,20 @@ class EngineStatus(AnswerFields):
     kv_cache_dtype: str
     staging: str
     stall_seconds: float | None
+    paused_seconds: float | None = None
     compiled: list[dict[str, int]]
     twin_bytes: list[int]
     twin_kv_blocks: int
     last_update: dict[str, Any] | None
     totals: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finishing:
+    """Update of vLLM's weight transfer that is about to be committed; `kept`: names of tensors that did not come."""
+
+    id: str
+    kept: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +184,7 @@ Result: TypeAlias = (
     Done
     | EngineStatus
     | Failure
+    | Finishing
     | JobStarted
     | Lifetime
     | Progress

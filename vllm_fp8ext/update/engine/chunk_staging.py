@@ -38,6 +38,24 @@ class ChunkStaging:
         sha256: str | None,
     ) -> Result:
         """Start to stage a chunk (`UpdateEngine.stage`)."""
+        call, seconds = self.prepare(session, chunk, source, tensors, size, sha256)
+        started = self._jobs.start(self.run(session, chunk, call))
+        return replace(started, soonest=seconds) if isinstance(started, JobStarted) else started
+
+    def prepare(
+        self,
+        session: Session,
+        chunk: str,
+        source: dict[str, Any],
+        tensors: list[Any],
+        size: int,
+        sha256: str | None = None,
+    ) -> tuple[OnRanks, float]:
+        """Enter a chunk in its session; returns the call that stages it, and in how many seconds at the earliest.
+
+        Raises:
+            UpdateError: what `Session.receive` refuses, or an engine that takes no chunk now.
+        """
         self._committer.require_healing(session.partial)
         self._jobs.reap()
         if self._inplace:
@@ -60,18 +78,16 @@ class ChunkStaging:
             *(session.id, source, taken_apart(used, manifest.fused), _hashes(session, used), rate),
             session.tied_in_others(chunk),
         )
-        started = self._jobs.start(self._stage(session, chunk, call))
-        if rate and isinstance(started, JobStarted):
-            seconds = sum(tensor[4] for tensor in used) / (rate * manifest.world_size)
-            return replace(started, soonest=seconds)
-        return started
+        used_bytes = sum(tensor[4] for tensor in used)
+        return call, used_bytes / (rate * manifest.world_size) if rate else 0.0
 
     def _rate(self) -> float:
         """Return the most bytes a second that a rank may stage; 0: any."""
         beside_requests = self._core.unfinished() > 0 and not self._inplace
         return self._core.settings.busy_staging_rate if beside_requests else 0.0
 
-    def _stage(self, session: Session, chunk: str, call: OnRanks) -> Flow[UpdateState]:
+    def run(self, session: Session, chunk: str, call: OnRanks) -> Flow[UpdateState]:
+        """Stage a chunk that was prepared; ends with the state of its update."""
         started = time.perf_counter()
         results = yield call
         failed = failures(results)

@@ -78,6 +78,7 @@ class Commits:
             return self._committer.run(
                 *(session.id, label, session.running, session.wait_seconds, _scales(session, label)),
                 cached=session.cached,
+                through_pause=session.through_pause,
             )
         except UpdateError:
             if self._committer.poisoned:

@@ -32,6 +32,8 @@ class Core(Protocol):
     longest_prompt: int
     compiled: list[dict[str, int]]
     instance: str
+    weight_transfer: str | None
+    device_type: str
 
     def ranks(self, method: RankMethod, *args: Any) -> list[RankResult]: ...
     def stop(self) -> None: ...
@@ -42,6 +44,10 @@ class Core(Protocol):
     def release(self) -> None: ...
     def resume(self) -> None: ...
     def paused(self) -> bool: ...
+    def pause_state(self) -> Any: ...
+    def pause_again(self, state: Any) -> None: ...
+    def unpause(self) -> None: ...
+    def relabel(self, label: Label) -> None: ...
     def interrupted(self) -> bool: ...
     def asleep(self) -> bool: ...
     def admit_no_more(self) -> None: ...
@@ -131,12 +137,15 @@ class Committer:
         wait_seconds: float | None,
         scales: ScaleSet | None = None,
         cached: str = "rescale",
+        *,
+        through_pause: bool = False,
     ) -> dict[str, float] | None:
         """Swap served weights and shadow, and serve `label` from then on. `scales`: those of the KV cache, by default the
         previous ones. `cached`: what becomes of K and V that running requests keep.
 
         The exchange takes its turn between two steps: it is queued behind those in flight, which end under the old label,
-        and where that can be the next is queued behind it. Returns the seconds of each phase, or None while running requests
+        and where that can be the next is queued behind it. `through_pause`: somebody may have paused the engine, which then
+        stays paused. Returns the seconds of each phase, or None while running requests
         are waited for: call again.
 
         Raises:
@@ -144,13 +153,21 @@ class Committer:
         """
         if running is Running.WAIT and self.poisoned is None and self._waits(key, wait_seconds):
             return None
-        self._require_ready(key, running, cached)
+        own_pause = self._held is not None or self.poisoned is not None
+        others_pause = through_pause and not own_pause and self._core.paused()
+        pause_state = self._core.pause_state() if others_pause else None
+        self._require_ready(key, running, cached, through_pause=others_pause)
         held, self._held = self._held, None
         self._waiting = None
         stopped = time.perf_counter()
         self._core.stop()
         healing = self.poisoned is not None
-        self._swap_all()
+        try:
+            self._swap_all()
+        except UpdateError:
+            if pause_state is not None and self.poisoned is None:
+                self._core.pause_again(pause_state)
+            raise
         self._core.drain()
         drained = time.perf_counter()
         if running is Running.ABORT:
@@ -162,8 +179,11 @@ class Committer:
         if healing:
             self._core.accept_requests()
         self._core.resume()
+        if pause_state is not None:
+            self._core.pause_again(pause_state)
         resumed = time.perf_counter()
-        self._core.begin_step()
+        if pause_state is None:
+            self._core.begin_step()
         start, self.stall_seconds = held or stopped, None
         if stalls:
             self._core.time_next_step(lambda: self._stalled(start))
@@ -183,9 +203,9 @@ class Committer:
             "pause": pause,
         }
 
-    def _require_ready(self, key: str, running: Running, cached: str) -> None:
+    def _require_ready(self, key: str, running: Running, cached: str, *, through_pause: bool) -> None:
         """Require that the swap can begin; a wait for running requests ends where it can't."""
-        if self._waiting is None:
+        if self._waiting is None and not through_pause:
             self.require_running()
         try:
             self.require_recomputable(running, cached)
@@ -241,6 +261,11 @@ class Committer:
     def held(self) -> bool:
         """True while the engine stands still for an update in place."""
         return self._held is not None
+
+    @property
+    def waits(self) -> bool:
+        """True while a commit lets running requests finish first."""
+        return self._waiting is not None
 
     def require_whole(self) -> None:
         """Raise `staging` while an update in place has overwritten a part of what is served."""

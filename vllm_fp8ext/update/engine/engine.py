@@ -27,6 +27,8 @@ from vllm_fp8ext.update.engine.commits import Commits
 from vllm_fp8ext.update.engine.committer import Committer, Core
 from vllm_fp8ext.update.engine.jobs import Jobs
 from vllm_fp8ext.update.engine.kv_scales import KvEngine
+from vllm_fp8ext.update.engine.native import NativeUpdates
+from vllm_fp8ext.update.engine.pauses import Pauses
 from vllm_fp8ext.update.engine.preparation import Preparation
 from vllm_fp8ext.update.engine.served_model import ServedModel
 from vllm_fp8ext.update.engine.session import Running, Session, State
@@ -66,6 +68,12 @@ class UpdateEngine:
         )
         self._clock = clock
         self.sleeping = Sleeping(core, self.committer, self.jobs, self._abandon_open)
+        self.native = NativeUpdates(
+            *(core, self.jobs, self.committer, self.updates, self._model, self._chunks),
+            clock=clock,
+            abandon=self.abandon,
+        )
+        self.pauses = Pauses(core, self.committer, clock)
         self._operations: dict[Operation, Callable[..., Result]] = {
             Operation.STATUS: self.status,
             Operation.MANIFEST: self.manifest,
@@ -84,6 +92,13 @@ class UpdateEngine:
             Operation.VERIFY: self.verify,
             Operation.KV_SCALES: self.kv_scales,
             Operation.MAY_SLEEP: self.may_sleep,
+            Operation.NATIVE_INIT: self.native.init,
+            Operation.NATIVE_SHUTDOWN: self.native.shutdown,
+            Operation.NATIVE_START: self.native.start,
+            Operation.NATIVE_UPDATE: self.native.update,
+            Operation.NATIVE_FINISHING: self.native.finishing,
+            Operation.NATIVE_FAILED: self.native.failed,
+            Operation.NATIVE_RELABEL: self.native.relabel,
         }
 
     @errors_as_results
@@ -95,6 +110,7 @@ class UpdateEngine:
                 self._end(session)
         self.committer.tick()
         self._check.tick()
+        self.pauses.tick()
         called = Operation(operation)
         if called.needs_weights and self.core.asleep():
             raise UpdateError("asleep", f"can't {operation}: the weights are asleep, wake the engine first")
@@ -120,6 +136,7 @@ class UpdateEngine:
             kv_cache_dtype=self.core.kv_cache_dtype,
             staging=self.core.settings.staging,
             stall_seconds=committer.stall_seconds,
+            paused_seconds=self.pauses.seconds,
             compiled=self.core.compiled,
             twin_bytes=self._model.shadow_bytes,
             twin_kv_blocks=self._model.shadow_kv_blocks,
@@ -225,6 +242,7 @@ class UpdateEngine:
         self.totals.ended(session.state)
         self.committer.stop_waiting(session.id)
         self.committer.give_up(f"update {session.id}", writing=session.busy)
+        self.native.closed(session)
 
     def rollback(self, running: str = Running.KEEP, wait_seconds: float | None = None) -> Result:
         """Serve the previous weights again, as a new epoch; `Waiting` while it waits. A job, which ends when every rank was

@@ -105,6 +105,8 @@ class Session:
     """Fingerprints of each rank's shadow, once prepared."""
     overwritten: Set[str] = frozenset()
     """In place: tensors that chunks brought, whatever became of them."""
+    through_pause: bool = False
+    """True for one that is committed though somebody has paused the engine, which stays paused."""
     healing: bool = False
     """Its commit failed half-way: nothing else can be served before it is sent again, whatever it was made for."""
     worked: Spans = field(default_factory=Spans)

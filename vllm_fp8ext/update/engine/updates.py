@@ -23,7 +23,7 @@ KEPT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRequest:
-    """Fields of a request to open an update: those of `serve.schema.OpenUpdate`."""
+    """Fields of a request to open an update: those of `serve.schema.OpenUpdate`, and `through_pause` of a `Session`."""
 
     id: str | None = None
     version: str | None = None
@@ -36,6 +36,7 @@ class OpenRequest:
     expert_layout: ExpertLayout | None = None
     canary: Mapping[str, Any] | None = None
     kv_scales: Mapping[str, Any] | None = None
+    through_pause: bool = False
 
     def described(self) -> dict[str, Any]:
         """Return what says which weights these are."""
@@ -124,6 +125,7 @@ class Updates:
             named=version is not None,
             inplace=self._inplace,
             expert_layout=request.expert_layout,
+            through_pause=request.through_pause,
         )
 
     def get(self, id: str) -> Session:

@@ -4,12 +4,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_fp8ext.update.transports import files, http, ipc, nccl
+from vllm_fp8ext.update.transports import files, http, ipc, native, nccl
 from vllm_fp8ext.update.transports.transport import Source, Transport
 
 TRANSPORTS: Mapping[str, Transport] = {
     transport.name: transport
-    for transport in (http.TRANSPORT, files.TRANSPORT, ipc.TRANSPORT, nccl.TRANSPORT)
+    for transport in (http.TRANSPORT, files.TRANSPORT, ipc.TRANSPORT, nccl.TRANSPORT, native.TRANSPORT)
 }
 """Every transport by its name."""
 

@@ -91,6 +91,15 @@ class NcclGroup:
         except NcclError as error:
             raise _failed(str(error)) from error
 
+    def begin_sum(self, data: Tensor) -> None:
+        """Start to add up fp32 numbers of all ranks, in place."""
+        self._ended = None
+        try:
+            with torch.cuda.device(self.device):
+                self._communicator.all_reduce(data.data_ptr(), data.numel(), self._stream.cuda_stream)
+        except NcclError as error:
+            raise _failed(str(error)) from error
+
     def done(self) -> bool:
         if not self.joined():  # not yet on the stream: an event would be recorded before it
             return False

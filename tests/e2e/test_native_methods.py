@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight transfer methods of `LLM` and `AsyncLLM` go the way of the routes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_fp8ext.checkpoints import LATE
+from vllm_fp8ext.update.worker.digest import checkpoint_digests
+
+from .stories import told_by
+
+SECONDS = 900
+pytestmark = pytest.mark.timeout(SECONDS + 60)
+
+
+def facts_of(way: str, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = told_by("native_methods_scenario.py", folder, way, seconds=SECONDS)
+    assert found["digests"] == checkpoint_digests(LATE)
+    assert (found["version"], found["epoch"]) == ("late", 1)
+    return found
+
+
+def test_an_llm_in_the_trainers_process(tmp_path: Path) -> None:
+    found = facts_of("LLM", tmp_path)
+    assert (found["draft"], found["too early"]) == ("no-draft-model", "no-update")
+    assert found["renamed"] == "again"
+
+
+def test_an_async_llm_beside_a_session_of_updates(tmp_path: Path) -> None:
+    found = facts_of("AsyncLLM", tmp_path)
+    assert "was refused" in found["of a worker"]
