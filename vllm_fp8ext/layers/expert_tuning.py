@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from vllm_fp8ext.kernels.numerics.layout import BLOCK
 
-FEATURE: str = "kernel_warmup"
+FEATURE: str = "warmup"
 WHY: str = "Compile the kernels of experts before the server is ready: vLLM warms up its own methods alone."
 GAIN: str = "no request waits for a compiler"
 REPLACES: tuple[str, ...] = ()
