@@ -78,6 +78,8 @@ def trained(url: str, folder: Path, lora: bool) -> GRPOTrainer:
         ),
     )
     trainer.train()
+    # before TRL takes the adapters out again, which rounds the weights below
+    save(trainer.accelerator.unwrap_model(trainer.model), folder)
     trainer.vllm_generation.sync_weights()
     return trainer
 
@@ -114,12 +116,10 @@ def main(out: Path, url: str, key: str, folder: Path, way: str, more: str = "") 
         without_nccl()
         trainer = trained(keyed, folder, lora=False)
         facts["steps"] = trainer.state.global_step
-        save(trainer.accelerator.unwrap_model(trainer.model), folder)
     else:
         with use_client(url, key):
             trainer = trained(url, folder, lora=more == "lora")
         facts["steps"] = trainer.state.global_step
-        save(trainer.accelerator.unwrap_model(trainer.model), folder)
     with Client(url, key) as weights:
         facts["epoch"] = weights.verify().epoch
         facts["digests"] = weights.digests().digests
