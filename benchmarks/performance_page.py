@@ -42,11 +42,13 @@ PROMPTS = 16
 ENGINES = ("fp8_per_block", "blockfp8")
 MODELS = ("Qwen3-8B", "Qwen3-1.7B", "Qwen3-32B", "Qwen3-30B-A3B")
 CACHES = ("fp8", "auto")
-SHOWN = {
-    "Qwen3-8B": [("Qwen3-8B", cache) for cache in CACHES],
-    "others": [(model, "fp8") for model in MODELS[1:]] + [("Qwen3-30B-A3B", "auto")],
+ASKED = {
+    "no logprobs": {"logprobs": None, "streamed": False, "one_request": False},
+    "logprobs": {"logprobs": 0, "streamed": False, "one_request": False},
+    "logprobs, `n: 8`": {"logprobs": 0, "streamed": False, "one_request": True},
+    "logprobs, streamed": {"logprobs": 0, "streamed": True, "one_request": False},
 }
-"""Tables of `README.md`: models and KV caches, in this order."""
+"""What clients ask for, in the table of `README.md`."""
 BUSY = ("bf16", "blockfp8")
 """Engines that were profiled."""
 Case = dict[str, Any]
@@ -77,7 +79,7 @@ def tables() -> dict[Path, dict[str, str]]:
             "busy": _busy(_cases("profile"), rollout),
             "followed": _followed(_cases("steady_steps")),
         },
-        ROOT / "README.md": {name: _speeds(rollout, shown) for name, shown in SHOWN.items()},
+        ROOT / "README.md": {"served": _served(_cases("served"))},
         DOCS / "against-fp8_per_block.md": {"ratios": _ratios(rollout)},
     }
 
@@ -207,18 +209,33 @@ def _rollout(cases: Cases) -> str:
     return table(["model", "KV cache", "requests × in/out", "BF16 tok/s", *ENGINES, steps_title], rows)
 
 
-def _speeds(cases: Cases, shown: list[tuple[str, str]]) -> str:
-    """Tokens per second."""
-    return _engines(
-        cases,
-        shown,
-        ["BF16", "vLLM's `fp8_per_block`", "`blockfp8`"],
-        lambda bf16, stock, ours: [
-            f"{bf16['tokens_per_s']:,.0f}",
-            f"{stock['tokens_per_s']:,.0f} ({stock['ratio_bf16']:.2f}×)",
-            f"**{ours['tokens_per_s']:,.0f} ({ours['ratio_bf16']:.2f}×)**",
-        ],
-    )
+def _served(cases: Cases) -> str:
+    """Tabulate tokens per second over HTTP, by what clients ask for."""
+    shown = ("bf16", *ENGINES)
+    variants = [name for name in shown if any(case["variant"] == name for case in cases)]
+    rows = []
+    for requests in sorted({case["requests"] for case in cases}):
+        for title, asked in ASKED.items():
+            alike = {
+                case["variant"]: case
+                for case in cases
+                if case["requests"] == requests
+                and case["route"] == "completions"
+                and all(case[key] == value for key, value in asked.items())
+            }
+            if len(alike) == len(variants):
+                rows.append([str(requests), title, *(_rate(alike[name]) for name in variants)])
+    titles = {"bf16": "BF16", "fp8_per_block": "vLLM's `fp8_per_block`", "blockfp8": "`blockfp8`"}
+    return table(["requests", "asked for", *(titles[name] for name in variants)], rows)
+
+
+def _rate(case: Case) -> str:
+    """Format tokens per second, and their ratio to BF16's."""
+    rate = f"{case['tokens_per_s']:,.0f}"
+    if case["variant"] == "bf16":
+        return rate
+    both = f"{rate} ({case['ratio_bf16']:.2f}×)"
+    return f"**{both}**" if case["variant"] == "blockfp8" else both
 
 
 def _ratios(cases: Cases) -> str:
