@@ -68,6 +68,7 @@ def tables() -> dict[Path, dict[str, str]]:
     kernels, rollout = _cases("kernels"), _engine_cases()
     return {
         DOCS / "performance.md": {
+            "http": _http(_cases("served")),
             "decode": _decode(kernels),
             "prefill": _prefill(kernels),
             "weights": _weights(kernels),
@@ -227,6 +228,40 @@ def _served(cases: Cases) -> str:
                 rows.append([str(requests), title, *(_rate(alike[name]) for name in variants)])
     titles = {"bf16": "BF16", "fp8_per_block": "vLLM's `fp8_per_block`", "blockfp8": "`blockfp8`"}
     return table(["requests", "asked for", *(titles[name] for name in variants)], rows)
+
+
+def _http(cases: Cases) -> str:
+    """Tabulate every case over HTTP: rates, ratios, and gaps of streams."""
+    rows = []
+    for case in cases:
+        asked = ["no logprobs" if case["logprobs"] is None else f"`logprobs: {case['logprobs']}`"]
+        asked += [f"`n: {case['samples_per_prompt']}`"] if case["one_request"] else []
+        asked += ["streamed"] if case["streamed"] else []
+        gaps = f"{case['itl_p50'] * 1e3:.0f}, {case['itl_p99'] * 1e3:.0f}" if case["itl_p50"] else ""
+        share = case.get("ratio_without_logprobs")
+        rows.append(
+            [
+                f"{case['requests']}, {case['route']}",
+                ", ".join(asked),
+                case["variant"],
+                f"{case['tokens_per_s']:,.0f}",
+                f"{case['ratio_bf16']:.2f}×",
+                f"{share:.2f}" if share else "",
+                str(case["tokens_per_part"] or ""),
+                gaps,
+            ]
+        )
+    titles = [
+        "requests, route",
+        "asked for",
+        "server",
+        "tokens/s",
+        "to BF16",
+        "to no logprobs",
+        "parts",
+        "gaps p50, p99",
+    ]
+    return table(titles, rows)
 
 
 def _rate(case: Case) -> str:
