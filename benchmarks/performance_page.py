@@ -42,13 +42,8 @@ PROMPTS = 16
 ENGINES = ("fp8_per_block", "blockfp8")
 MODELS = ("Qwen3-8B", "Qwen3-1.7B", "Qwen3-32B", "Qwen3-30B-A3B")
 CACHES = ("fp8", "auto")
-ASKED = {
-    "no logprobs": {"logprobs": None, "streamed": False, "one_request": False},
-    "logprobs": {"logprobs": 0, "streamed": False, "one_request": False},
-    "logprobs, `n: 8`": {"logprobs": 0, "streamed": False, "one_request": True},
-    "logprobs, streamed": {"logprobs": 0, "streamed": True, "one_request": False},
-}
-"""What clients ask for, in the table of `README.md`."""
+FEW_ROWS = (1, 8, 32, 128)
+"""Requests of Qwen3-8B with an FP8 KV cache, in the table of `README.md`."""
 BUSY = ("bf16", "blockfp8")
 """Engines that were profiled."""
 Case = dict[str, Any]
@@ -68,7 +63,6 @@ def tables() -> dict[Path, dict[str, str]]:
     kernels, rollout = _cases("kernels"), _engine_cases()
     return {
         DOCS / "performance.md": {
-            "http": _http(_cases("served")),
             "decode": _decode(kernels),
             "prefill": _prefill(kernels),
             "weights": _weights(kernels),
@@ -80,7 +74,7 @@ def tables() -> dict[Path, dict[str, str]]:
             "busy": _busy(_cases("profile"), rollout),
             "followed": _followed(_cases("steady_steps")),
         },
-        ROOT / "README.md": {"served": _served(_cases("served"))},
+        ROOT / "README.md": {"Qwen3-8B": _speeds([case for case in rollout if case["requests"] in FEW_ROWS])},
         DOCS / "against-fp8_per_block.md": {"ratios": _ratios(rollout)},
     }
 
@@ -210,67 +204,18 @@ def _rollout(cases: Cases) -> str:
     return table(["model", "KV cache", "requests × in/out", "BF16 tok/s", *ENGINES, steps_title], rows)
 
 
-def _served(cases: Cases) -> str:
-    """Tabulate tokens per second over HTTP, by what clients ask for."""
-    shown = ("bf16", *ENGINES)
-    variants = [name for name in shown if any(case["variant"] == name for case in cases)]
-    rows = []
-    for requests in sorted({case["requests"] for case in cases}):
-        for title, asked in ASKED.items():
-            alike = {
-                case["variant"]: case
-                for case in cases
-                if case["requests"] == requests
-                and case["route"] == "completions"
-                and all(case[key] == value for key, value in asked.items())
-            }
-            if len(alike) == len(variants):
-                rows.append([str(requests), title, *(_rate(alike[name]) for name in variants)])
-    titles = {"bf16": "BF16", "fp8_per_block": "vLLM's `fp8_per_block`", "blockfp8": "`blockfp8`"}
-    return table(["requests", "asked for", *(titles[name] for name in variants)], rows)
-
-
-def _http(cases: Cases) -> str:
-    """Tabulate every case over HTTP: rates, ratios, and gaps of streams."""
-    rows = []
-    for case in cases:
-        asked = ["no logprobs" if case["logprobs"] is None else f"`logprobs: {case['logprobs']}`"]
-        asked += [f"`n: {case['samples_per_prompt']}`"] if case["one_request"] else []
-        asked += ["streamed"] if case["streamed"] else []
-        gaps = f"{case['itl_p50'] * 1e3:.0f}, {case['itl_p99'] * 1e3:.0f}" if case["itl_p50"] else ""
-        share = case.get("ratio_without_logprobs")
-        rows.append(
-            [
-                f"{case['requests']}, {case['route']}",
-                ", ".join(asked),
-                case["variant"],
-                f"{case['tokens_per_s']:,.0f}",
-                f"{case['ratio_bf16']:.2f}×",
-                f"{share:.2f}" if share else "",
-                str(case["tokens_per_part"] or ""),
-                gaps,
-            ]
-        )
-    titles = [
-        "requests, route",
-        "asked for",
-        "server",
-        "tokens/s",
-        "to BF16",
-        "to no logprobs",
-        "parts",
-        "gaps p50, p99",
-    ]
-    return table(titles, rows)
-
-
-def _rate(case: Case) -> str:
-    """Format tokens per second, and their ratio to BF16's."""
-    rate = f"{case['tokens_per_s']:,.0f}"
-    if case["variant"] == "bf16":
-        return rate
-    both = f"{rate} ({case['ratio_bf16']:.2f}×)"
-    return f"**{both}**" if case["variant"] == "blockfp8" else both
+def _speeds(cases: Cases) -> str:
+    """Tokens per second of Qwen3-8B with an FP8 KV cache."""
+    return _engines(
+        cases,
+        [("Qwen3-8B", "fp8")],
+        ["BF16", "vLLM's `fp8_per_block`", "`blockfp8`"],
+        lambda bf16, stock, ours: [
+            f"{bf16['tokens_per_s']:,.0f}",
+            f"{stock['tokens_per_s']:,.0f} ({stock['ratio_bf16']:.2f}×)",
+            f"**{ours['tokens_per_s']:,.0f} ({ours['ratio_bf16']:.2f}×)**",
+        ],
+    )
 
 
 def _ratios(cases: Cases) -> str:

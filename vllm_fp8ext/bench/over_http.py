@@ -134,6 +134,8 @@ def _servers(folder: Path, logs: Path, options: Any) -> Iterator[dict[str, Serve
         *("--max-model-len", str(options.input * 2 + options.output + 64)),
         *("--max-num-seqs", str(options.seqs), "--max-num-batched-tokens", str(STEP)),
         *("--kv-cache-dtype", options.kv, "--kv-cache-memory-bytes", str(int(options.kv_gib * GIB))),
+        # vLLM looks whether so much is free, though the cache is of a given size: the others have taken some by then
+        *("--gpu-memory-utilization", "0.1"),
         *serve_options(options.serve),
     ]
     with contextlib.ExitStack() as stack:

@@ -4,6 +4,7 @@
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -78,21 +79,29 @@ class Server:
         """Wait until the server answers.
 
         Raises:
-            RuntimeError: it ended, or took too long; with the end of its log.
+            RuntimeError: it ended, or took too long; with the first errors and the end of its log.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with code {self.process.returncode}:\n{self.tail()}")
+                raise RuntimeError(
+                    f"the server ended with code {self.process.returncode}:\n{self.what_went_wrong()}"
+                )
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=2, trust_env=False).is_success:
                     return
             time.sleep(0.2)
-        raise RuntimeError(f"the server did not answer within {seconds:g} s:\n{self.tail()}")
+        raise RuntimeError(f"the server did not answer within {seconds:g} s:\n{self.what_went_wrong()}")
 
     def client(self) -> Client:
         """A client of the weight-update routes; past any proxy, which could not reach this machine's own address."""
         return Client(self.url, self.key, transport=httpx.HTTPTransport())
+
+    def what_went_wrong(self) -> str:
+        """Return the first lines of the log that name an error, and its end: engines end before what started them."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        named = dict.fromkeys(line for line in lines if re.search(r"\b[A-Z]\w*(?:Error|Exception): ", line))
+        return "\n".join([*list(named)[:5], "…", self.tail()])
 
     def tail(self, lines: int = 25) -> str:
         """The end of the log."""
