@@ -21,8 +21,8 @@ def dtype_name(name: str, tensor: Any) -> str:
                 f"tensor {name}: expected a whole tensor, found a ShardedTensor: take FSDP's full state dict"
             )
         if tensor.is_meta or str(tensor.layout) != "torch.strided":
-            kind = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
-            raise ValueError(f"tensor {name}: expected a dense tensor with values, found {kind}")
+            form = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+            raise ValueError(f"tensor {name}: expected a dense tensor with values, found {form}")
         return str(tensor.dtype).removeprefix("torch.")
     if instance_of(tensor, "numpy", "ndarray"):
         return str(tensor.dtype.name)
