@@ -9,14 +9,14 @@ import pytest
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
-from .stories import told_by
+from .scenarios import run_scenario
 
 SECONDS = 900
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 
 def facts_of(way: str, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = told_by("native_methods_scenario.py", folder, way, seconds=SECONDS)
+    found: dict[str, Any] = run_scenario("native_methods_scenario.py", folder, way, seconds=SECONDS)
     assert found["digests"] == checkpoint_digests(LATE)
     assert (found["version"], found["epoch"]) == ("late", 1)
     return found
