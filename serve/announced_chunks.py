@@ -30,8 +30,7 @@ class Announced:
     async def begin_to_stage(self, route: Route) -> UpdateState:
         """Have the ranks fetch the chunk; the update tells what becomes of it."""
         chunk = await self._announcement(route)
-        started = await self._backend.engine(Operation.STAGE, **self._arguments(chunk))
-        self._backend.group = chunk.group or self._backend.group
+        started = await self._backend.engine(Operation.STAGE, **self._arguments(chunk), group=chunk.group)
         keep_running(poll_to_end(self._backend, started))
         state: UpdateState = await self._backend.engine(Operation.UPDATE, id=self._id)
         return state

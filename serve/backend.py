@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from vllm_fp8ext.compat.features import states
+from vllm_fp8ext.compat.update.api_processes import ApiProcesses
 from vllm_fp8ext.compat.update.engine_client import EngineCalls
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
@@ -37,8 +38,7 @@ class Backend:
     """The engine, the spool and the state that all routes share; filled once the engine is there."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.group: str | None = None
-        """Id of the group of broadcasts that the ranks were told of last."""
+        self.processes = ApiProcesses()
         self.engine: EngineCalls
         self.spool: Spool
         self.world_size = 1
@@ -68,12 +68,14 @@ class Backend:
             ConfigError: another one is about it, or uploads find no place.
         """
         settings = Settings.parse(engine_client.vllm_config.additional_config)
+        self.processes = ApiProcesses.of(engine_client.vllm_config)
         self.engine = EngineCalls(engine_client, settings.deadline_seconds, self._note_poison)
         self._cleanup.callback(self.engine.end.close)
         self.features = [asdict(state) for state in states(engine_client.vllm_config)]
         if not routes:
             return
-        self.spool = Spool(settings.spool_dir, settings.spool_bytes, settings.upload_idle_seconds)
+        idle_seconds, count = settings.upload_idle_seconds, self.processes.count
+        self.spool = Spool(settings.spool_dir, settings.spool_bytes, idle_seconds, count)
         self._cleanup.callback(self.spool.close)
         self._cleanup.callback(self.bodies.close)
         self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
@@ -94,6 +96,25 @@ class Backend:
     def close(self) -> None:
         """Leave the engine as it was found, and give back the room."""
         self._cleanup.close()
+
+    async def join(self) -> None:
+        """Tell the engine of this API server process, which is one of several.
+
+        Raises:
+            UpdateError: the engine has ended.
+        """
+        chunk_bytes = self.spool.limit if hasattr(self, "spool") else None
+        self.engine.end.adopt((await self.engine(Operation.JOIN, chunk_bytes=chunk_bytes)).pid)
+
+    async def keep_following(self) -> None:
+        """`refresh_status` whenever another API server process has changed something, as long as the engine lives."""
+        known: dict[str, Any] | None = None
+        while True:
+            change = await outcome(self.engine.changed(known))
+            if isinstance(change, UpdateError):
+                return
+            known = change
+            await outcome(self.refresh_status())
 
     async def require_room(self) -> None:
         """Make room for the largest tensor of a checkpoint, in any form.
@@ -181,6 +202,11 @@ class Backend:
             if status.update != id:
                 gone.set()
         return status
+
+    async def refresh_metrics(self) -> None:
+        """`refresh_status`, once there is an engine."""
+        if hasattr(self, "engine"):
+            await self.refresh_status()
 
     @contextlib.asynccontextmanager
     async def keep_update_open(self, id: str) -> AsyncIterator[None]:

@@ -2,6 +2,7 @@
 """Calls that change which weights are served: commit, rollback, and a whole update from the server's disk."""
 
 import asyncio
+import secrets
 
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.backend import Backend
@@ -26,7 +27,8 @@ def commit_once(backend: Backend, id: str) -> asyncio.Future[UpdateState]:
 async def commit(backend: Backend, id: str) -> UpdateState:
     """Serve the weights of an update."""
     async with backend.status_refreshed():
-        state: UpdateState = await backend.engine.call_until_drained(Operation.COMMIT, id=id)
+        caller = secrets.token_hex(8)  # another process may commit it as well: both get the outcome
+        state: UpdateState = await backend.engine.call_until_drained(Operation.COMMIT, id=id, caller=caller)
         return state
 
 

@@ -51,8 +51,9 @@ class Handlers:
     async def open_update(self, body: schema.OpenUpdate) -> Any:
         backend = self._backend
         opened: UpdateState = await backend.engine.call_until_drained(Operation.OPEN, **dict(body))
-        limits = {"max_chunk_bytes": backend.spool.limit, "max_receive_bytes": backend.receive_bytes}
-        return opened.as_dict() | limits | {"group": backend.group}
+        chunk_bytes = opened.max_chunk_bytes or backend.spool.limit
+        limits = {"max_chunk_bytes": chunk_bytes, "max_receive_bytes": backend.receive_bytes}
+        return opened.as_dict() | limits
 
     async def get_update(self, id: schema.UpdateId) -> Any:
         return await self._backend.engine(Operation.UPDATE, id=id)

@@ -35,8 +35,7 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
 def stock_command(model: str, arguments: Sequence[str]) -> list[str]:
     """The command line that serves `model` as it is."""
     # -P: the working directory must not shadow packages (this project's own folder `kernels` is one that would)
-    module = "vllm.entrypoints.openai.api_server"
-    return [sys.executable, "-P", "-m", module, "--model", model, *arguments]
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", model, *arguments]
 
 
 def require_valid(arguments: Sequence[str]) -> None:

@@ -1,35 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fp8ext:…` on the server's `/metrics`: what the engine last said of itself, and what was refused at the door."""
 
+import asyncio
+import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Response
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.results import EngineStatus
 
+_REFUSALS = "fp8ext:refusals", "Calls refused, by kind of problem."
 _SHARED = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable of prometheus_client: the folder through which processes share their metrics."""
 
+_REFRESH_SECONDS = 5.0
+"""Longest time that an answer waits for a busy engine: half of what scrapers usually wait."""
 
-def show_where_shared(app: FastAPI, metrics: "Metrics") -> None:
+
+def show_where_shared(
+    app: FastAPI, metrics: "Metrics", refresh: Callable[[], Awaitable[object]] | None = None
+) -> None:
     """Answer `/metrics` with these metrics too, where processes share files of metrics.
 
-    The server makes a registry for each answer then, to which nobody else can add a collector.
+    The server makes a registry for each answer then, to which nobody else can add a collector. `refresh` asks the engine
+    before: another process may have changed what it says.
     """
     if _SHARED not in os.environ:
         return
+    metrics.share_refusals()
 
     @app.get("/metrics", include_in_schema=False)
-    def scrape() -> Response:
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # prometheus_client has no types here
-        registry.register(metrics)
-        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def scrape() -> Response:
+        if refresh is not None:
+            with contextlib.suppress(TimeoutError, UpdateError):  # the engine may be busy, or have ended
+                async with asyncio.timeout(_REFRESH_SECONDS):
+                    await refresh()
+        return await asyncio.to_thread(_scrape, metrics)
+
+
+def _scrape(metrics: "Metrics") -> Response:
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # prometheus_client has no types here
+    registry.register(metrics)
+    return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 class Metrics:
@@ -38,10 +57,19 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._status: EngineStatus | None = None
         self._refusals: dict[str, int] = {}
+        self._shared_refusals: Counter | None = None
         registry.register(self)
+
+    def share_refusals(self) -> None:
+        """Count refusals in a file that other processes read: each counts its own."""
+        if self._shared_refusals is None:
+            self._shared_refusals = Counter(*_REFUSALS, labelnames=["kind"], registry=None)
 
     def refused(self, kind: str) -> None:
         """A call was answered with a problem of this kind."""
+        if self._shared_refusals is not None:
+            self._shared_refusals.labels(kind).inc()
+            return
         self._refusals[kind] = self._refusals.get(kind, 0) + 1
 
     def observe(self, status: EngineStatus) -> None:
@@ -54,7 +82,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
-        yield self._refused()
+        if self._shared_refusals is None:
+            yield self._refused()
         if self._status is None:
             return
         yield from _totals(self._status.totals)
@@ -65,9 +94,7 @@ class Metrics:
             yield _quantization_error(last["quantization_error"])
 
     def _refused(self) -> Metric:
-        refusals = CounterMetricFamily(
-            "fp8ext:refusals", "Calls refused, by kind of problem.", labels=["kind"]
-        )
+        refusals = CounterMetricFamily(*_REFUSALS, labels=["kind"])
         for kind, count in sorted(self._refusals.items()):
             refusals.add_metric([kind], count)
         return refusals

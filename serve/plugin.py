@@ -5,11 +5,14 @@ import asyncio
 import atexit
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 
 from vllm_fp8ext.compat.speed.serving_speed import install_answers
+from vllm_fp8ext.compat.update.api_processes import call_at_end, let_requests_finish
 from vllm_fp8ext.compat.update.basic_auth import install as take_basic_passwords
 from vllm_fp8ext.compat.update.shutdown_answers import answer_at_the_end
 from vllm_fp8ext.compat.update.weight_versions import install as show_weight_versions
@@ -42,7 +45,7 @@ class Fp8ExtEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Mount the routes under `/fp8ext/v1`, if there is a key to guard them with."""
         show_weight_versions()
-        show_where_shared(app, self._backend.metrics)
+        show_where_shared(app, self._backend.metrics, self._backend.refresh_metrics)
         install_answers()
         blockfp8 = getattr(getattr(app.state, "args", None), "quantization", None) == METHOD
         if blockfp8:
@@ -76,16 +79,25 @@ class Fp8ExtEndpoints:
             self._access.trust(Settings.parse(engine_client.vllm_config.additional_config).trusted_clients)
             guarded = self._access.possible
         backend.connect(engine_client, routes=guarded)
-        answer_at_the_end(engine_client)
+        several = backend.processes.count > 1
+        answer_at_the_end(engine_client, self._drain(engine_client) if several else None)
+        if several:
+            await backend.join()
         atexit.register(backend.engine.end.require_clean)
         if guarded:
             atexit.register(backend.spool.close)
+            call_at_end(backend.spool.close)
             try:
                 await backend.require_room()
             except UpdateError as error:
                 level = logging.INFO if error.kind == "updates-unavailable" else logging.ERROR
                 logger.log(level, "fp8ext: no live updates: %s", error)
             self._looking = asyncio.create_task(backend.keep_refreshing())
+            self._following = asyncio.create_task(backend.keep_following()) if several else None
+
+    def _drain(self, engine_client: Any) -> Callable[[float], None]:
+        loop, end = asyncio.get_running_loop(), self._backend.engine.end
+        return partial(let_requests_finish, engine_client, loop, end)
 
 
 def endpoint_plugin() -> Fp8ExtEndpoints:

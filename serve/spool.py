@@ -6,7 +6,6 @@ it: nothing is read from its connection meanwhile. Room is taken from the folder
 """
 
 import asyncio
-import contextlib
 import errno
 import mmap
 import os
@@ -16,15 +15,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from vllm_fp8ext.errors import ConfigError, UpdateError
-from vllm_fp8ext.lock_files import created, left_behind
+from vllm_fp8ext.lock_files import created
 from vllm_fp8ext.serve.body_buffer import BodyBuffer
 from vllm_fp8ext.serve.connection import Connection
 from vllm_fp8ext.serve.content_digest import ContentDigest
 from vllm_fp8ext.serve.range_allocator import PAGE, RangeAllocator
 from vllm_fp8ext.serve.work import in_thread
-from vllm_fp8ext.shared_memory import free_bytes, untouched_bytes
+from vllm_fp8ext.shared_memory import SPOOL, free_bytes, remove_left_spools, untouched_bytes
 
-_NAME = "fp8ext-", ".spool"
 _CLAIMED = "that vLLM's shared memory has claimed and not yet taken"
 _MORE = "Give the container more shared memory (docker run --shm-size=8g), or choose another spool_dir"
 
@@ -40,24 +38,24 @@ class ReceivedBody:
 
 
 class Spool:
-    """One file of `limit` bytes. `idle_seconds`: longest time between two pieces of a body.
+    """One file of `limit` bytes, or of one of so many `processes` that share these. `idle_seconds`: longest time between two
+    pieces of a body.
 
     Raises:
         ConfigError: the folder can't hold the file.
     """
 
-    def __init__(self, folder: str, limit: int, idle_seconds: float = 60.0) -> None:
+    def __init__(self, folder: str, limit: int, idle_seconds: float = 60.0, processes: int = 1) -> None:
         if not os.path.isdir(folder):
             raise ConfigError(f"spool_dir: expected a folder, found none at {folder}")
-        for left, _ in left_behind(folder, *_NAME):
-            with contextlib.suppress(OSError):  # somebody else's
-                left.unlink()
+        remove_left_spools(folder)
         self._claimed = untouched_bytes(folder)
-        self.limit = min(limit, free_bytes(folder)) // PAGE * PAGE
+        self._processes = processes
+        self.limit = min(limit, free_bytes(folder)) // processes // PAGE * PAGE
         if not self.limit:
             message = f"spool_dir: {folder} is full: {shutil.disk_usage(folder).free} bytes are free"
             raise ConfigError(f"{message}, {self._claimed} of them {_CLAIMED}. {_MORE}")
-        self._descriptor, self.path = created(folder, *_NAME)
+        self._descriptor, self.path = created(folder, *SPOOL)
         os.ftruncate(self._descriptor, self.limit)
         self._content = memoryview(mmap.mmap(self._descriptor, self.limit))
         self._backed: list[tuple[int, int]] = []
@@ -68,9 +66,10 @@ class Spool:
     def require_room(self, size: int, what: str) -> None:
         """Raises `ConfigError` when a body of `size` bytes, which `what` describes, could never be sent."""
         if size > self.limit:
+            each = f" for each of {self._processes} API server processes" if self._processes > 1 else ""
             raise ConfigError(
-                f"uploads wait in {self.path.parent}, where {self.limit} bytes are free or allowed beside {self._claimed} "
-                f"{_CLAIMED}; {what} takes {size}. {_MORE} or a larger spool_bytes"
+                f"uploads wait in {self.path.parent}, where {self.limit} bytes are free or allowed{each} beside "
+                f"{self._claimed} {_CLAIMED}; {what} takes {size}. {_MORE} or a larger spool_bytes"
             )
 
     def close(self) -> None:

@@ -269,7 +269,8 @@ class Settings(BaseModel):
     """Folder in which uploaded chunks wait until every rank has staged them."""
 
     spool_bytes: int = Field(default=4 * GIB, ge=1 << 16)
-    """Largest total size of waiting chunks, and so of one chunk. An upload beyond it waits."""
+    """Largest total size of waiting chunks, and so of one chunk. An upload beyond it waits. API server processes share it in
+    equal parts."""
 
     upload_idle_seconds: float = Field(default=60.0, gt=0)
     """Longest time between two pieces of an upload; one that stops gives its room back. It is also the longest time that

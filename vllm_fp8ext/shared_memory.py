@@ -20,6 +20,8 @@ FOLDER = "/dev/shm"
 """Folder of the segments."""
 _RECORD = "fp8ext-", ".segments"
 """Begin and end of the names of records. Each process has one: lines of a segment's name and inode number."""
+SPOOL = "fp8ext-", ".spool"
+"""Begin and end of the names of files in which uploads wait. Each API server process has one."""
 _SEGMENT = re.compile(r"(psm_|VLLM_OBJECT_STORAGE_SHM_BUFFER)[\w-]*")
 _RECORD_BYTES = 1 << 16
 _records: dict[int, int] = {}
@@ -68,6 +70,13 @@ def remove_left(folder: str = FOLDER) -> None:
             with contextlib.suppress(OSError):
                 segment.unlink()
         with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def remove_left_spools(folder: str) -> None:
+    """Remove the files of uploads of processes that were killed; others' stay."""
+    for path, _ in left_behind(folder, *SPOOL):
+        with contextlib.suppress(OSError):  # somebody else's
             path.unlink()
 
 

@@ -17,7 +17,6 @@ from vllm_fp8ext.environment import ADMIN_KEY
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size > 1: an exchange spans"),
     "data parallel": ({"data_parallel_size": 2}, "--data-parallel-size > 1: run one server per replica"),
-    "API servers": ({"_api_process_count": 2}, "--api-server-count > 1: the parts of one update"),
     "LoRA": ({"enable_lora": True}, "--enable-lora: adapters are not part of an update"),
     "speculative": (
         {

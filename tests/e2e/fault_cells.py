@@ -41,7 +41,8 @@ UNTOUCHED, POISONED, DEAD = "untouched", "poisoned, healed by a full update", "e
 @dataclass(frozen=True)
 class Cell:
     """One fault. `ranks`: tensor-parallel size; the fault strikes the last of them. `lasting`: its undoing fails as well.
-    `experts`: in a mixture of experts, which the ranks share out. `native`: weights come by vLLM's weight transfer."""
+    `experts`: in a mixture of experts, which the ranks share out. `native`: weights come by vLLM's weight transfer.
+    `processes`: API server processes."""
 
     kind: str
     point: str
@@ -49,9 +50,11 @@ class Cell:
     lasting: bool = False
     experts: bool = False
     native: bool = False
+    processes: int = 1
 
     def __str__(self) -> str:
         on = f"TP {self.ranks}{', experts' if self.experts else ''}{', native' if self.native else ''}"
+        on += f", {self.processes} API processes" if self.processes > 1 else ""
         return f"{self.kind}{', twice' if self.lasting else ''}, {self.point}, {on}"
 
     @property
@@ -63,9 +66,11 @@ class Cell:
 
 
 CELLS = tuple(
-    Cell(kind, point, ranks, lasting, experts)
-    for experts in (False, True)
-    for ranks in (1, 2)
+    Cell(kind, point, ranks, lasting, experts, processes)
+    for ranks, experts, processes in (
+        *((1, False, 1), (2, False, 1), (1, True, 1), (2, True, 1)),
+        (1, False, 2),
+    )
     for point in POINTS
     for kind in KINDS
     for lasting in ((False, True) if kind == "exception" and point in ("commit", "rollback") else (False,))
@@ -89,9 +94,17 @@ class Ending:
 
 
 class FaultyServer(Server):
-    """A server with the fault plugin: of the dense model, or of the mixture of experts."""
+    """A server with the fault plugin: of the dense model, or of the mixture of experts. It keeps idle connections open."""
 
-    def __init__(self, folder: Path, ranks: int, experts: bool = False, *more: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        experts: bool = False,
+        *more: str,
+        processes: int = 1,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
         name = f"tp{ranks}-{time.monotonic_ns()}"
         self.fault = folder / f"{name}.json"
         self.ranks, self.experts = ranks, experts
@@ -100,13 +113,15 @@ class FaultyServer(Server):
         if ranks > 1:
             arguments += ("--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp")
             arguments += ("--enable-expert-parallel",) if experts else ()
+        arguments += ("--api-server-count", str(processes)) if processes > 1 else ()
         arguments += (*TRANSFER, *more)
         super().__init__(
             self.early,
             folder / f"{name}.log",
             arguments=arguments,
-            settings={"deadline_seconds": DEADLINE_SECONDS, "upload_idle_seconds": DEADLINE_SECONDS},
-            variables={**variables(folder, "fp8ext_faults", ranks=ranks), "FP8EXT_FAULT": str(self.fault)},
+            settings={"deadline_seconds": deadline_seconds, "upload_idle_seconds": deadline_seconds},
+            variables={**variables(folder, "fp8ext_faults", ranks=ranks), "FP8EXT_FAULT": str(self.fault)}
+            | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"},
         )
 
 

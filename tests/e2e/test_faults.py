@@ -47,25 +47,26 @@ REPRESENTATIVES = {
     Cell("out of memory", "commit", 1, native=True),
     Cell("exception", "verify", 1, native=True),
     Cell("kill -9", "staging", 2, native=True),
+    Cell("exception", "commit", 1, lasting=True, processes=2),
 }
 """Cells that `make test` has."""
 IN_ORDER = sorted((*CELLS, *NATIVE_CELLS), key=lambda cell: (cell.expected == DEAD, cell.kind == "hang"))
 """Those that end their server last: the others share one."""
-SERVERS = (1, False), (2, False), (2, True)
-Servers = Callable[[tuple[int, bool]], FaultyServer]
+SERVERS = (1, False, 1), (2, False, 1), (2, True, 1)
+Servers = Callable[[tuple[int, bool, int]], FaultyServer]
 
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """A server with the fault plugin, by its ranks and whether it has experts: started when it is first asked for, and again
-    when it has ended."""
+    """A server with the fault plugin, by its ranks, whether it has experts, and its API processes: started when it is first
+    asked for, and again when it has ended."""
     folder = tmp_path_factory.mktemp("faulty")
-    started: dict[tuple[int, bool], FaultyServer] = {}
+    started: dict[tuple[int, bool, int], FaultyServer] = {}
 
-    def running(key: tuple[int, bool]) -> FaultyServer:
+    def running(key: tuple[int, bool, int]) -> FaultyServer:
         server = started.get(key)
         if server is None or server.process.poll() is not None:
-            server = started[key] = stack.enter_context(FaultyServer(folder, *key))
+            server = started[key] = stack.enter_context(FaultyServer(folder, *key[:2], processes=key[2]))
             server.wait()
         return server
 
@@ -80,7 +81,7 @@ def _flip_a_bit(server: FaultyServer) -> None:
 
 
 @pytest.mark.parametrize("key", SERVERS, ids=["TP 1", "TP 2", "TP 2, experts"])
-def test_a_bit_that_flips_is_found(faulty: Servers, key: tuple[int, bool]):
+def test_a_bit_that_flips_is_found(faulty: Servers, key: tuple[int, bool, int]):
     """In weights that an update brought. A rollback does not bring them back unnoticed."""
     server, ranks = faulty(key), key[0]
     with server.client() as client:
@@ -102,7 +103,7 @@ def test_a_bit_that_flips_is_found(faulty: Servers, key: tuple[int, bool]):
 
 
 @pytest.mark.parametrize("key", SERVERS, ids=["TP 1", "TP 2", "TP 2, experts"])
-def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(faulty: Servers, key: tuple[int, bool]):
+def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(faulty: Servers, key: tuple[int, bool, int]):
     """Such weights serve nobody for longer than it takes to find out. The update can be sent again: that heals the server."""
     server, ranks = faulty(key), key[0]
     with server.client() as client:
@@ -141,7 +142,7 @@ def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(
     faulty: Servers,
 ) -> None:
     """Of a busy engine a call is given up; the engine goes on."""
-    server = faulty((2, True))
+    server = faulty((2, True, 1))
     fault = {"point": "step", "kind": "slow", "rank": 0, "lasting": False, "seconds": 1.5 * DEADLINE_SECONDS}
     with server.client() as client:
         client.push(server.early, version="early")
@@ -165,7 +166,7 @@ def test_an_engine_that_is_stopped_in_a_commit_is_ended(
     faulty: Servers,
 ) -> None:
     """Its own watchdog is stopped with it."""
-    server = faulty((2, True))
+    server = faulty((2, True, 1))
     fault = {"point": "call to commit", "kind": "stopped", "rank": 0, "lasting": False}
     with server.client() as client:
         update = client.open(version="late")
@@ -192,7 +193,7 @@ def test_an_engine_that_is_stopped_in_a_commit_is_ended(
     ],
 )
 def test_a_cell_ends_as_it_must(faulty: Servers, cell: Cell) -> None:
-    server = faulty((cell.ranks, cell.experts))
+    server = faulty((cell.ranks, cell.experts, cell.processes))
     try:
         run(server, cell)
     except BaseException:

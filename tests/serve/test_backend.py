@@ -326,3 +326,31 @@ def test_a_server_that_takes_no_updates_has_no_manifest_to_keep() -> None:
         return await backend.manifest_body()
 
     assert asyncio.run(ask()) == b"{}"
+
+
+class Changing(Engine):
+    """`changes`: what it tells of, until it ends."""
+
+    def __init__(self, *changes: dict[str, Any]) -> None:
+        super().__init__(engine_status(poisoned="a fault", update="other"))
+        self.known: list[Any] = []
+        self._changes = list(changes)
+
+    async def changed(self, known: Any) -> Any:
+        self.known.append(known)
+        if not self._changes:
+            raise UpdateError("engine-dead", "it has ended")
+        return self._changes.pop(0)
+
+
+def test_what_another_process_changed_is_acted_upon_at_once() -> None:
+    """What is on its way to an update that has ended is looked at, and the poison guard knows."""
+    change = {"epoch": 1, "poisoned": "a fault", "update": "other"}
+    engine = Changing(change)
+    backend = backend_of(engine)
+    gone = asyncio.Event()
+    backend._coming.append(("u", gone))
+    asyncio.run(asyncio.wait_for(backend.keep_following(), 20))
+    assert engine.known == [None, change]
+    assert backend.poisoned == "a fault"
+    assert gone.is_set()

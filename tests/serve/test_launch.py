@@ -11,7 +11,7 @@ from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve.launch import command, environment, require_valid
 
-START = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"]
+START = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "org/model"]
 """`-P`, so that the working directory's folders (`kernels`, say) shadow no package."""
 GRACE = ["--shutdown-timeout", "5"]
 

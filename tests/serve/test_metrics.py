@@ -2,6 +2,8 @@
 """Metrics as a scraper reads them."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +199,36 @@ def test_a_server_whose_processes_share_metrics_shows_ours_too(
     assert "\nfp8ext:epoch 3.0\n" in answer.text
     assert answer.text.count("\nfp8ext:epoch ") == 1
     assert ("\nvllm:tokens_total 7.0\n" in answer.text) == shared
+
+
+def test_refusals_of_all_processes_are_counted(tmp_path: Path) -> None:
+    """Whichever answers. What the engine says is asked for before, unless it is busy or has ended."""
+    script = """
+import sys
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry
+from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.metrics import Metrics, show_where_shared
+
+async def refresh():
+    asked.append(1)
+    raise UpdateError("engine-dead", "it has ended")
+
+asked, app, metrics = [], FastAPI(), Metrics(CollectorRegistry())
+show_where_shared(app, metrics, refresh)
+for _ in range(int(sys.argv[1])):
+    metrics.refused("wrong-key")
+print(TestClient(app).get("/metrics").text, len(asked))
+"""
+    for count, total in ((2, 2), (3, 5)):
+        told = subprocess.run(
+            [sys.executable, "-P", "-c", script, str(count)],
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        lines = [line for line in told.splitlines() if line.startswith("fp8ext:")]
+        assert lines == [f'fp8ext:refusals_total{{kind="wrong-key"}} {total:.1f}']
+        assert told.split()[-1] == "1"

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_fp8ext.compat.features import is_available, tell
 from vllm_fp8ext.compat.speed import serving_speed
-from vllm_fp8ext.compat.update import native_engines
+from vllm_fp8ext.compat.update import api_processes, native_engines
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
@@ -45,6 +45,7 @@ def _wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., An
             tell(config)
             native_engines.configure(config.weight_transfer_config)
             serving_speed.install(settings.serving)
+            api_processes.install(config, settings.spool_dir)
             if current_platform.is_cuda():
                 _configure_graphs(config, self, settings)
         return config
@@ -73,8 +74,6 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons.append("--pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only")
     if parallel.data_parallel_size > 1:
         reasons.append("--data-parallel-size > 1: run one server per replica, each takes its own updates")
-    if getattr(parallel, "_api_process_count", 1) > 1:
-        reasons.append("--api-server-count > 1: the parts of one update would reach different processes")
     if config.lora_config is not None:
         reasons.append("--enable-lora: adapters are not part of an update")
     if config.speculative_config is not None:

@@ -2,6 +2,7 @@
 """Requests that a server has left open when it stops its engine."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -35,3 +36,21 @@ def test_requests_are_told_once_the_engine_is_shut_down() -> None:
     (shut_down,) = stop
     assert callable(shut_down)
     shut_down()  # the loop is closed
+
+
+def test_requests_may_finish_before_an_engine_of_several_processes_is_let_go() -> None:
+    """On the thread on which vLLM shuts down first, for the time that it gives."""
+    calls: list[object] = []
+
+    async def main() -> None:
+        requests = SimpleNamespace(propagate_error=lambda error: None)
+        shutdown = lambda timeout=None: calls.append(("shut down", timeout))  # noqa: E731
+        client = SimpleNamespace(shutdown=shutdown, output_processor=requests)
+        answer_at_the_end(client, lambda seconds: calls.append(("let finish", seconds)))
+        run = asyncio.get_running_loop().run_in_executor
+        await run(None, partial(client.shutdown, timeout=3.0))
+        client.shutdown(timeout=3.0)  # again, on the event loop
+        await run(None, partial(client.shutdown, timeout=0))
+
+    asyncio.run(main())
+    assert calls == [("let finish", 3.0), *[("shut down", 3.0)] * 2, ("shut down", 0)]

@@ -20,6 +20,8 @@ from forked_python.seed import Request, Seed, serve, umask
 
 MODULES = (
     "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.cli.benchmark.main",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.gpu_model_runner",

@@ -281,3 +281,16 @@ def test_only_what_is_missing_is_asked_for(
     ranges: list[tuple[int, int]], missing: list[tuple[int, int]]
 ) -> None:
     assert between(2, 7, ranges) == missing
+
+
+def test_processes_share_the_bytes_in_equal_parts(tmp_path: Path) -> None:
+    """Each has a file of its own, which the other ones leave."""
+    spools = [Spool(str(tmp_path), LIMIT, processes=3) for _ in range(3)]
+    assert {spool.limit for spool in spools} == {LIMIT // 3 // PAGE * PAGE}
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= LIMIT
+    assert len({spool.path for spool in spools}) == 3
+    with pytest.raises(ConfigError, match=r"for each of 3 API server processes .* takes 20000"):
+        spools[0].require_room(20000, "w alone")
+    for spool in spools:
+        spool.close()
+    assert not list(tmp_path.iterdir())

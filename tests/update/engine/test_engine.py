@@ -2,6 +2,7 @@
 """What the update engine refuses before it asks a rank."""
 
 import itertools
+import os
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm_fp8ext.update.contract.rank_results import (
     Accepted,
     RankResult,
 )
-from vllm_fp8ext.update.contract.results import Done, JobStarted, Lifetime, Progress, Stale, Waiting
+from vllm_fp8ext.update.contract.results import Done, JobStarted, Joined, Lifetime, Progress, Stale, Waiting
 from vllm_fp8ext.update.engine.engine import UpdateEngine
 from vllm_fp8ext.update.engine.session import Running, Session, State
 from vllm_fp8ext.update.engine.timestamp import Moment
@@ -31,6 +32,22 @@ def core() -> IdleCore:
 @pytest.fixture
 def engine(core: IdleCore) -> UpdateEngine:
     return UpdateEngine(core)  # type: ignore[arg-type]  # the rest is not asked for
+
+
+def test_api_server_processes_agree_on_the_largest_body(
+    engine: UpdateEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the one that each of them takes, whichever opens an update."""
+    manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
+    monkeypatch.setattr(engine._model, "manifest", lambda: manifest)
+    for chunk_bytes in (100, 80, None, 90):
+        assert engine.handle("join", {"chunk_bytes": chunk_bytes}) == Joined(pid=os.getpid())
+    before = engine.change()
+    told = engine.handle("open", {"id": "u"})
+    assert (told.max_chunk_bytes, told.group) == (80, None)
+    assert engine.change() == {**before, "update": "u"}
+    engine.handle("abandon", {"id": "u"})
+    assert engine.change() == before
 
 
 CALLS = [

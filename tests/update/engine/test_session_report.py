@@ -50,6 +50,8 @@ def test_what_is_told_about_an_update() -> None:
         "canary_perplexity": None,
         "kv_scales": None,
         "result": None,
+        "max_chunk_bytes": None,
+        "group": None,
     }
 
 

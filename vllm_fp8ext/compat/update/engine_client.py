@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from vllm_fp8ext.compat.update.engine_changes import CHANGE
 from vllm_fp8ext.compat.update.engine_shutdown import EngineEnd
 from vllm_fp8ext.compat.update.heartbeat import PULSE
 from vllm_fp8ext.errors import Failure, UpdateError
@@ -75,6 +76,22 @@ class EngineCalls:
         self._heard(poisoned)
         return _unwrapped(result)
 
+    async def changed(self, known: dict[str, Any] | None) -> dict[str, Any]:
+        """Wait until something else holds than what is known (`UpdateEngine.change`), and return that.
+
+        Raises:
+            UpdateError: `engine-dead`.
+        """
+        call = self._core.call_utility_async(CHANGE, known)
+        try:
+            change: dict[str, Any] = await self._answer(call, "a change")
+        except UpdateError:
+            raise
+        except Exception as error:
+            raise UpdateError("engine-dead", f"the engine failed: {error}", status=500) from error
+        self._heard(change["poisoned"])
+        return change
+
     async def _answer(
         self, call: Awaitable[Any], what: str, seconds: float = math.inf, *, watched: bool = False
     ) -> Any:
@@ -88,7 +105,7 @@ class EngineCalls:
         try:
             while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
                 spent = time.monotonic() - begun
-                if self._core.resources.engine_dead:
+                if self._core.resources.engine_dead or self.end.engine_ended():
                     raise UpdateError("engine-dead", "the engine has ended", status=500)
                 if watched and pulse is None and spent > seconds / 2:
                     pulse = asyncio.ensure_future(self._core.call_utility_async("fp8ext", PULSE, {}))

@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_fp8ext.compat.features import adopt, is_available
 from vllm_fp8ext.compat.update import worker_replies
+from vllm_fp8ext.compat.update.engine_changes import CHANGE, EngineChanges
 from vllm_fp8ext.compat.update.heartbeat import answer_pulse
 from vllm_fp8ext.compat.update.kv_cache import held_blocks
 from vllm_fp8ext.compat.update.kv_epochs import KvEpochs
@@ -88,6 +89,7 @@ logger = logging.getLogger("vllm.fp8ext")
 def install() -> None:
     """Add our method to the engine core. Idempotent."""
     EngineCore.fp8ext = call
+    setattr(EngineCore, CHANGE, wait_for_change)
     wrap(EngineCore, "_initialize_effective_attention_block_size", _wrap_initialize)
 
 
@@ -125,7 +127,14 @@ def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]
     engine = _engine_of(self)
     with self.fp8ext_watchdog.watching(operation):
         result = engine.handle(operation, arguments)
+    self.fp8ext_changes.tell()
     return encode(result, engine.committer.poisoned)
+
+
+def wait_for_change(self: Any, known: dict[str, Any] | None) -> Any:
+    """Return a future of what holds (`UpdateEngine.change`) once that is not what the caller knows."""
+    _engine_of(self)
+    return self.fp8ext_changes.wait(known)
 
 
 def _engine_of(core: Any) -> Any:
@@ -134,6 +143,7 @@ def _engine_of(core: Any) -> Any:
     if not hasattr(core, "fp8ext_engine"):
         access = CoreAccess(core)
         core.fp8ext_engine, core.fp8ext_watchdog = UpdateEngine(access), access.watchdog
+        core.fp8ext_changes = EngineChanges(core.fp8ext_engine.change)
         answer_pulse(core)
         if access.quantization == METHOD:
             _follow_asleep(core)
@@ -150,6 +160,7 @@ def _follow_asleep(core: Any) -> None:
             return give_back(level)
         with core.fp8ext_watchdog.watching("sleep"):
             sleeping.before(level)
+        core.fp8ext_changes.tell()
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # whatever a commit did since vLLM paused it
         give_back(level)
         sleeping.begun(level)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_fp8ext.compat.update.owner_process import end_children
@@ -49,13 +50,16 @@ class EngineEnd:
     """Notes how the processes of an engine end, from now until `close`. Holds nothing of the engine's client, which stops its
     engine when nobody holds it any more.
 
+    One of several API server processes has started no engine: the launcher has, and ends with it.
+
     Raises:
         ConfigError: somebody else does it already.
     """
 
     def __init__(self, resources: Any) -> None:
         manager = resources.engine_manager
-        self._processes = list(manager.processes)
+        self._processes: list[Any] = list(manager.processes) if manager else []
+        self._engine: psutil.Process | None = None
         self._died = False
         self._codes: list[Code] | None = None
         """When the processes were stopped."""
@@ -67,11 +71,27 @@ class EngineEnd:
         self._undo.callback(
             replace(resources, "validate_alive", self._wrap_validate_alive(resources.validate_alive))
         )
-        self._undo.callback(replace(manager, "shutdown", self._wrap_shutdown(manager.shutdown)))
+        if manager:
+            self._undo.callback(replace(manager, "shutdown", self._wrap_shutdown(manager.shutdown)))
+
+    def adopt(self, pid: int) -> None:
+        """Know the process of an engine that another process of this machine has started."""
+        if not self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._engine = psutil.Process(pid)
 
     def close(self) -> None:
         """Note no more, and leave the instances as they were."""
         self._undo.close()
+
+    def engine_ended(self) -> bool:
+        """Tell whether an engine that was adopted has ended."""
+        try:
+            return self._engine is not None and (
+                not self._engine.is_running() or self._engine.status() == psutil.STATUS_ZOMBIE
+            )
+        except psutil.NoSuchProcess:
+            return True
 
     def kill(self, reason: str) -> None:
         """End the engine and its workers at once, also where they are stopped."""
@@ -80,6 +100,10 @@ class EngineEnd:
             if process.is_alive():
                 end_children(process.pid)
                 process.kill()
+        if self._engine is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end_children(self._engine.pid)
+                self._engine.kill()
 
     def require_clean(self) -> None:
         """End this process with `EXIT_CODE` when the engine's process failed.

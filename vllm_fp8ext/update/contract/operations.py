@@ -7,6 +7,7 @@ from enum import StrEnum
 class Operation(StrEnum):
     """Operations of the update engine, by the name under which they cross the process boundary."""
 
+    JOIN = "join"
     STATUS = "status"
     MANIFEST = "manifest"
     OPEN = "open"
@@ -35,7 +36,7 @@ class Operation(StrEnum):
     @property
     def only_reads(self) -> bool:
         """True if it is called while no update is under way."""
-        return self in (Operation.STATUS, Operation.MANIFEST, Operation.KV_SCALES)
+        return self in (Operation.JOIN, Operation.STATUS, Operation.MANIFEST, Operation.KV_SCALES)
 
     @property
     def needs_weights(self) -> bool:

@@ -54,6 +54,13 @@ class Stale:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Joined:
+    """An API server process is known; `pid`: number of the engine's process."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lifetime:
     """Seconds without activity after which an update expires."""
 
@@ -69,7 +76,7 @@ class ServedManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateState(AnswerFields):
-    """State of one update: the fields of `serve.schema.Update`."""
+    """State of one update: the fields of `serve.schema.Update`. The last two are told on opening."""
 
     id: str
     state: str
@@ -92,6 +99,8 @@ class UpdateState(AnswerFields):
     canary_perplexity: float | None
     kv_scales: dict[str, Any] | None
     result: dict[str, Any] | None
+    max_chunk_bytes: int | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +195,7 @@ Result: TypeAlias = (
     | Failure
     | Finishing
     | JobStarted
+    | Joined
     | Lifetime
     | Progress
     | RolledBack

@@ -5,7 +5,9 @@ Every operation returns at once. Work that takes long (staging, the canary, dige
 a commit that waits for running requests. An operation never raises: its result may be a `Failure`.
 """
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from vllm_fp8ext.update.contract.operations import Operation, RankMethod
 from vllm_fp8ext.update.contract.results import (
     Done,
     EngineStatus,
+    Joined,
     Lifetime,
     Result,
     ServedManifest,
@@ -22,6 +25,7 @@ from vllm_fp8ext.update.contract.results import (
 )
 from vllm_fp8ext.update.engine.audits import Audits
 from vllm_fp8ext.update.engine.chunk_staging import ChunkStaging
+from vllm_fp8ext.update.engine.commit_calls import CommitCalls
 from vllm_fp8ext.update.engine.commit_check import CommitCheck
 from vllm_fp8ext.update.engine.commits import Commits
 from vllm_fp8ext.update.engine.committer import Committer, Core
@@ -66,7 +70,13 @@ class UpdateEngine:
             *(core, self.committer, self._check, self.kv, self.updates, self._fingerprints, self.totals),
             abandon=self.abandon,
         )
+        wait, seconds = self._commits.wait, core.settings.deadline_seconds
+        self._commit_calls = CommitCalls(self.jobs, self._commit, wait, seconds)
         self._clock = clock
+        self._group: str | None = None
+        """Id of the group of broadcasts that the ranks were told of last."""
+        self._chunk_bytes: int | None = None
+        """Largest body that every API server process takes, where several have said so."""
         self.sleeping = Sleeping(core, self.committer, self.jobs, self._abandon_open)
         self.native = NativeUpdates(
             *(core, self.jobs, self.committer, self.updates, self._model, self._chunks),
@@ -75,6 +85,7 @@ class UpdateEngine:
         )
         self.pauses = Pauses(core, self.committer, clock)
         self._operations: dict[Operation, Callable[..., Result]] = {
+            Operation.JOIN: self.join,
             Operation.STATUS: self.status,
             Operation.MANIFEST: self.manifest,
             Operation.OPEN: self.open,
@@ -116,6 +127,18 @@ class UpdateEngine:
             raise UpdateError("asleep", f"can't {operation}: the weights are asleep, wake the engine first")
         return self._operations[called](**arguments)
 
+    def join(self, chunk_bytes: int | None) -> Joined:
+        """Know of one of several API server processes, which takes bodies of `chunk_bytes`."""
+        if chunk_bytes is not None:
+            self._chunk_bytes = min(chunk_bytes, self._chunk_bytes or chunk_bytes)
+        return Joined(pid=os.getpid())
+
+    def change(self) -> dict[str, Any]:
+        """Return what API server processes act upon as soon as it changes."""
+        updating = self.updates.under_way
+        epoch, poisoned = self.committer.live.epoch, self.committer.poisoned
+        return {"epoch": epoch, "poisoned": poisoned, "update": updating.id if updating else None}
+
     def status(self) -> EngineStatus:
         """Describe what is served, and what stands by."""
         if self.core.settings.staging != "none":
@@ -153,7 +176,7 @@ class UpdateEngine:
         session = self.updates.open(self._model.manifest(), OpenRequest(**fields))
         if session.state is State.COMMITTING and self._check.pending():
             return self._commits.wait()
-        return session.describe()
+        return replace(session.describe(), group=self._group, max_chunk_bytes=self._chunk_bytes)
 
     def check(self, id: str) -> Lifetime:
         """Require that an update takes chunks; its lifetime begins again. Called before a long body is read, and while it
@@ -171,9 +194,13 @@ class UpdateEngine:
         tensors: list[Any],
         size: int,
         sha256: str | None = None,
+        group: str | None = None,
     ) -> Result:
-        """Start to stage a chunk: `tensors` of `[name, shape, dtype, start, bytes]` in a `Source`; a job."""
-        return self._chunks.start(self.updates.get(id), chunk, source, tensors, size, sha256)
+        """Start to stage a chunk: `tensors` of `[name, shape, dtype, start, bytes]` in a `Source`; a job. `group`: id of the
+        group of processes by which it comes, if any."""
+        started = self._chunks.start(self.updates.get(id), chunk, source, tensors, size, sha256)
+        self._group = group or self._group
+        return started
 
     def withdraw(self, id: str, chunks: list[str], problem: dict[str, Any]) -> UpdateState:
         """Count staged chunks as not sent, because of a `problem` with their source."""
@@ -207,9 +234,14 @@ class UpdateEngine:
         session.check(self.committer.live.epoch)
         return self._preparation.start(session, partial(self._commits.commit, session) if commit else None)
 
-    def commit(self, id: str) -> Result:
+    def commit(self, id: str, caller: str = "") -> Result:
         """Serve an update's weights from the next step on; `Waiting` while it waits. Idempotent. What nobody prepared is
-        prepared first. A job, which ends when every rank was seen to serve what was prepared."""
+        prepared first. A job, which ends when every rank was seen to serve what was prepared. Another `caller` meanwhile
+        waits for the outcome."""
+        self.updates.get(id)
+        return self._commit_calls.call(id, caller)
+
+    def _commit(self, id: str) -> Result:
         session = self.updates.get(id)
         if self._check.pending():
             return self._commits.wait()

@@ -37,7 +37,7 @@ Flow: TypeAlias = Generator[OnRanks, list[RankResult], T]
 @dataclass
 class _Job:
     """`outcomes`: the final result of each rank that has one. `since`: when the ranks last said that more `tensors` were
-    done."""
+    done. `ended`: told its result."""
 
     flow: Flow[Result]
     step: int = 0
@@ -46,6 +46,7 @@ class _Job:
     outcomes: list[RankResult | None] = field(default_factory=list)
     since: float = 0.0
     tensors: int = 0
+    ended: Callable[[Result], object] = lambda result: None
 
 
 class Jobs:
@@ -77,6 +78,10 @@ class Jobs:
             return result
         self._jobs[job.serial] = job
         return JobStarted(job=job.serial)
+
+    def call_at_end(self, job: int, call: Callable[[Result], object]) -> None:
+        """Call this with the result of a running job when it ends."""
+        self._jobs[job].ended = call
 
     def silence(self, job: int) -> float:
         """Return the seconds for which no rank has done anything for a job under way."""
@@ -138,6 +143,7 @@ class Jobs:
         del self._jobs[number]  # a flow that is going on may reap
         result = errors_as_results(self._resume)(job, outcomes)
         if result is not None:
+            job.ended(result)
             return result
         self._jobs[number] = job
         return Progress(step=job.step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads bodies that came over HTTP from the shared buffer of uploads."""
+"""Reads bodies that came over HTTP from shared buffers, one for each API server process."""
 
 import ctypes
 import logging
@@ -27,14 +27,15 @@ _PORTABLE = 1
 
 
 class UploadReceiver(Receiver[UploadSource]):
-    """Keeps the shared buffer mapped.
+    """Keeps the shared buffer of each API server process mapped.
 
     For a GPU it is page-locked when it is mapped, so that copies to the GPU run beside the reading.
     """
 
     def __init__(self, rank: RankDevice) -> None:
         super().__init__(rank)
-        self._shared: SharedBuffer | None = None
+        self._shared: dict[str, SharedBuffer] = {}
+        """Mapped buffers by path."""
 
     @contextmanager
     def open(
@@ -50,15 +51,15 @@ class UploadReceiver(Receiver[UploadSource]):
         yield self._rank.gather.copy_groups(parts, schedule, require_wanted)
 
     def _mapped(self, path: str) -> mmap.mmap:
-        """Return the mapped buffer; one at a time.
+        """Return the mapped buffer.
 
-        A trainer that calls its engine anew has another, and nothing comes by the former any more.
+        Buffers that are gone are given up: a trainer that calls its engine anew has another.
         """
-        if self._shared is None or self._shared.path != path:
-            if self._shared is not None:
-                self._shared.close()
-            self._shared = SharedBuffer(path, page_lock=self._rank.on_gpu)
-        return self._shared.content
+        if path not in self._shared:
+            for gone in [known for known in self._shared if not os.path.exists(known)]:
+                self._shared.pop(gone).close()
+            self._shared[path] = SharedBuffer(path, page_lock=self._rank.on_gpu)
+        return self._shared[path].content
 
 
 def mapped_parts(
