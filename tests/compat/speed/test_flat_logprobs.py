@@ -181,6 +181,21 @@ def test_answers_are_vllms_own(tokenizer: Any, flat: Any, asked: int, as_ids: bo
     assert answers(tokenizer, asked, given, as_ids=as_ids) == expected
 
 
+def test_a_vllm_that_is_not_told_how_many_candidates_shows_all(tokenizer: Any, flat: Any) -> None:
+    given = steps(len(tokenizer), 4, seed=3)
+    ids = [int(row[0]) for step in given for row in step.logprob_token_ids]
+    expected = serving(ServingTokens)._create_tokens_logprobs(
+        ids, updated(processor(tokenizer, 4), given).logprobs, -1
+    )
+    flat()
+
+    def later(self: Any, token_ids: Any, top_logprobs: Any) -> Any:
+        raise AssertionError("positions are plain")
+
+    made = updated(processor(tokenizer, 4), given)
+    assert flat_answers._wrap_tokens(later)(serving(ServingTokens), ids, made.logprobs) == expected
+
+
 def test_without_a_tokenizer_answers_are_vllms_own(tokenizer: Any, flat: Any) -> None:
     given = steps(len(tokenizer), 1, seed=5)
 

@@ -5,6 +5,7 @@ Where they get `FlatLogprobs` of plain positions, each begins with the token tha
 but pydantic does not check them again.
 """
 
+import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ REPLACES: tuple[str, ...] = (
     "token_ids, top_logprobs, tokenizer, num_output_top_logprobs, logprob_token_ids, "
     "return_as_token_id)",
     "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens._create_tokens_logprobs("
-    "token_ids, top_logprobs, num_output_top_logprobs)",
+    "token_ids, top_logprobs)",
 )
 USES: dict[str, tuple[str, ...]] = {}
 UPSTREAM: str = "https://github.com/vllm-project/vllm/pull/57442"
@@ -184,19 +185,20 @@ def _wrap_chat(original: Any) -> Any:
 
 
 def _wrap_tokens(original: Any) -> Any:
-    def create(
-        self: Any, token_ids: Any, top_logprobs: Any, num_output_top_logprobs: int | None = None
-    ) -> Any:
+    # vLLM 0.32 is told how many candidates to show, later ones show all
+    cuts = "num_output_top_logprobs" in inspect.signature(original).parameters
+
+    def create(self: Any, token_ids: Any, top_logprobs: Any, *asked_for: Any, **named: Any) -> Any:
         flat = top_logprobs
         if not _is_plain(token_ids, flat, decoded=False):
-            return original(self, token_ids, top_logprobs, num_output_top_logprobs)
+            return original(self, token_ids, top_logprobs, *asked_for, **named)
         from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
             GenerateLogProb,
             GenerateLogProbs,
             GenerateLogProbsContent,
         )
 
-        asked = num_output_top_logprobs
+        asked = next(iter((*asked_for, *named.values())), None) if cuts else -1
         most = 0 if asked is None else None if asked == -1 else max(asked, 1)
         values = [LOWEST if math.isnan(value) or value < LOWEST else value for value in flat.logprobs]
         ids, ranks = flat.token_ids, flat.ranks
