@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm
+from vllm.entrypoints.cli import serve
 
 from vllm_fp8ext.compat import unsupported_options
 from vllm_fp8ext.compat.graphs import fusion_attention
@@ -33,15 +34,19 @@ from vllm_fp8ext.compat.speed import (
     sampling_cudagraph,
 )
 from vllm_fp8ext.compat.update import (
+    api_processes,
+    basic_auth,
     beam_versions,
     encoder_layers,
     engine_core,
+    native_methods,
     owner_process,
     shared_segments,
     weight_versions,
     worker,
 )
 from vllm_fp8ext.compat.warmup import logprob_warmup
+from vllm_fp8ext.compat.wrapping import wrap
 
 
 def install_all() -> None:
@@ -50,10 +55,13 @@ def install_all() -> None:
         *(worker, engine_core, unsupported_options, owner_process, shared_segments, encoder_layers),
         *(output_interval, packed_logprobs, merged_messages, flat_logprobs, flat_answers, weight_versions),
         *(decode_prefill_split, piecewise_capture_sizes, mixed_full_cudagraph, logprob_warmup),
-        *(decode_step_reuse, sampling_cudagraph),
+        *(decode_step_reuse, sampling_cudagraph, native_methods),
     ):
         module.install()
     beam_versions.install_offline()
+    basic_auth.install(lambda header: None)
+    # `install` would have this process remove what servers left
+    wrap(serve, "wait_for_completion_or_failure", api_processes._wrap_wait_for_completion_or_failure)
     fusion_attention.configure(SimpleNamespace(additional_config={}), "fp32")
 
 
