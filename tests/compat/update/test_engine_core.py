@@ -66,6 +66,7 @@ def scheduler() -> Scheduler:
 def access(scheduler: Scheduler) -> CoreAccess:
     config = SimpleNamespace(
         additional_config={},
+        weight_transfer_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         model_config=SimpleNamespace(quantization=None, get_vocab_size=lambda: 100, max_model_len=10),
     )
@@ -250,6 +251,7 @@ def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
     def initialize(core: Any) -> None:
         core.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(quantization=quantization),
+            weight_transfer_config=None,
             additional_config={SECTION: {"kernels": kernels}},
         )
         core.scheduler = SimpleNamespace(kv_cache_manager="cache")
@@ -273,6 +275,7 @@ def test_tokens_are_labelled_from_the_first_call_on(scheduler: Scheduler, ranks:
     core = Core(
         vllm_config=SimpleNamespace(
             additional_config={},
+            weight_transfer_config=None,
             cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(data_parallel_size=ranks),
             model_config=SimpleNamespace(quantization=METHOD, get_vocab_size=lambda: 100, max_model_len=10),

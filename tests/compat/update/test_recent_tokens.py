@@ -75,6 +75,7 @@ def test_an_engine_remembers_what_may_be_calibrated_with(policy: str, remembered
     scheduler.set_pause_state = None
     scheduler.kv_cache_manager = SimpleNamespace(get_computed_blocks=None)
     config = SimpleNamespace(
+        weight_transfer_config=None,
         additional_config={"fp8ext": {"kv_scales": policy}},
         cache_config=SimpleNamespace(cache_dtype="fp8"),
         parallel_config=SimpleNamespace(data_parallel_size=2),
