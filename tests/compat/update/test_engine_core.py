@@ -67,6 +67,7 @@ def access(scheduler: Scheduler) -> CoreAccess:
     config = SimpleNamespace(
         additional_config={},
         weight_transfer_config=None,
+        device_config=SimpleNamespace(device_type="cpu"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         model_config=SimpleNamespace(quantization=None, get_vocab_size=lambda: 100, max_model_len=10),
     )
@@ -252,6 +253,7 @@ def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
         core.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(quantization=quantization),
             weight_transfer_config=None,
+            device_config=SimpleNamespace(device_type="cpu"),
             additional_config={SECTION: {"kernels": kernels}},
         )
         core.scheduler = SimpleNamespace(kv_cache_manager="cache")
@@ -276,6 +278,7 @@ def test_tokens_are_labelled_from_the_first_call_on(scheduler: Scheduler, ranks:
         vllm_config=SimpleNamespace(
             additional_config={},
             weight_transfer_config=None,
+            device_config=SimpleNamespace(device_type="cpu"),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(data_parallel_size=ranks),
             model_config=SimpleNamespace(quantization=METHOD, get_vocab_size=lambda: 100, max_model_len=10),

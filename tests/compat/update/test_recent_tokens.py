@@ -76,6 +76,7 @@ def test_an_engine_remembers_what_may_be_calibrated_with(policy: str, remembered
     scheduler.kv_cache_manager = SimpleNamespace(get_computed_blocks=None)
     config = SimpleNamespace(
         weight_transfer_config=None,
+        device_config=SimpleNamespace(device_type="cpu"),
         additional_config={"fp8ext": {"kv_scales": policy}},
         cache_config=SimpleNamespace(cache_dtype="fp8"),
         parallel_config=SimpleNamespace(data_parallel_size=2),
