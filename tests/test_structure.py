@@ -76,6 +76,10 @@ TORCH_ALONE = (
     "vllm_fp8ext.update.engine.engine",
     "vllm_fp8ext.update.transports.receiver",
     "vllm_fp8ext.update.worker.score_prompts",
+    "vllm_fp8ext.trainer.correction",
+    "vllm_fp8ext.trainer.mismatch",
+    "vllm_fp8ext.trainer.mismatch_plot",
+    "vllm_fp8ext.trainer.trl_adapter",
 )
 """Modules that need neither vLLM nor Triton: a trainer computes codes and digests with them."""
 
@@ -142,7 +146,7 @@ LEVELS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"serve": ("serve",)},
     {"demo": ("demo",), "loadtest": ("loadtest",)},
     {"bench": ("bench",), "calibrate": ("calibrate",), "memory_plan": ("memory_plan",)},
-    {"entry points": ("cli", "register")},
+    {"entry points": ("cli", "register"), "trainer": ("trainer",)},
 )
 """Rooms of the package and what they hold, from the bottom to the top. A room imports itself and rooms below it, none beside
 it or above it."""
@@ -230,6 +234,8 @@ def test_imports_go_downwards() -> None:
         ("update.worker.shadow", "layers.linear", False),
         ("compat.update.engine_core", "update.engine.engine", False),
         ("config", "kv_settings", False),
+        ("serve.client", "trainer.correction", True),
+        ("cli", "trainer.correction", True),
     ],
 )
 def test_directions_are_judged(module: str, name: str, upward: bool) -> None:
@@ -239,6 +245,15 @@ def test_directions_are_judged(module: str, name: str, upward: bool) -> None:
 def test_kernels_import_nothing_but_the_names_of_variables() -> None:
     kernels = f"{PACKAGE}.kernels"
     assert offenders((kernels,), "vllm", PACKAGE, besides=(kernels, f"{PACKAGE}.environment")) == []
+
+
+def test_the_trainers_room_needs_torch_alone() -> None:
+    """Users import it, in a trainer's process; the package does not."""
+    room, log = f"{PACKAGE}.trainer", f"{PACKAGE}.log"
+    assert offenders((room,), PACKAGE, "vllm", "trl", "transformers", "accelerate", besides=(room, log)) == []
+    assert {module for module, name in edges() if within(name, room)} <= {
+        module_of(path) for path in sources() if within(module_of(path), room)
+    }
 
 
 def test_few_rooms_import_compat() -> None:

@@ -16,7 +16,7 @@ ROOMS = (
         f"vllm_fp8ext/{name}"
         for name in ("", "bench", "calibrate", "checkpoints", "compat", "demo", "layers")
     ),
-    *(f"vllm_fp8ext/{name}" for name in ("memory_plan", "update")),
+    *(f"vllm_fp8ext/{name}" for name in ("memory_plan", "trainer", "update")),
     *(f"vllm_fp8ext/update/{name}" for name in ("contract", "engine", "transports", "worker")),
     *(f"vllm_fp8ext/compat/{name}" for name in ("graphs", "speed", "update", "warmup")),
 )
@@ -26,7 +26,10 @@ HELD = (
     "vllm_fp8ext/update/worker",
     *("vllm_fp8ext/", "vllm_fp8ext/update", "vllm_fp8ext/update/contract", "vllm_fp8ext/update/engine"),
     *(f"vllm_fp8ext/compat/{name}" for name in ("graphs", "speed", "update", "warmup")),
-    *(f"vllm_fp8ext/{name}" for name in ("bench", "calibrate", "checkpoints", "demo", "memory_plan")),
+    *(
+        f"vllm_fp8ext/{name}"
+        for name in ("bench", "calibrate", "checkpoints", "demo", "memory_plan", "trainer")
+    ),
 )
 """Rooms whose docstrings hold the rule."""
 NOT_YET = tuple(room for room in ROOMS if room not in HELD)
