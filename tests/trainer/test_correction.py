@@ -139,6 +139,7 @@ def test_weights_are_computed_in_float32_or_wider(dtype: torch.dtype) -> None:
 def test_weights_have_no_gradient_and_scale_one() -> None:
     trainer, server, mask = batch()
     trainer.requires_grad_()
+    assert not log_ratio(trainer, server, mask).requires_grad
     for function in (token_tis, sequence_tis, masked_is, icepop):
         weights = function(trainer, server, mask)
         assert not weights.requires_grad

@@ -3,6 +3,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,20 +25,29 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 needs_trl = pytest.mark.skipif(not TRAINERS.is_dir(), reason="needs TRL: scripts/setup_env.py --beside")
 
 
+def environment() -> dict[str, str]:
+    """Variables of a program that imports TRL."""
+    path = os.pathsep.join(filter(None, [str(TRAINERS), str(PROJECT), os.environ.get("PYTHONPATH", "")]))
+    offline = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | offline
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `trl_scenario` wrote."""
     folder = tmp_path_factory.mktemp("trl")
-    path = os.pathsep.join(filter(None, [str(TRAINERS), str(PROJECT), os.environ.get("PYTHONPATH", "")]))
-    more = {
-        "PYTHONPATH": path,
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
     script = Path(__file__).with_name("trl_scenario.py")
     line = [sys.executable, "-P", str(script), str(folder / "facts.json"), str(folder)]
-    done = subprocess.run(line, env=os.environ | more, capture_output=True, text=True, timeout=TRL_SECONDS)
+    done = subprocess.run(
+        line, env=os.environ | environment(), capture_output=True, text=True, timeout=TRL_SECONDS
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return json.loads((folder / "facts.json").read_text())  # type: ignore[no-any-return]
 
@@ -118,6 +128,51 @@ def test_a_batch_without_a_token_that_counts_is_left_alone(facts: dict[str, Any]
 @needs_trl
 def test_a_trainer_is_corrected_once(facts: dict[str, Any]) -> None:
     assert facts["twice"].startswith("trainer: expected one without a correction, found Correction(")
+
+
+@pytest.mark.full
+@needs_trl
+def test_measures_are_gathered_from_all_processes(tmp_path: Path) -> None:
+    """Means are weighted by tokens, and a process without a token that counts does not keep the others waiting."""
+    sizes = {
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    script = Path(__file__).with_name("gather_scenario.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", str(script), str(tmp_path / f"{rank}.json")],
+            env=os.environ | environment() | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        texts = [process.communicate(timeout=TRL_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0, 0], texts
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    first, *others = [rank["logged"] for rank in ranks]
+    names = ("old_per_token_logps", "sampling_per_token_logps", "completion_mask")
+    expected = measure(*(torch.cat([torch.tensor(rank[name]) for rank in ranks]) for name in names))
+    for name in (
+        "tokens",
+        "kl_k1",
+        "kl_k3",
+        "mean_difference",
+        "mean_ratio",
+        "largest_ratio",
+        "clipped_share",
+    ):
+        assert first[f"mismatch/{name}"] == pytest.approx(getattr(expected, name), rel=1e-5), name
+        assert {other[f"mismatch/{name}"] for other in others} == {first[f"mismatch/{name}"]}
+    assert 0 < first["mismatch/effective_sample_size"] < 1
 
 
 @pytest.mark.parametrize(
