@@ -66,7 +66,7 @@ class Cell:
 
 
 CELLS = tuple(
-    Cell(kind, point, ranks, lasting, experts, processes)
+    Cell(kind, point, ranks, lasting, experts, processes=processes)
     for ranks, experts, processes in (
         *((1, False, 1), (2, False, 1), (1, True, 1), (2, True, 1)),
         (1, False, 2),
@@ -163,7 +163,9 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
 def _fault(cell: Cell) -> dict[str, Any]:
     point = "exchange" if cell.point in ("commit", "rollback") else cell.point
     rank = 0 if cell.point == "open" else cell.ranks - 1
-    return {"point": point, "kind": cell.kind, "rank": rank, "lasting": cell.lasting}
+    # `finish_weight_update` prepares as well, which takes one fingerprint
+    skip = int(cell.native and cell.point == "verify")
+    return {"point": point, "kind": cell.kind, "rank": rank, "lasting": cell.lasting, "skip": skip}
 
 
 def _ready_native(server: FaultyServer, cell: Cell) -> Callable[[], str]:

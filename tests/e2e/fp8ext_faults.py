@@ -18,6 +18,7 @@ def register() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_fp8ext.update.engine.engine import UpdateEngine
+    from vllm_fp8ext.update.engine.updates import Updates
     from vllm_fp8ext.update.worker.rank import Rank
     from vllm_fp8ext.update.worker.stager import Stager
     from vllm_fp8ext.update.worker.weight_swap import WeightSwap
@@ -32,7 +33,7 @@ def register() -> None:
         original(self, twin, rank, *args)
 
     Rank.__init__ = noted  # type: ignore[method-assign]  # faults are put in here
-    _wrap(UpdateEngine, "open", "open", lambda self: 0)
+    _wrap(Updates, "open", "open", lambda self: 0)
     _wrap(Scheduler, "schedule", "step", lambda self: 0)
     _wrap(UpdateEngine, "commit", "call to commit", lambda self: 0)
     _wrap(Rank, "stage", "chunk", lambda self: self.rank)
@@ -52,7 +53,7 @@ def _wrap(owner: Any, name: str, point: str, rank_of: Any, skip: int = 0) -> Non
         if Path(os.environ["FP8EXT_FAULT"]).exists():
             calls += 1
             if calls > skip:
-                _happen(point, rank_of(self), self)
+                _happen(point, rank_of(self), self, calls - skip)
         else:
             calls = 0
         return original(self, *args, **kwargs)
@@ -60,7 +61,8 @@ def _wrap(owner: Any, name: str, point: str, rank_of: Any, skip: int = 0) -> Non
     setattr(owner, name, wrapped)
 
 
-def _happen(point: str, rank: int, where: Any) -> None:
+def _happen(point: str, rank: int, where: Any, call: int) -> None:
+    """`call`: the number of this one, from 1."""
     file = Path(os.environ["FP8EXT_FAULT"])
     try:
         while not (text := file.read_text()):  # it is being written
@@ -68,7 +70,7 @@ def _happen(point: str, rank: int, where: Any) -> None:
     except FileNotFoundError:
         return
     fault = json.loads(text)
-    if (fault["point"], fault["rank"]) != (point, rank):
+    if (fault["point"], fault["rank"]) != (point, rank) or call <= fault.get("skip", 0):
         return
     if not fault["lasting"]:
         file.unlink()
