@@ -75,12 +75,13 @@ CELLS = tuple(
     for kind in KINDS
     for lasting in ((False, True) if kind == "exception" and point in ("commit", "rollback") else (False,))
 )
-NATIVE_CELLS = tuple(
-    Cell(kind, point, ranks, native=True)
-    for ranks in (1, 2)
-    for point in POINTS
-    if point != "rollback"
-    for kind in KINDS
+NATIVE_CELLS = (
+    Cell("exception", "open", 1, native=True),
+    Cell("exception", "chunk", 1, native=True),
+    Cell("exception", "staging", 2, native=True),
+    Cell("out of memory", "commit", 1, native=True),
+    Cell("exception", "verify", 1, native=True),
+    Cell("kill -9", "staging", 2, native=True),
 )
 
 

@@ -29,6 +29,7 @@ from .fault_cells import (
 )
 
 REPRESENTATIVES = {
+    *NATIVE_CELLS,
     Cell("exception", "open", 1),
     Cell("exception", "chunk", 1),
     Cell("out of memory", "prepare", 1),
@@ -41,12 +42,6 @@ REPRESENTATIVES = {
     Cell("hang", "staging", 1),
     Cell("kill -9", "staging", 2),
     Cell("hang", "commit", 1),
-    Cell("exception", "open", 1, native=True),
-    Cell("exception", "chunk", 2, native=True),
-    Cell("exception", "staging", 2, native=True),
-    Cell("out of memory", "commit", 1, native=True),
-    Cell("exception", "verify", 1, native=True),
-    Cell("kill -9", "staging", 2, native=True),
     Cell("exception", "commit", 1, lasting=True, processes=2),
 }
 """Cells that `make test` has."""
