@@ -59,6 +59,10 @@ def test_what_json_can_say_is_taken() -> None:
         "deadline_seconds": 5,
         "update_lifetime_seconds": 90,
         "canary": {"prompts": [[1, 2, 3], [4, 5]], "max_perplexity": 20},
+        "trusted_clients": ["127.0.0.1/32"],
+        "native_complete": True,
+        "native_update_seconds": 30.0,
+        "pause_deadline_seconds": 5.0,
     }
     settings = Settings.parse({"fp8ext": section})
     assert settings.model_dump() == {
@@ -66,6 +70,7 @@ def test_what_json_can_say_is_taken() -> None:
         "ignore": tuple(section["ignore"]),
         "quantize": tuple(section["quantize"]),
         "allowed_dirs": ("/data",),
+        "trusted_clients": ("127.0.0.1/32",),
         "canary": {"prompts": ((1, 2, 3), (4, 5)), "max_perplexity": 20.0},
         "kv_scales": KvScaleSettings(policy="static", default=1.0).model_dump(),
     }

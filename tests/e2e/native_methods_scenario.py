@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gloo_trainer import Beside, GlooGroup, open_trainer_endpoint, packed_broadcast_producer

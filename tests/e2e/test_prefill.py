@@ -93,7 +93,7 @@ def test_no_answer_beside_commits_without_a_break_names_one_version_and_is_of_tw
 ) -> None:
     many_requests = facts["many_requests"]
     alone = [each for each in many_requests if len(each["spans"]) == 1]
-    assert len(alone) >= 10, "else nothing was tried"
+    assert len(alone) >= 4, "else nothing was tried"
     assert len({epoch for each in many_requests for epoch in each["epochs"]}) > 10
     for each in alone:
         other = "late" if each["spans"][0][0] == "epoch-0" else "epoch-0"

@@ -180,6 +180,7 @@ def test_each_answer_tells_whether_the_engine_is_poisoned(operation: Operation) 
     core = SimpleNamespace(
         fp8ext_engine=SimpleNamespace(handle=handle, committer=committer),
         fp8ext_watchdog=SimpleNamespace(watching=lambda operation: contextlib.nullcontext()),
+        fp8ext_changes=SimpleNamespace(tell=lambda: None),
     )
 
     async def utility(method: str, asked: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +190,8 @@ def test_each_answer_tells_whether_the_engine_is_poisoned(operation: Operation) 
     client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=utility, resources=resources))
     heard: list[str | None] = []
     calls = object.__new__(EngineCalls)
-    vars(calls).update(_client=client, _core=client.engine_core, _deadline=60.0, _heard=heard.append)
+    end = SimpleNamespace(engine_ended=lambda: False)
+    vars(calls).update(_client=client, _core=client.engine_core, end=end, _deadline=60.0, _heard=heard.append)
     found = asyncio.run(outcome(calls(operation)))
     assert heard == ["update u ended half-way, in place"]
     if operation is Operation.WITHDRAW:
@@ -234,7 +236,7 @@ def test_an_engine_is_ended_that_does_not_run_while_a_call_of_an_update_is_past_
     class Calls(EngineCalls):
         def __init__(self) -> None:
             self._core, self._deadline = core, 2.0
-            self.end: Any = SimpleNamespace(kill=reasons.append)
+            self.end: Any = SimpleNamespace(kill=reasons.append, engine_ended=lambda: False)
 
     with pytest.raises(UpdateError, match=f"did not answer {operation} within 2 s") as refusal:
         asyncio.run(Calls()(operation))

@@ -107,7 +107,7 @@ def test_several_tokens_to_a_program(
     scale_format: ScaleFormat,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._MANY", 1)
+    monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._LARGE_M", 1)
     gate_up = decided(hard_cases.awkward(m, 2 * k, "normal", torch.bfloat16, k), activation)
     found = gated_quantize(gate_up.to(device), activation, scale_format)
     expected = gated_quantize_reference(gate_up, activation, scale_format)

@@ -57,7 +57,7 @@ def test_several_tokens_to_a_program(
     scale_format: ScaleFormat,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._MANY", 1)
+    monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._LARGE_M", 1)
     x = hard_cases.awkward(m, k, "heavy", dtype, m)
     expected = reference.quantize_activation(x, scale_format)
     for by_token in (False, True):
@@ -136,7 +136,7 @@ def test_only_the_groups_scale_shows_what_is_not_finite(
 def test_tokens_are_written_to_the_rows_that_are_named(
     device: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._MANY", least)
+    monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._LARGE_M", least)
     x = hard_cases.awkward(3, 300, "heavy", torch.bfloat16)
     places = torch.tensor([[5, 0], [-1, 3], [-1, -1]], dtype=torch.int32, device=device)
     codes, scales = quantize_to_rows(x.to(device), "fp32", 8, places)

@@ -13,6 +13,7 @@ from vllm_fp8ext.update.contract.regular_file import Stamp
 from vllm_fp8ext.update.transports.files.message import FileSource
 from vllm_fp8ext.update.transports.http.message import UploadSource
 from vllm_fp8ext.update.transports.ipc.message import IpcSource
+from vllm_fp8ext.update.transports.native.message import NativeSource
 from vllm_fp8ext.update.transports.nccl.message import BroadcastSource
 from vllm_fp8ext.update.transports.receiver import RankDevice, Receiver, Receivers
 from vllm_fp8ext.update.transports.registry import TRANSPORTS, source_from_dict
@@ -23,6 +24,19 @@ SOURCES: dict[str, Source] = {
     "http": UploadSource("/dev/shm/fp8ext-1.spool", 4096),
     "files": FileSource("/models/a.safetensors", Stamp(1, 2, 3, 4, 5), "/models"),
     "ipc": IpcSource("GPU-1", (("handle", 8), ("other", 16))),
+    "native": NativeSource(
+        native=1,
+        backend="gloo",
+        host="host",
+        port=1,
+        unique_id=None,
+        size=2,
+        first_rank=1,
+        parts=(64, 32),
+        moves=((1, 2, 3),),
+        bytes=96,
+        seconds=60.0,
+    ),
     "nccl": BroadcastSource("gloo", "host:1/name", 3, 1, 64, "00" * 8, 60.0),
 }
 """One source of each transport."""

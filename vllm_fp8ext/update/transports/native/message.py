@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Broadcasts of vLLM's weight transfer, as a rank is told of them. Needs no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.native_info import ITEM_BYTES, NcclInit
@@ -39,6 +39,12 @@ class NativeSource(Source):
     seconds: float
 
     transport: ClassVar[str] = "native"
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the source of these fields, of which JSON has made tuples lists."""
+        moves = tuple((place, to, size) for place, to, size in fields["moves"])
+        return cls(**{**fields, "parts": tuple(fields["parts"]), "moves": moves})
 
 
 @dataclass(frozen=True, kw_only=True)
