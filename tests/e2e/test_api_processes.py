@@ -308,6 +308,7 @@ def test_an_upload_to_one_ends_when_the_other_gives_the_update_up(server: TwoPro
         assert sending.result(60) in (404, 409, 410)
 
 
+@pytest.mark.full
 def test_a_server_one_of_whose_processes_is_killed_ends(
     tmp_path: Path, both: Both, ended: Callable[[int], bool]
 ) -> None:
@@ -332,6 +333,7 @@ def _spools(*processes: Process) -> list[Path]:
     return found
 
 
+@pytest.mark.full
 def test_processes_end_with_their_launcher(tmp_path: Path, both: Both, ended: Callable[[int], bool]) -> None:
     with TwoProcesses(tmp_path) as server:
         server.wait()
