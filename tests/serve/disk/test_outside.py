@@ -154,4 +154,5 @@ def test_what_a_file_holds_that_is_no_checkpoint_is_told_to_nobody(
     assert (answer.status_code, answer.json()["type"]) == (422, "urn:fp8ext:problem:broken-safetensors")
     assert "notes.txt: not a valid safetensors file" in answer.json()["detail"]
     assert "TOPSECRT" not in answer.text
-    assert str(int.from_bytes(content[:8], "little")) not in answer.text.replace("422", "")
+    told = answer.text.replace("422", "").replace(str(allowed), "")
+    assert str(int.from_bytes(content[:8], "little")) not in told
