@@ -29,7 +29,7 @@ def cases() -> Cases:
 
 
 def table(cases: Cases) -> str:
-    """By number of tokens; of blockfp8 the kernel, and the tile config, that is chosen for so many."""
+    """Return the variants by number of tokens: of blockfp8, the kernel and tile config chosen for so many."""
     route = expert_route(EXPERTS, CHOSEN, ("deep_gemm", "triton", "fused"))
     measured: dict[int, dict[str, dict[str, Any]]] = {}
     for case in cases:

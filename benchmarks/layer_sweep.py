@@ -46,7 +46,7 @@ MOST_REQUESTS = 256
 """That attention has room for."""
 ROUNDS, REPEATS = 3, 7
 GAIN = 0.003
-"""Of a layer's time, for which other tile configs are taken than those that are the fastest alone."""
+"""Share of a layer's time for which other tile configs are taken than those that are the fastest alone."""
 Shape = tuple[int, int]
 TileConfigs = dict[Shape, TileConfig | None]
 """None: DeepGEMM."""
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def _tile_configs(cases: Iterable[dict[str, Any]]) -> dict[int, TileConfigs]:
-    """By tokens, what a table has; without tile configs that there are no more."""
+    """Return a table's entries by tokens, without tile configs that there are no more."""
     fastest: dict[int, TileConfigs] = {}
     for case in cases:
         n, k, tokens, kind = case["n"], case["k"], case["tokens"], case["config"]

@@ -71,7 +71,7 @@ class Handlers:
     def announced(self, route: Route) -> Any:
         """Return the endpoint of a transport's route."""
 
-        async def announce(id: schema.UpdateId, body: route.body) -> Any:  # type: ignore[name-defined]
+        async def announce(id: schema.UpdateId, body: route.body) -> Any:  # type: ignore[name-defined]  # a value that FastAPI reads
             chunk = Announced(self._backend, id, dict(body))
             if route.waits:
                 return await run_to_end(chunk.stage(route))

@@ -136,5 +136,5 @@ def by_keywords(
     positional = list(inspect.signature(push).parameters.values())[:2]
     keyword = inspect.signature(options).parameters.values()
     signature = inspect.signature(push).replace(parameters=[*positional, *keyword])
-    with_keywords.__signature__ = signature  # type: ignore[attr-defined]
+    with_keywords.__signature__ = signature  # type: ignore[attr-defined]  # of functions alike
     return with_keywords

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel and tile config is taken for a GEMM in a layer, by times that are made up."""
+"""Times that are made up choose the kernel and tile config of a GEMM in a layer."""
 
 from collections.abc import Callable
 from functools import partial

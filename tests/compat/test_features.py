@@ -40,7 +40,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *gone: Interface) -> None:
 
 
 def config(**settings: object) -> SimpleNamespace:
-    """What is read of a `VllmConfig`."""
+    """The parts of a `VllmConfig` that are read."""
     return SimpleNamespace(
         model_config=SimpleNamespace(quantization="blockfp8"), additional_config={"fp8ext": settings}
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files that touch vLLM say of themselves, as data."""
+"""Files that touch vLLM describe themselves as data."""
 
 import ast
 import functools

@@ -14,7 +14,7 @@ from vllm_fp8ext.compat.wrapping import ORDER, wrap, wrap_instance, wrapped
 
 
 class Owner:
-    """What is wrapped here."""
+    """An owner of functions to wrap."""
 
     def call(self) -> str:
         return "vLLM's"

@@ -27,7 +27,7 @@ def output(name: str, positions: int | None, width: int = 1) -> EngineCoreOutput
 
 
 def told(outputs: list[EngineCoreOutput]) -> list[Any]:
-    """What outputs say, to compare."""
+    """Return the contents of outputs, to compare."""
     return [
         (each.request_id, lists and [np.asarray(part).tolist() for part in lists[:3]])
         for each in outputs
