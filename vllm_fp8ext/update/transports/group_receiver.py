@@ -33,7 +33,7 @@ class GroupReceiver(Receiver[G]):
     """Receives broadcasts on the rank's thread for staging; on a GPU on that thread's stream."""
 
     _WAY_OUT: ClassVar[str]
-    """What a trainer does about a group that has failed."""
+    """Advice to a trainer whose group has failed."""
 
     def __init__(self, rank: RankDevice) -> None:
         super().__init__(rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receives a trainer's buckets in one rank, each of which ends with the mark that was announced."""
+"""Receives a trainer's buckets in one rank; each ends with the mark that was announced."""
 
 from collections.abc import Callable
 
