@@ -40,14 +40,22 @@ class Audits:
         )
 
     def verify(self) -> Flow[Verified | Stale]:
-        """Compare what is served with what was committed."""
+        """Compare what is served with what was committed. What differs is served no longer.
+
+        Raises:
+            UpdateError: `weights-differ`, and the engine is poisoned; `poisoned`, `staging`.
+        """
         self._require_known()
         served, swaps = self._committer.live, self._committer.exchanges
         started = time.perf_counter()
         marks = all_of(Fingerprint, (yield OnRanks(RankMethod.FINGERPRINT)))
         if self._changed(swaps):
             return Stale()
-        self._fingerprints.require(served, [mark.fingerprint for mark in marks])
+        try:
+            self._fingerprints.require(served, [mark.fingerprint for mark in marks])
+        except UpdateError as error:
+            self._committer.condemn(str(error))
+            raise
         return Verified(**served.served(), ranks=len(marks), seconds=time.perf_counter() - started)
 
     def _require_known(self) -> None:
