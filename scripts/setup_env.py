@@ -382,9 +382,9 @@ def set_up(venv: Path, build: str) -> None:
 def main() -> int:
     """Parse the command line and set up; the exit code is 0 only for a complete environment."""
     if sys.version_info < OLDEST_PYTHON:
-        found = platform.python_version()
+        version = platform.python_version()
         print(
-            f"error: Python 3.11 or newer is needed, this is {found}; try make PYTHON=python3.12",
+            f"error: Python 3.11 or newer is needed, this is {version}; try make PYTHON=python3.12",
             file=sys.stderr,
         )
         return 1

@@ -202,9 +202,9 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _of_another_length(filling: BodyBuffer, found: int) -> UpdateError:
+def _of_another_length(filling: BodyBuffer, received: int) -> UpdateError:
     expected = len(filling.content)
-    message = f"the body should have {expected} bytes, found {found}"
+    message = f"the body should have {expected} bytes, found {received}"
     return UpdateError("truncated", message, status=400, expected=expected)
 
 

@@ -63,10 +63,10 @@ class NativeAccess:
         """
         if not self._trusted or connection.client is None:
             return False
-        found = sorted({name.lower() for name in connection.headers if _of_a_proxy(name.lower())})
-        if found:
+        headers = sorted({name.lower() for name in connection.headers if _of_a_proxy(name.lower())})
+        if headers:
             message = (
-                f"trusted_clients trusts no request with the headers {', '.join(found)}: they may come from a browser or "
+                f"trusted_clients trusts no request with the headers {', '.join(headers)}: they may come from a browser or "
                 "through a proxy; send the admin key"
             )
             raise UpdateError("not-trusted", message, status=403)

@@ -143,8 +143,8 @@ def decode(report: Report, requests: int, context: int) -> None:
         "blockfp8": lambda _: own(step, outs["blockfp8"]),
     }
     timings = kernel_timing.measure(calls, dict.fromkeys(calls, 1))
-    expected, found = outs["bf16"].float(), outs["fp8"].float()
-    near = bool((found - expected).norm() <= TOLERANCE * expected.norm())
+    expected, output = outs["bf16"].float(), outs["fp8"].float()
+    near = bool((output - expected).norm() <= TOLERANCE * expected.norm())
     ours = {"blockfp8": step, "blockfp8_bf16": plain_step}
     right = {"fp8": near, **{name: _is_right(outs[name], one) for name, one in ours.items()}}
     moved = {name: plain.numel() * (2 if name.endswith("bf16") else 1) for name in calls}

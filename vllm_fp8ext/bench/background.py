@@ -59,15 +59,15 @@ class Background:
 
     def during(self, begin: float, end: float) -> dict[str, Any]:
         """Return rates around two times of the monotonic clock, and one stream's longest gap."""
-        found: dict[str, Any] = self._ask("during", begin, end)
-        return found
+        rates: dict[str, Any] = self._ask("during", begin, end)
+        return rates
 
     def _ask(self, what: str, *arguments: float, **options: bool) -> Any:
         self._end.send((what, arguments, options))
-        found = self._end.recv()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = self._end.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def _run(url: str, running: int, end: Connection) -> None:

@@ -39,10 +39,10 @@ def check(only: str) -> int:
     Raises:
         ConfigError: none has.
     """
-    found = _checks()
-    chosen = [(what, call) for what, call in found if only in what]
+    checks = _checks()
+    chosen = [(what, call) for what, call in checks if only in what]
     if not chosen:
-        kinds = ", ".join(dict.fromkeys(what.split()[0] for what, _ in found))
+        kinds = ", ".join(dict.fromkeys(what.split()[0] for what, _ in checks))
         raise ConfigError(
             f"--check: expected a part of a check's name (they begin with {kinds}), found {only!r}"
         )
@@ -63,30 +63,30 @@ def _verdict(what: str, call: Callable[[], Verdict]) -> bool:
 
 
 def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
-    found: list[tuple[str, Callable[[], Verdict]]] = []
+    checks: list[tuple[str, Callable[[], Verdict]]] = []
     for form, dtype in itertools.product(FORMATS, DTYPES):
         for shape in ((4096, 4096), (200, 328), (1, 1), (129, 257)):
-            found.append((f"weight {form} {dtype} {shape}", partial(weight, form, dtype, shape)))
+            checks.append((f"weight {form} {dtype} {shape}", partial(weight, form, dtype, shape)))
     for form, (m, k) in itertools.product(FORMATS, ((64, 4096), (3, 200), (7, 5120), (2051, 5000))):
-        found.append((f"activation {form} {m}x{k}", partial(activation, form, m, k)))
-        found.append((f"rmsnorm {form} {m}x{k}", partial(rmsnorm, form, m, k)))
+        checks.append((f"activation {form} {m}x{k}", partial(activation, form, m, k)))
+        checks.append((f"rmsnorm {form} {m}x{k}", partial(rmsnorm, form, m, k)))
         for activated in gated_quantize.ACTIVATIONS:
-            found.append((f"{activated}_mul {form} {m}x{k}", partial(gated, activated, form, m, k)))
+            checks.append((f"{activated}_mul {form} {m}x{k}", partial(gated, activated, form, m, k)))
         for ungated in gated_quantize.GELUS:
-            found.append((f"{ungated} {form} {m}x{k}", partial(gelu, ungated, form, m, k)))
-    found += [(f"norm_rope {m}", partial(turned, m)) for m in (1, 7, 300)]
+            checks.append((f"{ungated} {form} {m}x{k}", partial(gelu, ungated, form, m, k)))
+    checks += [(f"norm_rope {m}", partial(turned, m)) for m in (1, 7, 300)]
     for case in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
-        found.append((f"triton {case}", partial(triton, *case)))
+        checks.append((f"triton {case}", partial(triton, *case)))
     for config, (m, n, k, bias) in itertools.product(kernel_cases.TILE_CONFIGS, kernel_cases.DECODE_SHAPES):
         form = FORMATS[m % 2]
         if config.fits(decode_gemm_configs.width(m), k):
             name = f"decode {config} {form} {m}x{n}x{k}{' bias' if bias else ''}"
-            found.append((name, partial(decode, form, config, m, n, k, bias)))
+            checks.append((name, partial(decode, form, config, m, n, k, bias)))
     for form, (m, splits) in itertools.product(FORMATS, ((1, 1), (7, 2), (33, 4), (64, 1), (100, 8))):
-        found.append((f"decode prologue {form} {m} {splits}", partial(prologue, form, m, splits)))
-    found.append(("kv_rescale", kv_rescale))
-    found += [(f"kv_amax {tokens}", partial(kv_amax, tokens)) for tokens in (1, 128, 8192)]
-    return found
+        checks.append((f"decode prologue {form} {m} {splits}", partial(prologue, form, m, splits)))
+    checks.append(("kv_rescale", kv_rescale))
+    checks += [(f"kv_amax {tokens}", partial(kv_amax, tokens)) for tokens in (1, 128, 8192)]
+    return checks
 
 
 def weight(form: ScaleFormat, dtype: torch.dtype, shape: tuple[int, int]) -> Verdict:
@@ -110,10 +110,10 @@ def weight(form: ScaleFormat, dtype: torch.dtype, shape: tuple[int, int]) -> Ver
 
 def activation(form: ScaleFormat, m: int, k: int) -> Verdict:
     x = kernel_cases.activations(m, k, "cuda")
-    found = quantize_activation.quantize_activation(x, form)
+    quantized = quantize_activation.quantize_activation(x, form)
     equal = [
         kernel_cases.same(a, b)
-        for a, b in zip(found, reference.quantize_activation(x.cpu(), form), strict=True)
+        for a, b in zip(quantized, reference.quantize_activation(x.cpu(), form), strict=True)
     ]
     return all(equal), f"codes and scales equal {equal}"
 
@@ -128,10 +128,10 @@ def rmsnorm(form: ScaleFormat, m: int, k: int) -> Verdict:
 
 
 def normed(
-    found: tuple[Quantized, Tensor], x: Tensor, residual: Tensor, scaling: Tensor, form: ScaleFormat
+    results: tuple[Quantized, Tensor], x: Tensor, residual: Tensor, scaling: Tensor, form: ScaleFormat
 ) -> Verdict:
     """Results of `rmsnorm_quantize`."""
-    quantized, added = found
+    quantized, added = results
     return nearly(
         (*quantized, added), rmsnorm_quantize.rmsnorm_quantize_reference(x, residual, scaling, 1e-6, form)
     )
@@ -139,14 +139,14 @@ def normed(
 
 def gated(name: Activation, form: ScaleFormat, m: int, k: int) -> Verdict:
     gate_up = kernel_cases.activations(m, 2 * k, "cuda") / 8
-    found = gated_quantize.gated_quantize(gate_up, name, form)
-    return nearly(found, gated_quantize.gated_quantize_reference(gate_up, name, form))
+    quantized = gated_quantize.gated_quantize(gate_up, name, form)
+    return nearly(quantized, gated_quantize.gated_quantize_reference(gate_up, name, form))
 
 
 def gelu(name: Gelu, form: ScaleFormat, m: int, k: int) -> Verdict:
     x = kernel_cases.activations(m, k, "cuda") / 8
-    found = gated_quantize.gelu_quantize(x, name, form)
-    return nearly(found, gated_quantize.gelu_quantize_reference(x, name, form))
+    quantized = gated_quantize.gelu_quantize(x, name, form)
+    return nearly(quantized, gated_quantize.gelu_quantize_reference(x, name, form))
 
 
 def turned(m: int) -> Verdict:
@@ -157,12 +157,12 @@ def turned(m: int) -> Verdict:
     return alike(norm_rope.norm_rope(*arguments), norm_rope.norm_rope_reference(*arguments))
 
 
-def alike(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
+def alike(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
     """Codes and values of other roundings here and there, nothing more."""
-    differing = _differing(found, expected)
+    differing = _differing(actual, expected)
     distance = [
         float((a.double() - b.double()).norm() / b.double().norm())
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     ]
     good = max(differing) < 2e-3 and max(distance) < 2e-3
     return good, f"differing {[f'{part:.1e}' for part in differing]} distance {distance}"
@@ -204,19 +204,19 @@ def tallied(tally: AmaxTally, step: tuple[Tensor, Tensor, Tensor], scales: tuple
     return equal and counts, f"amaxes and counts equal {(equal, counts)}"
 
 
-def _differing(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
+def _differing(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
     """Return the share of bytes that differ, for each pair."""
     return [
         float((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).float().mean())
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     ]
 
 
-def nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
+def nearly(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
     """Allow for sums in another order, which move a rounding to BF16 here and there."""
-    differing = _differing(found, expected)
-    values, wanted = (reference.dequantize_activation(*parts[:2]) for parts in (found, expected))
-    distance = float((values - wanted).norm() / wanted.norm())
+    differing = _differing(actual, expected)
+    values, expected_values = (reference.dequantize_activation(*parts[:2]) for parts in (actual, expected))
+    distance = float((values - expected_values).norm() / expected_values.norm())
     good = max([differing[0], *differing[2:]]) < 2e-3 and distance < 2e-3
     return good, f"differing {[f'{part:.1e}' for part in differing]} distance {distance:.1e}"
 

@@ -97,35 +97,35 @@ class Engine:
 
     def seconds(self, requests: int, tokens: int, output: int, seed: int) -> float:
         """Time `requests` prompts of `tokens` random tokens with `output` tokens each, in seconds."""
-        found = self._ask((requests, tokens, output, seed))
-        assert isinstance(found, float)
-        return found
+        elapsed = self._ask((requests, tokens, output, seed))
+        assert isinstance(elapsed, float)
+        return elapsed
 
     def gpu_time(self, requests: int, tokens: int, output: int, seed: int) -> GpuTime:
         """The same, as a profile: of an engine in one process, whose host is slower."""
-        found = self._ask((requests, tokens, output, seed))
-        assert isinstance(found, GpuTime)
-        return found
+        profile = self._ask((requests, tokens, output, seed))
+        assert isinstance(profile, GpuTime)
+        return profile
 
     def linear_errors(self, tokens: tuple[int, ...]) -> dict[str, float]:
         """`served.linear_errors` of its first worker; nothing for engines of other methods than blockfp8."""
-        found: dict[str, float] = self._ask(("linear_errors", tokens))
-        return found
+        errors: dict[str, float] = self._ask(("linear_errors", tokens))
+        return errors
 
     def compiled(self) -> dict[str, int]:
         """Count its worker's compilations, by compiler; none for engines without this plugin."""
-        found: dict[str, int] = self._ask("compiled")
-        return found
+        counts: dict[str, int] = self._ask("compiled")
+        return counts
 
     def steady(self, load: "Load") -> "list[Window]":
         """Measure it under a load; it needs `disable_log_stats=False`."""
-        found: list[Window] = self._ask(load)
-        return found
+        windows: list[Window] = self._ask(load)
+        return windows
 
     def kv_tokens(self) -> int:
         """Tokens that its KV cache holds."""
-        found: int = self._ask("kv_tokens")
-        return found
+        capacity: int = self._ask("kv_tokens")
+        return capacity
 
     def close(self) -> None:
         """End it and the processes that it started: at once where an answer is no longer waited for, or it was never let go
@@ -144,9 +144,9 @@ class Engine:
         try:
             if what is not None:
                 self._end.send(what)
-            found = self._end.recv()
+            answer = self._end.recv()
             self._answered = True
-            return found
+            return answer
         except (EOFError, OSError):
             self._process.join(10)
             raise EngineError(f"the engine {self.name} ended: exit code {self._process.exitcode}") from None
@@ -253,13 +253,13 @@ def _linear_errors(engine: Any, arguments: Mapping[str, Any], tokens: tuple[int,
         return {}
     from vllm_fp8ext.bench.served import linear_errors
 
-    found: dict[str, float] = engine.collective_rpc(linear_errors, args=(tokens,))[0]
-    return found
+    errors: dict[str, float] = engine.collective_rpc(linear_errors, args=(tokens,))[0]
+    return errors
 
 
 def _compiled(engine: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
     """Return what the first worker has compiled."""
     if arguments.get("quantization") != "blockfp8":
         return {}
-    found: dict[str, int] = engine.collective_rpc("fp8ext_compiled")[0]
-    return found
+    counts: dict[str, int] = engine.collective_rpc("fp8ext_compiled")[0]
+    return counts

@@ -90,19 +90,19 @@ def checkpoint(given: Path | None, shape: str) -> Iterator[Path]:
 
 
 def two_checkpoints(
-    given: list[Path] | None, shape: str, folder: Path, device: str | None = None
+    existing: list[Path] | None, shape: str, folder: Path, device: str | None = None
 ) -> list[Path]:
     """Return the given checkpoints, or generate two of a shape that differ.
 
     `device` generates them (by default a GPU, if there is one)."""
-    if given:
-        return given
+    if existing:
+        return existing
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    found = [folder / "a", folder / "b"]
-    for seed, checkpoint in enumerate(found):
+    checkpoints = [folder / "a", folder / "b"]
+    for seed, checkpoint in enumerate(checkpoints):
         size = write_checkpoint(checkpoint, shape, seed, device)
         print(f"{checkpoint.name}: {size / 1e9:.1f} GB generated", flush=True)
-    return found
+    return checkpoints
 
 
 def allowed_dirs(checkpoints: Iterable[Path]) -> list[str]:

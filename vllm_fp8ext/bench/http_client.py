@@ -109,13 +109,15 @@ class Clients:
         shares = [bodies[index :: self._processes] for index in range(self._processes)]
         start = time.time() + 0.2
         work = [(url + ROUTES[load.route], share, load, start, longest) for share in shares if share]
-        found = self._pool.starmap(_ask_all, work)
-        tokens = sum(part[0] for part in found)
+        shares_done = self._pool.starmap(_ask_all, work)
+        tokens = sum(part[0] for part in shares_done)
         if tokens != load.requests * load.output:
             raise AnswerError(f"expected {load.requests * load.output} tokens, found {tokens}")
-        stop = max(part[1] for part in found)
-        gaps = [gap for part in found for gap in part[2]]
-        return Answered(tokens=tokens, seconds=stop - start, gaps=gaps, parts=sum(part[3] for part in found))
+        stop = max(part[1] for part in shares_done)
+        gaps = [gap for part in shares_done for gap in part[2]]
+        return Answered(
+            tokens=tokens, seconds=stop - start, gaps=gaps, parts=sum(part[3] for part in shares_done)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -146,8 +148,8 @@ async def _all(
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         await asyncio.sleep(max(0.0, start - time.time()))
         asked = [_one(session, url, json.dumps(body).encode(), load, gaps) for body in bodies]
-        found = await asyncio.gather(*asked)
-    return sum(tokens for tokens, _ in found), time.time(), gaps, sum(parts for _, parts in found)
+        answers = await asyncio.gather(*asked)
+    return sum(tokens for tokens, _ in answers), time.time(), gaps, sum(parts for _, parts in answers)
 
 
 async def _one(session: Any, url: str, body: bytes, load: Load, gaps: list[float]) -> tuple[int, int]:
@@ -157,8 +159,8 @@ async def _one(session: Any, url: str, body: bytes, load: Load, gaps: list[float
         if response.status != 200:
             raise AnswerError(f"{url}: {response.status} {(await response.text())[:500]}")
         if not load.streamed:
-            found = json.loads(await response.read())
-            return sum(len(choice["token_ids"]) for choice in found["choices"]), 1
+            answer = json.loads(await response.read())
+            return sum(len(choice["token_ids"]) for choice in answer["choices"]), 1
         tokens = parts = 0
         before: dict[int, float] = {}
         async for line in response.content:

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     cases = [case_of(text) for text in options.cases]
     origin = provenance()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
         made = (
             Engine(folder, variant, _arguments(variant, cases, options), held=True)
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for engine, seconds in engines:
                 console.print(f"{engine.name}: ready after {seconds:.0f} s")
                 for case in cases:
-                    found.append(_measured(engine, case, options))
-                    _compare(found)
-                    _tell(found[-1])
+                    results.append(_measured(engine, case, options))
+                    _compare(results)
+                    _tell(results[-1])
                     # as far as it came, whatever happens to the next
-                    write_cases(options.out, origin, found)
+                    write_cases(options.out, origin, results)
     return 0
 
 
@@ -123,11 +123,11 @@ def _measured(engine: Engine, case: tuple[int, int, int], options: argparse.Name
     }
 
 
-def _compare(found: list[dict[str, Any]]) -> None:
+def _compare(results: list[dict[str, Any]]) -> None:
     """Give each its ratio to BF16, which may be measured after it."""
     case = itemgetter("requests", "input", "output")
-    base = {case(other): other["tokens_per_s"] for other in found if other["variant"] == "bf16"}
-    for result in found:
+    base = {case(other): other["tokens_per_s"] for other in results if other["variant"] == "bf16"}
+    for result in results:
         if case(result) in base:
             result["ratio_bf16"] = result["tokens_per_s"] / base[case(result)]
 

@@ -192,18 +192,18 @@ def grown(weights: Weights, factor: float) -> Weights:
 
     Rotary embedding turns channels `c` and `c + D/2` into each other: both are outliers, else the function would change.
     """
-    found = dict(weights)
+    scaled = dict(weights)
     for name, tensor in weights.items():
         if name.endswith(("k_norm.weight", "v_proj.weight")):
-            found[name] = tensor * factor
+            scaled[name] = tensor * factor
         elif name.endswith(("q_norm.weight", "o_proj.weight")):
-            found[name] = tensor / factor
+            scaled[name] = tensor / factor
     for kind, times in (("k", OUTLIER), ("q", 1 / OUTLIER)):
         name = f"model.layers.{OUTLIER_LAYER}.self_attn.{kind}_norm.weight"
-        norm = found[name].clone()
+        norm = scaled[name].clone()
         norm.view(2, -1)[:, OUTLIER_CHANNEL] *= times
-        found[name] = norm
-    return {name: tensor.bfloat16() for name, tensor in found.items()}
+        scaled[name] = norm
+    return {name: tensor.bfloat16() for name, tensor in scaled.items()}
 
 
 def log_probabilities(server: Server, rows: Tensor) -> Tensor:
@@ -221,22 +221,22 @@ def log_probabilities(server: Server, rows: Tensor) -> Tensor:
     )
 
 
-def compared(expected: Tensor, found: Tensor, rows: Tensor) -> dict[str, float]:
-    """`mean_kl`: KL(expected ‖ found) a token; `logprob_error`: mean difference of the true tokens' log-probabilities."""
-    kl = F.kl_div(found.double(), expected.double(), log_target=True, reduction="none").sum(-1)
+def compared(expected: Tensor, actual: Tensor, rows: Tensor) -> dict[str, float]:
+    """`mean_kl`: KL(expected ‖ actual) a token; `logprob_error`: mean difference of the true tokens' log-probabilities."""
+    kl = F.kl_div(actual.double(), expected.double(), log_target=True, reduction="none").sum(-1)
     true = rows[:, 1:, None]
-    error = (expected.gather(-1, true) - found.gather(-1, true)).abs()
+    error = (expected.gather(-1, true) - actual.gather(-1, true)).abs()
     return {
         "mean_kl": kl.mean().item(),
         "logprob_error": error.mean().item(),
-        "accuracy": accuracy(found, rows),
+        "accuracy": accuracy(actual, rows),
         "accuracy_bf16": accuracy(expected, rows),
     }
 
 
-def accuracy(found: Tensor, rows: Tensor) -> float:
+def accuracy(logprobs: Tensor, rows: Tensor) -> float:
     """Share of the answers' tokens that are the likeliest."""
-    right = found.argmax(-1) == rows[:, 1:]
+    right = logprobs.argmax(-1) == rows[:, 1:]
     return right[:, ANSWER_AT - 1 :].float().mean().item()
 
 

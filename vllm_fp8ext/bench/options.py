@@ -97,9 +97,9 @@ def case_of(text: str, *, least_output: int = 1) -> tuple[int, int, int]:
 def json_object(text: str) -> dict[str, Any]:
     """Parse an option's value as a JSON object."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, found {text!r}")
-    return found
+    return value

@@ -171,10 +171,10 @@ def _measure(servers: dict[str, Server], clients: Clients, load: Load, options: 
     parts: dict[str, int] = dict.fromkeys(servers, 0)
     for _ in range(options.repeat):
         for name, server in servers.items():
-            found = clients.ask(server.url, load, next(seeds), 300)
-            samples[name].append(found.tokens / found.seconds)
-            gaps[name] += found.gaps
-            parts[name] += found.parts
+            answered = clients.ask(server.url, load, next(seeds), 300)
+            samples[name].append(answered.tokens / answered.seconds)
+            gaps[name] += answered.gaps
+            parts[name] += answered.parts
             console.print(f"{_name(load):48} {name:40} {samples[name][-1]:9,.0f} tokens/s")
     return [
         {

@@ -23,11 +23,11 @@ MODELS = {
 
 def projections(models: Iterable[str], tp: Iterable[int]) -> list[tuple[int, int]]:
     """Return distinct weight shapes on one of `tp` ranks that `decode_gemm` takes."""
-    found = []
+    shapes = []
     for name, parts in itertools.product(models, tp):
         hidden, intermediate, q, kv = MODELS[name]
-        found += [
+        shapes += [
             *((2 * intermediate // parts, hidden), (hidden, intermediate // parts)),
             *(((q + 2 * kv) // parts, hidden), (hidden, q // parts)),
         ]
-    return [(n, k) for n, k in dict.fromkeys(found) if decode_gemm_configs.usable(1, n, k)]
+    return [(n, k) for n, k in dict.fromkeys(shapes) if decode_gemm_configs.usable(1, n, k)]

@@ -104,9 +104,9 @@ def quantizes_right(
         scales.fill_(torch.nan)
     call(0)
     return all(
-        torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
         for weight, *written in parts
-        for found, expected in zip(written, reference.quantize_weight(weight, form), strict=True)
+        for actual, expected in zip(written, reference.quantize_weight(weight, form), strict=True)
     )
 
 

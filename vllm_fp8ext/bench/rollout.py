@@ -72,19 +72,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
     origin = provenance()
     engines_of = kinds(options.variants, options.kv, options.settings)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
         alive = _apart if options.apart else _together
         with contextlib.closing(alive(engines_of, folder, options)) as groups:
             for engines in groups:
                 for case in cases:
                     if options.profile:
-                        found += _profile(options, case, engines)
-                        write_cases(options.profile, origin, found)
+                        results += _profile(options, case, engines)
+                        write_cases(options.profile, origin, results)
                         continue
-                    found += _measure(options, case, engines, stop, found)
-                    if found:  # as far as it came, whatever happens to the next
-                        _write(options.out, before, origin, found)
+                    results += _measure(options, case, engines, stop, results)
+                    if results:  # as far as it came, whatever happens to the next
+                        _write(options.out, before, origin, results)
     return 0
 
 
@@ -217,7 +217,7 @@ def _measure(
                 samples[kind].append(took)
             else:
                 before[kind] = engine.compiled()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for kind, taken in samples.items():
         if not taken:
             console.print(f"{requests}x{tokens}x{output}: no time left")
@@ -239,18 +239,18 @@ def _measure(
         alike: dict[str, Any] = {"requests": requests, "input": tokens, "output": output}
         alike |= {"variant": "bf16", "kv_cache": kind.kv}
         base = next(
-            (other["tokens_per_s"] for other in (*found, *earlier) if alike.items() <= other.items()), None
+            (other["tokens_per_s"] for other in (*results, *earlier) if alike.items() <= other.items()), None
         )
         if kind.variant == "bf16" or base:
             result["ratio_bf16"] = result["tokens_per_s"] / (base or result["tokens_per_s"])
         speedup = f"{result['ratio_bf16']:5.2f}x" if "ratio_bf16" in result else ""
-        found.append(result)
+        results.append(result)
         first = f"{result['first_token_ms']:8.1f} ms to the first tokens " if not options.steady else ""
         console.print(
             f"{requests:4} x {tokens}/{output} {kind!s:24} {result['tokens_per_s']:9.0f} tok/s "
             f"{result['ms_per_step']:7.2f} ms/step {first}{speedup}"
         )
-    return found
+    return results
 
 
 def require_within(engine: str, errors: dict[str, float]) -> None:
@@ -262,12 +262,12 @@ def require_within(engine: str, errors: dict[str, float]) -> None:
 
 
 def _write(
-    file: Path | None, before: dict[str, Any] | None, origin: dict[str, Any], found: list[dict[str, Any]]
+    file: Path | None, before: dict[str, Any] | None, origin: dict[str, Any], results: list[dict[str, Any]]
 ) -> None:
     """Provenance of each run beside its cases: a file may hold several runs."""
     before = before or {"provenance": origin, "cases": []}
     runs = [*before.get("runs", ()), origin]
-    cases = [*before["cases"], *({**case, "run": len(runs) - 1} for case in found)]
+    cases = [*before["cases"], *({**case, "run": len(runs) - 1} for case in results)]
     write_cases(file, before["provenance"], cases, runs=runs)
 
 
@@ -276,11 +276,11 @@ def _profile(
 ) -> list[dict[str, Any]]:
     """Profile the GPU in a case, the second time it comes."""
     requests, tokens, output = case
-    found = []
+    profiles = []
     for kind, engine in engines.items():
         engine.gpu_time(*case, 0)
         took = engine.gpu_time(*case, 1)
-        found.append(
+        profiles.append(
             {
                 **said(options, case, kind),
                 "milliseconds": took.milliseconds,
@@ -298,7 +298,7 @@ def _profile(
         for name, milliseconds, launches in took.kernels[:10]:
             each = milliseconds / launches * 1e3
             console.print(f"{milliseconds:9.2f} ms {launches:7} x {each:9.2f} us  {name[:90]}")
-    return found
+    return profiles
 
 
 def said(options: argparse.Namespace, case: tuple[int, int, int], kind: Kind) -> dict[str, Any]:

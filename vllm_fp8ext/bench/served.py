@@ -21,20 +21,20 @@ def linear_errors(worker: Any, tokens: Sequence[int]) -> dict[str, float]:
     Products have these numbers of tokens. `worker`: vLLM's, which serves with blockfp8. Each product goes to the kernel
     that takes so many tokens there, with activations that have outlier channels.
     """
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for layer in worker.model_runner.get_model().modules():
         method = getattr(layer, "quant_method", None)
         if not isinstance(method, BlockFp8LinearMethod):
             continue
         codes, scales = getattr(layer, CODES), getattr(layer, SCALES)
         shape = "x".join(map(str, codes.shape))
-        if shape in found:
+        if shape in errors:
             continue
         form = method.scale_format
-        found[shape] = 0.0
+        errors[shape] = 0.0
         for m in tokens:
             x = kernel_cases.activations(m, codes.shape[1], codes.device.type)
             out = method.apply(layer, x)[:ROWS]
             few = reference.quantize_activation(x[:ROWS], form)
-            found[shape] = max(found[shape], kernel_cases.gemm_error(out, *few, codes, scales))
-    return found
+            errors[shape] = max(errors[shape], kernel_cases.gemm_error(out, *few, codes, scales))
+    return errors

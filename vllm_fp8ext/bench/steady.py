@@ -70,11 +70,11 @@ class Steady:
             self._step()
             if len(self._fresh) < before:
                 settled = time.perf_counter() + SETTLE_SECONDS
-        found = [self._window() for _ in range(load.windows)]
+        windows = [self._window() for _ in range(load.windows)]
         self._core.abort_request(list(self._names))
         while self._core.has_unfinished_requests():
             self._core.step()
-        return found
+        return windows
 
     def _begin(self, tokens: int, output: int) -> str:
         name = f"{id(self)}-{self._count}"

@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with contextlib.nullcontext(ahead[variant]) if ahead else start(variant) as server:
                     if not ahead:
                         wait_for_all({variant: server}, console)
-                    for found in _measure(variant, options, server, checkpoints):
-                        cases += found
+                    for measured in _measure(variant, options, server, checkpoints):
+                        cases += measured
                         write_cases(options.out, origin, cases)
     _show(cases)
     return 0
@@ -162,14 +162,14 @@ def _measure(
                 ):
                     beside = partial(bare, checkpoints[0]) if bare else lambda: None
                     case |= _updates(options, load, partial(_next, push, weights), beside)
-                found = [case]
+                cases = [case]
                 if bare:
-                    found.append(bare.case(options.shape, transport))
-                    case["ratio_bare"] = case["total_seconds"] / found[-1]["total_seconds"]
+                    cases.append(bare.case(options.shape, transport))
+                    case["ratio_bare"] = case["total_seconds"] / cases[-1]["total_seconds"]
                 console.print(
                     {name: value for name, value in case.items() if name not in ("samples", "windows")}
                 )
-                yield found
+                yield cases
 
 
 def _next(push: Push, weights: Iterator[int]) -> dict[str, float]:

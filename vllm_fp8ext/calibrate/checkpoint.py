@@ -45,7 +45,7 @@ def checkpoint_names(layers: Iterable[str], parts: Iterable[Range]) -> dict[str,
         ValueError: a layer for whose scales vLLM has no name, or of which the checkpoint has none or several.
     """
     modules = {module for part in parts for module in _parents(part.name)}
-    found = {}
+    names = {}
     for layer in layers:
         module, _, last = layer.rpartition(".")
         if last != "attn":
@@ -59,8 +59,8 @@ def checkpoint_names(layers: Iterable[str], parts: Iterable[Range]) -> dict[str,
                 break
         if len(places) != 1:
             raise ValueError(f"{layer}: expected one such module in the checkpoint, found {places or 'none'}")
-        found[layer] = places[0]
-    return found
+        names[layer] = places[0]
+    return names
 
 
 def _parents(name: str) -> Iterable[str]:

@@ -95,11 +95,11 @@ def calibrate(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="fp8ext-calibrate-") as folder:
-            found = _served(model, settings, Path(folder), arguments)
-        write_calibrated(model, out, parts, found.scales)
+            computed = _served(model, settings, Path(folder), arguments)
+        write_calibrated(model, out, parts, computed.scales)
     except (OSError, RuntimeError) as error:  # no room, no permission; an engine that did not start
         raise ConfigError(f"calibrate: {error}") from error
-    Console().print(_table(out, found.scales))
+    Console().print(_table(out, computed.scales))
 
 
 def _served(

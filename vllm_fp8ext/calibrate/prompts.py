@@ -19,12 +19,12 @@ def read_prompts(file: Path, tokenize: Callable[[str], list[int]], tokens: int) 
     Raises:
         ValueError: no prompt, a line that is none, or so short prompts that `MOST` of them do not have enough tokens.
     """
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     for number, line in _lines(file):
-        left = tokens - sum(map(len, found))
+        left = tokens - sum(map(len, prompts))
         if left <= 0:
-            return found
-        if len(found) == MOST:
+            return prompts
+        if len(prompts) == MOST:
             raise ValueError(
                 f"{file}: expected {tokens} tokens in at most {MOST} prompts, found {tokens - left} in the first {MOST}; "
                 f"join short prompts, or ask for --tokens {tokens - left}"
@@ -35,10 +35,10 @@ def read_prompts(file: Path, tokenize: Callable[[str], list[int]], tokens: int) 
                 f"{file}:{number}: expected token ids, such as 1 2 3 or [1, 2, 3], or text as a JSON string or "
                 f'{{"prompt": "…"}}, found {line[:80]}'
             )
-        found.append(ids[:left])
-    if not found:
+        prompts.append(ids[:left])
+    if not prompts:
         raise ValueError(f"{file}: expected a prompt a line, found none")
-    return found
+    return prompts
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:

@@ -91,20 +91,20 @@ class SourceTree:
         if not interface.name:
             return None
         first, *members = interface.name.split(".")
-        found = self._lookup(module, first)
-        if found is None:
+        resolved = self._lookup(module, first)
+        if resolved is None:
             if not members and self._module(f"{interface.module}.{first}") is not None:
                 return None  # a module is imported by its package's name, too
             return f"{first} is missing"
         path = first
         for member in members:
-            found = self._member(found, member)
+            resolved = self._member(resolved, member)
             path = f"{path}.{member}"
-            if found is None:
+            if resolved is None:
                 return f"{path} is missing"
         if not interface.parameters:
             return None
-        accepted = self._parameters(found)
+        accepted = self._parameters(resolved)
         if accepted is None:
             return f"{path} is no longer a function or class whose parameters can be read"
         absent = [parameter for parameter in interface.parameters if parameter not in accepted]
@@ -129,28 +129,28 @@ class SourceTree:
         if name not in module.names:
             for source in module.star_imports:
                 origin = self._module(source)
-                if origin is not None and (found := self._lookup(origin, name, seen)) is not None:
-                    return found
+                if origin is not None and (imported := self._lookup(origin, name, seen)) is not None:
+                    return imported
             return None
         definition = module.names[name]
         if isinstance(definition, _Import) and definition.name is not None:
             origin = self._module(definition.source)
-            if origin is not None and (found := self._lookup(origin, definition.name, seen)) is not None:
-                return found
+            if origin is not None and (imported := self._lookup(origin, definition.name, seen)) is not None:
+                return imported
         return _Found(definition, module)
 
     def _classes(
-        self, found: _Found, seen: frozenset[str] = frozenset()
+        self, resolved: _Found, seen: frozenset[str] = frozenset()
     ) -> Iterator[tuple[ast.ClassDef, _Module]]:
         """The class and its bases, nearest first, as far as the tree holds them."""
-        node = found.definition
-        if not isinstance(node, ast.ClassDef) or f"{found.module.name}.{node.name}" in seen:
+        node = resolved.definition
+        if not isinstance(node, ast.ClassDef) or f"{resolved.module.name}.{node.name}" in seen:
             return
-        seen |= {f"{found.module.name}.{node.name}"}
-        yield node, found.module
+        seen |= {f"{resolved.module.name}.{node.name}"}
+        yield node, resolved.module
         for base in node.bases:
             expression = base.value if isinstance(base, ast.Subscript) else base
-            if (parent := self._resolve(expression, found.module)) is not None:
+            if (parent := self._resolve(expression, resolved.module)) is not None:
                 yield from self._classes(parent, seen)
 
     def _resolve(self, expression: ast.expr, module: _Module) -> _Found | None:
@@ -166,9 +166,9 @@ class SourceTree:
                 return None if source is None else self._lookup(source, expression.attr)
         return None
 
-    def _member(self, found: _Found, name: str) -> _Found | None:
+    def _member(self, resolved: _Found, name: str) -> _Found | None:
         """A method, class attribute or instance attribute of a class or of its bases."""
-        for node, module in self._classes(found):
+        for node, module in self._classes(resolved):
             members = _names_in(node.body, module.name)
             if name in members.names:
                 return _Found(members.names[name], module)
@@ -176,14 +176,14 @@ class SourceTree:
                 return _Found(None, module)
         return None
 
-    def _parameters(self, found: _Found) -> set[str] | None:
+    def _parameters(self, resolved: _Found) -> set[str] | None:
         """The parameters of a function, or those of making an instance; None when neither can be read."""
-        if isinstance(found.definition, _Function):
-            return _parameter_names(found.definition)
-        if not isinstance(found.definition, ast.ClassDef):
+        if isinstance(resolved.definition, _Function):
+            return _parameter_names(resolved.definition)
+        if not isinstance(resolved.definition, ast.ClassDef):
             return None
         accepted: set[str] = set()
-        for node, module in self._classes(found):
+        for node, module in self._classes(resolved):
             initializer = _names_in(node.body, module.name).names.get("__init__")
             if isinstance(initializer, _Function):
                 return accepted | _parameter_names(initializer)
@@ -263,7 +263,7 @@ def _absolute(statement: ast.ImportFrom, package: str) -> str:
 
 def _instance_attributes(node: ast.ClassDef) -> set[str]:
     """Every `x` of a `self.x = ...` in the methods of the class."""
-    found: set[str] = set()
+    attributes: set[str] = set()
     for method in _flat(node.body, lazy=False):
         if not isinstance(method, _Function):
             continue
@@ -271,7 +271,7 @@ def _instance_attributes(node: ast.ClassDef) -> set[str]:
         if not positional:
             continue
         own = positional[0].arg
-        found |= {
+        attributes |= {
             part.attr
             for part in ast.walk(method)
             if isinstance(part, ast.Attribute)
@@ -279,7 +279,7 @@ def _instance_attributes(node: ast.ClassDef) -> set[str]:
             and isinstance(part.value, ast.Name)
             and part.value.id == own
         }
-    return found
+    return attributes
 
 
 def _parameter_names(function: _Function) -> set[str]:

@@ -116,7 +116,9 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         )
     live = reasons if settings.staging != "none" else []
     groups = (("blockfp8", never), ("blockfp8 with live updates", live))
-    lines = ["\n  ".join([f"{what} can't be combined with:", *found]) for what, found in groups if found]
+    lines = [
+        "\n  ".join([f"{what} can't be combined with:", *refused]) for what, refused in groups if refused
+    ]
     if live:
         which = "the latter" if never else "they"
         lines.append(f"Without live updates ({WITHOUT_UPDATES}) {which} are not refused.")

@@ -95,8 +95,8 @@ def _run(count: int, folder: Path, report: Report, console: Console) -> None:
             with bf16.client() as client:
                 client.push(LATE, version="late")
         with _step(console, f"asking {count} held-out problems, after the update"):
-            found = answers(fp8.url, asked)
-            after = {"fp8": accuracy(found, asked), "bf16": accuracy(answers(bf16.url, asked), asked)}
+            after_update = answers(fp8.url, asked)
+            after = {"fp8": accuracy(after_update, asked), "bf16": accuracy(answers(bf16.url, asked), asked)}
         _add_accuracy(report, before, after)
         _add_update(report, update, streams, max(seen.longest_gap(*span) for seen in streams))
         with _step(console, "comparing digests, and trying updates that must be refused"):
@@ -107,7 +107,7 @@ def _run(count: int, folder: Path, report: Report, console: Console) -> None:
                 ("q_proj alone", "incomplete", _lone),
             ):
                 _add_refusal(report, fp8, name, kind, spoil(folder))
-            same = answers(fp8.url, asked) == found and fp8.client().digests().model_dump() == served
+            same = answers(fp8.url, asked) == after_update and fp8.client().digests().model_dump() == served
             report.add("answers and digests after both refusals", "unchanged" if same else "changed", same)
 
 
@@ -128,14 +128,14 @@ async def _push_under_traffic(server: Server) -> tuple[schema.Update, list[Compl
 
     prompts = [problem.prompt for problem in problems(_RUNNING, seed=1)]
     with server.client() as weights:
-        found = await attempt(weights)
+        attempted = await attempt(weights)
         for _ in range(_ATTEMPTS - 1):
-            if any(seen.straddles for seen in found[1]):
+            if any(seen.straddles for seen in attempted[1]):
                 break
             # on a machine with few cores the commit may find that all requests have just ended: back, and once more
             await asyncio.to_thread(weights.rollback)
-            found = await attempt(weights)
-    return found
+            attempted = await attempt(weights)
+    return attempted
 
 
 def _add_accuracy(report: Report, before: dict[str, float], after: dict[str, float]) -> None:

@@ -56,9 +56,9 @@ def answers(url: str, problems: Sequence[Problem]) -> list[str]:
     return asyncio.run(ask_all())
 
 
-def accuracy(found: Sequence[str], problems: Sequence[Problem]) -> float:
+def accuracy(texts: Sequence[str], problems: Sequence[Problem]) -> float:
     """Share of right answers."""
-    return sum(text == problem.answer for text, problem in zip(found, problems, strict=True)) / len(problems)
+    return sum(text == problem.answer for text, problem in zip(texts, problems, strict=True)) / len(problems)
 
 
 async def traffic(

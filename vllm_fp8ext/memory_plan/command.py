@@ -74,32 +74,32 @@ def plan(
         batched_tokens=max_num_batched_tokens or (device.max_num_batched_tokens if device else 2048),
         seqs=max_num_seqs or (device.max_num_seqs if device else 256),
     )
-    found = rows(shape, serving)
+    planned = rows(shape, serving)
     if as_json:
-        click.echo(json.dumps(_data(shape, device.name if device else None, serving, found), indent=2))
+        click.echo(json.dumps(_data(shape, device.name if device else None, serving, planned), indent=2))
         return
     console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
-    console.print(_table(shape, device.name if device else None, serving, found))
-    for line in _notes(shape, serving, found, device):
+    console.print(_table(shape, device.name if device else None, serving, planned))
+    for line in _notes(shape, serving, planned, device):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _data(model: Model, gpu_name: str | None, serving: Serving, found: list[Row]) -> dict[str, Any]:
+def _data(model: Model, gpu_name: str | None, serving: Serving, planned: list[Row]) -> dict[str, Any]:
     return {
         "model": model.name,
         "gpu": gpu_name,
         "serving": asdict(serving),
         "overhead_bytes": overhead(model, serving),
-        "rows": [{**asdict(row), "ratio": _ratio(row, found)} for row in found],
+        "rows": [{**asdict(row), "ratio": _ratio(row, planned)} for row in planned],
     }
 
 
-def _ratio(row: Row, found: list[Row]) -> float | None:
+def _ratio(row: Row, planned: list[Row]) -> float | None:
     """KV tokens against those of BF16 with a BF16 KV cache."""
-    return row.tokens / found[0].tokens if found[0].tokens else None
+    return row.tokens / planned[0].tokens if planned[0].tokens else None
 
 
-def _table(model: Model, gpu_name: str | None, serving: Serving, found: list[Row]) -> Table:
+def _table(model: Model, gpu_name: str | None, serving: Serving, planned: list[Row]) -> Table:
     where = [gpu_name or f"{serving.kv_bytes:,} bytes of KV cache"]
     where += [f"tensor parallel {serving.tp}, each rank"] if serving.tp > 1 else []
     name = Path(model.name).resolve().name if Path(model.name).exists() else model.name
@@ -111,8 +111,8 @@ def _table(model: Model, gpu_name: str | None, serving: Serving, found: list[Row
         table.add_column(heading, overflow="fold")
     for heading in ("GiB", "twin", "KV B/token", "blocks", "KV tokens", "batch", "× BF16"):
         table.add_column(heading, justify="right", overflow="fold")  # no digit is left out
-    for row in found:
-        ratio = _ratio(row, found)
+    for row in planned:
+        ratio = _ratio(row, planned)
         table.add_row(
             _weights(row),
             row.kv.upper(),
@@ -131,8 +131,8 @@ def _weights(row: Row) -> str:
     return row.weights.upper() + (" + twin" if row.twin_bytes else "")
 
 
-def _notes(model: Model, serving: Serving, found: list[Row], device: Gpu | None) -> list[str]:
-    stagings = {bool(row.twin_bytes): row.staging for row in found}
+def _notes(model: Model, serving: Serving, planned: list[Row], device: Gpu | None) -> list[str]:
+    stagings = {bool(row.twin_bytes): row.staging for row in planned}
     notes = [
         f"GiB of weights and twin. FP8 + twin: staging {stagings[True]}, the default. FP8: {stagings[False]}."
     ]
@@ -157,7 +157,7 @@ def _notes(model: Model, serving: Serving, found: list[Row], device: Gpu | None)
         )
     notes += [
         f"{_weights(row)} with {row.kv.upper()} KV does not fit: {row.short_bytes / GIB:.2f} GiB short of one request."
-        for row in found
+        for row in planned
         if row.short_bytes
     ]
     return notes

@@ -135,7 +135,7 @@ def _built(config: Any, name: str) -> Model:
     experts = int(getattr(config, "num_experts_per_tok", 0) or 0)
     hidden = int(config.hidden_size)
     width = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
-    found = Model(
+    shape = Model(
         name=name,
         parameters=tuple(_parameters(model)),
         windows=_windows(config),
@@ -148,19 +148,19 @@ def _built(config: Any, name: str) -> Model:
         vocabulary=int(config.vocab_size),
         max_context=_max_context(config),
     )
-    rows = found.kv_heads * found.head_dim
-    for parameter in found.parameters:
+    rows = shape.kv_heads * shape.head_dim
+    for parameter in shape.parameters:
         if parameter.role is Role.KV_PROJECTION and parameter.shape[0] != rows:
             raise ConfigError(
                 f"{parameter.name} has {parameter.shape[0]} rows, where KV heads and head_dim say {rows}"
             )
-    return found
+    return shape
 
 
 def _max_context(config: Any) -> int:
     """Tokens that vLLM lets a request have (`_get_and_verify_max_len`)."""
-    found = getattr(config, "rope_parameters", None) or {}
-    layers = [found] if "rope_type" in found else [kind for kind in found.values() if isinstance(kind, dict)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    layers = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     factors = [kind.get("factor") for kind in layers if kind.get("rope_type") not in _SCALED]
     factor = (factors[-1] if factors else None) or 1.0
     return int(config.max_position_embeddings * (1.0 if "gemma3" in config.model_type else factor))

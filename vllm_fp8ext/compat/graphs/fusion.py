@@ -73,13 +73,13 @@ def name_kernels(config: Any, model: nn.Module) -> None:
     """
     from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
 
-    found = set()
+    kernels = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, BlockFp8LinearMethod):
-            found.add(f"{list(module.weight.shape)} {method.route}")
+            kernels.add(f"{list(module.weight.shape)} {method.route}")
     for each in compiled_with(config, model):
-        each.additional_config = {**(each.additional_config or {}), "fp8ext_kernels": sorted(found)}
+        each.additional_config = {**(each.additional_config or {}), "fp8ext_kernels": sorted(kernels)}
 
 
 class JoinLinear(InductorPass):
@@ -94,18 +94,18 @@ class JoinLinear(InductorPass):
         self.norm_rope = norm_rope
 
     def __call__(self, graph: fx.Graph) -> None:
-        found = turned = 0
+        joined = turned = 0
         if self.norm_rope:
             from vllm_fp8ext.compat.graphs import fusion_rope
 
             turned = fusion_rope.join_rope(graph)
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is torch.ops.fp8ext.linear.default:
-                found += _join_norm(graph, node) or _join_gate(graph, node) or _join_gelu(graph, node)
+                joined += _join_norm(graph, node) or _join_gate(graph, node) or _join_gelu(graph, node)
         graph.eliminate_dead_code()
         logger.debug(
             "fp8ext: joined %d linear layers with what comes before them, %d attention layers' inputs",
-            found,
+            joined,
             turned,
         )
 
@@ -170,10 +170,10 @@ def _join_gelu(graph: fx.Graph, node: fx.Node) -> bool:
     source = node.args[0]
     if not isinstance(source, fx.Node) or len(source.users) > 1:
         return False
-    found = fusion_gelu.gelu_of(source)
-    if found is None:
+    matched = fusion_gelu.gelu_of(source)
+    if matched is None:
         return False
-    _replace(graph, node, torch.ops.fp8ext.gelu_linear.default, *found)
+    _replace(graph, node, torch.ops.fp8ext.gelu_linear.default, *matched)
     return True
 
 

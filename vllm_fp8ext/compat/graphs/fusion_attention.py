@@ -62,11 +62,12 @@ def configure(config: Any, form: ScaleFormat | None) -> None:
 
 def _wrap_call(call: Any) -> Any:
     def joined(self: Any, graph: fx.GraphModule, example_inputs: Any) -> Any:
-        asked = (self.vllm_config.additional_config or {}).get(_KEY)
-        found = join_attention(graph, asked["scale_format"]) if asked else 0
-        if found:
+        options = (self.vllm_config.additional_config or {}).get(_KEY)
+        joined_layers = join_attention(graph, options["scale_format"]) if options else 0
+        if joined_layers:
             logger.info(
-                "blockfp8: %d attention layers quantize their outputs for the layers behind them", found
+                "blockfp8: %d attention layers quantize their outputs for the layers behind them",
+                joined_layers,
             )
         return call(self, graph, example_inputs)
 
@@ -79,13 +80,13 @@ def join_attention(module: fx.GraphModule, form: str) -> int:
     It is done where nothing but a linear layer that quantizes to this format reads what attention writes. Returns
     how often.
     """
-    found = 0
+    joined = 0
     for node in list(module.graph.nodes):
         if _runs(node, torch.ops.vllm.unified_attention_with_output):
-            found += _join(module.graph, node, form)
-    if found:
+            joined += _join(module.graph, node, form)
+    if joined:
         module.recompile()
-    return found
+    return joined
 
 
 def _join(graph: fx.Graph, attention: fx.Node, form: str) -> bool:
@@ -137,9 +138,9 @@ def _call(graph: fx.Graph, target: Any, *arguments: Any) -> fx.Node:
 
 
 def _example(node: fx.Node) -> Tensor:
-    found = node.meta["example_value"]
-    assert isinstance(found, Tensor)
-    return found
+    example = node.meta["example_value"]
+    assert isinstance(example, Tensor)
+    return example
 
 
 def _runs(node: fx.Node, operation: Any) -> bool:

@@ -56,16 +56,16 @@ def _decomposed(name: str, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
     return first, result
 
 
-def _alike(found: object, wanted: object, inputs: dict[fx.Node, fx.Node]) -> bool:
+def _alike(node: object, pattern: object, inputs: dict[fx.Node, fx.Node]) -> bool:
     """Tell whether two expressions are the same but for their inputs, which are noted."""
-    if not isinstance(wanted, fx.Node):
-        return type(found) is type(wanted) and found == wanted
-    if not isinstance(found, fx.Node):
+    if not isinstance(pattern, fx.Node):
+        return type(node) is type(pattern) and node == pattern
+    if not isinstance(node, fx.Node):
         return False
-    if wanted.op == "placeholder":
-        return inputs.setdefault(wanted, found) is found
-    if (found.op, found.target, found.kwargs) != (wanted.op, wanted.target, wanted.kwargs):
+    if pattern.op == "placeholder":
+        return inputs.setdefault(pattern, node) is node
+    if (node.op, node.target, node.kwargs) != (pattern.op, pattern.target, pattern.kwargs):
         return False
-    return len(found.args) == len(wanted.args) and all(
-        _alike(one, other, inputs) for one, other in zip(found.args, wanted.args, strict=True)
+    return len(node.args) == len(pattern.args) and all(
+        _alike(one, other, inputs) for one, other in zip(node.args, pattern.args, strict=True)
     )

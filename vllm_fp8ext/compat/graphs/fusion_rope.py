@@ -65,9 +65,9 @@ def join_rope(graph: fx.Graph) -> int:
     joined = 0
     for node in list(graph.nodes):
         if calls(node, _aten.index.Tensor) and (table := _table(node)):
-            found = [heads for user in _users(table.cos) if (heads := _heads(user, table))]
+            turned = [heads for user in _users(table.cos) if (heads := _heads(user, table))]
             pairs = [
-                (q, k) for q in found for k in found if q.split is k.split and (q.part, k.part) == (0, 1)
+                (q, k) for q in turned for k in turned if q.split is k.split and (q.part, k.part) == (0, 1)
             ]
             joined += len(pairs) == 1 and _join(graph, table, *pairs[0])
     return joined
@@ -214,10 +214,10 @@ def _factor(product: Any, row: fx.Node) -> fx.Node | None:
 
 def _users(cos: fx.Node) -> list[fx.Node]:
     """Find tensors that are put together of what a row of cosines multiplies."""
-    found: dict[fx.Node, None] = {cos: None}
+    nodes: dict[fx.Node, None] = {cos: None}
     for _ in ("unsqueeze", "mul", "sub or add", "cat"):
-        found = dict.fromkeys(user for node in found for user in node.users)
-    return list(found)
+        nodes = dict.fromkeys(user for node in nodes for user in node.users)
+    return list(nodes)
 
 
 def _given(node: Any) -> bool:

@@ -22,13 +22,13 @@ def calls(node: Any, *targets: Any) -> bool:
 
 def value(node: Any) -> torch.Tensor:
     """The fake tensor that it makes."""
-    found = node.meta["val"]
-    assert isinstance(found, torch.Tensor)
-    return found
+    tensor = node.meta["val"]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
 
 
 def alike(*nodes: Any) -> bool:
     """Tell whether all are known, and make tensors of one dtype."""
     values = [getattr(node, "meta", {}).get("val") for node in nodes]
-    dtypes = {found.dtype for found in values if isinstance(found, torch.Tensor)}
+    dtypes = {tensor.dtype for tensor in values if isinstance(tensor, torch.Tensor)}
     return None not in values and len(dtypes) == 1

@@ -72,8 +72,8 @@ class _Single(NamedTuple):
 
 def apart(metadata: Any) -> Apart:
     """Once for all layers that share the metadata."""
-    found: Apart | None = getattr(metadata, _APART, None)
-    if found is None:
+    split: Apart | None = getattr(metadata, _APART, None)
+    if split is None:
         count, schedule = getattr(metadata, _SINGLE)
         prompts = dataclasses.replace(
             metadata,
@@ -82,9 +82,9 @@ def apart(metadata: Any) -> Apart:
             block_table=metadata.block_table[count:],
             scheduler_metadata=schedule,
         )
-        found = Apart(metadata.seq_lens[:count], prompts)
-        setattr(metadata, _APART, found)
-    return found
+        split = Apart(metadata.seq_lens[:count], prompts)
+        setattr(metadata, _APART, split)
+    return split
 
 
 def install() -> None:
@@ -107,15 +107,15 @@ def takes_all(builder: Any) -> bool:
     One that does all the same computes its schedule itself. But a graph that was captured with other requests holds
     FlashAttention, and reads a schedule that every step has to renew: one of all steps, or of drafts too.
     """
-    found: bool | None = getattr(builder, _TAKEN, None)
-    if found is None:
+    takes: bool | None = getattr(builder, _TAKEN, None)
+    if takes is None:
         compilation = builder.vllm_config.compilation_config
         layers = compilation.static_forward_context
         alone = compilation.cudagraph_mode != CUDAGraphMode.FULL
-        found = alone and builder.vllm_config.speculative_config is None
-        found &= all(is_taken(layers[name]) for name in builder.layer_names)
-        setattr(builder, _TAKEN, found)
-    return found
+        takes = alone and builder.vllm_config.speculative_config is None
+        takes &= all(is_taken(layers[name]) for name in builder.layer_names)
+        setattr(builder, _TAKEN, takes)
+    return takes
 
 
 def _wrap_build(original: Any) -> Any:
@@ -177,7 +177,7 @@ def _leading(step: Any) -> int:
 def _schedule(builder: Any, metadata: Any, count: int) -> Tensor | None:
     if metadata.scheduler_metadata is None:
         return None
-    found: Tensor | None = builder._get_scheduler_metadata(
+    schedule: Tensor | None = builder._get_scheduler_metadata(
         aot_schedule=True,
         batch_size=metadata.seq_lens.shape[0] - count,
         cu_query_lens=metadata.query_start_loc[count:],
@@ -187,4 +187,4 @@ def _schedule(builder: Any, metadata: Any, count: int) -> Tensor | None:
         causal=metadata.causal,
         max_num_splits=metadata.max_num_splits,
     )
-    return found
+    return schedule

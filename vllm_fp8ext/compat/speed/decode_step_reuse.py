@@ -145,8 +145,8 @@ def previous_step(runner: Any) -> PreviousStep | None:
     """
     if not hasattr(runner, _PREVIOUS):
         setattr(runner, _PREVIOUS, PreviousStep() if can_reuse(runner) else None)
-    found: PreviousStep | None = getattr(runner, _PREVIOUS)
-    return found
+    previous: PreviousStep | None = getattr(runner, _PREVIOUS)
+    return previous
 
 
 def is_configured(config: Any) -> bool:

@@ -56,8 +56,8 @@ def is_one() -> bool:
 
 def apart(metadata: Any) -> Apart | None:
     """Return what two kernels attend to, each its part, of such a step's metadata."""
-    found: Apart | None = getattr(metadata, _APART, None)
-    return found
+    split: Apart | None = getattr(metadata, _APART, None)
+    return split
 
 
 def build(builder: Any, step: Any, count: int, make: Callable[[Any], Any]) -> Any:

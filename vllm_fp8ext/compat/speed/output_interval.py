@@ -277,10 +277,10 @@ def join(early: Any, late: Any) -> None:
 
 def _concatenated(parts: list[Any]) -> Any:
     """Join `LogprobsLists` at the width of the narrowest: a step is as wide as its request that asks for most."""
-    found = [part for part in parts if part is not None]
-    if len(found) < 2:
-        return found[0] if found else None
-    ids, logprobs, ranks, _ = zip(*found, strict=True)
+    present = [part for part in parts if part is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    ids, logprobs, ranks, _ = zip(*present, strict=True)
     width = min(part.shape[1] for part in ids)
     return LogprobsLists(
         np.concatenate([part[:, :width] for part in ids]),

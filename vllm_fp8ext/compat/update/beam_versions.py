@@ -140,13 +140,13 @@ def _wrap_offline(original: Any) -> Any:
             return results
 
         llm._render_and_run_requests = noted
-        found = original(llm, *args, **kwargs)
-        for output in found:
+        outputs = original(llm, *args, **kwargs)
+        for output in outputs:
             for beam in output.sequences:
                 asked = beam.orig_prompt
                 prompt = asked.get("decoder_prompt", asked)["prompt_token_ids"]
                 beam.weight_versions = lineage.spans(prompt, beam.tokens[len(prompt) :])
-        return found
+        return outputs
 
     return beam_search
 

@@ -103,9 +103,11 @@ def held_blocks(core: Any) -> list[HeldBlocks]:
     groups = scheduler.kv_cache_config.kv_cache_groups
     held: list[set[int]] = [set() for _ in groups]
     for request in (*scheduler.running, *scheduler.kv_holding_waiting):
-        for found, blocks in zip(held, manager.get_block_ids(request.request_id), strict=True):
-            found.update(blocks)
+        for block_ids, blocks in zip(held, manager.get_block_ids(request.request_id), strict=True):
+            block_ids.update(blocks)
     return [
-        HeldBlocks(tuple(group.layer_names), group.kv_cache_spec.block_size, tuple(sorted(found - {null})))
-        for group, found in zip(groups, held, strict=True)
+        HeldBlocks(
+            tuple(group.layer_names), group.kv_cache_spec.block_size, tuple(sorted(block_ids - {null}))
+        )
+        for group, block_ids in zip(groups, held, strict=True)
     ]

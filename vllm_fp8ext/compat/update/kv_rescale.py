@@ -47,5 +47,5 @@ class CachedCodes:
     def _cached(self, name: str, ratios: Mapping[str, list[float]]) -> CachedLayer:
         layer = self._layers[name]
         key, value = key_value_views(layer)
-        found = (torch.tensor(ratios[kind]).expand(layer.num_kv_heads) for kind in ("k", "v"))
-        return CachedLayer(key, value, *found)
+        by_head = (torch.tensor(ratios[kind]).expand(layer.num_kv_heads) for kind in ("k", "v"))
+        return CachedLayer(key, value, *by_head)

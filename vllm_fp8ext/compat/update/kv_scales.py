@@ -47,6 +47,6 @@ def gather(mine: RankScales) -> list[RankScales]:
     group = get_tp_group()
     if group.world_size == 1:
         return [mine]
-    found: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
-    return found
+    gathered: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(gathered, mine, group=group.cpu_group)
+    return gathered

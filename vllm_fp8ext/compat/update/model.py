@@ -134,7 +134,7 @@ def kept_layers(models: nn.Module) -> dict[str, list[str]]:
 
 def require_no_copies(model: nn.Module) -> None:
     """Raises `ConfigError` naming modules that copy weights at their first step: no update would reach the copies."""
-    found = {
+    copying = {
         "FourierRotaryEmbedding (a table made of its coefficients)": any(
             type(module).__name__ == "FourierRotaryEmbedding" for module in model.modules()
         ),
@@ -142,7 +142,7 @@ def require_no_copies(model: nn.Module) -> None:
             getattr(module, "_fse_fuse_gate", False) for module in model.modules()
         ),
     }
-    copies = [name for name, there in found.items() if there]
+    copies = [name for name, there in copying.items() if there]
     if copies:
         raise not_updatable(copies, "would not reach all of them")
 

@@ -77,9 +77,9 @@ def _refusal(checkpoint: str, seen: set[str]) -> ConfigError:
 
 def _holders(checkpoint: str) -> dict[str, list[str]]:
     """Names of a local checkpoint's files by the tensors that they have."""
-    found: dict[str, list[str]] = defaultdict(list)
+    holders: dict[str, list[str]] = defaultdict(list)
     with suppress(UpdateError):
         for file in checkpoint_files(Path(checkpoint)):
             for stored in file_tensors(file):
-                found[stored.spec.name].append(file.name)
-    return dict(found)
+                holders[stored.spec.name].append(file.name)
+    return dict(holders)

@@ -38,7 +38,7 @@ _QUERY_ROWS = 256
 
 def require_plain_attention(model: nn.Module) -> None:
     """Raise `ConfigError` naming layers that are not causal attention over their own K and V."""
-    others = sorted({found for module in model.modules() if (found := _beyond(module))})
+    others = sorted({reason for module in model.modules() if (reason := _beyond(module))})
     if others:
         raise not_updatable(others, "could not be tried before it is served")
 

@@ -55,9 +55,9 @@ def tie_alike(live: nn.Module, twin: nn.Module) -> None:
 
 def _require_same_on_all_ranks(tied: dict[str, str]) -> None:
     group = get_tp_group()
-    found: list[dict[str, str] | None] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, tied, group=group.cpu_group)
-    if any(other != tied for other in found):
+    gathered: list[dict[str, str] | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(gathered, tied, group=group.cpu_group)
+    if any(other != tied for other in gathered):
         raise ConfigError(
             "the checkpoint's output layer (lm_head.weight) equals the embedding in the rows of some ranks alone, and the "
             "configuration says tie_word_embeddings: set it to false there to serve both as they are"

@@ -62,9 +62,9 @@ def _taken_alike(mapper: WeightsMapper, name: str) -> set[str]:
         return set()
     prefixes, parts = ([pair for pair in rules.items() if all(pair)] for rules in _rules(mapper))
     begun = {own, *(old + own.removeprefix(new) for old, new in prefixes if own.startswith(new))}
-    found = begun | {one.replace(new, old, 1) for one in begun for old, new in parts if new in one}
+    candidates = begun | {one.replace(new, old, 1) for one in begun for old, new in parts if new in one}
     taken = mapper._map_name_with_shard(name)
-    return {other for other in found - {name} if mapper._map_name_with_shard(other) == taken}
+    return {other for other in candidates - {name} if mapper._map_name_with_shard(other) == taken}
 
 
 def _rules(mapper: WeightsMapper) -> tuple[Mapping[str, str | None], Mapping[str, str | None]]:
@@ -120,12 +120,12 @@ def _model_of(config: Any) -> tuple[dict[str, Shape], list[Any]]:
 
 
 def _unique(pairs: Iterable[tuple[str, str]], names: Collection[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    unique: dict[str, str] = {}
     twice = set()
     for other, name in pairs:
-        if other not in names and found.setdefault(other, name) != name:
+        if other not in names and unique.setdefault(other, name) != name:
             twice.add(other)
-    return {other: name for other, name in found.items() if other not in twice}
+    return {other: name for other, name in unique.items() if other not in twice}
 
 
 def names_of(model: nn.Module, config: Any, *, tied: bool) -> ModelNames:
@@ -148,7 +148,7 @@ def tied_heads(model: nn.Module, *, tied: bool) -> dict[str, list[str]]:
     `tied`: the model is one whose output layer is its embedding, even where the class makes none.
     """
     embeddings: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
+    heads_of: dict[str, list[str]] = {}
     heads = 0
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, VocabParallelEmbedding):
@@ -156,7 +156,7 @@ def tied_heads(model: nn.Module, *, tied: bool) -> dict[str, list[str]]:
             own = f"{path}.weight"
             embedding = embeddings.setdefault(id(module.weight), own)
             if embedding != own:
-                found[embedding] = [*sorted(names_of_mapper(model, [own])), own]
+                heads_of[embedding] = [*sorted(names_of_mapper(model, [own])), own]
     if tied and not heads:
-        found |= {path: [_HEAD] for path in list(embeddings.values())[:1]}
-    return {path: sorted(names, key=lambda name: name != _HEAD) for path, names in found.items()}
+        heads_of |= {path: [_HEAD] for path in list(embeddings.values())[:1]}
+    return {path: sorted(names, key=lambda name: name != _HEAD) for path, names in heads_of.items()}

@@ -141,8 +141,8 @@ def _wrap_track_weight_version(original: Any) -> Any:
 
 def _wrap_spans(original: Any) -> Any:
     def spans(self: Any) -> list[EpochSpan] | None:
-        found = original(self)
-        return None if found is None else [EpochSpan.of(span) for span in found]
+        native = original(self)
+        return None if native is None else [EpochSpan.of(span) for span in native]
 
     return spans
 
