@@ -19,7 +19,7 @@ IDENTITY = (
     *("model", "kernel", "shape", "m", "part", "transport", "requests", "running", "load", "input", "output"),
     *("variant", "kv_cache", "staging", "policy", "settings", "engine", "fused", "buckets"),
 )
-"""What a case is of; everything else is what was found."""
+"""What a case is of; everything else was measured."""
 SETUP = ("model", "requests", "input", "output", "kv_cache")
 """What a case and its BF16 have in common."""
 
@@ -29,7 +29,7 @@ Case = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("found", type=Path, nargs="+")
+    parser.add_argument("measured", type=Path, nargs="+")
     parser.add_argument("--note", default="", help="what else should be known of these runs")
     parser.add_argument(
         "--bf16",
@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     text = options.results.read_text()
     results = json.loads(text)
-    for file in options.found:
+    for file in options.measured:
         try:
             add(results, json.loads(file.read_text()), options.note)
         except ValueError as error:
@@ -51,22 +51,22 @@ def main() -> None:
     options.results.write_text(json.dumps(results, indent=indent) + "\n")
 
 
-def add(results: dict[str, Any], found: dict[str, Any], note: str = "") -> None:
+def add(results: dict[str, Any], measured: dict[str, Any], note: str = "") -> None:
     """Put one run into the results.
 
     Raises:
         ValueError: cases of the run that `IDENTITY` does not tell apart.
     """
-    if len({_identity(case) for case in found["cases"]}) < len(found["cases"]):
+    if len({_identity(case) for case in measured["cases"]}) < len(measured["cases"]):
         raise ValueError(f"expected cases that differ in {', '.join(IDENTITY)}, found several alike")
-    more = {name: value for name, value in found.items() if name not in ("provenance", "runs", "cases")}
+    more = {name: value for name, value in measured.items() if name not in ("provenance", "runs", "cases")}
     runs = results.setdefault("runs", [])
     first = len(runs)
-    for origin in found.get("runs") or [found["provenance"]]:
+    for origin in measured.get("runs") or [measured["provenance"]]:
         told = {**origin, "command": _bare(origin["command"])}
         runs.append({**told, **more, **({"note": note} if note else {})})
     places = {_identity(case): place for place, case in enumerate(results["cases"])}
-    for case in found["cases"]:
+    for case in measured["cases"]:
         new = {**case, "run": first + case.get("run", 0)}
         place = places.get(_identity(case))
         if place is None:
@@ -94,7 +94,7 @@ def compare(cases: list[Case]) -> None:
 
 
 def _identity(case: Case) -> str:
-    """No settings are as good as none said; how many requests were running was found."""
+    """No settings are as good as none said; how many requests were running was measured."""
     said = (case.get(name) for name in IDENTITY)
     return json.dumps(
         [None if value == {} or isinstance(value, float) else value for value in said], sort_keys=True

@@ -47,7 +47,7 @@ def main() -> int:
                 samples["vllm"].append(_vllm(server, folder, options.requests, repeat))
                 seconds = options.requests * OUTPUT / samples["vllm"][-1]["tokens_per_s"]
                 samples["fp8ext"].append(_ours(server, folder, seconds, repeat))
-                print(repeat, {who: found[-1] for who, found in samples.items()}, flush=True)
+                print(repeat, {who: runs[-1] for who, runs in samples.items()}, flush=True)
     cases, good = [], True
     for metric, limit in LIMITS.items():
         ours, theirs = (
@@ -89,11 +89,11 @@ def _vllm(server: Server, folder: Path, requests: int, seed: int) -> dict[str, f
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    found: dict[str, Any] = json.loads((folder / "vllm.json").read_text())
+    result: dict[str, Any] = json.loads((folder / "vllm.json").read_text())
     return {
-        "tokens_per_s": found["output_throughput"],
-        "ttft_p50": found["median_ttft_ms"] / 1e3,
-        "itl_p50": found["median_itl_ms"] / 1e3,
+        "tokens_per_s": result["output_throughput"],
+        "ttft_p50": result["median_ttft_ms"] / 1e3,
+        "itl_p50": result["median_itl_ms"] / 1e3,
     }
 
 

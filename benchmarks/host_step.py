@@ -140,29 +140,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     origin = provenance()
-    found: list[dict[str, Any]] = []
+    cases: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
         for kind in kinds(options.variants, [options.kv], options.settings):
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                found += process.submit(_measure, folder, kind, options).result()
-            write_cases(options.out, origin, found)
+                cases += process.submit(_measure, folder, kind, options).result()
+            write_cases(options.out, origin, cases)
     for case in options.cases:
         console.print(
-            _table([one for one in found if (one["requests"], one["input"], one["output"]) == case])
+            _table([one for one in cases if (one["requests"], one["input"], one["output"]) == case])
         )
 
 
-def _table(found: list[dict[str, Any]]) -> Table:
+def _table(cases: list[dict[str, Any]]) -> Table:
     """Of one case, microseconds of each part and how often it was called, by variant."""
-    case = found[0]
+    case = cases[0]
     title = f"{case['model']}, {case['requests']} x {case['input']}/{case['output']}"
-    of = [Kind(one["variant"], one["kv_cache"], json.dumps(one["settings"], sort_keys=True)) for one in found]
+    of = [Kind(one["variant"], one["kv_cache"], json.dumps(one["settings"], sort_keys=True)) for one in cases]
     table = Table("us a step (calls)", *map(str, of), title=title)
     for part in (*PARTS, REST):
-        told = [next((each for each in one["parts"] if each["part"] == part), None) for one in found]
-        if any(told):
-            table.add_row(part, *(f"{each['us']:.0f} ({each['calls']:.0f})" if each else "" for each in told))
-    table.add_row("all", *(f"{one['us']:.0f}" for one in found))
+        timings = [next((each for each in one["parts"] if each["part"] == part), None) for one in cases]
+        if any(timings):
+            table.add_row(
+                part, *(f"{each['us']:.0f} ({each['calls']:.0f})" if each else "" for each in timings)
+            )
+    table.add_row("all", *(f"{one['us']:.0f}" for one in cases))
     return table
 
 
@@ -181,7 +183,7 @@ def _measure(folder: Path, kind: Kind, options: argparse.Namespace) -> list[dict
     for layer in layers.values():
         if hasattr(layer, "impl"):
             layer.impl.forward = clock.timed(ATTENTION, layer.impl.forward)
-    found = []
+    results = []
     for requests, tokens, output in options.cases:
         prompts: Any = [
             {"prompt_token_ids": [1 + (i + j) % 100 for j in range(tokens)]} for i in range(requests)
@@ -196,11 +198,11 @@ def _measure(folder: Path, kind: Kind, options: argparse.Namespace) -> list[dict
         steps = decoding if output > 1 else [_together(answer) for answer in answers[1:]]
         parts = []
         for part in (*PARTS, REST):
-            told = [step.get(part, (0.0, 0)) for step in steps]
-            us, calls = (statistics.median(each) for each in zip(*told, strict=True))
+            step_parts = [step.get(part, (0.0, 0)) for step in steps]
+            us, calls = (statistics.median(each) for each in zip(*step_parts, strict=True))
             if us:
                 parts.append({"part": part, "us": us, "calls": calls})
-        found.append(
+        results.append(
             {
                 **said(options, (requests, tokens, output), kind),
                 "us": statistics.median(sum(us for us, _ in step.values()) for step in steps),
@@ -208,17 +210,17 @@ def _measure(folder: Path, kind: Kind, options: argparse.Namespace) -> list[dict
                 "parts": parts,
             }
         )
-    return found
+    return results
 
 
 def _together(steps: list[Parts]) -> Parts:
-    found: Parts = {}
+    totals: Parts = {}
     for step in steps:
         for part, (us, calls) in step.items():
-            told = found.setdefault(part, [0.0, 0])
-            told[0] += us
-            told[1] += calls
-    return found
+            total = totals.setdefault(part, [0.0, 0])
+            total[0] += us
+            total[1] += calls
+    return totals
 
 
 def _replace(place: str, change: Callable[[Any], Any]) -> None:
@@ -226,10 +228,10 @@ def _replace(place: str, change: Callable[[Any], Any]) -> None:
     module, _, path = place.partition(":")
     owner, name = path.split(".")
     try:
-        found = getattr(importlib.import_module(module), owner)
+        patched = getattr(importlib.import_module(module), owner)
     except (ImportError, AttributeError):
         return
-    setattr(found, name, change(getattr(found, name)))
+    setattr(patched, name, change(getattr(patched, name)))
 
 
 if __name__ == "__main__":

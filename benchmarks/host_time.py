@@ -63,7 +63,7 @@ def main() -> None:
                 us = _timed(call)
                 if repeat:  # the first compiles
                     samples[name].append(us)
-    found: list[dict[str, Any]] = [
+    cases: list[dict[str, Any]] = [
         {
             "kernel": name,
             "variant": "vllm" if name.startswith(VLLM) else options.variant,
@@ -73,11 +73,11 @@ def main() -> None:
         }
         for name, times in samples.items()
     ]
-    write_cases(options.out, origin, found)
+    write_cases(options.out, origin, cases)
     table = Table("operator", "us")
-    for case in found:
+    for case in cases:
         table.add_row(case["kernel"], f"{case['us']:.1f}")
-    ours = sum(case["us"] for case in found if case["kernel"] in layer and case["variant"] != "vllm")
+    ours = sum(case["us"] for case in cases if case["kernel"] in layer and case["variant"] != "vllm")
     table.add_row("a layer's operators, ours", f"{ours:.1f}")
     console.print(table)
 

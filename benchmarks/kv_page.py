@@ -53,8 +53,8 @@ def tables() -> dict[str, str]:
 
 @functools.cache
 def _cases(name: str) -> Cases:
-    found: Cases = json.loads((RESULTS / f"{name}.json").read_text())["cases"]
-    return found
+    cases: Cases = json.loads((RESULTS / f"{name}.json").read_text())["cases"]
+    return cases
 
 
 def _long_cases() -> Cases:
@@ -99,8 +99,8 @@ def _attention(cases: Cases) -> str:
     bf16, fp8 = ("BF16: FlashAttention 3, µs", "our own"), ("FP8: FlashAttention 3", "our own")
     rows = []
     variants = ("bf16", "blockfp8_bf16", "fp8", "blockfp8")
-    for (requests, context), found in _by_context(cases, "attention_decode").items():
-        row = [found[variant] for variant in variants]
+    for (requests, context), by_variant in _by_context(cases, "attention_decode").items():
+        row = [by_variant[variant] for variant in variants]
         cells = [f"{row[0]['us']:,.1f}"]
         cells += [f"{case['us']:,.1f} ({row[0]['us'] / case['us']:.2f}×)" for case in row[1:]]
         cells.append(", ".join(f"{case['ratio_copy']:.0%}" for case in row))
@@ -110,33 +110,33 @@ def _attention(cases: Cases) -> str:
 
 def _mixed(cases: Cases) -> str:
     rows = []
-    for (requests, context), found in _by_context(cases, "attention_mixed").items():
-        flash, own = found["fp8"]["us"], found["blockfp8"]["us"]
+    for (requests, context), by_variant in _by_context(cases, "attention_mixed").items():
+        flash, own = by_variant["fp8"]["us"], by_variant["blockfp8"]["us"]
         rows.append([f"{requests:,}, {context:,}", f"{flash:,.1f}", f"{own:,.1f} ({flash / own:.2f}×)"])
     return table(["requests, context", "FlashAttention 3, µs", "our own beside it"], rows)
 
 
 def _by_context(cases: Cases, kernel: str) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
     """Requests and the context of each: what each variant did."""
-    found: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    by_context: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     for case in cases:
         if case["kernel"] == kernel:
-            found.setdefault((case["m"], case["shape"][0]), {})[case["variant"]] = case
-    return found
+            by_context.setdefault((case["m"], case["shape"][0]), {})[case["variant"]] = case
+    return by_context
 
 
 def _long_picture(cases: Cases) -> None:
     loads = sorted({(case["output"], case["requests"]) for case in cases})
     figure, axis = pyplot.subplots(figsize=(8, 3.6))
     for offset, (variant, label) in enumerate(VARIANTS.items()):
-        found = {
+        ratios = {
             (case["output"], case["requests"]): case["ratio_bf16"]
             for case in cases
             if case["variant"] == variant
         }
-        places = {load: index + 0.2 * offset - 0.3 for index, load in enumerate(loads) if load in found}
+        places = {load: index + 0.2 * offset - 0.3 for index, load in enumerate(loads) if load in ratios}
         bars = axis.bar(
-            list(places.values()), [found[load] for load in places], 0.18, label=label.replace("`", "")
+            list(places.values()), [ratios[load] for load in places], 0.18, label=label.replace("`", "")
         )
         axis.bar_label(bars, fmt="%.2f", fontsize=8)
     axis.set_xticks(range(len(loads)), [f"{requests:,} × {output:,} tokens" for output, requests in loads])
@@ -149,11 +149,11 @@ def _long_picture(cases: Cases) -> None:
 
 def _series(cases: Cases) -> dict[str, dict[tuple[str, str], Cases]]:
     """By direction, by policy and granularity: one case an update."""
-    found: dict[str, dict[tuple[str, str], Cases]] = {}
+    by_direction: dict[str, dict[tuple[str, str], Cases]] = {}
     for case in cases:
         key = case["policy"], case["granularity"]
-        found.setdefault(case["direction"], {}).setdefault(key, []).append(case)
-    return found
+        by_direction.setdefault(case["direction"], {}).setdefault(key, []).append(case)
+    return by_direction
 
 
 def _label(policy: str, granularity: str) -> str:
@@ -187,12 +187,12 @@ def _accuracy(cases: Cases) -> str:
 
 
 def _picture(cases: Cases) -> None:
-    found = _series(cases)
-    figure, axes = pyplot.subplots(1, len(found), figsize=(11, 4), sharey=True, squeeze=False)
+    by_direction = _series(cases)
+    figure, axes = pyplot.subplots(1, len(by_direction), figsize=(11, 4), sharey=True, squeeze=False)
     colors = {
         policy: f"C{index}" for index, policy in enumerate(dict.fromkeys(case["policy"] for case in cases))
     }
-    for axis, (direction, policies) in zip(axes[0], found.items(), strict=True):
+    for axis, (direction, policies) in zip(axes[0], by_direction.items(), strict=True):
         for (policy, granularity), series in policies.items():
             axis.plot(
                 [case["factor"] for case in series],

@@ -96,8 +96,8 @@ def _load(
     file = report / "report.json"
     if not file.exists():
         raise SystemExit(f"{name}, {traffic}: the load test made no report; what it said is above")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
 def _case(variant: str, traffic: str, report: dict[str, Any]) -> dict[str, Any]:

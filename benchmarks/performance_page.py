@@ -54,8 +54,8 @@ def main() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
     _kernels_picture(_cases("kernels"))
     _rollout_picture(_engine_cases())
-    for page, found in tables().items():
-        fill(page, found)
+    for page, page_tables in tables().items():
+        fill(page, page_tables)
 
 
 def tables() -> dict[Path, dict[str, str]]:
@@ -115,8 +115,10 @@ def _decode(cases: Cases) -> str:
         for variant in ("bf16", *DECODE):
             cells = []
             for m in TOKENS:
-                found = _of(cases, "decode_gemm", shape=shape, m=m, variant=variant)
-                cells.append(f"{found[0]['us']:.1f} ({found[0]['ratio_bf16']:.2f}×)" if found else "–")
+                matching = _of(cases, "decode_gemm", shape=shape, m=m, variant=variant)
+                cells.append(
+                    f"{matching[0]['us']:.1f} ({matching[0]['ratio_bf16']:.2f}×)" if matching else "–"
+                )
             if set(cells) == {"–"}:
                 continue
             label = DECODE.get(variant, f"`{variant}`")
@@ -134,8 +136,10 @@ def _prefill(cases: Cases) -> str:
     for shape in _shapes(cases, "prefill_gemm"):
         for m in (4096, 8192):
             base = _of(cases, "prefill_gemm", shape=shape, m=m, variant="bf16")[0]["us"]
-            found = [_of(cases, "prefill_gemm", shape=shape, m=m, variant=variant)[0] for variant in PREFILL]
-            cells = [f"{case['us']:.0f} ({case['ratio_bf16']:.2f}×)" for case in found]
+            products = [
+                _of(cases, "prefill_gemm", shape=shape, m=m, variant=variant)[0] for variant in PREFILL
+            ]
+            cells = [f"{case['us']:.0f} ({case['ratio_bf16']:.2f}×)" for case in products]
             rows.append([_shape(shape), str(m), f"{base:.0f}", *cells])
     for variant in PREFILL[:2]:
         ratios = [case["ratio_bf16"] for case in _of(cases, "prefill_gemm", variant=variant)]
@@ -229,16 +233,18 @@ def _ratios(cases: Cases) -> str:
 
 
 def _engines(
-    cases: Cases, shown: list[tuple[str, str]], titles: list[str], found: Callable[..., list[str]]
+    cases: Cases, shown: list[tuple[str, str]], titles: list[str], cells_of: Callable[..., list[str]]
 ) -> str:
-    """A row for each number of requests with as many tokens in as out, and what was `found` of BF16, `fp8_per_block` and
-    `blockfp8`."""
+    """Make a row for each number of requests with as many tokens in as out.
+
+    `cells_of` makes its cells, given the cases of BF16, `fp8_per_block` and `blockfp8`.
+    """
     rows = []
     for setup in shown:
         for group in _groups(cases):
             base = group["bf16"]
             if (base["model"], base["kv_cache"]) == setup and base["input"] == base["output"]:
-                cells = found(base, *(group[variant] for variant in ENGINES))
+                cells = cells_of(base, *(group[variant] for variant in ENGINES))
                 rows.append([f"{base['model']}, {_kv(base)}", str(base["requests"]), *cells])
     return table(["model, KV cache", "requests", *titles], rows)
 
@@ -289,14 +295,16 @@ def _beside(
     cases: Cases,
     titles: list[str],
     of: Callable[[Case], list[str]],
-    found: Callable[[Case, str], str],
+    cell_of: Callable[[Case, str], str],
 ) -> str:
-    """A table of engines, two of `blockfp8` among them: what a row is `of`, and what was `found` of each, which is given the
-    ratio to BF16 as it is told."""
+    """Make a table of engines, two of `blockfp8` among them.
+
+    `of` makes a row's first cells; `cell_of` makes the cell of an engine, given its case and its ratio to BF16 as text.
+    """
     rows = []
     for engines in _two_of_ours(cases):
         ratios = ["", *(f" ({case['ratio_bf16']:.2f}×)" for case in engines[1:])]
-        rows.append([*of(engines[0]), *map(found, engines, ratios)])
+        rows.append([*of(engines[0]), *map(cell_of, engines, ratios)])
     return table(titles, rows)
 
 
@@ -338,12 +346,12 @@ def _kv(case: dict[str, Any]) -> str:
 
 def _groups(cases: Cases) -> list[dict[str, dict[str, Any]]]:
     """Cases without settings that differ in the variant alone, by variant: where there are several, the last."""
-    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for case in cases:
         if case["settings"]:
             continue
-        found.setdefault(_order(case), {})[case["variant"]] = case
-    return [found[key] for key in sorted(found) if "bf16" in found[key]]
+        groups.setdefault(_order(case), {})[case["variant"]] = case
+    return [groups[key] for key in sorted(groups) if "bf16" in groups[key]]
 
 
 def _order(case: dict[str, Any]) -> tuple[Any, ...]:

@@ -58,12 +58,12 @@ def main() -> int:
                 for round in range(options.repeats + 1):
                     for transport in options.transports:
                         for variant, pushed in _variants(held, transport).items():
-                            found = _push(client, pushed, transport, group)
+                            measured = _push(client, pushed, transport, group)
                             if round:
-                                samples.setdefault((transport, variant), []).append(found)
+                                samples.setdefault((transport, variant), []).append(measured)
                     cases = [
-                        _case(options, size, *which, found, samples[which[0], "dict"])
-                        for which, found in samples.items()
+                        _case(options, size, *which, measured, samples[which[0], "dict"])
+                        for which, measured in samples.items()
                     ]
                     write_cases(options.out, origin, cases)
     table = Table("transport", "pushed", "seconds", "against dict", "peak")
@@ -77,8 +77,8 @@ def main() -> int:
 
 
 def _variants(held: Tensors, transport: str) -> dict[str, Any]:
-    found = {"dict": held, "iterable": iter(held.items()), "one buffer": _gathered(held)}
-    return found | ({"flat": partial(_flat, held)} if transport == "ipc" else {})
+    variants = {"dict": held, "iterable": iter(held.items()), "one buffer": _gathered(held)}
+    return variants | ({"flat": partial(_flat, held)} if transport == "ipc" else {})
 
 
 def _flat(held: Tensors) -> Tensors:

@@ -75,10 +75,10 @@ async def taken(engine: AsyncLLM) -> Routes:
 
 def differing(one: Routes, other: Routes) -> list[dict[str, Any]]:
     """By layer: the share of tokens whose experts differ as sets, and of choices that the other side did not make."""
-    found = []
+    layers = []
     for layer, (here, there) in enumerate(zip(one, other, strict=True)):
         lost = [len(set(a) - set(b)) for a, b in zip(here, there, strict=True)]
-        found.append(
+        layers.append(
             {
                 "layer": layer,
                 "tokens": len(lost),
@@ -86,7 +86,7 @@ def differing(one: Routes, other: Routes) -> list[dict[str, Any]]:
                 "choices_differ": sum(lost) / sum(map(len, here)),
             }
         )
-    return found
+    return layers
 
 
 async def routes(engine: AsyncLLM, prompts: list[list[int]], name: str) -> Routes:
@@ -115,25 +115,25 @@ def engine_on(model: Path, **options: Any) -> AsyncLLM:
 
 async def measured(early: Path, late: Path, count: int) -> list[dict[str, Any]]:
     """Each checkpoint in BF16 and in FP8, and the late one also as an update of the early one."""
-    found: dict[str, dict[str, Routes]] = {"BF16": {}, "FP8": {}}
+    routes_by_weights: dict[str, dict[str, Routes]] = {"BF16": {}, "FP8": {}}
     tokenizer = AutoTokenizer.from_pretrained(early)
     prompts = [tokenizer.encode(problem.prompt + problem.answer) for problem in problems(count, seed=3)]
     for path in (early, late):
         for weights, options in (("BF16", {}), ("FP8", {"quantization": "blockfp8"})):
             engine = engine_on(path, **options)
             await followed(engine)
-            found[weights][path.name] = await routes(engine, prompts, path.name)
+            routes_by_weights[weights][path.name] = await routes(engine, prompts, path.name)
             if (weights, path) == ("FP8", early):
                 async with embedded(engine) as client:
                     await client.push(late, version="late")
-                    found[weights]["updated"] = await routes(engine, prompts, "updated")
+                    routes_by_weights[weights]["updated"] = await routes(engine, prompts, "updated")
             engine.shutdown()
     cases = [
         {"checkpoint": path.name, "one": "BF16", "other": "FP8", **layer}
         for path in (early, late)
-        for layer in differing(found["BF16"][path.name], found["FP8"][path.name])
+        for layer in differing(routes_by_weights["BF16"][path.name], routes_by_weights["FP8"][path.name])
     ]
-    same = differing(found["FP8"][late.name], found["FP8"]["updated"])
+    same = differing(routes_by_weights["FP8"][late.name], routes_by_weights["FP8"]["updated"])
     return cases + [
         {"checkpoint": late.name, "one": "FP8", "other": "FP8 after an update", **layer} for layer in same
     ]

@@ -41,8 +41,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
         folder = Path(scratch)
         a, b = two_checkpoints(None, options.shape, folder, options.device)
-        found = _updated(options, a, b, folder, cases, console)
-        _cold(options, b, folder, found, cases, console)
+        updated = _updated(options, a, b, folder, cases, console)
+        _cold(options, b, folder, updated, cases, console)
     table = Table("case", "seconds", "equal")
     for case in cases:
         table.add_row(case["case"], f"{case['seconds']:.3f}", str(case.get("equal", "")))
@@ -113,12 +113,17 @@ def _pushes(device: str, a: Path, b: Path) -> list[tuple[str, Path, Transport, b
 
 
 def _cold(
-    options: Any, b: Path, folder: Path, found: dict[str, Any], cases: list[dict[str, Any]], console: Console
+    options: Any,
+    b: Path,
+    folder: Path,
+    updated: dict[str, Any],
+    cases: list[dict[str, Any]],
+    console: Console,
 ) -> None:
     with _server(options, b, folder / "cold.log", str(folder)) as server, server.client() as client:
         seconds = _timed(server.wait, 900)
         console.print(f"cold start on B: {seconds:.0f} s")
-        equal = client.digests().digests == found["digests"]
+        equal = client.digests().digests == updated["digests"]
         cases.append(
             {
                 "model": options.shape,
@@ -134,7 +139,7 @@ def _cold(
                 "model": options.shape,
                 "case": "digests of B computed from the checkpoint on the CPU, without vLLM",
                 "seconds": time.perf_counter() - start,
-                "equal": alone == found["digests"],
+                "equal": alone == updated["digests"],
                 "tensors": len(alone),
             }
         )
@@ -144,7 +149,7 @@ def _cold(
                 "model": options.shape,
                 "case": "greedy outputs of B = cold start's",
                 "seconds": 0.0,
-                "equal": outputs == found["outputs"],
+                "equal": outputs == updated["outputs"],
                 "tokens": sum(map(len, outputs)),
             }
         )

@@ -69,7 +69,7 @@ def main() -> int:
                     "lost_ms": lost * seconds / count * 1e3,
                 }
             )
-            cases = [_case(options, part, found) for part, found in samples.items() if found]
+            cases = [_case(options, part, taken) for part, taken in samples.items() if taken]
             write_cases(options.out, origin, cases)
             usual = after
     for case in cases:

@@ -56,9 +56,9 @@ def main() -> int:
         update = _updates(client, checkpoints)
         load = stack.enter_context(Background(server.url, options.running)) if options.running else None
         for tokens, updated in itertools.product(options.prompts, (False, True)):
-            found = _window(server.url, options, tokens, load, update if updated else None)
+            window = _window(server.url, options, tokens, load, update if updated else None)
             case = {"model": options.shape, "load": options.running, "users": options.users}
-            cases.append({**case, "prompt_tokens": tokens, "updated": updated, **found})
+            cases.append({**case, "prompt_tokens": tokens, "updated": updated, **window})
             console.print({name: value for name, value in cases[-1].items() if name != "first_token"})
             write_cases(options.out, origin, cases)
     return 0
