@@ -43,7 +43,7 @@ class Target:
     """How many of the most likely tokens get a logprob beside the sampled one; None: no logprobs."""
 
 
-class Failure(Exception):
+class RequestFailure(Exception):
     """A request failed. `said`: what the server, or the error, said."""
 
     def __init__(self, kind: str, said: str = "") -> None:
@@ -93,12 +93,12 @@ class RequestSender:
             step=step,
         )
         try:
-            with gevent.Timeout(self.target.timeout, Failure(TIMEOUT)):
+            with gevent.Timeout(self.target.timeout, RequestFailure(TIMEOUT)):
                 self._read(body, request)
         except gevent.GreenletExit:
             request.error = UNFINISHED
             raise
-        except Failure as failure:
+        except RequestFailure as failure:
             request.error, request.said = str(failure), short(failure.said) or None
         except (TimeoutError, gevent.Timeout):
             request.error = TIMEOUT
@@ -139,7 +139,7 @@ class RequestSender:
         response = self._client.post(self._path, body=body)
         with response:
             if response.status_code != 200:
-                raise Failure(f"http-{response.status_code}", _refusal(response))
+                raise RequestFailure(f"http-{response.status_code}", _refusal(response))
             done = False
             while line := response.readline(b"\n"):
                 if line.startswith(b"data:"):
@@ -149,9 +149,9 @@ class RequestSender:
                         continue
                     _take(data, request)
         if not done or request.finish is None:
-            raise Failure("truncated")
+            raise RequestFailure("truncated")
         if request.finish == "abort":
-            raise Failure("aborted")
+            raise RequestFailure("aborted")
 
 
 def _refusal(response: Any) -> str:
@@ -205,9 +205,9 @@ def _take(data: bytes, request: RequestRecord) -> None:
     try:
         part = json.loads(data)
     except ValueError:
-        raise Failure("broken", f"expected JSON in an event, found {data!r}") from None
+        raise RequestFailure("broken", f"expected JSON in an event, found {data!r}") from None
     if not isinstance(part, dict) or part.get("error") is not None:
-        raise Failure("server-error", _message(part))
+        raise RequestFailure("server-error", _message(part))
     count(part, at, request)
     for choice in part.get("choices") or ():
         for span in choice.get("weight_versions") or ():

@@ -13,7 +13,7 @@ from vllm_fp8ext.update.contract.results import Result, UpdateState
 from vllm_fp8ext.update.transports.transport import Announcement, Route
 
 
-class Announced:
+class AnnouncedChunk:
     """One chunk that a client has announced. `body`: fields of its route's body, nested ones plain."""
 
     def __init__(self, backend: Backend, id: str, body: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from vllm_fp8ext.serve import schema
-from vllm_fp8ext.serve.announced_chunks import Announced
+from vllm_fp8ext.serve.announced_chunks import AnnouncedChunk
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.checkpoint_reading import read_checkpoint
 from vllm_fp8ext.serve.commits import commit_once, load, rollback
@@ -72,7 +72,7 @@ class Handlers:
         """Return the endpoint of a transport's route."""
 
         async def announce(id: schema.UpdateId, body: route.body) -> Any:  # type: ignore[name-defined]  # a value that FastAPI reads
-            chunk = Announced(self._backend, id, dict(body))
+            chunk = AnnouncedChunk(self._backend, id, dict(body))
             if route.waits:
                 return await run_to_end(chunk.stage(route))
             await self._backend.engine(Operation.CHECK, id=id)

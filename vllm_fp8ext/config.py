@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.gemm.registry import DECODE_GEMM
 from vllm_fp8ext.kernels.moe.expert_configs import FUSED_KERNEL
-from vllm_fp8ext.kv_settings import KvScales
+from vllm_fp8ext.kv_settings import KvScalesSetting
 from vllm_fp8ext.layers import gemm_kernels
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -259,7 +259,7 @@ class Settings(BaseModel):
     memory and writes into the served weights: the engine stands still from an update's first tensor to its commit, and one
     that fails in between leaves it poisoned. `none` refuses updates."""
 
-    kv_scales: KvScales | None = None
+    kv_scales: KvScalesSetting | None = None
     """Required with an FP8 KV cache: who computes its scales, and how (`kv_settings`)."""
 
     allowed_dirs: tuple[str, ...] = Field(default=(), strict=False)

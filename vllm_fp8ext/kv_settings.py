@@ -81,4 +81,4 @@ def spelled_out(value: Any) -> Any:
     return {"policy": value} if isinstance(value, str) else value
 
 
-KvScales = Annotated[KvScaleSettings, BeforeValidator(spelled_out)]
+KvScalesSetting = Annotated[KvScaleSettings, BeforeValidator(spelled_out)]

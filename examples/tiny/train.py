@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from vllm_fp8ext.checkpoints import DIGITS, Problem, held_out, problems
+from vllm_fp8ext.checkpoints import DIGITS, AdditionProblem, held_out, problems
 from vllm_fp8ext.kernels.moe.experts import reference_experts
 
 Model: TypeAlias = Qwen3ForCausalLM | Qwen3MoeForCausalLM
@@ -111,7 +111,7 @@ def build_model(experts: int = 0) -> Model:
     return model
 
 
-def encode(items: list[Problem]) -> Tensor:
+def encode(items: list[AdditionProblem]) -> Tensor:
     """Token ids of whole problems, end-of-sequence included: one row each, all of one length."""
     first, eos = len(SPECIAL), SPECIAL.index("<eos>")
     return torch.tensor([[first + CHARACTERS.index(c) for c in p.prompt + p.answer] + [eos] for p in items])
@@ -120,7 +120,7 @@ def encode(items: list[Problem]) -> Tensor:
 def training_rows() -> Tensor:
     """Token ids of every problem that is not held out."""
     limit = 10**DIGITS
-    items = [Problem(a, b) for a in range(limit) for b in range(limit) if not held_out(a, b)]
+    items = [AdditionProblem(a, b) for a in range(limit) for b in range(limit) if not held_out(a, b)]
     return encode(items).to(torch.uint8)
 
 

@@ -58,7 +58,7 @@ def _by_head(scales_G: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitSums:
     """How well scales fit values: sums, so that ranks and layers can be added."""
 
     elements: int
@@ -68,12 +68,12 @@ class Fit:
     squared_norm: float
 
 
-def fit(values_TGD: Tensor, scales_G: Tensor) -> Fit:
+def fit(values_TGD: Tensor, scales_G: Tensor) -> FitSums:
     """Measure what quantizing these values with these scales loses."""
     return fit_all([(values_TGD, scales_G)])[0]
 
 
-def fit_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Fit]:
+def fit_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[FitSums]:
     """`fit` of each; on a GPU in a few launches for all that are of one shape, and waited for once."""
     alike: dict[tuple[torch.Size, torch.Size], list[int]] = {}
     for index, (values, scales) in enumerate(pairs):
@@ -91,7 +91,7 @@ def fit_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Fit]:
     rows = torch.cat(sums).tolist() if sums else []
     losses = dict(zip((index for group in groups for index in group), rows, strict=True))
     return [
-        Fit(values.numel(), int(losses[index][0]), *losses[index][1:])
+        FitSums(values.numel(), int(losses[index][0]), *losses[index][1:])
         for index, (values, _) in enumerate(pairs)
     ]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 from vllm_fp8ext.kernels.numerics.triton_numerics import encoded, rounded
-from vllm_fp8ext.kernels.runtime.launch import Launcher
+from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 HEADS = 8
 """Heads that a program takes."""
@@ -131,7 +131,7 @@ def _norm_rope(
     tl.store(key + HALF, second.to(dtype), mask=to_key)
 
 
-_launch = Launcher(_norm_rope)
+_launch = TritonLauncher(_norm_rope)
 
 
 def norm_rope(

@@ -39,7 +39,7 @@ class CachedLayer:
 
 
 @dataclass(frozen=True)
-class Rescaled:
+class RescaleCounts:
     """Counts over the codes that were rewritten: all of them, those that were clamped now, and those that were not zero and
     are now."""
 
@@ -47,8 +47,8 @@ class Rescaled:
     saturated: int = 0
     flushed: int = 0
 
-    def __add__(self, other: "Rescaled") -> "Rescaled":
-        return Rescaled(
+    def __add__(self, other: "RescaleCounts") -> "RescaleCounts":
+        return RescaleCounts(
             self.codes + other.codes, self.saturated + other.saturated, self.flushed + other.flushed
         )
 
@@ -65,7 +65,7 @@ def ratio_of(old: Tensor, new: Tensor, heads: int) -> Tensor:
     return ratio
 
 
-def rescale_kv(layers: Sequence[CachedLayer], blocks: Sequence[int]) -> Rescaled:
+def rescale_kv(layers: Sequence[CachedLayer], blocks: Sequence[int]) -> RescaleCounts:
     """Rewrite the codes in these blocks in place; waits until that is done.
 
     Layers whose ratios are all 1 stay as they are. On a GPU one launch for all layers whose caches are laid out alike.
@@ -78,7 +78,7 @@ def rescale_kv(layers: Sequence[CachedLayer], blocks: Sequence[int]) -> Rescaled
     """
     changed = [layer for layer in layers if not layer.unchanged]
     if not changed or not blocks:
-        return Rescaled()
+        return RescaleCounts()
     _require_blocks(changed, blocks)
     here = torch.tensor(blocks, dtype=torch.int64, device=changed[0].k.device)
     if here.is_cuda:
@@ -102,12 +102,12 @@ def warm_up(layers: Sequence[CachedLayer]) -> None:
         Rescaling(ones, torch.zeros(1, dtype=torch.int64, device=layers[0].k.device)).run()
 
 
-def rescale_kv_reference(layers: Sequence[CachedLayer], blocks: Tensor) -> Rescaled:
+def rescale_kv_reference(layers: Sequence[CachedLayer], blocks: Tensor) -> RescaleCounts:
     """Rewrite in plain torch, on any device.
 
     Temporaries take at most 50 MiB, or a block.
     """
-    total = Rescaled()
+    total = RescaleCounts()
     for layer in layers:
         for cache, ratio in ((layer.k, layer.k_ratio), (layer.v, layer.v_ratio)):
             codes = cache.view(torch.uint8)
@@ -117,7 +117,7 @@ def rescale_kv_reference(layers: Sequence[CachedLayer], blocks: Tensor) -> Resca
                 new, saturated = rescaled(old, ratio.to(codes.device)[:, None])
                 codes[some] = new
                 flushed = ((old & 0x7F) != 0) & ((new & 0x7F) == 0)
-                total += Rescaled(old.numel(), int(saturated.sum()), int(flushed.sum()))
+                total += RescaleCounts(old.numel(), int(saturated.sum()), int(flushed.sum()))
     return total
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, Rescaled, counted_range
+from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, RescaleCounts, counted_range
 from vllm_fp8ext.kernels.numerics.triton_numerics import encoded
 
 TILE_BYTES = 1 << 14
@@ -150,11 +150,11 @@ class Rescaling:
                 num_warps=8,
             )
 
-    def counts(self) -> Rescaled:
+    def counts(self) -> RescaleCounts:
         """Return the counts of the last run; waits for it."""
         sums = torch.stack([launch.counts.sum(0, dtype=torch.int64) for launch in self._launches]).sum(0)
         saturated, flushed = sums.tolist()
-        return Rescaled(self._codes, saturated, flushed)
+        return RescaleCounts(self._codes, saturated, flushed)
 
 
 def _layout(layer: CachedLayer) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fp8ext.kernels.runtime.launch import Launcher
+from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 SMALL, CHUNK = 512, 4096
 """Slots of a program: where there are few, or more."""
@@ -149,7 +149,7 @@ def _place(
             _fill(owners_B, stop // ALIGN, B, -1, 128)
 
 
-_launch_count, _launch_place = Launcher(_count), Launcher(_place)
+_launch_count, _launch_place = TritonLauncher(_count), TritonLauncher(_place)
 
 
 def expert_rows(experts_MT: Tensor, experts: int, align: int) -> ExpertRows:

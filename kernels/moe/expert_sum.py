@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.triton_numerics import rounded
-from vllm_fp8ext.kernels.runtime.launch import Launcher
+from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 WIDTH = 1024
 """Columns of a program."""
@@ -65,7 +65,7 @@ def _expert_sum(
     tl.store(out_MK + token * K + columns, total.to(out_MK.dtype.element_ty), mask=inside)
 
 
-_launch = Launcher(_expert_sum)
+_launch = TritonLauncher(_expert_sum)
 
 
 def expert_sum(

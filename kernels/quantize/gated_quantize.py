@@ -16,7 +16,7 @@ from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat
 from vllm_fp8ext.kernels.numerics.triton_numerics import quantized, rounded
 from vllm_fp8ext.kernels.quantize.quantize_activation import GROUPS, large_m, parts, places
-from vllm_fp8ext.kernels.runtime.launch import Launcher
+from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -122,7 +122,7 @@ def _gated_quantize(
     tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=scaled)
 
 
-_launch = Launcher(_gated_quantize, registers=128)
+_launch = TritonLauncher(_gated_quantize, registers=128)
 
 
 def gated_quantize(

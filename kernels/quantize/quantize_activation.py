@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.numerics.triton_numerics import quantized
-from vllm_fp8ext.kernels.runtime.launch import Launcher
+from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 GROUPS = 8
 """Groups of 128 columns that a program takes."""
@@ -84,7 +84,7 @@ def _quantize_activation(
         tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=scaled)
 
 
-_launch = Launcher(_quantize_activation, registers=128)
+_launch = TritonLauncher(_quantize_activation, registers=128)
 
 
 def quantize_activation(

@@ -10,7 +10,7 @@ from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized, empty
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat, blocks
 from vllm_fp8ext.kernels.numerics.triton_numerics import quantized, rounded
-from vllm_fp8ext.kernels.runtime.launch import Launcher
+from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 
 def rmsnorm_quantize_reference(
@@ -70,7 +70,7 @@ def _rmsnorm_quantize(
     tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 
 
-_launch = Launcher(_rmsnorm_quantize, registers=128)
+_launch = TritonLauncher(_rmsnorm_quantize, registers=128)
 _MOST_WARPS = 16
 """For a token: of 5,120 columns, 32 took longer with 8 tokens as with 64."""
 

@@ -82,10 +82,12 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         call("cuLaunchKernelEx", ctypes.byref(launch), self._function, pointers, None)
 
-    def launcher(self, arguments: Sequence[str]) -> "Launcher":
+    def launcher(self, arguments: Sequence[str]) -> "CudaLauncher":
         """For launches by one thread at a time: it makes what they need once, which takes longer than a launch. `arguments`:
         each as `struct` names it, with C's alignment; several values are a structure."""
-        return Launcher(self._function, [self._described(early=early) for early in (False, True)], arguments)
+        return CudaLauncher(
+            self._function, [self._described(early=early) for early in (False, True)], arguments
+        )
 
     def _described(self, *, early: bool) -> tuple[_Launch, ctypes.Array[_Attribute]]:
         attributes = [self._cluster_attribute()]
@@ -104,7 +106,7 @@ class Kernel:
         return _Launch(grid, block, shared_bytes, stream, array, len(attributes)), array
 
 
-class Launcher:
+class CudaLauncher:
     """Launches one kernel, time and again, from memory that is its own."""
 
     def __init__(

@@ -24,7 +24,7 @@ def compiled_as(number: int) -> str:
     return "1" if number == 1 else "of 16" if number % ALIGNED == 0 else "other"
 
 
-class Launcher:
+class TritonLauncher:
     """Launches one function of Triton, by the kernel compiled for arguments like these.
 
     Its parameters are in this order: tensors, numbers by which kernels differ, numbers by which they do not (floats, or

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fp8ext.kernels.runtime.launch import Launcher
+from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 BLOCK = 1024
 """Values that a program moves at once."""
@@ -100,7 +100,7 @@ def _step_inputs(
         tl.store(out_row + first + lanes, tl.load(table + first + lanes, mask=inside), mask=inside)
 
 
-_launch = Launcher(_step_inputs)
+_launch = TritonLauncher(_step_inputs)
 
 
 def step_inputs(

@@ -64,7 +64,7 @@ def test_amaxes_of_a_models_layer(tokens: int) -> None:
 
 
 def test_nothing_is_recorded_into_a_graph() -> None:
-    from vllm_fp8ext.compat.update.kv_recorder import Recorder
+    from vllm_fp8ext.compat.update.kv_recorder import KvRecorder
 
     k, v, q = kernel_cases.kv_step(4, "cuda")
     scale = torch.ones((), device="cuda")
@@ -82,7 +82,7 @@ def test_nothing_is_recorded_into_a_graph() -> None:
         _q_scale=scale,
     )
     metadata = SimpleNamespace(slot_mapping=torch.arange(4, device="cuda"))
-    recorder = Recorder({"layer": layer}, 1)
+    recorder = KvRecorder({"layer": layer}, 1)
     impl.forward(layer, q, k, v, None, metadata)
     assert int(recorder.take()["layer"].elements[0]) == 4 * kernel_cases.HEAD_DIM
     impl.forward(layer, q, k, v, None, None)

@@ -296,7 +296,7 @@ def test_a_bucket_may_be_the_largest_tensor_in_any_form(tmp_path: Path) -> None:
     sizes = {largest: "has no ranks 2 to 2", largest + 1: f"a bucket may have {largest} bytes"}
     for size, said in sizes.items():  # what is looked at next is the group
         body = schema.Receive(n=0, group=group, bytes=size, mark="00" * 8, tensors=[tensor])
-        chunk = announced_chunks.Announced(backend, "u", body.model_dump())
+        chunk = announced_chunks.AnnouncedChunk(backend, "u", body.model_dump())
         with pytest.raises(UpdateError, match=said):
             asyncio.run(chunk.begin_to_stage(route))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_fp8ext.kv_types import NAMES, HeadShare, Scales
-from vllm_fp8ext.update.worker.kv_buffers import KvScales
+from vllm_fp8ext.update.worker.kv_buffers import KvScaleBuffers
 
 CPU = torch.device("cpu")
 
@@ -29,13 +29,13 @@ def layers(*names: str, **how: Any) -> dict[str, Any]:
     return {name: Attention(**how) for name in names}
 
 
-def of_ranks(world_size: int, total: int, *names: str) -> list[tuple[dict[str, Any], KvScales]]:
+def of_ranks(world_size: int, total: int, *names: str) -> list[tuple[dict[str, Any], KvScaleBuffers]]:
     """The layers and scales of each rank, with a scale for each of `total` KV heads."""
     found = []
     for rank in range(world_size):
         shares = {name: HeadShare.of(rank, world_size, total) for name in names}
         mine = layers(*names, heads=HeadShare.of(rank, world_size, total).count)
-        found.append((mine, KvScales(mine, shares, device=CPU)))
+        found.append((mine, KvScaleBuffers(mine, shares, device=CPU)))
     return found
 
 

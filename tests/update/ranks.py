@@ -14,7 +14,7 @@ from vllm_fp8ext.kernels.attention.kv_amax import AmaxCounts
 from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_types import HeadShare
 from vllm_fp8ext.update.contract.kv_tokens import choose
-from vllm_fp8ext.update.worker.kv_buffers import KvScales
+from vllm_fp8ext.update.worker.kv_buffers import KvScaleBuffers
 from vllm_fp8ext.update.worker.kv_scales import RankKv
 from vllm_fp8ext.update.worker.rank import Rank
 
@@ -88,7 +88,7 @@ class Core:
     def _rank(self, number: int, world_size: int, settings: KvScaleSettings, per_head: bool) -> Rank:
         share = HeadShare.of(number, world_size, HEADS)
         here = layers(*NAMES, heads=share.count if per_head else 0)
-        scales = KvScales(here, dict.fromkeys(NAMES, share) if per_head else {}, device=CPU)
+        scales = KvScaleBuffers(here, dict.fromkeys(NAMES, share) if per_head else {}, device=CPU)
         recorder = Recorder(share.count) if settings.policy == "history" else None
         cache: Any = SimpleNamespace(
             rescale=self._rescale, warm_up=lambda: self.called.append("cache.warm_up")

@@ -15,7 +15,7 @@ from vllm_fp8ext.bench.gpu_time import GpuTime
 from vllm_fp8ext.errors import Fp8ExtError
 
 if TYPE_CHECKING:
-    from vllm_fp8ext.bench.steady import Load, Window
+    from vllm_fp8ext.bench.steady import SteadyLoad, Window
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -117,7 +117,7 @@ class Engine:
         counts: dict[str, int] = self._ask("compiled")
         return counts
 
-    def steady(self, load: "Load") -> "list[Window]":
+    def steady(self, load: "SteadyLoad") -> "list[Window]":
         """Measure it under a load; it needs `disable_log_stats=False`."""
         windows: list[Window] = self._ask(load)
         return windows
@@ -190,7 +190,7 @@ def _serve(
     import torch
     from vllm import LLM, SamplingParams
 
-    from vllm_fp8ext.bench.steady import Load, Steady, kv_tokens
+    from vllm_fp8ext.bench.steady import Steady, SteadyLoad, kv_tokens
 
     if held:
         end.send("imported")
@@ -215,7 +215,7 @@ def _serve(
         if case == "kv_tokens":
             end.send(kv_tokens(engine))
             continue
-        if isinstance(case, Load):
+        if isinstance(case, SteadyLoad):
             end.send(Steady(engine, case).windows())
             continue
         if case[0] == "linear_errors":

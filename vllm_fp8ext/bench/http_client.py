@@ -26,7 +26,7 @@ class AnswerError(Fp8ExtError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class HttpLoad:
     """Requests that are sent at once, each of which is answered in full.
 
     Sampled at temperature 1, without an end before `output` tokens, with the ids of tokens in the answers.
@@ -99,7 +99,7 @@ class Clients:
         self._pool: Pool = multiprocessing.get_context("spawn").Pool(processes)
         self._pool.map(_ready, range(processes))
 
-    def ask(self, url: str, load: Load, seed: int, longest: float) -> Answered:
+    def ask(self, url: str, load: HttpLoad, seed: int, longest: float) -> Answered:
         """Send a load, spread over the processes, and wait for its answers.
 
         Raises:
@@ -131,14 +131,14 @@ def _ready(_: int) -> None:
 
 
 def _ask_all(
-    url: str, bodies: list[dict[str, Any]], load: Load, start: float, longest: float
+    url: str, bodies: list[dict[str, Any]], load: HttpLoad, start: float, longest: float
 ) -> tuple[int, float, list[float], int]:
     """Tokens, the time of the end, gaps and parts of a process's share."""
     return asyncio.run(_all(url, bodies, load, start, longest))
 
 
 async def _all(
-    url: str, bodies: list[dict[str, Any]], load: Load, start: float, longest: float
+    url: str, bodies: list[dict[str, Any]], load: HttpLoad, start: float, longest: float
 ) -> tuple[int, float, list[float], int]:
     import aiohttp
 
@@ -152,7 +152,7 @@ async def _all(
     return sum(tokens for tokens, _ in answers), time.time(), gaps, sum(parts for _, parts in answers)
 
 
-async def _one(session: Any, url: str, body: bytes, load: Load, gaps: list[float]) -> tuple[int, int]:
+async def _one(session: Any, url: str, body: bytes, load: HttpLoad, gaps: list[float]) -> tuple[int, int]:
     """Tokens and parts of one answer."""
     headers = {"Content-Type": "application/json"}
     async with session.post(url, data=body, headers=headers) as response:

@@ -94,10 +94,10 @@ def _arguments(
 
 
 def _measured(engine: Engine, case: tuple[int, int, int], options: argparse.Namespace) -> dict[str, Any]:
-    from vllm_fp8ext.bench.steady import Load
+    from vllm_fp8ext.bench.steady import SteadyLoad
 
     (requests, tokens, output), variant = case, engine.name
-    load = Load(
+    load = SteadyLoad(
         requests=requests, tokens=tokens, output=output, windows=options.repeats, seconds=options.seconds
     )
     windows: list[Window] = engine.steady(load)

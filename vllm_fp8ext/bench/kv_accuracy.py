@@ -31,7 +31,7 @@ from transformers import Qwen3ForCausalLM
 
 from vllm_fp8ext.bench.options import CommandLine
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.checkpoints import LATE, Problem, problems
+from vllm_fp8ext.checkpoints import LATE, AdditionProblem, problems
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server, serve_options
 from vllm_fp8ext.kernels.attention.kv_cache import fit
 from vllm_fp8ext.kv_trainer import CachedKV, cached_kv, scales_of
@@ -178,7 +178,7 @@ class Run:
         return KvScales(policy="history" if policy == "history" else "static")
 
 
-def encoded(items: list[Problem]) -> Tensor:
+def encoded(items: list[AdditionProblem]) -> Tensor:
     """Token ids of problems with their answers, a row each."""
     return torch.tensor(
         [[FIRST + ALPHABET.index(letter) for letter in item.prompt + item.answer] + [END] for item in items]

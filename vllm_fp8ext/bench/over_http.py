@@ -25,7 +25,7 @@ from rich.console import Console
 
 from vllm_fp8ext.bench.engines import VARIANTS, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
-from vllm_fp8ext.bench.http_client import ROUTES, Clients, Load
+from vllm_fp8ext.bench.http_client import ROUTES, Clients, HttpLoad
 from vllm_fp8ext.bench.options import CommandLine, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.bench.servers import wait_for_all
@@ -100,14 +100,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(text: str, options: Any) -> Load:
+def _load(text: str, options: Any) -> HttpLoad:
     first, *words = text.split(":")
     route = next((word for word in words if word in ROUTES), "completions")
     logprobs = next((word[9:] for word in words if word.startswith("logprobs=")), None)
     unknown = {word for word in words if not word.startswith("logprobs=")} - {*ROUTES, "streamed", "n"}
     if not first.isdigit() or unknown or (logprobs and not logprobs.isdigit()):
         raise ConfigError(f"--cases: expected such as 128:chat:logprobs=0:streamed:n, found {text!r}")
-    return Load(
+    return HttpLoad(
         requests=int(first),
         samples=min(options.samples_per_prompt, int(first)),
         tokens=options.input,
@@ -119,7 +119,7 @@ def _load(text: str, options: Any) -> Load:
     )
 
 
-def _name(load: Load) -> str:
+def _name(load: HttpLoad) -> str:
     words = [str(load.requests), load.route]
     words += [] if load.logprobs is None else [f"logprobs={load.logprobs}"]
     words += ["streamed"] if load.streamed else []
@@ -161,7 +161,9 @@ def _servers(folder: Path, logs: Path, options: Any) -> Iterator[dict[str, Serve
         yield servers
 
 
-def _measure(servers: dict[str, Server], clients: Clients, load: Load, options: Any) -> list[dict[str, Any]]:
+def _measure(
+    servers: dict[str, Server], clients: Clients, load: HttpLoad, options: Any
+) -> list[dict[str, Any]]:
     seeds = itertools.count(hash((load.requests, load.streamed)) % 1000)
     short = replace(load, output=min(load.output, 48))
     for server in servers.values():

@@ -15,7 +15,7 @@ SETTLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class SteadyLoad:
     """`requests` at once, each with `tokens` of input and `output` of response; then `windows` of `seconds` each."""
 
     requests: int
@@ -46,7 +46,7 @@ class Steady:
     The first requests begin in the midst of their responses: what they would have sampled so far is input.
     """
 
-    def __init__(self, engine: Any, load: Load, seed: int = 0) -> None:
+    def __init__(self, engine: Any, load: SteadyLoad, seed: int = 0) -> None:
         self._core = engine.llm_engine
         self._metrics: Callable[[], list[Any]] = engine.get_metrics
         self._vocabulary = engine.model_config.get_vocab_size()

@@ -28,10 +28,10 @@ def steady(engine: Engine, case: Case, seconds: float) -> dict[str, float]:
     Raises:
         EngineError: it gave no token in that time.
     """
-    from vllm_fp8ext.bench.steady import Load
+    from vllm_fp8ext.bench.steady import SteadyLoad
 
     requests, tokens, output = case
-    load = Load(requests=requests, tokens=tokens, output=output, windows=1, seconds=seconds)
+    load = SteadyLoad(requests=requests, tokens=tokens, output=output, windows=1, seconds=seconds)
     (window,) = engine.steady(load)
     if not window.tokens:
         raise EngineError(f"{engine.name}: expected tokens within {window.seconds:.3f} s, found none")

@@ -278,7 +278,7 @@ def _updates(
         seconds = push()
         samples.append({"seconds": time.monotonic() - start, **seconds})
 
-    with Memory() as memory:
+    with PeakMemory() as memory:
         if load:
             for number in range(options.windows):
                 load.settle(rested=number > 0)
@@ -325,12 +325,12 @@ def _over(windows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**case, "windows": windows}
 
 
-class Memory:
+class PeakMemory:
     """Peak GPU memory in bytes, beyond what was taken before."""
 
     peak: int | None = None
 
-    def __enter__(self) -> "Memory":
+    def __enter__(self) -> "PeakMemory":
         import torch
 
         self._stop = threading.Event()

@@ -27,7 +27,7 @@ _HOLD_OUT_ONE_IN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class AdditionProblem:
     """The sum of two operands, as the model reads and writes it."""
 
     a: int
@@ -50,14 +50,14 @@ def held_out(a: int, b: int) -> bool:
     return int.from_bytes(digest[:4], "big") % _HOLD_OUT_ONE_IN == 0
 
 
-def problems(count: int, seed: int = 0) -> list[Problem]:
+def problems(count: int, seed: int = 0) -> list[AdditionProblem]:
     """`count` distinct problems that training never saw; the same ones for the same `seed`."""
     if not 0 <= count <= MAX_PROBLEMS:
         raise ValueError(f"count must be between 0 and {MAX_PROBLEMS}, not {count}")
     rng = random.Random(seed)
-    chosen: dict[Problem, None] = {}
+    chosen: dict[AdditionProblem, None] = {}
     while len(chosen) < count:
         a, b = rng.randrange(10**DIGITS), rng.randrange(10**DIGITS)
         if held_out(a, b):
-            chosen[Problem(a, b)] = None
+            chosen[AdditionProblem(a, b)] = None
     return list(chosen)

@@ -36,7 +36,7 @@ _STREAMED = 1
 
 
 @dataclass
-class Report:
+class DemoReport:
     """Rows of the table, and whether each is as it should be."""
 
     rows: list[tuple[str, str, bool]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Report:
 def run(count: int, json_file: Path | None) -> int:
     """Run everything; 0 when all is as it should be, 1 when not."""
     console = Console()
-    report = Report()
+    report = DemoReport()
     with tempfile.TemporaryDirectory(prefix="fp8ext-demo-") as folder:
         try:
             _run(count, Path(folder), report, console)
@@ -75,7 +75,7 @@ def run(count: int, json_file: Path | None) -> int:
     return 0 if report.ok else 1
 
 
-def _run(count: int, folder: Path, report: Report, console: Console) -> None:
+def _run(count: int, folder: Path, report: DemoReport, console: Console) -> None:
     asked = problems(count)
     with (
         Server(EARLY, folder / "fp8.log", arguments=SMALL) as fp8,
@@ -138,14 +138,14 @@ async def _push_under_traffic(server: Server) -> tuple[schema.Update, list[Compl
     return attempted
 
 
-def _add_accuracy(report: Report, before: dict[str, float], after: dict[str, float]) -> None:
+def _add_accuracy(report: DemoReport, before: dict[str, float], after: dict[str, float]) -> None:
     report.data["accuracy"] = {"before": before, "after": after}
     for name, label in (("bf16", "BF16"), ("fp8", "FP8")):
         ok = before[name] < 0.5 and after[name] > 0.98
         report.add(f"accuracy {label}", f"{before[name]:.1%} early → {after[name]:.1%} late", ok)
 
 
-def _add_update(report: Report, update: schema.Update, streams: list[Completion], stall: float) -> None:
+def _add_update(report: DemoReport, update: schema.Update, streams: list[Completion], stall: float) -> None:
     straddling = [seen for seen in streams if seen.straddles]
     witness = straddling[0].weight_versions if straddling else []
     spans = ", ".join(f"{span['version']} [{span['start']}, {span['end']})" for span in witness)
@@ -168,7 +168,7 @@ def _add_update(report: Report, update: schema.Update, streams: list[Completion]
     report.data["weight_versions"] = witness
 
 
-def _add_digests(report: Report, server: Server) -> None:
+def _add_digests(report: DemoReport, server: Server) -> None:
     served = server.client().digests()
     line = [sys.executable, "-m", "vllm_fp8ext.cli", "digest", str(LATE), "--json"]
     environment = {name: value for name, value in os.environ.items() if name != URL}  # no server's manifest
@@ -180,7 +180,7 @@ def _add_digests(report: Report, server: Server) -> None:
     )
 
 
-def _add_refusal(report: Report, server: Server, name: str, kind: str, checkpoint: Path) -> None:
+def _add_refusal(report: DemoReport, server: Server, name: str, kind: str, checkpoint: Path) -> None:
     with server.client() as client:
         try:
             client.push(checkpoint, version="bad")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from openai import AsyncOpenAI
 
-from vllm_fp8ext.checkpoints import Problem
+from vllm_fp8ext.checkpoints import AdditionProblem
 from vllm_fp8ext.demo.server import MODEL
 
 _CONCURRENCY = 32
@@ -37,14 +37,14 @@ class Completion:
         return max(gaps, default=0.0)
 
 
-def answers(url: str, problems: Sequence[Problem]) -> list[str]:
+def answers(url: str, problems: Sequence[AdditionProblem]) -> list[str]:
     """The server's greedy answers, many requests at a time."""
 
     async def ask_all() -> list[str]:
         gate = asyncio.Semaphore(_CONCURRENCY)
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
 
-            async def ask(problem: Problem) -> str:
+            async def ask(problem: AdditionProblem) -> str:
                 async with gate:
                     reply = await client.completions.create(
                         model=MODEL, prompt=problem.prompt, max_tokens=8, temperature=0
@@ -56,7 +56,7 @@ def answers(url: str, problems: Sequence[Problem]) -> list[str]:
     return asyncio.run(ask_all())
 
 
-def accuracy(texts: Sequence[str], problems: Sequence[Problem]) -> float:
+def accuracy(texts: Sequence[str], problems: Sequence[AdditionProblem]) -> float:
     """Share of right answers."""
     return sum(text == problem.answer for text, problem in zip(texts, problems, strict=True)) / len(problems)
 

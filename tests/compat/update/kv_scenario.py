@@ -23,7 +23,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.compat.update.kv_cache import HeldBlocks, held_blocks, key_value_views
-from vllm_fp8ext.compat.update.kv_recorder import Recorder
+from vllm_fp8ext.compat.update.kv_recorder import KvRecorder
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.attention.kv_amax import K, Q, V
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, ratio_of, rescale_kv
@@ -184,7 +184,7 @@ def _refusal(layer: Any, **changes: Any) -> str:
 def recorded(scenario: Scenario, every: int) -> dict[str, Any]:
     """A run of few steps that is watched and recorded."""
     before = {name: vars(layer.impl).get("forward") for name, layer in scenario.layers.items()}
-    recorder = Recorder(scenario.layers, every)
+    recorder = KvRecorder(scenario.layers, every)
     with scenario.watched():
         scenario.begin()
         steps = scenario.steps(7)

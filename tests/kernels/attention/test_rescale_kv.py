@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.attention.rescale_kv import (
     CachedLayer,
-    Rescaled,
+    RescaleCounts,
     ratio_of,
     rescale_kv,
     rescaled,
@@ -120,7 +120,7 @@ def test_only_the_blocks_named_are_rewritten(data: st.DataObject) -> None:
     before = [codes.clone() for codes in memories]
     blocks = data.draw(st.permutations(range(BLOCKS)))[: data.draw(st.integers(0, BLOCKS))]
     counts = rescale_kv(layers, blocks)
-    total = Rescaled()
+    total = RescaleCounts()
     for layer, codes, was in zip(layers, memories, before, strict=True):
         expected = was.clone()
         if not layer.unchanged:
@@ -129,7 +129,7 @@ def test_only_the_blocks_named_are_rewritten(data: st.DataObject) -> None:
                 for block in blocks:
                     wanted, clamped = rescaled(old[block].contiguous(), ratio[:, None])
                     flushed = (old[block] & 127 != 0) & (wanted & 127 == 0)
-                    total += Rescaled(wanted.numel(), int(clamped.sum()), int(flushed.sum()))
+                    total += RescaleCounts(wanted.numel(), int(clamped.sum()), int(flushed.sum()))
                     old[block] = wanted
                     assert torch.equal(new[block], wanted)
         assert torch.equal(codes, expected)
@@ -174,7 +174,7 @@ def some_layers(data: st.DataObject, device: str) -> tuple[list[CachedLayer], li
 def test_layers_with_ratios_of_one_are_left_alone() -> None:
     """Even a NaN of negative sign, which a rewriting would change."""
     ones, codes = torch.ones(2), torch.full((2 * 3 * 4 * 2 * 16,), 0xFF, dtype=torch.uint8)
-    assert rescale_kv([CachedLayer(*nhd(3, 4, 2, 16, codes), ones, ones)], [0, 1]) == Rescaled()
+    assert rescale_kv([CachedLayer(*nhd(3, 4, 2, 16, codes), ones, ones)], [0, 1]) == RescaleCounts()
     assert (codes == 0xFF).all()
 
 
@@ -183,9 +183,9 @@ def test_counts() -> None:
     codes = torch.zeros(2, 1, 4, 1, 16, dtype=torch.uint8)
     codes[1], codes[0] = 0x38, 0x01
     layer = CachedLayer(*apart(1, 4, 1, 16, codes), torch.tensor([449.0]), torch.tensor([0.5]))
-    assert rescale_kv([layer], [0]) == Rescaled(codes=128, saturated=64, flushed=64)
+    assert rescale_kv([layer], [0]) == RescaleCounts(codes=128, saturated=64, flushed=64)
     assert codes.view(FP8_DTYPE).float().unique().tolist() == [0.0, 448.0]
-    assert rescale_kv([layer], [0]) == Rescaled(codes=128, saturated=64, flushed=0)
+    assert rescale_kv([layer], [0]) == RescaleCounts(codes=128, saturated=64, flushed=0)
 
 
 def test_a_cache_typed_float8_is_taken_too() -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Launcher` launches what Triton would launch: its own choice of a kernel, on a GPU that is not there, is the measure."""
+"""`TritonLauncher` launches what Triton would launch.
+
+Triton's own choice of a kernel, on a GPU that is not there, is the measure."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from vllm_fp8ext.kernels.runtime.launch import Launcher
+from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 
 class Gpu:
@@ -100,7 +102,7 @@ CALLS = st.tuples(
 @given(calls=st.lists(CALLS, min_size=1, max_size=30))
 def test_every_launch_is_tritons(calls: list[Any]) -> None:
     function = Compiled(body, do_not_specialize=["free"])
-    launch = Launcher(function)
+    launch = TritonLauncher(function)
     for call in calls + calls:
         tensors, numbers, others, (flag, size), warps = call
         launch((3, 2, 1), *call)
@@ -123,7 +125,7 @@ def test_kernels_are_remembered() -> None:
             asked.append(grid)
             return function[grid]
 
-    launch = Launcher(Watched())
+    launch = TritonLauncher(Watched())
     even, askew = tensor(torch.bfloat16, 0), tensor(torch.bfloat16, 4)
     for free in range(5):
         launch((1, 1, 1), (even, even), (16, 4), (free, 1.0), (True, 64), 4)
@@ -153,6 +155,6 @@ def test_on_a_gpu_kernels_begin_early_and_have_the_registers_that_were_said(
     there = SimpleNamespace(
         data_ptr=lambda: 0, get_device=lambda: 0, dtype=torch.bfloat16, is_cuda=True
     )  # on a GPU that is not there
-    Launcher(Noting(), registers)((1, 1, 1), [there], (), (), (), warps)  # type: ignore[list-item]  # as much of one
+    TritonLauncher(Noting(), registers)((1, 1, 1), [there], (), (), (), warps)  # type: ignore[list-item]  # as much of one
     said = {} if most is None else {"maxnreg": most}
     assert given == [{"num_warps": warps, "launch_pdl": True} | said]

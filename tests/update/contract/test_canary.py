@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.contract.canary import SAMPLE_TOKENS, Canary, canary_of, judge
+from vllm_fp8ext.update.contract.canary import SAMPLE_TOKENS, CanarySpec, canary_of, judge
 from vllm_fp8ext.update.contract.rank_results import CanaryScore
 
 OWN = Settings.parse({"fp8ext": {"canary": {"prompts": [[1, 2, 3]], "max_perplexity": 20.0}}})
 VOCABULARY, LONGEST = 100, 8
 
 
-def chosen(asked: dict[str, Any] | None, settings: Settings | None = None) -> Canary:
+def chosen(asked: dict[str, Any] | None, settings: Settings | None = None) -> CanarySpec:
     return canary_of(asked, settings or Settings(), VOCABULARY, LONGEST)
 
 
@@ -34,18 +34,18 @@ def test_the_built_in_sample_fits_every_model(vocabulary: int, longest: int) -> 
 @pytest.mark.parametrize(
     ("settings", "asked", "expected"),
     [
-        (None, {"prompts": [[5, 6]]}, Canary([[5, 6]])),
-        (None, {"prompts": [[5, 6], [7, 8, 9]], "max_perplexity": 3.0}, Canary([[5, 6], [7, 8, 9]], 3.0)),
-        (None, {"prompts": [[0, 99]], "max_perplexity": None}, Canary([[0, 99]])),
-        (OWN, None, Canary([[1, 2, 3]], 20.0)),
-        (OWN, {"prompts": None, "max_perplexity": None}, Canary([[1, 2, 3]], 20.0)),
-        (OWN, {"max_perplexity": 5.0}, Canary([[1, 2, 3]], 5.0)),
-        (OWN, {"prompts": [[5, 6]]}, Canary([[5, 6]], 20.0)),
-        (OWN, {"prompts": [[5, 6]], "max_perplexity": 9.0}, Canary([[5, 6]], 9.0)),
+        (None, {"prompts": [[5, 6]]}, CanarySpec([[5, 6]])),
+        (None, {"prompts": [[5, 6], [7, 8, 9]], "max_perplexity": 3.0}, CanarySpec([[5, 6], [7, 8, 9]], 3.0)),
+        (None, {"prompts": [[0, 99]], "max_perplexity": None}, CanarySpec([[0, 99]])),
+        (OWN, None, CanarySpec([[1, 2, 3]], 20.0)),
+        (OWN, {"prompts": None, "max_perplexity": None}, CanarySpec([[1, 2, 3]], 20.0)),
+        (OWN, {"max_perplexity": 5.0}, CanarySpec([[1, 2, 3]], 5.0)),
+        (OWN, {"prompts": [[5, 6]]}, CanarySpec([[5, 6]], 20.0)),
+        (OWN, {"prompts": [[5, 6]], "max_perplexity": 9.0}, CanarySpec([[5, 6]], 9.0)),
     ],
 )
 def test_what_is_asked_for_overrides_the_servers_own(
-    settings: Settings | None, asked: dict[str, Any] | None, expected: Canary
+    settings: Settings | None, asked: dict[str, Any] | None, expected: CanarySpec
 ) -> None:
     assert chosen(asked, settings) == expected
 
@@ -82,14 +82,14 @@ PROMPTS = [[1, 2, 3]]
 def test_perplexity_is_that_of_a_rank_with_logits(silent: list[CanaryScore]) -> None:
     sung = result(-2 * math.log(7.0), 2)
     for results in ([sung, *silent], [*silent, sung], [sung, sung, *silent]):
-        assert judge(Canary(PROMPTS), results) == pytest.approx(7.0)
+        assert judge(CanarySpec(PROMPTS), results) == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize(
-    "canary", [Canary(PROMPTS), Canary(PROMPTS, built_in=True)], ids=["asked", "built in"]
+    "canary", [CanarySpec(PROMPTS), CanarySpec(PROMPTS, built_in=True)], ids=["asked", "built in"]
 )
-def test_one_rank_that_is_not_finite_refuses(canary: Canary, bad: int) -> None:
+def test_one_rank_that_is_not_finite_refuses(canary: CanarySpec, bad: int) -> None:
     """Also a rank whose logits went elsewhere, and also when the others' perplexity is good."""
     results = [result(-1.0, 2), result()]
     results[bad] = replace(results[bad], finite=False)
@@ -101,9 +101,9 @@ def test_one_rank_that_is_not_finite_refuses(canary: Canary, bad: int) -> None:
 
 def test_a_perplexity_above_the_bound_refuses() -> None:
     results = [result(-2 * math.log(7.0), 2)]
-    assert judge(Canary(PROMPTS, 7.01), results) == pytest.approx(7.0)
+    assert judge(CanarySpec(PROMPTS, 7.01), results) == pytest.approx(7.0)
     with pytest.raises(UpdateError, match=r"perplexity 7 .* at most 6\.99") as caught:
-        judge(Canary(PROMPTS, 6.99), results)
+        judge(CanarySpec(PROMPTS, 6.99), results)
     assert (caught.value.kind, caught.value.status) == ("canary-refused", 422)
     assert caught.value.details["reason"] == "perplexity"
     assert caught.value.details["expected"] == 6.99
@@ -111,13 +111,13 @@ def test_a_perplexity_above_the_bound_refuses() -> None:
 
 
 def test_the_built_in_sample_has_no_perplexity() -> None:
-    assert judge(Canary(PROMPTS, built_in=True), [result(-1e9, 2)]) is None
+    assert judge(CanarySpec(PROMPTS, built_in=True), [result(-1e9, 2)]) is None
 
 
 @pytest.mark.parametrize("logprob", [-1e300, -math.inf])
 def test_a_hopeless_perplexity_is_a_number_all_the_same(logprob: float) -> None:
-    found = judge(Canary(PROMPTS), [result(logprob, 2)])
+    found = judge(CanarySpec(PROMPTS), [result(logprob, 2)])
     assert found is not None
     assert math.isfinite(found)
     with pytest.raises(UpdateError):
-        judge(Canary(PROMPTS, 1e9), [result(logprob, 2)])
+        judge(CanarySpec(PROMPTS, 1e9), [result(logprob, 2)])

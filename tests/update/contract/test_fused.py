@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.contract.canary import Canary
+from vllm_fp8ext.update.contract.canary import CanarySpec
 from vllm_fp8ext.update.contract.claims import Claim, opening_problems
 from vllm_fp8ext.update.contract.fused import TRANSPOSED, ExpertLayout, fused_experts, taken_apart
 from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, Manifest, TensorSpec
@@ -38,7 +38,7 @@ MANIFEST = Manifest(specs(), frozenset(), {}, "fp32", 1)
 
 
 def session(manifest: Manifest = MANIFEST, **options: object) -> Session:
-    canary = Canary([[1]], built_in=True)
+    canary = CanarySpec([[1]], built_in=True)
     opened = Moment(0.0, 0.0)
     return Session("u", "v", Running.KEEP, manifest, opened, 60.0, canary, **options)  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from vllm_fp8ext.update.contract.results import (
     ServedDigests,
     ServedScales,
     UpdateState,
-    Verified,
+    VerifiedWeights,
     Waiting,
     decode,
     encode,
@@ -58,7 +58,7 @@ FOR_METRICS = {"kv_layers", "kv_traffic", "totals"}
         (EngineStatus, schema.Weights, {"features"}, FOR_METRICS),
         (ServedScales, schema.KvScalesServed, set(), set()),
         (ServedDigests, schema.Digests, set(), set()),
-        (Verified, schema.Verified, set(), set()),
+        (VerifiedWeights, schema.Verified, set(), set()),
         (RolledBack, schema.Committed, set(), set()),
     ],
 )

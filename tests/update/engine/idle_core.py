@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import Failure
-from vllm_fp8ext.update.contract.canary import Canary
+from vllm_fp8ext.update.contract.canary import CanarySpec
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.contract.rank_results import (
     Accepted,
@@ -20,7 +20,7 @@ from vllm_fp8ext.update.engine.engine import UpdateEngine
 from vllm_fp8ext.update.engine.session import Running, Session
 
 SPEC = TensorSpec("w", (2,), "bfloat16")
-CANARY = Canary([[1]], built_in=True)
+CANARY = CanarySpec([[1]], built_in=True)
 
 
 class IdleCore:

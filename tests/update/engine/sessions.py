@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.contract.canary import Canary
+from vllm_fp8ext.update.contract.canary import CanarySpec
 from vllm_fp8ext.update.contract.claims import Claim
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.engine.session import Running, Session
@@ -15,7 +15,7 @@ from vllm_fp8ext.update.engine.timestamp import Moment
 NAMES = ("a", "b", "c", "d")
 OPENED = Moment(50.0, 1000.0)
 LIFETIME = 60.0
-CANARY = Canary([[1]], built_in=True)
+CANARY = CanarySpec([[1]], built_in=True)
 MANIFEST = Manifest(
     {name: TensorSpec(name, (4, 2), "bfloat16") for name in NAMES}, frozenset({"tied"}), {}, "fp32", 1
 )

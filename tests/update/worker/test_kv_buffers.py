@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from update.layers import CPU, copies, layers, of_ranks, scales
 from vllm_fp8ext.kv_types import NAMES, HeadShare, scale_digests
 from vllm_fp8ext.update.contract.kv_merge import largest
-from vllm_fp8ext.update.worker.kv_buffers import KvScales
+from vllm_fp8ext.update.worker.kv_buffers import KvScaleBuffers
 
 OLD = {"a": [1.0], "b": [1.0]}
 NEW = scales(a=0.5, b=0.1)
@@ -28,11 +28,11 @@ def here() -> dict[str, Any]:
 
 
 @pytest.fixture
-def kv(here: dict[str, Any]) -> KvScales:
-    return KvScales(here, {}, device=CPU)
+def kv(here: dict[str, Any]) -> KvScaleBuffers:
+    return KvScaleBuffers(here, {}, device=CPU)
 
 
-def everything(here: dict[str, Any], kv: KvScales) -> list[Any]:
+def everything(here: dict[str, Any], kv: KvScaleBuffers) -> list[Any]:
     found: list[Any] = [copies(layer, kind) for layer in here.values() for kind in NAMES]
     staged = [kv.staged(name, kind).tolist() for name in here for kind in NAMES]
     return [
@@ -45,7 +45,7 @@ def everything(here: dict[str, Any], kv: KvScales) -> list[Any]:
     ]
 
 
-def test_an_exchange_changes_every_copy_and_moves_none(here: dict[str, Any], kv: KvScales) -> None:
+def test_an_exchange_changes_every_copy_and_moves_none(here: dict[str, Any], kv: KvScaleBuffers) -> None:
     before = {
         (name, kind): getattr(here[name], f"_{kind}_scale").data_ptr() for name in here for kind in NAMES
     }
@@ -67,7 +67,7 @@ def test_an_exchange_changes_every_copy_and_moves_none(here: dict[str, Any], kv:
     assert kv.served() == scales(a=0.5, b=TENTH)
 
 
-def test_an_exchange_is_its_own_inverse(here: dict[str, Any], kv: KvScales) -> None:
+def test_an_exchange_is_its_own_inverse(here: dict[str, Any], kv: KvScaleBuffers) -> None:
     kv.stage(NEW)
     before = everything(here, kv)
     kv.swap()
@@ -79,7 +79,7 @@ def test_an_exchange_is_its_own_inverse(here: dict[str, Any], kv: KvScales) -> N
 
 def test_the_checkpoints_scales_are_those_that_are_served_first() -> None:
     here = layers("a", served=0.1)
-    kv = KvScales(here, {}, device=CPU)
+    kv = KvScaleBuffers(here, {}, device=CPU)
     assert kv.served() == scales(a=TENTH)
     assert copies(here["a"], "v").number == TENTH
     assert kv.staged("a", "k").tolist() == [TENTH]
@@ -103,7 +103,9 @@ class Fails:
 
 @pytest.mark.parametrize("layer", ["a", "b"])
 @pytest.mark.parametrize("kind", ["k", "v"])
-def test_a_failure_half_way_is_undone(here: dict[str, Any], kv: KvScales, layer: str, kind: str) -> None:
+def test_a_failure_half_way_is_undone(
+    here: dict[str, Any], kv: KvScaleBuffers, layer: str, kind: str
+) -> None:
     setattr(here[layer], f"_{kind}_scale_cpu", Fails(1, 1))
     kv.stage(NEW)
     before = everything(here, kv)
@@ -116,7 +118,7 @@ def test_a_failure_half_way_is_undone(here: dict[str, Any], kv: KvScales, layer:
 
 
 def test_what_can_not_be_undone_is_broken_until_an_exchange_succeeds(
-    here: dict[str, Any], kv: KvScales
+    here: dict[str, Any], kv: KvScaleBuffers
 ) -> None:
     here["b"]._k_scale_cpu = Fails(1, 2)
     kv.stage(NEW)
@@ -129,7 +131,7 @@ def test_what_can_not_be_undone_is_broken_until_an_exchange_succeeds(
     assert kv.fingerprint(shadow=False) != -1
 
 
-def test_lost_memory_is_written_again(here: dict[str, Any], kv: KvScales) -> None:
+def test_lost_memory_is_written_again(here: dict[str, Any], kv: KvScaleBuffers) -> None:
     kv.stage(NEW)
     before = everything(here, kv)
     for layer in here.values():
@@ -142,7 +144,9 @@ def test_lost_memory_is_written_again(here: dict[str, Any], kv: KvScales) -> Non
 
 @pytest.mark.parametrize("layer", ["a", "b"])
 @pytest.mark.parametrize("kind", NAMES)
-def test_a_fingerprint_sees_the_device(here: dict[str, Any], kv: KvScales, layer: str, kind: str) -> None:
+def test_a_fingerprint_sees_the_device(
+    here: dict[str, Any], kv: KvScaleBuffers, layer: str, kind: str
+) -> None:
     before = kv.fingerprint(shadow=False), kv.fingerprint(shadow=True)
     getattr(here[layer], f"_{kind}_scale").fill_(1.0000001)
     assert kv.fingerprint(shadow=False) != before[0]
@@ -152,7 +156,7 @@ def test_a_fingerprint_sees_the_device(here: dict[str, Any], kv: KvScales, layer
 
 
 @pytest.mark.parametrize("copy", ["_q_scale_float", "_k_scale_float", "_v_scale_float", "_k_scale_cpu"])
-def test_a_fingerprint_sees_host_copies(here: dict[str, Any], kv: KvScales, copy: str) -> None:
+def test_a_fingerprint_sees_host_copies(here: dict[str, Any], kv: KvScaleBuffers, copy: str) -> None:
     if copy.endswith("cpu"):
         here["b"]._k_scale_cpu.fill_(2.0)
     else:
@@ -161,14 +165,14 @@ def test_a_fingerprint_sees_host_copies(here: dict[str, Any], kv: KvScales, copy
     assert kv.fingerprint(shadow=True) >= 0
 
 
-def test_the_twins_fingerprint_is_what_is_served_after_the_exchange(kv: KvScales) -> None:
+def test_the_twins_fingerprint_is_what_is_served_after_the_exchange(kv: KvScaleBuffers) -> None:
     kv.stage(NEW)
     twin = kv.fingerprint(shadow=True)
     kv.swap()
     assert kv.fingerprint(shadow=False) == twin
 
 
-def test_ratios_keep_what_cached_codes_mean(kv: KvScales) -> None:
+def test_ratios_keep_what_cached_codes_mean(kv: KvScaleBuffers) -> None:
     """Of K and V alone: queries are not cached."""
     assert kv.ratios() == {}
     kv.stage({"a": {"q": [4.0], "k": [0.5], "v": [1.0]}, "b": {"q": [4.0], "k": [1.0], "v": [1.0]}})

@@ -11,7 +11,7 @@ from torch import Tensor
 from update.layers import CPU, layers
 from vllm_fp8ext.kernels.attention.kv_cache import fit
 from vllm_fp8ext.kv_types import HeadShare
-from vllm_fp8ext.update.worker.kv_buffers import KvScales
+from vllm_fp8ext.update.worker.kv_buffers import KvScaleBuffers
 from vllm_fp8ext.update.worker.kv_observer import SAMPLE_TOKENS, KvObserver
 
 HEADS, GROUPS, SIZE = 6, 2, 4
@@ -56,7 +56,7 @@ def test_one_number_of_a_head_and_of_the_queries_that_attend_to_it() -> None:
 
 def test_numbers_are_spread_over_the_heads_of_all_ranks() -> None:
     share = HeadShare(2, GROUPS, 6)
-    kv = KvScales(layers("a", heads=GROUPS), {"a": share}, device=CPU)
+    kv = KvScaleBuffers(layers("a", heads=GROUPS), {"a": share}, device=CPU)
     observer = KvObserver(per_head=True)
     observer.see("a", *qkv())
     found = observer.amax(kv.spread)["a"]["k"]
@@ -87,7 +87,7 @@ def test_a_sample_of_all_tokens_is_kept(tokens: int) -> None:
     sampled = {"k": k[::step].clone(), "v": v[::step].clone()}
     k.zero_()
     v.zero_()
-    kv = KvScales(layers("a"), {}, device=CPU)
+    kv = KvScaleBuffers(layers("a"), {}, device=CPU)
     kv.stage({"a": {"q": [1.0], "k": [2.0**-7], "v": [2.0**-9]}})
     found: Any = observer.fits(kv)
     assert found.keys() == {"a"}
@@ -101,7 +101,7 @@ def test_a_sample_of_all_tokens_is_kept(tokens: int) -> None:
 def test_a_fit_is_that_of_the_twins_scales() -> None:
     observer = KvObserver(per_head=False)
     observer.see("a", *qkv())
-    kv = KvScales(layers("a"), {}, device=CPU)
+    kv = KvScaleBuffers(layers("a"), {}, device=CPU)
     kv.stage({"a": {kind: [2.0**-7] for kind in "qkv"}})
     assert observer.fits(kv)["a"]["k"]["saturated"] > 0
     kv.swap()

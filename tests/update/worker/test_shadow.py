@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm_fp8ext.errors import ConfigError, Failure
-from vllm_fp8ext.update.contract.canary import Canary
+from vllm_fp8ext.update.contract.canary import CanarySpec
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.contract.rank_results import Accepted, RankProgress
 from vllm_fp8ext.update.contract.regular_file import stamp_of
@@ -89,7 +89,7 @@ class Served:
         self.inplace = inplace
 
     def opened(self, *, partial: bool = False) -> Session:
-        canary = Canary([[1]], built_in=True)
+        canary = CanarySpec([[1]], built_in=True)
         more = {"partial": partial, "inplace": self.inplace}
         return Session(f"u{self._jobs}", "v", Running.KEEP, self.manifest, Moment.now(), 1e6, canary, **more)
 

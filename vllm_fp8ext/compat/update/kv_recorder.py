@@ -34,7 +34,7 @@ UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM records amaxes of an FP8 KV cache"
 
 
-class Recorder:
+class KvRecorder:
     """Records one step in `every` of all `layers`, in the order they run.
 
     On a GPU nothing is waited for but in `take`, and a recorded step costs one launch a layer. Not seen: padding, profiling

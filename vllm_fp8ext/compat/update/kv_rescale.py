@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_fp8ext.compat.update.kv_cache import HeldBlocks, key_value_views
-from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, Rescaled, rescale_kv, warm_up
+from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, RescaleCounts, rescale_kv, warm_up
 
 FEATURE: str = "core"
 WHY: str = "Keep cached K and V right when their scales change: vLLM's scales never do."
@@ -37,7 +37,7 @@ class CachedCodes:
         Those are fields of `HeldBlocks`, one for each group of layers. Counts over the codes: `codes`, `saturated`,
         `flushed` to zero.
         """
-        total = Rescaled()
+        total = RescaleCounts()
         for group in (HeldBlocks(**fields) for fields in held):
             layers = [self._cached(name, ratios[name]) for name in group.layers if name in ratios]
             if layers:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_types import RankScales
 from vllm_fp8ext.layers.kv_cache_method import FORMATS, share_of
-from vllm_fp8ext.update.worker.kv_buffers import KvScales
+from vllm_fp8ext.update.worker.kv_buffers import KvScaleBuffers
 
 FEATURE: str = "core"
 WHY: str = "Serve KV-cache scales that change with the weights: vLLM reads them from the checkpoint, once."
@@ -29,12 +29,12 @@ REMOVE_WHEN: str = "vLLM's FP8 KV cache takes new scales at run time"
 
 def kv_scales_of(
     layers: Mapping[str, Any], settings: KvScaleSettings, total_heads: int, device: torch.device
-) -> KvScales:
+) -> KvScaleBuffers:
     """Make the scales of a served model's attention layers, which `swap` alone changes."""
     if settings.granularity == "layer":
-        return KvScales(layers, {}, device=device)
+        return KvScaleBuffers(layers, {}, device=device)
     shares = {name: share_of(layer, total_heads) for name, layer in layers.items()}
-    return KvScales(layers, shares, device=device)
+    return KvScaleBuffers(layers, shares, device=device)
 
 
 def attention_layers(model: nn.Module) -> list[Any]:

@@ -222,7 +222,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
 
 def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -> Any:
     """The FP8 KV cache's scales, computed before anything is cached; None without one."""
-    from vllm_fp8ext.compat.update.kv_recorder import Recorder
+    from vllm_fp8ext.compat.update.kv_recorder import KvRecorder
     from vllm_fp8ext.compat.update.kv_rescale import CachedCodes
     from vllm_fp8ext.compat.update.kv_scales import attention_layers, gather, kv_scales_of
     from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
@@ -237,7 +237,7 @@ def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -
     vocabulary, longest = of.get_vocab_size(), of.max_model_len
     layers = {layer.layer_name: layer for layer in attention_layers(model)}
     scales = kv_scales_of(layers, settings, of.get_total_num_kv_heads(), device)
-    recorder = Recorder(layers, settings.record_every) if settings.policy == "history" else None
+    recorder = KvRecorder(layers, settings.record_every) if settings.policy == "history" else None
     kv = RankKv(scales, settings, CachedCodes(layers), recorder)
     if settings.policy != "static":
         try:

@@ -18,7 +18,7 @@ SAMPLE_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Canary:
+class CanarySpec:
     """`prompts`: token ids. `max_perplexity`: None when only finiteness is asked for. `built_in`: no text, whose perplexity
     would mean nothing."""
 
@@ -27,7 +27,9 @@ class Canary:
     built_in: bool = False
 
 
-def canary_of(request: Mapping[str, Any] | None, settings: Settings, vocabulary: int, longest: int) -> Canary:
+def canary_of(
+    request: Mapping[str, Any] | None, settings: Settings, vocabulary: int, longest: int
+) -> CanarySpec:
     """The canary of an update: what it asked for, else the server's own, else a built-in sample of token ids.
 
     Raises:
@@ -40,12 +42,12 @@ def canary_of(request: Mapping[str, Any] | None, settings: Settings, vocabulary:
         if bound is not None:
             message = "canary: max_perplexity needs prompts to measure it on"
             raise UpdateError("invalid-request", message, status=422)
-        return Canary([sample(min(SAMPLE_TOKENS, longest), vocabulary)], built_in=True)
+        return CanarySpec([sample(min(SAMPLE_TOKENS, longest), vocabulary)], built_in=True)
     require_prompts("canary", prompts, vocabulary, longest, shortest=2)
-    return Canary([list(prompt) for prompt in prompts], bound)
+    return CanarySpec([list(prompt) for prompt in prompts], bound)
 
 
-def judge(canary: Canary, scores: Sequence[CanaryScore]) -> float | None:
+def judge(canary: CanarySpec, scores: Sequence[CanaryScore]) -> float | None:
     """Perplexity over all prompts, from each rank's summed log-probability (ranks without logits have none). None for the
     built-in sample.
 

@@ -10,7 +10,7 @@ from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizationError:
+class QuantizationErrorSums:
     """Sums over tensors: squared errors, squared norms, and relative errors, ‖w - dequantized‖ / ‖w‖; and the largest of
     these, with the tensor's name."""
 
@@ -21,15 +21,15 @@ class QuantizationError:
     worst: tuple[float, str] = (0.0, "")
 
     @classmethod
-    def of(cls, errors: Mapping[str, tuple[float, float]]) -> "QuantizationError":
+    def of(cls, errors: Mapping[str, tuple[float, float]]) -> "QuantizationErrorSums":
         """Sum up squared error and squared norm by tensor; tensors without values don't count."""
         by_tensor = [((error / norm) ** 0.5, name) for name, (error, norm) in errors.items() if norm]
         squared, norm = (sum(pair[part] for pair in errors.values()) for part in (0, 1))
         relative = sum(error for error, _ in by_tensor)
         return cls(squared, norm, relative, len(by_tensor), max(by_tensor, default=(0.0, "")))
 
-    def __add__(self, other: "QuantizationError") -> "QuantizationError":
-        return QuantizationError(
+    def __add__(self, other: "QuantizationErrorSums") -> "QuantizationErrorSums":
+        return QuantizationErrorSums(
             self.squared + other.squared,
             self.norm + other.norm,
             self.relative + other.relative,
@@ -51,7 +51,7 @@ class Chunk:
     problems: list[dict[str, Any]] = field(default_factory=list)
     """The first of them."""
     problem_count: int = 0
-    error: QuantizationError = QuantizationError()
+    error: QuantizationErrorSums = QuantizationErrorSums()
     refused: frozenset[str] = frozenset()
     """Names of a chunk that was refused."""
     sent: Mapping[str, str] = field(default_factory=dict)
@@ -70,10 +70,10 @@ class Chunk:
         if problems:
             listed = with_sent_names(problems[:PROBLEMS_LISTED], self.sent)
             self.problems, self.problem_count = listed, len(problems)
-            self.error = QuantizationError()
+            self.error = QuantizationErrorSums()
             self.refused, self.names = self.names, frozenset()
         else:
-            self.error = QuantizationError.of(errors or {})
+            self.error = QuantizationErrorSums.of(errors or {})
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -95,7 +95,7 @@ def with_sent_names(problems: Iterable[dict[str, Any]], sent: Mapping[str, str])
 
 def quantization_error(chunks: Iterable[Chunk]) -> dict[str, Any] | None:
     """Relative error of the quantized weights, ‖w - dequantized‖ / ‖w‖: over all of them, and by tensor."""
-    total = sum((chunk.error for chunk in chunks), QuantizationError())
+    total = sum((chunk.error for chunk in chunks), QuantizationErrorSums())
     if not total.tensors:
         return None
     return {

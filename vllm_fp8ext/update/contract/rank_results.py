@@ -10,7 +10,7 @@ from vllm_fp8ext.kv_types import RankScales, Scales
 from vllm_fp8ext.update.contract.manifest import Manifest
 
 Fits: TypeAlias = dict[str, dict[str, dict[str, Any]]]
-"""Sums of `kernels.attention.kv_cache.Fit` by layer, then by `k` and `v`."""
+"""Sums of `kernels.attention.kv_cache.FitSums` by layer, then by `k` and `v`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ class ServedDigests(AnswerFields):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified(AnswerFields):
+class VerifiedWeights(AnswerFields):
     """Every rank serves what was committed: the fields of `serve.schema.Verified`."""
 
     epoch: int
@@ -204,7 +204,7 @@ Result: TypeAlias = (
     | ServedScales
     | Stale
     | UpdateState
-    | Verified
+    | VerifiedWeights
     | Waiting
 )
 KINDS: Mapping[str, type[Result]] = {kind.__name__: kind for kind in get_args(Result)}

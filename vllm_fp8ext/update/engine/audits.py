@@ -8,7 +8,7 @@ from vllm_fp8ext.kv_types import scale_digests
 from vllm_fp8ext.update.contract.kv_merge import largest
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import Fingerprint, RankDigests, all_of
-from vllm_fp8ext.update.contract.results import ServedDigests, Stale, Verified
+from vllm_fp8ext.update.contract.results import ServedDigests, Stale, VerifiedWeights
 from vllm_fp8ext.update.engine.committer import Committer
 from vllm_fp8ext.update.engine.jobs import Flow, OnRanks
 from vllm_fp8ext.update.engine.verification import CommittedFingerprints
@@ -39,7 +39,7 @@ class Audits:
             kv_scales=scale_digests(largest([each.kv_scales for each in ranks])),
         )
 
-    def verify(self) -> Flow[Verified | Stale]:
+    def verify(self) -> Flow[VerifiedWeights | Stale]:
         """Compare what is served with what was committed. What differs is served no longer.
 
         Raises:
@@ -56,7 +56,7 @@ class Audits:
         except UpdateError as error:
             self._committer.condemn(str(error))
             raise
-        return Verified(**served.served(), ranks=len(marks), seconds=time.perf_counter() - started)
+        return VerifiedWeights(**served.served(), ranks=len(marks), seconds=time.perf_counter() - started)
 
     def _require_known(self) -> None:
         poisoned = self._committer.poisoned

@@ -9,7 +9,7 @@ from vllm_fp8ext.kernels.numerics.reference import FP8_MAX
 from vllm_fp8ext.kv_types import Scales
 
 Fits = dict[str, dict[str, dict[str, Any]]]
-"""Sums of `kernels.attention.kv_cache.Fit` by layer, then by `k` and `v`."""
+"""Sums of `kernels.attention.kv_cache.FitSums` by layer, then by `k` and `v`."""
 
 
 def layer_reports(

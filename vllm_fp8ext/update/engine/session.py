@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.contract.canary import Canary
+from vllm_fp8ext.update.contract.canary import CanarySpec
 from vllm_fp8ext.update.contract.chunk import Chunk, quantization_error, with_sent_names
 from vllm_fp8ext.update.contract.claims import Claim, claim_problems
 from vllm_fp8ext.update.contract.fused import ExpertLayout
@@ -76,7 +76,7 @@ class Session:
     opened_at: Moment
     lifetime: float
     """Seconds after the last activity at which an update that nobody finishes expires."""
-    canary: Canary
+    canary: CanarySpec
     kv_request: "KvRequest | None" = None
     """Request for the scales of its KV cache, where there is one."""
     base_epoch: int | None = None

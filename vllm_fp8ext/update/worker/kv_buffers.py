@@ -19,7 +19,7 @@ _ALIGNED = 4
 """Numbers in 16 bytes: compiled graphs copy inputs that begin elsewhere."""
 
 
-class KvScales:
+class KvScaleBuffers:
     """Holds served scales and those of the shadow.
 
     `layers`: vLLM's attention layers by name, whose scale buffers become views of one tensor. `shares`: by layer, where each

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.attention.kv_cache import amax_by_head, fit_all
 from vllm_fp8ext.kv_types import NAMES, RankScales
-from vllm_fp8ext.update.worker.kv_buffers import KvScales
+from vllm_fp8ext.update.worker.kv_buffers import KvScaleBuffers
 
 SAMPLE_TOKENS = 128
 """Tokens of each layer's K and V, evenly chosen, that tell how well scales fit."""
@@ -41,10 +41,10 @@ class KvObserver:
             by_layer.setdefault(layer, {})[kind] = spread(layer, [next(values) for _ in range(len(amax))])
         return by_layer
 
-    def fits(self, scales: KvScales) -> dict[str, dict[str, dict[str, Any]]]:
+    def fits(self, scales: KvScaleBuffers) -> dict[str, dict[str, dict[str, Any]]]:
         """Measure how well the shadow's scales fit the sample.
 
-        Returns, by layer, by `k` and `v`, the sums of `Fit`.
+        Returns, by layer, by `k` and `v`, the sums of `FitSums`.
         """
         by_layer: dict[str, dict[str, dict[str, Any]]] = {}
         fits = fit_all([(values, scales.staged(*key)) for key, values in self._sample.items()])

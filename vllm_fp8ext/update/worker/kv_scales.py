@@ -29,7 +29,7 @@ from vllm_fp8ext.update.contract.rank_results import (
     ServedKvScales,
 )
 from vllm_fp8ext.update.worker.cooperative_task import Pause
-from vllm_fp8ext.update.worker.kv_buffers import KvScales
+from vllm_fp8ext.update.worker.kv_buffers import KvScaleBuffers
 from vllm_fp8ext.update.worker.kv_observer import KvObserver
 from vllm_fp8ext.update.worker.score_prompts import AttachAttention, observe_kv
 
@@ -38,7 +38,7 @@ GatherScales = Callable[[RankScales], list[RankScales]]
 """Returns every rank's scales, given this one's; all ranks call it together."""
 
 
-class Recorder(Protocol):
+class AmaxRecorder(Protocol):
     """Notes amax where the cache is written (`compat.update.kv_recorder`)."""
 
     def take(self) -> dict[str, AmaxCounts]: ...
@@ -56,10 +56,10 @@ class Cache(Protocol):
 class RankKv:
     """The FP8 KV cache of one rank. `cache` and `recorder` reach into vLLM; without a recorder nothing is recorded."""
 
-    scales: KvScales
+    scales: KvScaleBuffers
     settings: KvScaleSettings
     cache: Cache
-    recorder: Recorder | None = None
+    recorder: AmaxRecorder | None = None
     observer: KvObserver | None = None
     calibration: Calibration | None = None
     """Tokens that the first scales were calibrated with, and how well these fit (`begin`)."""
