@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from vllm_fp8ext.kernels.gemm.registry import always, nothing
 from vllm_fp8ext.kernels.moe.expert_configs import FUSED_KERNEL, ExpertTileConfig
@@ -43,38 +43,22 @@ class ExpertKernel:
     """Tells whether the result for a token is the same whatever it is computed beside."""
 
 
-def _run_deep_gemm(
-    x_MK: Tensor,
-    weights: ExpertWeights,
-    weights_MT: Tensor,
-    experts_MT: Tensor,
-    activation: str,
-    scale_format: ScaleFormat,
-    _config: ExpertTileConfig | None,
-) -> Tensor:
-    from vllm_fp8ext.layers import expert_gemm
+def _without_config(name: Literal["deep_gemm", "triton"]) -> Callable[..., Tensor]:
+    """Return a `run` that calls a function of `expert_gemm`, which chooses its tiles by itself."""
 
-    return expert_gemm.deep_gemm(x_MK, weights, weights_MT, experts_MT, activation, scale_format)
+    def run(*operands: Any) -> Tensor:
+        from vllm_fp8ext.layers import expert_gemm
+
+        *others, _config = operands
+        return cast("Tensor", getattr(expert_gemm, name)(*others))
+
+    return run
 
 
 def _supports_deep_gemm(hidden: int, dtype: str) -> bool:
     from vllm_fp8ext.layers.deep_gemm import deep_gemm_runs
 
     return dtype == "bfloat16" and hidden % BLOCK == 0 and deep_gemm_runs()
-
-
-def _run_triton(
-    x_MK: Tensor,
-    weights: ExpertWeights,
-    weights_MT: Tensor,
-    experts_MT: Tensor,
-    activation: str,
-    scale_format: ScaleFormat,
-    _config: ExpertTileConfig | None,
-) -> Tensor:
-    from vllm_fp8ext.layers import expert_gemm
-
-    return expert_gemm.triton(x_MK, weights, weights_MT, experts_MT, activation, scale_format)
 
 
 def _triton_tuned_tokens(experts: int, width: int) -> Sequence[int]:
@@ -108,11 +92,13 @@ def _never() -> bool:
     return False
 
 
-DEEP_GEMM_EXPERTS = ExpertKernel(name="deep_gemm", run=_run_deep_gemm, supports=_supports_deep_gemm)
+DEEP_GEMM_EXPERTS = ExpertKernel(
+    name="deep_gemm", run=_without_config("deep_gemm"), supports=_supports_deep_gemm
+)
 """DeepGEMM's grouped GEMM between kernels of this project."""
 TRITON_EXPERTS = ExpertKernel(
     name="triton",
-    run=_run_triton,
+    run=_without_config("triton"),
     tuned_tokens=_triton_tuned_tokens,
     batch_invariant=_triton_batch_invariant,
 )
