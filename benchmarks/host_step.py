@@ -27,11 +27,11 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+from vllm_fp8ext.bench.engine_kinds import Kind, arguments, kinds, said, settings_of
 from vllm_fp8ext.bench.engines import VARIANTS
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.options import case_of, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.bench.rollout import Kind, arguments, kinds, said, settings_of
 
 RUNNER = "vllm.v1.worker.gpu"
 ATTENTION = "attention but FlashAttention"

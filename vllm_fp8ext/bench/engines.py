@@ -187,60 +187,66 @@ def _serve(
         os.environ[LENDS] = str(lends)
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", "3600")  # it waits for others
         arguments |= {"enable_sleep_mode": True, "worker_cls": "vllm_fp8ext.bench.lending.Worker"}
-    import torch
-    from vllm import LLM, SamplingParams
-
-    from vllm_fp8ext.bench.steady import Steady, SteadyLoad, kv_tokens
+    from vllm import LLM
 
     if held:
         end.send("imported")
         end.recv()
     engine = LLM(checkpoint, **arguments)
-    vocabulary = engine.model_config.get_vocab_size()
     if lends:
         _lend(engine)
     end.send("ready")
     while case := end.recv():
-        if case == "take":
-            engine.wake_up(["kv_cache", "scheduling"])
-            end.send(case)
-            continue
-        if case == "lend":
-            _lend(engine)
-            end.send(case)
-            continue
-        if case == "compiled":
-            end.send(_compiled(engine, arguments))
-            continue
-        if case == "kv_tokens":
-            end.send(kv_tokens(engine))
-            continue
-        if isinstance(case, SteadyLoad):
-            end.send(Steady(engine, case).windows())
-            continue
-        if case[0] == "linear_errors":
-            end.send(_linear_errors(engine, arguments, case[1]))
-            continue
-        requests, tokens, output, seed = case
-        draw = torch.Generator().manual_seed(seed)
-        prompts: Any = [
-            {"prompt_token_ids": torch.randint(vocabulary, (tokens,), generator=draw).tolist()}
-            for _ in range(requests)
-        ]
-        sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        if profile:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-                engine.generate(prompts, sampling, use_tqdm=False)
-            cuda = torch.autograd.DeviceType.CUDA
-            ran = [e for e in seen.events() or [] if e.device_type == cuda and not e.is_user_annotation]
-            end.send(GpuTime.of((e.name, e.time_range.start, e.time_range.end) for e in ran))
-            continue
-        answers = engine.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        assert all(len(answer.outputs[0].token_ids) == output for answer in answers)
-        end.send(seconds)
+        end.send(_answer(engine, arguments, case, profile=profile))
     engine.llm_engine.engine_core.shutdown()  # else its processes and this one wait for each other
+
+
+def _answer(engine: Any, arguments: Mapping[str, Any], case: Any, *, profile: bool) -> Any:
+    """Do what an `Engine` asks, and return what it is answered."""
+    from vllm_fp8ext.bench.steady import Steady, SteadyLoad, kv_tokens
+
+    if case == "take":
+        engine.wake_up(["kv_cache", "scheduling"])
+        return case
+    if case == "lend":
+        _lend(engine)
+        return case
+    if case == "compiled":
+        return _compiled(engine, arguments)
+    if case == "kv_tokens":
+        return kv_tokens(engine)
+    if isinstance(case, SteadyLoad):
+        return Steady(engine, case).windows()
+    if case[0] == "linear_errors":
+        return _linear_errors(engine, arguments, case[1])
+    return _generated(engine, *case, profile=profile)
+
+
+def _generated(
+    engine: Any, requests: int, tokens: int, output: int, seed: int, *, profile: bool
+) -> float | GpuTime:
+    """Return the seconds of random prompts, or their profile."""
+    import torch
+    from vllm import SamplingParams
+
+    vocabulary = engine.model_config.get_vocab_size()
+    draw = torch.Generator().manual_seed(seed)
+    prompts: Any = [
+        {"prompt_token_ids": torch.randint(vocabulary, (tokens,), generator=draw).tolist()}
+        for _ in range(requests)
+    ]
+    sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    if profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            engine.generate(prompts, sampling, use_tqdm=False)
+        cuda = torch.autograd.DeviceType.CUDA
+        ran = [e for e in seen.events() or [] if e.device_type == cuda and not e.is_user_annotation]
+        return GpuTime.of((e.name, e.time_range.start, e.time_range.end) for e in ran)
+    answers = engine.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    assert all(len(answer.outputs[0].token_ids) == output for answer in answers)
+    return seconds
 
 
 def _lend(engine: Any) -> None:

@@ -20,34 +20,22 @@ import statistics
 import tempfile
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
 from vllm_fp8ext.bench import turns
-from vllm_fp8ext.bench.engines import VARIANTS, Engine, EngineError, in_turn, with_graphs
+from vllm_fp8ext.bench.engine_kinds import STEP, Kind, arguments, kinds, said, settings_of
+from vllm_fp8ext.bench.engines import VARIANTS, Engine, EngineError, in_turn
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
-from vllm_fp8ext.bench.options import CommandLine, case_of, json_object
+from vllm_fp8ext.bench.options import CommandLine, case_of
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.errors import ConfigError
 
-STEP = 8192
-"""Most tokens of a step."""
 CASES = ("1x1024x1024", "8x1024x1024", "8x512x256", "32x1024x1024", "128x1024x1024", "256x1024x1024")
 console = Console(width=140, highlight=False)
-
-
-class Kind(NamedTuple):
-    """Identity of an engine: a variant, its KV cache, and `settings` of ours, as JSON."""
-
-    variant: str
-    kv: str
-    settings: str = "{}"
-
-    def __str__(self) -> str:
-        more = "" if self.settings == "{}" else f", {self.settings}"
-        return f"{self.variant}, KV {self.kv}{more}"
 
 
 Engines: TypeAlias = dict[Kind, Engine]
@@ -146,45 +134,22 @@ def _case(text: str) -> tuple[int, int, int]:
     return case_of(text, least_output=2)  # the first token is timed by itself
 
 
-def kinds(variants: Sequence[str], caches: Sequence[str], settings: Sequence[str]) -> list[Kind]:
-    """Engines of each variant with each KV cache; of ours with each of the `settings`, as JSON."""
-    return [
-        Kind(name, kv, one)
-        for kv in caches
-        for name in variants
-        for one in (dict.fromkeys(settings) if name == "blockfp8" else ["{}"])
-    ]
-
-
-def settings_of(text: str) -> str:
-    """The same JSON for the same settings."""
-    return json.dumps(json_object(text), sort_keys=True)
-
-
-def arguments(kind: Kind, longest: int, kv_gib: float, more: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM`; `longest`: tokens of a request, `more`: other arguments."""
-    scales = {"kv_scales": {"policy": "static", "default": 1.0}} if kind.kv == "fp8" else {}
-    settings = with_graphs({**scales, **json.loads(kind.settings)})
-    return {
-        **VARIANTS[kind.variant],
-        "kv_cache_dtype": kind.kv,
-        "max_model_len": longest + 16,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": STEP,
-        "kv_cache_memory_bytes": int(kv_gib * 2**30),
-        "gpu_memory_utilization": 0.3,
-        "enable_prefix_caching": False,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        **({"additional_config": {"fp8ext": settings}} if kind.variant == "blockfp8" else {}),
-        **more,
-    }
-
-
 def _arguments(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
     longest = max(sum(_case(text)[1:]) for text in options.cases)
     counts = {"disable_log_stats": False} if options.steady else {}  # preemptions
     return arguments(kind, longest, options.kv_gib, {**counts, **options.engine})
+
+
+@dataclass
+class _Turns:
+    """Turns of one engine in a case."""
+
+    samples: list[dict[str, float]] = field(default_factory=list)
+    """Measurements of each turn but the first."""
+    compiled: dict[str, int] = field(default_factory=dict)
+    """Compilations before what is measured, by compiler."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Errors of linear layers, as parts of their bound."""
 
 
 def _measure(
@@ -196,46 +161,12 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """`earlier`: what other engines did in these cases."""
     requests, tokens, output = case
-    samples: dict[Kind, list[dict[str, float]]] = {kind: [] for kind in engines}
-    before: dict[Kind, dict[str, int]] = {}
-    errors: dict[Kind, dict[str, float]] = {}
-    for repeat in range(options.repeats + 1):
-        if time.monotonic() > stop:
-            break
-        for kind, engine in engines.items():
-            with engine.turn():
-                if options.lend:  # the first to touch what was just taken
-                    engine.seconds(1, tokens, 1, 2 * repeat)
-                if options.steady:
-                    took = turns.steady(engine, case, options.steady if repeat else 1.0)
-                else:
-                    took = turns.at_once(engine, case, repeat)
-                if not repeat:
-                    errors[kind] = engine.linear_errors((requests, min(requests * tokens, STEP)))
-                    require_within(str(kind), errors[kind])
-            if repeat:
-                samples[kind].append(took)
-            else:
-                before[kind] = engine.compiled()
     results: list[dict[str, Any]] = []
-    for kind, taken in samples.items():
-        if not taken:
+    for kind, taken in _take_turns(options, case, engines, stop).items():
+        if not taken.samples:
             console.print(f"{requests}x{tokens}x{output}: no time left")
             return []
-        settings = json.loads(kind.settings)
-        after = engines[kind].compiled()
-        result = {
-            **said(options, case, kind),
-            **({"load": "steady", "seconds": options.steady} if options.steady else {}),
-            "staging": settings.get("staging", "shadow") if kind.variant == "blockfp8" else "none",
-            **{name: statistics.median(turn[name] for turn in taken) for name in taken[0]},
-            "samples": [turn["tokens_per_s"] for turn in taken],
-            "compiled_meanwhile": {
-                compiler: after[compiler] - count for compiler, count in before[kind].items()
-            },
-            "error_of_bound": max(errors[kind].values(), default=None),
-            "beside": sorted({other.variant for other in engines}),
-        }
+        result = _result(options, case, kind, taken, engines)
         alike: dict[str, Any] = {"requests": requests, "input": tokens, "output": output}
         alike |= {"variant": "bf16", "kv_cache": kind.kv}
         base = next(
@@ -251,6 +182,53 @@ def _measure(
             f"{result['ms_per_step']:7.2f} ms/step {first}{speedup}"
         )
     return results
+
+
+def _take_turns(
+    options: argparse.Namespace, case: tuple[int, int, int], engines: Engines, stop: float
+) -> dict[Kind, _Turns]:
+    """Run a case on all engines in turn, again and again; the first turn of each is not measured."""
+    requests, tokens, _ = case
+    taken = {kind: _Turns() for kind in engines}
+    for repeat in range(options.repeats + 1):
+        if time.monotonic() > stop:
+            break
+        for kind, engine in engines.items():
+            with engine.turn():
+                if options.lend:  # the first to touch what was just taken
+                    engine.seconds(1, tokens, 1, 2 * repeat)
+                if options.steady:
+                    took = turns.steady(engine, case, options.steady if repeat else 1.0)
+                else:
+                    took = turns.at_once(engine, case, repeat)
+                if not repeat:
+                    taken[kind].errors = engine.linear_errors((requests, min(requests * tokens, STEP)))
+                    require_within(str(kind), taken[kind].errors)
+            if repeat:
+                taken[kind].samples.append(took)
+            else:
+                taken[kind].compiled = engine.compiled()
+    return taken
+
+
+def _result(
+    options: argparse.Namespace, case: tuple[int, int, int], kind: Kind, taken: _Turns, engines: Engines
+) -> dict[str, Any]:
+    """Return one engine's medians in a case."""
+    settings = json.loads(kind.settings)
+    after = engines[kind].compiled()
+    return {
+        **said(options, case, kind),
+        **({"load": "steady", "seconds": options.steady} if options.steady else {}),
+        "staging": settings.get("staging", "shadow") if kind.variant == "blockfp8" else "none",
+        **{name: statistics.median(turn[name] for turn in taken.samples) for name in taken.samples[0]},
+        "samples": [turn["tokens_per_s"] for turn in taken.samples],
+        "compiled_meanwhile": {
+            compiler: after[compiler] - count for compiler, count in taken.compiled.items()
+        },
+        "error_of_bound": max(taken.errors.values(), default=None),
+        "beside": sorted({other.variant for other in engines}),
+    }
 
 
 def require_within(engine: str, errors: dict[str, float]) -> None:
@@ -299,18 +277,3 @@ def _profile(
             each = milliseconds / launches * 1e3
             console.print(f"{milliseconds:9.2f} ms {launches:7} x {each:9.2f} us  {name[:90]}")
     return profiles
-
-
-def said(options: argparse.Namespace, case: tuple[int, int, int], kind: Kind) -> dict[str, Any]:
-    """Return the identity of a case; `options`: with `shape`, `checkpoint` and `engine`."""
-    requests, tokens, output = case
-    return {
-        "model": options.checkpoint.name if options.checkpoint else options.shape,
-        "requests": requests,
-        "input": tokens,
-        "output": output,
-        "kv_cache": kind.kv,
-        "settings": json.loads(kind.settings),
-        "engine": options.engine,
-        "variant": kind.variant,
-    }

@@ -19,7 +19,6 @@ import itertools
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -32,20 +31,19 @@ from rich.table import Table
 from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
-from vllm_fp8ext.bench.native import SERVE, VARIABLES, Native
+from vllm_fp8ext.bench.native import SERVE, VARIABLES
 from vllm_fp8ext.bench.options import CommandLine, json_object
+from vllm_fp8ext.bench.peak_memory import PeakMemory
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.bench.servers import server_arguments, wait_for_all
 from vllm_fp8ext.bench.transports import push_variants, transport_of
+from vllm_fp8ext.bench.update_pushers import Push, pusher
 from vllm_fp8ext.demo.server import Server
-from vllm_fp8ext.serve.client import Group
 from vllm_fp8ext.serve.schema import Running
 
 VARIANTS = ("blockfp8", "stock")
 POLICIES: tuple[Running, ...] = ("keep", "recompute")
 console = Console(width=140, highlight=False)
-Push = Callable[[str], dict[str, float]]
-"""Change the weights to a version and say what it took."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,7 +155,7 @@ def _measure(
                 case |= {"running": policy, "staging": staging, "settings": settings}
                 case |= {name: True for name in ("fused", "buckets") if getattr(options, name)}
                 with (
-                    _pusher(variant, transport, policy, options, server, checkpoints) as push,
+                    pusher(variant, transport, policy, options, server, checkpoints) as push,
                     contextlib.nullcontext() if running else baseline(transport) as bare,
                 ):
                     beside = partial(bare, checkpoints[0]) if bare else lambda: None
@@ -174,92 +172,6 @@ def _measure(
 
 def _next(push: Push, weights: Iterator[int]) -> dict[str, float]:
     return push("ab"[next(weights)])
-
-
-@contextlib.contextmanager
-def _pusher(
-    variant: str,
-    transport: str,
-    policy: Running,
-    options: argparse.Namespace,
-    server: Server,
-    checkpoints: list[Path],
-) -> Iterator[Push]:
-    """Return a function that changes the weights to checkpoint "a" or "b"."""
-    folders = dict(zip("ab", checkpoints, strict=True))
-    if variant == "stock":
-        yield from _stock(transport, server, folders, options)
-        return
-    way: Any = transport_of(transport)
-    with server.client() as client, Group() as group:
-        in_memory = set(checkpoints) if way in ("ipc", "nccl") else set()
-        held = {path: _in_memory(path, way, options, fused=options.fused) for path in in_memory}
-
-        def push(name: str) -> dict[str, float]:
-            folder = folders[name]
-            if way == "files":
-                done = client.load(folder, version=name, running=policy)
-            else:
-                done = client.push(
-                    held.get(folder, folder),
-                    version=name,
-                    running=policy,
-                    transport=way,
-                    group=group,
-                    checksum=not transport.endswith("-plain"),
-                    fp8=transport.endswith("-fp8"),
-                    expert_layout="out_in" if options.fused else None,
-                )
-            return {"bytes": float(done.bytes), **done.seconds}
-
-        try:
-            yield push
-        finally:  # what pushed outlives this, and another trainer's tensors need the room
-            held.clear()
-
-
-def _stock(
-    transport: str, server: Server, folders: dict[str, Path], options: argparse.Namespace
-) -> Iterator[Push]:
-    """Update by vLLM's own means."""
-    if transport == "reload":
-        from vllm_fp8ext.loadtest.weight_updates import StockUpdates
-
-        stock = {name: StockUpdates(server.url, [path]) for name, path in folders.items()}
-
-        def reload(name: str) -> dict[str, float]:
-            done = stock[name].push()
-            if done.error:
-                raise RuntimeError(f"stock vLLM's reload: {done.error}")
-            return {}
-
-        yield reload
-        return
-    native = Native(server.url)
-    held = {name: _in_memory(path, transport, options, fused=False) for name, path in folders.items()}
-
-    def transfer(name: str) -> dict[str, float]:
-        native.push(held[name])
-        return {}
-
-    try:
-        yield transfer
-    finally:
-        held.clear()
-
-
-def _in_memory(checkpoint: Path, way: str, options: argparse.Namespace, *, fused: bool) -> dict[str, Any]:
-    """The trainer's tensors: on the GPU that is served from, or for `nccl` on the last one."""
-    import torch
-
-    from vllm_fp8ext.bench.fused import stored_fused
-    from vllm_fp8ext.serve.client.flat import in_buffers
-    from vllm_fp8ext.update.transports.wire import stored
-
-    last = torch.cuda.device_count() - 1
-    read = stored_fused if fused else stored
-    tensors = read(checkpoint, f"cuda:{last}" if way == "nccl" and last > 0 else None)
-    return dict(in_buffers(tensors) if options.buckets else tensors)
 
 
 def _updates(
@@ -323,33 +235,6 @@ def _over(windows: list[dict[str, Any]]) -> dict[str, Any]:
         case[name] = max((window[name] for window in windows if window[name] is not None), default=None)
     case["steady_before"] = all(window["steady_before"] for window in windows)
     return {**case, "windows": windows}
-
-
-class PeakMemory:
-    """Peak GPU memory in bytes, beyond what was taken before."""
-
-    peak: int | None = None
-
-    def __enter__(self) -> "PeakMemory":
-        import torch
-
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        if torch.cuda.is_available():
-            before = torch.cuda.mem_get_info()[0]
-
-            def watch() -> None:
-                while not self._stop.wait(0.002):
-                    self.peak = max(self.peak or 0, before - torch.cuda.mem_get_info()[0])
-
-            self._thread = threading.Thread(target=watch)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        if self._thread:
-            self._thread.join()
 
 
 def _show(cases: list[dict[str, Any]]) -> None:
