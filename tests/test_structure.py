@@ -37,6 +37,7 @@ LIGHT = (
     "vllm_fp8ext.layers.gemm_kernels",
     "vllm_fp8ext.layers.expert_kernels",
     "vllm_fp8ext.cli",
+    "vllm_fp8ext.bench.command",
     "vllm_fp8ext.calibrate.command",
     "vllm_fp8ext.calibrate.prompts",
     "vllm_fp8ext.memory_plan.command",

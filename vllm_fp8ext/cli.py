@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vllm_fp8ext import __version__
+from vllm_fp8ext.bench.command import bench
 from vllm_fp8ext.calibrate.command import VLLM_OPTIONS, calibrate
 from vllm_fp8ext.checkpoints import MAX_PROBLEMS
-from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
+from vllm_fp8ext.environment import URL
 from vllm_fp8ext.errors import Fp8ExtError
 from vllm_fp8ext.loadtest.command import PACKAGES as LOADTEST
 from vllm_fp8ext.memory_plan.command import plan
@@ -149,130 +150,8 @@ def demo(problems: int, json_file: Path | None) -> None:
     sys.exit(run(problems, json_file))
 
 
-for command in (push, status, abandon, rollback, verify, calibrate, plan):
+for command in (push, status, abandon, rollback, verify, calibrate, plan, bench):
     cli.add_command(command)
-
-
-@cli.group()
-def bench() -> None:
-    """Measure kernels, engines and servers."""
-    end_on_sigterm()
-
-
-class _Load(click.Command):
-    """Its help lists what it passes on, too."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from vllm_fp8ext.loadtest.options import listed
-
-        formatter.write(f"\n{listed()}")
-
-
-@bench.command(cls=_Load, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.option(
-    "--url", envvar=URL, default=DEFAULT_URL, show_default=True, help="An OpenAI-compatible server."
-)
-@click.option(
-    "--profile",
-    type=click.Choice(["closed", "poisson", "constant", "rollout"]),
-    default="closed",
-    show_default=True,
-    help="How requests come.",
-)
-@click.option("--users", default=8, show_default=True, help="Requests at once, in a closed loop.")
-@click.option("--time", "run_time", default="60s", show_default=True, help="How long.")
-@click.option("--web", is_flag=True, help="Open locust's web page instead of starting at once.")
-@key_file_option
-@click.pass_context
-def load(
-    context: click.Context,
-    url: str,
-    profile: str,
-    users: int,
-    run_time: str,
-    web: bool,
-    key_file: Path | None,
-) -> None:
-    """Load a server with rollout traffic, and change its weights meanwhile. An example: --rollout-steps 5 --update-every
-    step --checkpoints A B --slo 'ttft_p99<0.5' --report FOLDER. The options of the load test stand below; locust's (`locust
-    --help`) are taken too."""
-    from vllm_fp8ext.loadtest.command import command
-
-    if key_file:
-        os.environ[ADMIN_KEY] = key_of(None, key_file)
-    line = command(url, profile, users, run_time, web, context.args)
-    os.execv(line[0], line)
-
-
-PASSED_ON = {"ignore_unknown_options": True, "help_option_names": []}
-
-
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def kernels(arguments: tuple[str, ...]) -> None:
-    """Time this project's kernels on this GPU beside BF16 and others' (--help lists the options)."""
-    from vllm_fp8ext.bench.kernels import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def rollout(arguments: tuple[str, ...]) -> None:
-    """Time whole engines on this GPU: BF16, fp8_per_block, blockfp8 (--help lists the options)."""
-    from vllm_fp8ext.bench.rollout import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def http(arguments: tuple[str, ...]) -> None:
-    """Time whole servers over HTTP: BF16, fp8_per_block, blockfp8 (--help lists the options)."""
-    from vllm_fp8ext.bench.over_http import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def update(arguments: tuple[str, ...]) -> None:
-    """Time weight updates of a server, idle and beside running requests (--help lists the options)."""
-    from vllm_fp8ext.bench.updates import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def kv(arguments: tuple[str, ...]) -> None:
-    """Long responses in this GPU's whole memory: what an FP8 KV cache saves of preemptions (--help lists the options)."""
-    from vllm_fp8ext.bench.kv import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command("kv-accuracy", context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def kv_accuracy(arguments: tuple[str, ...]) -> None:
-    """Measure the error of an FP8 KV cache's scales, by policy (--help lists the options): K and V grow or shrink
-    meanwhile."""
-    from vllm_fp8ext.bench.kv_accuracy import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command("report")
-@click.argument(
-    "reports", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
-@click.option("--out", default="report.html", show_default=True, type=click.Path(path_type=Path))
-def bench_report(reports: tuple[Path, ...], out: Path) -> None:
-    """Make one page of several runs, side by side, from their report.json."""
-    from vllm_fp8ext.loadtest.html_report import page, report_in
-
-    out.write_text(page([report_in(path) for path in reports]))
-    click.echo(out)
 
 
 def main() -> None:
