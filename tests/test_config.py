@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_fp8ext import config as config_module
-from vllm_fp8ext.config import OLD_KERNEL_SETTINGS, KernelSettings, Settings, ShapeSettings
+from vllm_fp8ext import kernel_settings
+from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernel_settings import OLD_KERNEL_SETTINGS, KernelSettings, ShapeSettings
 from vllm_fp8ext.kv_settings import KvScaleSettings
 
 
@@ -250,7 +251,7 @@ def test_an_old_name_of_a_setting_is_taken_and_told(
     old: str, new: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once in a process, however often settings are read."""
-    config_module._warn_of_old_name.cache_clear()
+    kernel_settings._warn_of_old_name.cache_clear()
     with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
         settings = [Settings.parse(_section(old, False)) for _ in range(2)]
     assert settings[0] == settings[1] == Settings.parse(_section(new, False)) != Settings()

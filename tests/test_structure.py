@@ -32,6 +32,7 @@ LIGHT = (
     "vllm_fp8ext.environment",
     "vllm_fp8ext.checkpoints",
     "vllm_fp8ext.config",
+    "vllm_fp8ext.kernel_settings",
     "vllm_fp8ext.kv_types",
     "vllm_fp8ext.kernels.gemm.registry",
     "vllm_fp8ext.layers.gemm_kernels",
@@ -137,7 +138,7 @@ def offenders(importers: tuple[str, ...], *packages: str, besides: tuple[str, ..
 LEVELS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"base": ("environment", "errors", "log", "log_text", "signals")},
     {"kernels": ("kernels",)},
-    {"settings": ("checkpoints", "config", "kv_settings", "kv_trainer", "kv_types")},
+    {"settings": ("checkpoints", "config", "kernel_settings", "kv_settings", "kv_trainer", "kv_types")},
     {"contract": ("update.contract",)},
     {"shared memory": ("lock_files", "shared_memory")},
     {"layers": ("layers",), "transports": ("update.transports",)},
@@ -151,7 +152,7 @@ LEVELS: tuple[dict[str, tuple[str, ...]], ...] = (
 )
 """Rooms of the package and what they hold, from the bottom to the top. A room imports itself and rooms below it, none beside
 it or above it."""
-UPWARD = {(f"{PACKAGE}.config", f"{PACKAGE}.layers.gemm_kernels")}
+UPWARD = {(f"{PACKAGE}.kernel_settings", f"{PACKAGE}.layers.gemm_kernels")}
 """Modules that import one from above or beside, and which: settings know the names of kernels. None is added."""
 COMPAT_USERS = ("serve", "entry points", "bench")
 """Rooms that import `compat`, which changes vLLM; layers and updates get what they need from it as arguments."""

@@ -41,7 +41,8 @@ def config(tmp_path_factory: pytest.TempPathFactory):
 def _layer(
     config, weight: Tensor, scale_format: str, *, batch_invariant: bool = False, gemm: str | None = None
 ) -> tuple[nn.Module, object]:
-    from vllm_fp8ext.config import KernelSettings, Settings
+    from vllm_fp8ext.config import Settings
+    from vllm_fp8ext.kernel_settings import KernelSettings
     from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
 
     torch.set_default_dtype(torch.bfloat16)

@@ -14,8 +14,8 @@ import vllm.envs
 import vllm.platforms
 from vllm.model_executor.kernels import linear
 
-from vllm_fp8ext.config import KernelSettings
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernel_settings import KernelSettings
 from vllm_fp8ext.kernels.gemm import decode_gemm
 from vllm_fp8ext.kernels.gemm.selection import GemmRoute
 from vllm_fp8ext.kernels.numerics.quantized import Quantized

@@ -14,8 +14,9 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import get_mk_alignment_for_contiguous_layout, m_grouped_fp8_gemm_nt_contiguous
 
-from vllm_fp8ext.config import SECTION, KernelSettings
+from vllm_fp8ext.config import SECTION
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernel_settings import KernelSettings
 from vllm_fp8ext.kernels.moe.expert_configs import ExpertChoice, ExpertRoute, expert_route
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, ScaleFormat

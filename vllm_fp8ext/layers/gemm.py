@@ -8,8 +8,9 @@ comes with each of its kernels. Can go once this project has kernels of its own 
 import torch
 from vllm.platforms import current_platform
 
-from vllm_fp8ext.config import SECTION, KernelSettings
+from vllm_fp8ext.config import SECTION
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernel_settings import KernelSettings
 from vllm_fp8ext.kernels.gemm import selection
 from vllm_fp8ext.kernels.gemm.registry import DECODE_GEMM, GEMM_KERNELS
 from vllm_fp8ext.kernels.gemm.selection import GemmRoute
