@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_fp8ext.compat.speed import slot_fast_path
 from vllm_fp8ext.compat.update import engine_core
-from vllm_fp8ext.compat.update.engine_core import CoreAccess
+from vllm_fp8ext.compat.update.core_access import CoreAccess
 from vllm_fp8ext.config import METHOD, SECTION
 from vllm_fp8ext.update.contract.labels import Label, first_label
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fp8ext.compat.update.engine_core import CoreAccess
+from vllm_fp8ext.compat.update.core_access import CoreAccess
 from vllm_fp8ext.compat.update.recent_tokens import RecentTokens
 
 

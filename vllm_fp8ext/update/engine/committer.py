@@ -23,7 +23,7 @@ WAIT_GRACE_SECONDS = 10.0
 
 
 class Core(Protocol):
-    """Interface of an engine core for updates (`compat.update.engine_core.CoreAccess`)."""
+    """Interface of an engine core for updates (`compat.update.core_access.CoreAccess`)."""
 
     settings: Settings
     quantization: str | None
