@@ -207,8 +207,10 @@ class DecodeAttention:
         if not self._holds(cache):
             shape = f"[blocks, {self.kv_heads}, a multiple of {TILE}, {2 * HEAD_DIMENSION}]"
             problems.append(f"a cache {shape} in {self.dtype}, each token's heads at a multiple of 16 bytes")
-        well = lies_well(query_RHD) and lies_well(key_RGD, 8) and lies_well(value_RGD, 8)
-        if not well or not (isinstance(out, Quantized) or lies_well(out)):
+        well = (
+            is_kernel_aligned(query_RHD) and is_kernel_aligned(key_RGD, 8) and is_kernel_aligned(value_RGD, 8)
+        )
+        if not well or not (isinstance(out, Quantized) or is_kernel_aligned(out)):
             problems.append("heads side by side, each at a multiple of 8 bytes, queries and outputs of 16")
         integers = lengths_R.dtype == table_RB.dtype == torch.int32 and table_RB.shape[0] >= requests
         if slots_R is not None:
@@ -233,7 +235,7 @@ def _is_plain(scale: Tensor) -> bool:
     return scale.dtype == torch.float32 and scale.is_contiguous()
 
 
-def lies_well(part: Tensor, align: int = 16) -> bool:
+def is_kernel_aligned(part: Tensor, align: int = 16) -> bool:
     """Tell whether each row's heads are contiguous, at a multiple of so many bytes.
 
     Heads are `[rows, heads, D]`. The distance to a next row or head does not matter if there is none.

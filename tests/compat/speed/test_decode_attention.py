@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_fp8ext.compat.graphs import fusion_attention
 from vllm_fp8ext.compat.speed import decode_attention, mixed_step_metadata
+from vllm_fp8ext.kernels.attention.decode_attention import is_kernel_aligned
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 from vllm_fp8ext.kernels.testing import kernel_cases
@@ -202,7 +203,7 @@ def test_which_heads_lie_as_they_are_read(
 ) -> None:
     """Torch gives a dimension of one any stride, also a contiguous one."""
     part = torch.empty(1 << 14, dtype=torch.bfloat16).as_strided(shape, strides)
-    assert decode_attention.lies_well(part) == lies
+    assert is_kernel_aligned(part) == lies
 
 
 def test_queries_that_are_not_quantized_have_no_scale() -> None:
