@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reference_experts` on a Hopper GPU for small M.
 
-The time goes into reading the weights of many experts: two grouped GEMMs, of which the first also applies the gate, and a
-sum.
-
+The time goes into reading the weights of many experts, in two grouped GEMMs, the first with the gate, and a sum.
 Weights are the left operand: tensor cores want 64 rows there, and take few columns. Each expert's tokens come in blocks, from
 its list (`expert_slots`). Every sum has a fixed order.
 
@@ -244,13 +242,12 @@ def expert_mlp(
     whole = config.rows == BLOCK
     quantized, listed = expert_slots(x_MK, experts_MT, e, scale_format, listed=not config.alone)
     lists = experts_MT, listed.slots, listed.counts
-    count = s if config.alone else e
+    count, room = s if config.alone else e, listed.slots.shape[1]
     middle, middle_scales = empty(s, p, device)
     if not whole:
         middle = torch.empty(s, p, dtype=x_MK.dtype, device=device)
     parts = torch.empty(s, k, dtype=torch.float32, device=device)
     common = _constants(config, k, scale_format, early=early)
-    room = listed.slots.shape[1]
     _gate_up[(count, p // config.rows)](
         *(_codes(quantized.codes), quantized.scales, _codes(gate_up_E2PK), gate_up_scales, *lists),
         *(_codes(middle), middle_scales, s, room, k, p, quantized.scales.stride(1), middle_scales.stride(1)),
@@ -290,12 +287,8 @@ def _constants(config: ExpertTileConfig, k: int, scale_format: ScaleFormat, *, e
 
 def _require(p: int, x_MK: Tensor, config: ExpertTileConfig) -> None:
     """Raise `ValueError` unless the kernels take these sizes."""
-    if (
-        p % BLOCK
-        or config.rows not in (64, BLOCK)
-        or config.down_rows not in (64, BLOCK)
-        or x_MK.stride(1) != 1
-    ):
+    rows = {config.rows, config.down_rows}
+    if p % BLOCK or rows - {64, BLOCK} or x_MK.stride(1) != 1:
         raise ValueError(
             f"expert_mlp: expected an intermediate size in multiples of {BLOCK}, contiguous columns and parts of 64 or "
             f"{BLOCK} rows, found {p}, strides {x_MK.stride()} and {config}"

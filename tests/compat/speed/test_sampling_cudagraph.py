@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from vllm_fp8ext.compat.speed import decode_step_reuse, sampling_cudagraph
+from vllm_fp8ext.compat.speed import decode_step_reuse, samplers, sampling_cudagraph
 
 PLACES, VOCABULARY = 6, 50
 
@@ -61,11 +61,11 @@ class Runner:
             logprob_token_ids_state=SimpleNamespace(num_token_ids=SimpleNamespace(np=np.full(PLACES, 2))),
         )
         self.tokens_of_others = 0
-        self.samplers = sampling_cudagraph.Samplers(PLACES, torch.device("cpu"))
+        self.samplers = samplers.Samplers(PLACES, torch.device("cpu"))
         for rows in (2, 4):
             for logprobs, scaled in itertools.product(sampling_cudagraph.LOGPROBS, (False, True)):
                 graph: Any = Graph(self)
-                self.samplers.graphs[rows, logprobs, scaled] = sampling_cudagraph._Graph(
+                self.samplers.graphs[rows, logprobs, scaled] = samplers.SamplingGraph(
                     graph, output(rows, logprobs), None
                 )
         self.cudagraph_manager = SimpleNamespace(**{sampling_cudagraph._SAMPLERS: self.samplers})
@@ -114,7 +114,7 @@ def test_a_graph_samples_as_many_rows_as_there_are_requests(logprobs: int | None
     runner.counts[5] = -1 if logprobs is None else logprobs
     if scaled:  # one of them has a temperature
         runner.sampler.needs_logits_processing[1] = True
-        sampling_cudagraph._scaled(runner.sampler.sampling_states)[1] = True
+        samplers.scaled_places(runner.sampler.sampling_states)[1] = True
     step = batch(3, 5, 1)
     sampled, counts, rejected = runner.sample(step)
     assert runner.replays() == {(4, logprobs, scaled): 1}
@@ -229,7 +229,7 @@ def test_a_temperature_alone_is_in_the_graph(params: dict[str, Any], needed: boo
         for given in (before, params):
             add(sampler, 2, SamplingParams(seed=1, **given))
         assert sampler.needs_logits_processing[2] == needed
-        assert sampling_cudagraph.only_scales(sampler, np.array([2])) is sampled
+        assert samplers.only_scales(sampler, np.array([2])) is sampled
 
 
 def test_what_is_captured_reads_what_stays_where_it_is() -> None:

@@ -13,13 +13,14 @@ import itertools
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_fp8ext.compat.speed import decode_step_reuse
+from vllm_fp8ext.compat.speed.samplers import Samplers, SamplingGraph, scaled_places
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.log import log_once
 
@@ -38,13 +39,9 @@ REPLACES: tuple[str, ...] = (
 USES: dict[str, tuple[str, ...]] = {
     "sample in CUDA graphs": (
         "vllm.v1.worker.gpu.input_batch:InputBatch.make_dummy(num_reqs, num_tokens, input_buffers)",
-        "vllm.v1.worker.gpu.sample.sampler:Sampler.get_logprobs_dims(idx_mapping_np)",
-        "vllm.v1.worker.gpu.sample.states:SamplingStates(max_num_reqs, vocab_size)",
         "vllm.v1.worker.gpu.sample.sampler:Sampler.needs_logits_processing",
         "vllm.v1.worker.gpu.sample.sampler:Sampler.logits_processors",
         "vllm.v1.worker.gpu.sample.sampler:Sampler.thinking_budget_state",
-        "vllm.v1.worker.gpu.sample.output:SamplerOutput("
-        "sampled_token_ids, logprobs_tensors, num_sampled, num_rejected)",
         "vllm.compilation.cudagraph_pool:capture_pool(pool, vllm_config)",
         "vllm.distributed.parallel_state:graph_capture(device)",
     ),
@@ -66,68 +63,6 @@ OTHER_BYTES = 64 << 20
 """Bytes of graphs, beside their logits: cuBLAS's workspace, and what they are themselves."""
 _SAMPLERS = "fp8ext_samplers"
 """Attribute of a `ModelCudaGraphManager`, whose graphs they follow: `Samplers`, once they are captured."""
-_SCALED = "fp8ext_scaled"
-"""Attribute of a sampler's `SamplingStates`: for each place whether its request changes logits by its temperature
-alone.
-"""
-
-
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    sampled: Any
-    """`SamplerOutput` of as many rows as the graph has."""
-    batch: Any
-    """`InputBatch` with what the graph reads."""
-
-
-class Samplers:
-    """Graphs that sample, and what they read of `S` requests beside the model's outputs.
-
-    They are chosen by rows, log-probabilities and whether logits are scaled by temperatures.
-    """
-
-    def __init__(self, requests: int, device: torch.device) -> None:
-        self.places_R = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.temperature_S = torch.zeros(requests, device=device)
-        self.seeds_S = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.prompts_S = torch.zeros(requests, dtype=torch.int32, device=device)
-        self.graphs: dict[tuple[int, int | None, bool], _Graph] = {}
-        self._places: Tensor | None = None
-        """Places of the requests whose settings these tensors hold."""
-        self._chosen: _Graph | None = None
-        """The graph that samples for them, with as many rows as they are."""
-
-    def sample(self, runner: Any, batch: Any) -> Any:
-        """Like `GPUModelRunner.sample`; None if no graph does that."""
-        if batch.idx_mapping is not self._places:
-            self._choose_graph(runner, batch)
-        if self._chosen is None:
-            return None
-        # what was sampled before may still be on its way to the host
-        runner.main_stream.wait_stream(runner.output_copy_stream)
-        self._chosen.graph.replay()
-        sampled = self._chosen.sampled
-        return sampled, sampled.num_sampled, sampled.num_rejected
-
-    def _choose_graph(self, runner: Any, batch: Any) -> None:
-        """Other requests came: find their graph, and bring what it reads."""
-        self._places, self._chosen = batch.idx_mapping, None
-        sampler = runner.sampler
-        if not only_scales(sampler, batch.idx_mapping_np):
-            return
-        counts = sampler.get_logprobs_dims(batch.idx_mapping_np)
-        if counts is not None and counts[1]:
-            return
-        scaled = bool(sampler.needs_logits_processing[batch.idx_mapping_np].any())
-        captured = self.graphs.get((batch.num_tokens_after_padding, counts and counts[0], scaled))
-        if captured is None:
-            return
-        states = sampler.sampling_states
-        self.places_R[: batch.num_reqs].copy_(batch.idx_mapping)
-        self.temperature_S.copy_(states.temperature.gpu)
-        self.seeds_S.copy_(states.seeds.gpu)
-        self.prompts_S.copy_(runner.req_states.prefill_len.gpu)
-        self._chosen = captured._replace(sampled=first_rows(captured.sampled, batch.num_reqs))
 
 
 def install() -> None:
@@ -142,46 +77,12 @@ def install() -> None:
     wrap(GPUModelRunner, "sample", _wrap_sample)
 
 
-def only_scales(sampler: Any, places: Any) -> bool:
-    """Tell whether requests change logits by their temperature alone."""
-    states = sampler.sampling_states
-    return bool(
-        not (sampler.needs_logits_processing[places] & ~_scaled(states)[places]).any()
-        and (states.top_k.np[places] == states.vocab_size).all()
-        and (states.top_p.np[places] == 1.0).all()
-    )
-
-
-def first_rows(sampled: Any, count: int) -> Any:
-    """A `SamplerOutput` of the first requests."""
-    logprobs = sampled.logprobs_tensors
-    if logprobs is not None:
-        logprobs = logprobs._replace(
-            logprob_token_ids=logprobs.logprob_token_ids[:count],
-            logprobs=logprobs.logprobs[:count],
-            selected_token_ranks=logprobs.selected_token_ranks[:count],
-        )
-    return dataclasses.replace(
-        sampled,
-        sampled_token_ids=sampled.sampled_token_ids[:count],
-        logprobs_tensors=logprobs,
-        num_sampled=sampled.num_sampled[:count],
-        num_rejected=sampled.num_rejected[:count],
-    )
-
-
-def _scaled(states: Any) -> Any:
-    if not hasattr(states, _SCALED):
-        setattr(states, _SCALED, np.zeros(len(states.temperature.np), dtype=bool))
-    return getattr(states, _SCALED)
-
-
 def _wrap_state_add_request(original: Any) -> Any:
     def add_request(self: Any, place: int, params: Any) -> bool:
         """Nothing is asked of logits here that a temperature alone asks."""
         needs: bool = original(self, place, params)
         masks = self.min_p.np[place] or self.top_k.np[place] != self.vocab_size or self.top_p.np[place] != 1.0
-        _scaled(self)[place] = needs and not masks
+        scaled_places(self)[place] = needs and not masks
         return bool(needs and masks)
 
     return add_request
@@ -190,7 +91,7 @@ def _wrap_state_add_request(original: Any) -> Any:
 def _wrap_add_request(original: Any) -> Any:
     def add_request(self: Any, place: int, params: Any) -> None:
         original(self, place, params)
-        needs, scaled = self.needs_logits_processing, _scaled(self.sampling_states)
+        needs, scaled = self.needs_logits_processing, scaled_places(self.sampling_states)
         needs[place], scaled[place] = needs[place] | scaled[place], scaled[place] & ~needs[place]
 
     return add_request
@@ -275,7 +176,9 @@ def _capture_samplers(runner: Any) -> Samplers:
                 dummy,
                 idx_mapping=places,
                 expanded_idx_mapping=places,
-                idx_mapping_np=np.zeros(count, dtype=np.intp),  # whose settings are attribute_values
+                idx_mapping_np=np.zeros(
+                    count, dtype=np.intp
+                ),  # the first place, whose settings `_settings` makes
             )
             for logprobs, scaled in itertools.product(LOGPROBS, (False, True)):
                 with _settings(runner, samplers, logprobs, scaled=scaled):
@@ -286,7 +189,7 @@ def _capture_samplers(runner: Any) -> Samplers:
                         torch.cuda.graph(graph, pool, stream=where.stream),
                     ):
                         sampled, _, _ = runner.sample(manager.hidden_states[:count], batch, None)
-                samplers.graphs[count, logprobs, scaled] = _Graph(graph, sampled, batch)
+                samplers.graphs[count, logprobs, scaled] = SamplingGraph(graph, sampled, batch)
     return samplers
 
 
