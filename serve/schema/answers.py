@@ -105,14 +105,14 @@ class Weights(BaseModel):
     poisoned: str | None
     update: str | None = Field(description="The open update.")
     previous_version: str | None = Field(
-        description="What a rollback would serve; null when the twin no longer holds it."
+        description="What a rollback would serve; null when the shadow no longer holds it."
     )
     previous_epoch: int | None
     scale_format: Literal["fp32", "pow2"]
     kv_scales: KvScalesSummary | None = Field(description="Null without an FP8 KV cache.")
     kv_cache_dtype: str
     staging: Literal["shadow", "inplace", "none"]
-    twin_bytes: list[int] = Field(description="Memory of the twin, by rank.")
+    twin_bytes: list[int] = Field(description="Memory of the shadow, by rank.")
     stall_seconds: float | None = Field(
         None,
         description="From the pause for the last exchange to the end of the next engine step; null without requests.",
@@ -123,7 +123,7 @@ class Weights(BaseModel):
     compiled: list[dict[str, int]] = Field(
         description="By rank, kernels and graphs compiled since its process began, by compiler, as of the last call to it."
     )
-    twin_kv_blocks: int = Field(description="KV-cache blocks that the twin's memory would hold.")
+    twin_kv_blocks: int = Field(description="KV-cache blocks that the shadow's memory would hold.")
     last_update: LastUpdate | None
     features: list[FeatureStatus] = Field(
         default=[], description="What serving can do without, and whether this server has it."

@@ -61,7 +61,7 @@ def test_the_engine_of_a_trainer_that_is_killed_ends(
     assert all(map(ended, facts["its processes"]))
 
 
-def test_in_place_costs_no_twin_and_has_no_rollback(facts: dict[str, Any]) -> None:
+def test_in_place_costs_no_shadow_and_has_no_rollback(facts: dict[str, Any]) -> None:
     assert facts["start"]["twin_bytes"] == [0]
     assert facts["late"]["previous_version"] is None
     assert facts["rollback"] == "no-previous"

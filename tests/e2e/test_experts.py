@@ -207,7 +207,7 @@ def test_one_bad_matrix_of_one_expert_refuses_an_update(setting: str, facts: dic
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "ranks"), [("Mixtral", 1), ("two ranks", 2)])
-def test_a_plan_knows_what_a_twin_takes(scenarios: Seen, checkpoints: Seen, name: str, ranks: int) -> None:
+def test_a_plan_knows_what_a_shadow_takes(scenarios: Seen, checkpoints: Seen, name: str, ranks: int) -> None:
     model = read_model(str(checkpoints(SETTINGS[name][0]) / "early"))
     planned = weight_memory(model, ranks, fp8=True)
     found = scenarios(name)["twin bytes"]

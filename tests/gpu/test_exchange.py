@@ -11,8 +11,8 @@ pytestmark = pytest.mark.gpu
 
 
 def test_it_takes_its_turn_and_is_waited_for() -> None:
-    live, twin = (torch.full((64 << 20,), value, dtype=torch.uint8, device="cuda") for value in (1, 2))
-    exchange, stopwatch = WeightSwap([(live, twin)]), Stopwatch(live.device)
+    live, shadow = (torch.full((64 << 20,), value, dtype=torch.uint8, device="cuda") for value in (1, 2))
+    exchange, stopwatch = WeightSwap([(live, shadow)]), Stopwatch(live.device)
     other = torch.cuda.Stream()
     torch.cuda.synchronize()
     before, after = torch.empty_like(live), torch.empty_like(live)
@@ -26,7 +26,7 @@ def test_it_takes_its_turn_and_is_waited_for() -> None:
     seconds = stopwatch.wait()
     assert 0 < seconds < 0.05, "what came before it is not counted"
     with torch.cuda.stream(other):
-        assert (live.sum() // live.numel(), twin.sum() // twin.numel()) == (2, 1)
+        assert (live.sum() // live.numel(), shadow.sum() // shadow.numel()) == (2, 1)
     torch.cuda.synchronize()
     assert bool((before == 1).all())
     assert bool((after == 2).all())

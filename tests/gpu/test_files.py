@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a file, or of the shared buffer of uploads, staged into a twin on a GPU."""
+"""Tensors of a file, or of the shared buffer of uploads, staged into a shadow on a GPU."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -26,7 +26,7 @@ def test_a_models_cache_is_rewritten_as_the_reference_does(ratios: tuple[float, 
     memory = kernel_cases.kv_memory(5, 300, "cuda")
     memory[1, 7, 3, 5, :40] = 0x7F
     memory[1, 7, 3, 5, 40:90] = 0xFF
-    twin = memory.clone()
+    copy = memory.clone()
     steps = torch.linspace(*ratios, kernel_cases.KV_HEADS)
     blocks = list(range(1, 300, 2))
 
@@ -38,11 +38,11 @@ def test_a_models_cache_is_rewritten_as_the_reference_does(ratios: tuple[float, 
         ]
 
     warm_up(layers(memory))
-    assert torch.equal(memory, twin)
+    assert torch.equal(memory, copy)
     counts = rescale_kv(layers(memory), blocks)
-    changed = [layer for layer in layers(twin) if not layer.unchanged]
+    changed = [layer for layer in layers(copy) if not layer.unchanged]
     assert counts == rescale_kv_reference(changed, torch.tensor(blocks, device="cuda"))
-    assert torch.equal(memory, twin)
+    assert torch.equal(memory, copy)
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 8192])

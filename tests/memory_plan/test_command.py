@@ -53,7 +53,7 @@ def test_the_table(qwen8b: str) -> None:
     assert "139.80 GiB × 0.92, of which activations and graphs about 2.33 (steps of 8192 tokens, 1024" in text
     found = cells(text)
     kinds = [("BF16", "BF16"), ("BF16", "FP8"), ("FP8", "BF16"), ("FP8", "FP8")]
-    assert [(row[0], row[1]) for row in found] == [*kinds, ("FP8+twin", "BF16"), ("FP8+twin", "FP8")]
+    assert [(row[0], row[1]) for row in found] == [*kinds, ("FP8+shadow", "BF16"), ("FP8+shadow", "FP8")]
     assert found[0][2:5] == ["15.26", "–", "147,456"]
     assert found[5][2:5] == ["8.79", "8.79", "73,728"]
     assert [row[-1] for row in found] == ["1.00", "2.00", "1.06", "2.12", "0.98", "1.96"]

@@ -28,7 +28,7 @@ def gptj() -> Model:
 
 
 def planned(gptj: Model, batch: int, tokens: int = TOKENS) -> dict[tuple[str, str], Row]:
-    """Rows without a twin, in the least memory that holds so many requests in 16 bits."""
+    """Rows without a shadow, in the least memory that holds so many requests in 16 bits."""
     serving = Serving(context=tokens, total=1)
     blocks = batch * -(-tokens // serving.block_size) + 1
     total = weight_memory(gptj, 1, fp8=False) + overhead(gptj, serving)

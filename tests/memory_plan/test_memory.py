@@ -55,7 +55,7 @@ def test_blocks_of_a_real_engine(
     assert blocks == pytest.approx(measured, rel=0.02)
 
 
-def test_the_twin_of_a_real_engine(qwen8b: Model) -> None:
+def test_the_shadow_of_a_real_engine(qwen8b: Model) -> None:
     """Measured (benchmarks/results/update_correct_h200.json): 4,001 KV-cache blocks of 16 bits."""
     row = by_kind(rows(qwen8b, H200))["fp8", True, "bf16"]
     assert -(-row.twin_bytes // (row.kv_bytes_per_token * H200.block_size)) == 4001
@@ -132,14 +132,14 @@ def test_rows_agree_with_each_other(qwen8b: Model, gib: int, context: int, block
     serving = Serving(context=context, total=gib * GIB, block_size=block_size, tp=tp)
     found = by_kind(rows(qwen8b, serving))
     per_request = -(-context // block_size)
-    for (weights, twin, kv), row in found.items():
+    for (weights, shadow, kv), row in found.items():
         assert (row.batch == 0) == (row.short_bytes > 0)
         assert row.batch * per_request < row.blocks or row.batch == 0
         assert row.kv_bytes_per_token * row.tokens <= row.kv_bytes
         used = row.weight_bytes + row.twin_bytes + row.kv_bytes + overhead(qwen8b, serving)
         assert row.kv_bytes == 0 or used <= gib * GIB * serving.utilization
-        assert row.blocks <= found["fp8", False, kv].blocks, "nothing holds more than FP8 without a twin"
-        assert row.blocks // 2 <= found[weights, twin, "bf16"].blocks <= row.blocks
+        assert row.blocks <= found["fp8", False, kv].blocks, "nothing holds more than FP8 without a shadow"
+        assert row.blocks // 2 <= found[weights, shadow, "bf16"].blocks <= row.blocks
 
 
 def test_experts_are_quantized_and_routers_are_not() -> None:

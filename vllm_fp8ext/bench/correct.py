@@ -171,16 +171,16 @@ def alike(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Verdict:
 def kv_rescale() -> Verdict:
     """Some blocks of some layers, with ratios that clamp and that flush."""
     memory = kernel_cases.kv_memory(3, 70, "cuda")
-    twin = memory.clone()
+    copy = memory.clone()
     ratios = torch.linspace(0.01, 3, kernel_cases.KV_HEADS), torch.linspace(500, 0.3, kernel_cases.KV_HEADS)
     blocks = list(range(1, 70, 3))
     layers, others = (
-        [CachedLayer(*pair, *ratios) for pair in kernel_cases.kv_views(part)] for part in (memory, twin)
+        [CachedLayer(*pair, *ratios) for pair in kernel_cases.kv_views(part)] for part in (memory, copy)
     )
     counts = rescale_kv(layers, blocks)
     equal = (
         counts == rescale_kv_reference(others, torch.tensor(blocks, device="cuda")),
-        kernel_cases.same(memory, twin),
+        kernel_cases.same(memory, copy),
     )
     return all(equal), f"counts and codes equal {equal}, {counts}"
 

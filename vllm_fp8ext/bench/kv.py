@@ -3,7 +3,7 @@
 
     fp8ext bench kv --shape Qwen3-8B --out kv.json
 
-One engine at a time has the whole GPU: weights, the twin of live updates, and what is left for K and V. So many requests
+One engine at a time has the whole GPU: weights, the shadow of live updates, and what is left for K and V. So many requests
 are always in flight, spread evenly over their responses; windows of so many seconds are counted once all have begun that
 find room. Weights are generated (or given, --checkpoint); token ids go in and come out.
 """

@@ -109,7 +109,7 @@ def _table(model: Model, gpu_name: str | None, serving: Serving, planned: list[R
     )
     for heading in ("weights", "KV"):
         table.add_column(heading, overflow="fold")
-    for heading in ("GiB", "twin", "KV B/token", "blocks", "KV tokens", "batch", "× BF16"):
+    for heading in ("GiB", "shadow", "KV B/token", "blocks", "KV tokens", "batch", "× BF16"):
         table.add_column(heading, justify="right", overflow="fold")  # no digit is left out
     for row in planned:
         ratio = _ratio(row, planned)
@@ -128,13 +128,13 @@ def _table(model: Model, gpu_name: str | None, serving: Serving, planned: list[R
 
 
 def _weights(row: Row) -> str:
-    return row.weights.upper() + (" + twin" if row.twin_bytes else "")
+    return row.weights.upper() + (" + shadow" if row.twin_bytes else "")
 
 
 def _notes(model: Model, serving: Serving, planned: list[Row], device: Gpu | None) -> list[str]:
     stagings = {bool(row.twin_bytes): row.staging for row in planned}
     notes = [
-        f"GiB of weights and twin. FP8 + twin: staging {stagings[True]}, the default. FP8: {stagings[False]}."
+        f"GiB of weights and shadow. FP8 + shadow: staging {stagings[True]}, the default. FP8: {stagings[False]}."
     ]
     if device and not device.serves_blockfp8:
         notes.append(

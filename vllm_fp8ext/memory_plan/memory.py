@@ -75,7 +75,7 @@ class Row:
 
 
 def rows(model: Model, serving: Serving) -> list[Row]:
-    """BF16; FP8 without and with a twin; each with a KV cache of 16 and of 8 bits.
+    """BF16; FP8 without and with a shadow; each with a KV cache of 16 and of 8 bits.
 
     Raises:
         ConfigError: the model can't be divided so, or takes no such context.
@@ -107,12 +107,12 @@ def check(model: Model, serving: Serving) -> None:
 
 def _row(model: Model, serving: Serving, weights: str, staging: str | None, kv: str) -> Row:
     weight_bytes = weight_memory(model, serving.tp, fp8=weights == "fp8")
-    twin = weight_bytes if staging == "shadow" else 0
+    shadow = weight_bytes if staging == "shadow" else 0
     page = page_bytes(model, serving, fp8=kv == "fp8")
     groups = layer_groups(model.windows)
     block = page * max(len(group) for group in groups)
     needed = sum(request_blocks(group[0], serving) for group in groups)
-    used = weight_bytes + twin + overhead(model, serving)
+    used = weight_bytes + shadow + overhead(model, serving)
     one_request = (needed + 1) * block  # vLLM never hands out block 0
     if serving.kv_bytes is not None:
         free = serving.kv_bytes
@@ -130,7 +130,7 @@ def _row(model: Model, serving: Serving, weights: str, staging: str | None, kv: 
         staging=staging,
         kv=kv,
         weight_bytes=weight_bytes,
-        twin_bytes=twin,
+        twin_bytes=shadow,
         kv_bytes_per_token=page * len(model.windows) // serving.block_size,
         kv_bytes=free,
         short_bytes=max(0, short),

@@ -124,8 +124,8 @@ def test_only_the_blocks_named_are_rewritten(data: st.DataObject) -> None:
     for layer, codes, was in zip(layers, memories, before, strict=True):
         expected = was.clone()
         if not layer.unchanged:
-            twins = layer_of(data_layout(layer), expected, layer)
-            for old, new, ratio in ((twins.k, layer.k, layer.k_ratio), (twins.v, layer.v, layer.v_ratio)):
+            copied = layer_of(data_layout(layer), expected, layer)
+            for old, new, ratio in ((copied.k, layer.k, layer.k_ratio), (copied.v, layer.v, layer.v_ratio)):
                 for block in blocks:
                     wanted, clamped = rescaled(old[block].contiguous(), ratio[:, None])
                     flushed = (old[block] & 127 != 0) & (wanted & 127 == 0)
@@ -190,11 +190,11 @@ def test_counts() -> None:
 
 def test_a_cache_typed_float8_is_taken_too() -> None:
     codes = memory(2 * 3 * 4 * 2 * 16, "heavy", 0)
-    twin = codes.clone()
+    copy = codes.clone()
     half = torch.full((2,), 0.5)
     rescale_kv([CachedLayer(*hnd(3, 4, 2, 16, codes), half, half)], [2])
-    rescale_kv([CachedLayer(*hnd(3, 4, 2, 16, twin.view(FP8_DTYPE)), half, half)], [2])
-    assert torch.equal(codes, twin)
+    rescale_kv([CachedLayer(*hnd(3, 4, 2, 16, copy.view(FP8_DTYPE)), half, half)], [2])
+    assert torch.equal(codes, copy)
 
 
 @pytest.mark.parametrize(
@@ -224,14 +224,14 @@ def test_the_kernel_is_the_reference(device: str, data: st.DataObject) -> None:
 
     layers, memories = some_layers(data, device)
     copies = [codes.cpu().clone() for codes in memories]
-    twins = [layer_of(data_layout(layer), codes, layer) for layer, codes in zip(layers, copies, strict=True)]
+    copied = [layer_of(data_layout(layer), codes, layer) for layer, codes in zip(layers, copies, strict=True)]
     blocks = data.draw(st.permutations(range(BLOCKS)))[: data.draw(st.integers(1, BLOCKS))]
     changed = [layer for layer in layers if not layer.unchanged]
     if not changed:
         return
     rescaling = Rescaling(changed, torch.tensor(blocks, device=device))
     rescaling.run()
-    assert rescaling.counts() == rescale_kv(twins, blocks)
+    assert rescaling.counts() == rescale_kv(copied, blocks)
     for codes, copy in zip(memories, copies, strict=True):
         assert torch.equal(codes.cpu(), copy)
 
@@ -245,13 +245,13 @@ def test_the_kernel_over_several_tiles(device: str, make: Layout) -> None:
     size, heads, width = 16, 6, 128
     assert 2 * size * heads * width == 1.5 * TILE_BYTES
     codes = memory(2 * 3 * size * heads * width, "any", 0).to(device)
-    twin = codes.cpu().clone()
+    copy = codes.cpu().clone()
     k_ratio, v_ratio = torch.linspace(0.01, 3, heads), torch.linspace(5, 0.3, heads)
-    layers = [CachedLayer(*make(3, size, heads, width, part), k_ratio, v_ratio) for part in (codes, twin)]
+    layers = [CachedLayer(*make(3, size, heads, width, part), k_ratio, v_ratio) for part in (codes, copy)]
     rescaling = Rescaling(layers[:1], torch.tensor([2, 0], device=device))
     rescaling.run()
     assert rescaling.counts() == rescale_kv(layers[1:], [2, 0])
-    assert torch.equal(codes.cpu(), twin)
+    assert torch.equal(codes.cpu(), copy)
 
 
 def test_warming_up_changes_nothing(device: str) -> None:

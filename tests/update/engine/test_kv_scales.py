@@ -503,7 +503,7 @@ def test_a_preparation_that_another_one_overtakes_ends(polls: int) -> None:
 
 
 def test_scales_that_nobody_wants_any_more_are_not_staged() -> None:
-    """The twin may hold what a rollback would serve."""
+    """The shadow may hold what a rollback would serve."""
     start = story()
     start.update(TOKENS)
     start.core.called.clear()

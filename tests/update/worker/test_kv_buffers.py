@@ -165,11 +165,11 @@ def test_a_fingerprint_sees_host_copies(here: dict[str, Any], kv: KvScaleBuffers
     assert kv.fingerprint(shadow=True) >= 0
 
 
-def test_the_twins_fingerprint_is_what_is_served_after_the_exchange(kv: KvScaleBuffers) -> None:
+def test_the_shadows_fingerprint_is_what_is_served_after_the_exchange(kv: KvScaleBuffers) -> None:
     kv.stage(NEW)
-    twin = kv.fingerprint(shadow=True)
+    shadow = kv.fingerprint(shadow=True)
     kv.swap()
-    assert kv.fingerprint(shadow=False) == twin
+    assert kv.fingerprint(shadow=False) == shadow
 
 
 def test_ratios_keep_what_cached_codes_mean(kv: KvScaleBuffers) -> None:

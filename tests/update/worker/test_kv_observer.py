@@ -98,7 +98,7 @@ def test_a_sample_of_all_tokens_is_kept(tokens: int) -> None:
     assert found["a"]["k"] != found["a"]["v"]
 
 
-def test_a_fit_is_that_of_the_twins_scales() -> None:
+def test_a_fit_is_that_of_the_shadows_scales() -> None:
     observer = KvObserver(per_head=False)
     observer.see("a", *qkv())
     kv = KvScaleBuffers(layers("a"), {}, device=CPU)

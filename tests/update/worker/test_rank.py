@@ -48,10 +48,10 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
         for name, shape in shapes.items()
     }
     stager = Stager(pieces, quantized, {"norm": torch.zeros(COLUMNS, dtype=torch.bfloat16)})
-    twin: Any = SimpleNamespace(
+    shadow: Any = SimpleNamespace(
         stager=stager, weight_swap=SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))])
     )
-    return Rank(twin, 0, 1, 0, lambda model, after: None)
+    return Rank(shadow, 0, 1, 0, lambda model, after: None)
 
 
 @pytest.fixture

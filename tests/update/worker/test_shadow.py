@@ -70,10 +70,10 @@ class Served:
     def __init__(
         self, tensors: dict[str, Tensor], folder: Path, *, inplace: bool = False, tied: bool = False
     ) -> None:
-        self.live, twin = Model(), Model()
+        self.live, shadow = Model(), Model()
         self.live.load_weights(tensors.items())
         with torch.no_grad():
-            twin.embed.weight.fill_(torch.nan)
+            shadow.embed.weight.fill_(torch.nan)
         names = ModelNames(
             heads={EMBED: ["other_head.weight", HEAD]} if tied else {},
             aliases=lambda manifest, _: [
@@ -81,7 +81,7 @@ class Served:
             ],
         )
         self.rank = Rank(
-            Shadow(self.live, twin, specs_of(tensors), 0, names, inplace=inplace), 0, 1, 0, lambda *_: None
+            Shadow(self.live, shadow, specs_of(tensors), 0, names, inplace=inplace), 0, 1, 0, lambda *_: None
         )
         self.manifest: Manifest = self.rank.shadow.manifest
         self._folder = folder
@@ -131,7 +131,7 @@ def serve(tmp_path: Path) -> Callable[..., Served]:
     return lambda tensors, **options: Served(tensors, tmp_path, **options)
 
 
-@pytest.fixture(params=[False, True], ids=["twin", "in place"])
+@pytest.fixture(params=[False, True], ids=["shadow", "in place"])
 def inplace(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
@@ -193,28 +193,28 @@ def test_a_loader_that_puts_another_tensor_in_place_is_refused() -> None:
         Shadow(Replacing(), Replacing(), specs_of(tensors), 0)
 
 
-def test_a_tensor_that_live_and_twin_share_cannot_be_loaded() -> None:
-    live, twin = Model(), Model()
-    twin.gain = live.gain
+def test_a_tensor_that_live_and_shadow_share_cannot_be_loaded() -> None:
+    live, shadow = Model(), Model()
+    shadow.gain = live.gain
     with pytest.raises(
         ConfigError, match="gain: loaded from the checkpoint, though live and shadow share it"
     ):
-        Shadow(live, twin, specs_of(checkpoint(0)), 0)
+        Shadow(live, shadow, specs_of(checkpoint(0)), 0)
 
 
 def test_parts_of_one_storage_are_exchanged_once_and_whole(serve: Callable[..., Served]) -> None:
-    live, twin = Model(), Model()
-    for model in (live, twin):
+    live, shadow = Model(), Model()
+    for model in (live, shadow):
         model.a_part = model.gain[:4]
-    made = Shadow(live, twin, specs_of(checkpoint(0)), 0)
+    made = Shadow(live, shadow, specs_of(checkpoint(0)), 0)
     assert sorted(pair[0].numel() for pair in made.weight_swap.pairs) == sorted(
         tensor.nbytes for tensor in checkpoint(0).values()
     )
-    for model in (live, twin):
+    for model in (live, shadow):
         both = torch.zeros(2 * WIDTH)
         model.gain, model.a_part = both[:WIDTH], both[WIDTH - 4 :]
     with pytest.raises(ConfigError, match="expected a part of a_part, whose storage it shares"):
-        Shadow(live, twin, specs_of(checkpoint(0)), 0)
+        Shadow(live, shadow, specs_of(checkpoint(0)), 0)
 
 
 def test_an_alias_is_what_the_loader_puts_into_the_same_place(serve: Callable[..., Served]) -> None:

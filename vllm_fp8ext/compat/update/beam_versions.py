@@ -66,8 +66,8 @@ class Lineage:
             output.finish_reason = "abort"
             return
         key = _hash(tokens).digest()
-        twin = self._steps.get(key)  # of another search for the same prompt
-        self._steps[key] = _Step([*twin.spans, *spans] if twin else spans, first)
+        other = self._steps.get(key)  # of another search for the same prompt
+        self._steps[key] = _Step([*other.spans, *spans] if other else spans, first)
 
     def spans(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[WeightVersionSpan] | None:
         """Return those of one beam, over its `tokens`; None where a step said nothing."""

@@ -38,17 +38,17 @@ def is_tied(config: ModelConfig) -> bool:
     return says or bool(config.word_embeddings_untied_by_checkpoint)
 
 
-def tie_alike(live: nn.Module, twin: nn.Module) -> None:
-    """Tie in the twin each output layer that is tied in live. All ranks together.
+def tie_alike(live: nn.Module, shadow: nn.Module) -> None:
+    """Tie in the shadow each output layer that is tied in live. All ranks together.
 
     Raises:
         ConfigError: ranks found their parts of the output layer equal to the embedding, and others did not.
     """
-    tied, known = (_get_tied_embedding_params(model) for model in (live, twin))
+    tied, known = (_get_tied_embedding_params(model) for model in (live, shadow))
     _require_same_on_all_ranks(tied)
     for head, embedding in tied.items():
         if head not in known:
-            layer, of = (twin.get_submodule(path.rpartition(".")[0]) for path in (head, embedding))
+            layer, of = (shadow.get_submodule(path.rpartition(".")[0]) for path in (head, embedding))
             assert isinstance(layer, VocabParallelEmbedding)
             layer.quant_method.tie_weights(layer, of)
 

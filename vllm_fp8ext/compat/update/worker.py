@@ -56,7 +56,7 @@ def install() -> None:
 
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Load the model; under blockfp8, in the same memory pool, on a GPU give its layers our attention, and with live updates
-    build its twin and account for it. On a GPU then compile what it runs on. On a CPU, its tile registers are asked for."""
+    build its shadow and account for it. On a GPU then compile what it runs on. On a CPU, its tile registers are asked for."""
     worker, config = self.worker, self.vllm_config
     if current_platform.is_cpu():
         cpu_tiles.allow()
@@ -194,33 +194,36 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
             tie_alike(model, shadow)
         names = names_of(shadow, config.model_config.hf_config, tied=tied)
         inplace = Settings.parse(config.additional_config).staging == "inplace"
-        twin = Shadow(model, shadow, specs, worker.rank, names, inplace=inplace)
-        twin.require_equal(recorded.heads)
-        kv = _kv_cache(model, twin, config, device)
-    cost = twin.weight_swap.bytes
+        weights = Shadow(model, shadow, specs, worker.rank, names, inplace=inplace)
+        weights.require_equal(recorded.heads)
+        kv = _kv_cache(model, weights, config, device)
+    cost = weights.weight_swap.bytes
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += cost
     per_block = sum(spec.page_size_bytes for spec in worker.get_kv_cache_spec().values())
     blocks = -(-cost // per_block) if per_block else 0
     if inplace:
         logger.warning(
-            "blockfp8: staging inplace has no twin: during an update nothing is generated, an update that fails half-way "
+            "blockfp8: staging inplace has no shadow: during an update nothing is generated, an update that fails half-way "
             "leaves the engine poisoned until a full one heals it, and there is no rollback"
         )
-    logger.info("blockfp8: the twin takes %.2f GiB, as much as %d KV-cache blocks", cost / (1 << 30), blocks)
-    wanted = config.cache_config.kv_cache_memory_bytes
-    if wanted and device.type == "cuda":
+    logger.info(
+        "blockfp8: the shadow takes %.2f GiB, as much as %d KV-cache blocks", cost / (1 << 30), blocks
+    )
+    kv_bytes = config.cache_config.kv_cache_memory_bytes
+    if kv_bytes and device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left with the allocator
         free, _ = torch.cuda.mem_get_info(device)
-        if wanted > free:
+        if kv_bytes > free:
             raise ConfigError(
-                f"--kv-cache-memory-bytes {wanted}: only {free} bytes are free beside the model and its twin ({cost} bytes): "
+                f"--kv-cache-memory-bytes {kv_bytes}: only {free} bytes are free beside the model and its shadow "
+                f"({cost} bytes): "
                 'expected no more, or staging inplace or none (--additional-config \'{"fp8ext": {"staging": "inplace"}}\')'
             )
-    return Rank(twin, worker.rank, config.parallel_config.world_size, blocks, attend_plainly, kv)
+    return Rank(weights, worker.rank, config.parallel_config.world_size, blocks, attend_plainly, kv)
 
 
-def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -> Any:
+def _kv_cache(model: Any, shadow: Any, config: VllmConfig, device: torch.device) -> Any:
     """The FP8 KV cache's scales, computed before anything is cached; None without one."""
     from vllm_fp8ext.compat.update.kv_recorder import KvRecorder
     from vllm_fp8ext.compat.update.kv_rescale import CachedCodes
@@ -244,7 +247,7 @@ def _kv_cache(model: Any, twin: Any, config: VllmConfig, device: torch.device) -
             check_prompts(settings.prompts or (), settings, vocabulary, longest)
         except UpdateError as error:
             raise ConfigError(str(error)) from None
-        twin.copy_unsent([])
+        shadow.copy_unsent([])
         tokens = choose(None, settings, [], vocabulary, longest)
-        kv.begin(twin.model, device, attend_plainly, tokens, gather)
+        kv.begin(shadow.model, device, attend_plainly, tokens, gather)
     return kv
