@@ -63,8 +63,8 @@ def add(results: dict[str, Any], measured: dict[str, Any], note: str = "") -> No
     runs = results.setdefault("runs", [])
     first = len(runs)
     for origin in measured.get("runs") or [measured["provenance"]]:
-        told = {**origin, "command": _bare(origin["command"])}
-        runs.append({**told, **more, **({"note": note} if note else {})})
+        run = {**origin, "command": _bare(origin["command"])}
+        runs.append({**run, **more, **({"note": note} if note else {})})
     places = {_identity(case): place for place, case in enumerate(results["cases"])}
     for case in measured["cases"]:
         new = {**case, "run": first + case.get("run", 0)}

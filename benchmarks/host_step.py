@@ -99,9 +99,9 @@ class Clock:
                 return function(*args, **kwargs)
             finally:
                 took = time.perf_counter() - start
-                told = self._step.setdefault(part, [0.0, 0])
-                told[0] += (took - self._inner.pop()) * 1e6
-                told[1] += 1
+                total = self._step.setdefault(part, [0.0, 0])
+                total[0] += (took - self._inner.pop()) * 1e6
+                total[1] += 1
                 self._inner[-1] += took
 
         return call

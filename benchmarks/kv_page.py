@@ -111,8 +111,8 @@ def _attention(cases: Cases) -> str:
 def _mixed(cases: Cases) -> str:
     rows = []
     for (requests, context), by_variant in _by_context(cases, "attention_mixed").items():
-        flash, own = by_variant["fp8"]["us"], by_variant["blockfp8"]["us"]
-        rows.append([f"{requests:,}, {context:,}", f"{flash:,.1f}", f"{own:,.1f} ({flash / own:.2f}×)"])
+        flash, ours = by_variant["fp8"]["us"], by_variant["blockfp8"]["us"]
+        rows.append([f"{requests:,}, {context:,}", f"{flash:,.1f}", f"{ours:,.1f} ({flash / ours:.2f}×)"])
     return table(["requests, context", "FlashAttention 3, µs", "our own beside it"], rows)
 
 

@@ -89,13 +89,13 @@ def _engine_cases() -> Cases:
     return [case for case in _cases("rollout") if case["output"] != PROMPTS]
 
 
-def _of(cases: Cases, kernel: str, **wanted: Any) -> Cases:
+def _of(cases: Cases, kernel: str, **values: Any) -> Cases:
     return [
         case
         for case in cases
         if case["kernel"] == kernel
         and case["samples"]
-        and all(case[key] == value for key, value in wanted.items())
+        and all(case[key] == value for key, value in values.items())
     ]
 
 
@@ -164,8 +164,10 @@ def _weights(cases: Cases) -> str:
         rival = _of(cases, "quantize_weight", shape=case["shape"], variant="compiled")
         other = f"{rival[0]['us']:.0f} us" if rival else "–"
         sums = _of(cases, "quantize_weight", shape=case["shape"], variant="blockfp8_sums")
-        told = f"{sums[0]['us']:.1f}, {sums[0]['ratio_copy']:.0%}" if sums else "–"
-        rows.append([_shape(case["shape"]), f"{case['us']:.1f}", f"{case['ratio_copy']:.0%}", told, other])
+        sums_cell = f"{sums[0]['us']:.1f}, {sums[0]['ratio_copy']:.0%}" if sums else "–"
+        rows.append(
+            [_shape(case["shape"]), f"{case['us']:.1f}", f"{case['ratio_copy']:.0%}", sums_cell, other]
+        )
     return table(titles, rows)
 
 
@@ -314,10 +316,10 @@ def _load(case: Case) -> str:
 
 def _two_of_ours(cases: Cases) -> list[Cases]:
     """By what was asked of them, BF16, `fp8_per_block`, `blockfp8` with settings and without."""
-    told = sorted((case for case in cases if case["settings"]), key=_order)
+    with_settings = sorted((case for case in cases if case["settings"]), key=_order)
     return [
         [group["bf16"], group["fp8_per_block"], case, group["blockfp8"]]
-        for group, case in zip(_groups(cases), told, strict=True)
+        for group, case in zip(_groups(cases), with_settings, strict=True)
     ]
 
 
@@ -327,8 +329,8 @@ def _busy(profile: Cases, rollout: Cases) -> str:
     ends = sorted(_groups(profile), key=lambda group: (group["bf16"]["requests"], group["bf16"]["output"]))
     for short, long in zip(ends[::2], ends[1::2], strict=True):
         case = short["bf16"]
-        wanted = {**{key: case[key] for key in ("model", "kv_cache", "requests")}, "output": 1024}
-        steps = next(group for group in _groups(rollout) if wanted.items() <= group["bf16"].items())
+        longer = {**{key: case[key] for key in ("model", "kv_cache", "requests")}, "output": 1024}
+        steps = next(group for group in _groups(rollout) if longer.items() <= group["bf16"].items())
         tokens = long["bf16"]["output"] - case["output"]
         cells = []
         for base, ours in (

@@ -93,8 +93,8 @@ async def routes(engine: AsyncLLM, prompts: list[list[int]], name: str) -> Route
     """Where the tokens of these prompts are sent, each prompt computed alone."""
     await taken(engine)
     for number, prompt in enumerate(prompts):
-        wanted = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        async for _ in engine.generate({"prompt_token_ids": prompt}, wanted, f"{name} {number}"):
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        async for _ in engine.generate({"prompt_token_ids": prompt}, sampling, f"{name} {number}"):
             pass
     return await taken(engine)
 

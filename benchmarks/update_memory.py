@@ -78,8 +78,8 @@ def main() -> int:
                     llm.collective_rpc(begin_to_watch)
                     push()
                     ranks = llm.collective_rpc(seen)
-                    told = {"model": options.shape, "transport": transport, "number": number}
-                    cases.append(told | {name: max(rank[name] for rank in ranks) for name in ranks[0]})
+                    labels = {"model": options.shape, "transport": transport, "number": number}
+                    cases.append(labels | {name: max(rank[name] for rank in ranks) for name in ranks[0]})
                     del push
     table = Table("transport", "number", "allocated MiB", "reserved MiB", "given MiB")
     for case in cases:

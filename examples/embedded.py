@@ -27,9 +27,9 @@ PROMPT = [1, 2, 3, 4]
 
 async def sample(engine: AsyncLLM, name: str) -> list[int]:
     """Token ids that the engine goes on with, greedily."""
-    wanted = SamplingParams(temperature=0.0, max_tokens=16, detokenize=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, detokenize=False)
     tokens: list[int] = []
-    async for output in engine.generate({"prompt_token_ids": PROMPT}, wanted, name):
+    async for output in engine.generate({"prompt_token_ids": PROMPT}, sampling, name):
         tokens = list(output.outputs[0].token_ids)
     return tokens
 

@@ -60,8 +60,8 @@ def page(reports: Sequence[dict[str, Any]]) -> str:
 def how_asked(options: dict[str, Any]) -> str:
     """Say what each request of a run asks for, from a report's options."""
     logprobs = options.get("logprobs")
-    asked = "no logprobs" if logprobs is None else f"logprobs {logprobs}"
-    return f"temperature {options.get('temperature', 1.0):g}, {asked}, token ids, streamed"
+    logprobs_text = "no logprobs" if logprobs is None else f"logprobs {logprobs}"
+    return f"temperature {options.get('temperature', 1.0):g}, {logprobs_text}, token ids, streamed"
 
 
 def _names(reports: Sequence[dict[str, Any]]) -> list[str]:

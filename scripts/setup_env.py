@@ -301,14 +301,14 @@ def install_beside(venv: Path, name: str, title: str) -> None:
     """
     requirements = REQUIREMENTS / f"{name}.txt"
     folder = venv / name
-    wanted, there = requirements.read_text(), folder / requirements.name
-    if there.is_file() and there.read_text() == wanted:
+    packages, there = requirements.read_text(), folder / requirements.name
+    if there.is_file() and there.read_text() == packages:
         return
     shutil.rmtree(folder, ignore_errors=True)
     progress = Progress(1)
     progress.begin(f"{title}, beside the environment, for tests")
     pip_install(venv, progress, "--no-deps", "--target", str(folder), "-r", str(requirements))
-    there.write_text(wanted)
+    there.write_text(packages)
     progress.say("ready")
 
 
@@ -350,10 +350,10 @@ def install(venv: Path, build: str, progress: Progress) -> None:
 def set_up(venv: Path, build: str) -> None:
     """Bring the environment at `venv` to the wanted state, by the shortest way that is sure."""
     same = {"build": build, "python": sys.version, "venv": str(venv), "project": str(ROOT)}
-    wanted: dict[str, object] = {"state": "complete", "inputs": digest_of_inputs(), **same}
+    complete: dict[str, object] = {"state": "complete", "inputs": digest_of_inputs(), **same}
     stamp = read_stamp(venv)
     usable = (venv / "bin" / "python").exists()
-    if stamp == wanted and usable:
+    if stamp == complete and usable:
         print(f"{venv} is up to date ({build} build)")
         return
     if stamp is None and venv.exists() and (not venv.is_dir() or any(venv.iterdir())):
@@ -367,7 +367,7 @@ def set_up(venv: Path, build: str) -> None:
     if sys.version_info[:2] > NEWEST_LISTED_PYTHON:
         title += " (a newer Python than the pinned packages were chosen for)"
     in_place = usable and stamp is not None and {**stamp, **same, "state": "complete"} == stamp
-    started: dict[str, object] = {**wanted, "state": "started"}
+    started: dict[str, object] = {**complete, "state": "started"}
     if in_place:
         progress.begin(f"{title}: updating")
         write_stamp(venv, started)
@@ -375,7 +375,7 @@ def set_up(venv: Path, build: str) -> None:
         progress.begin(title if stamp is None else f"{title}: unfinished or of another kind, made anew")
         create(venv, started)
     install(venv, build, progress)
-    write_stamp(venv, wanted)
+    write_stamp(venv, complete)
     progress.say("ready")
 
 

@@ -22,9 +22,9 @@ _DIGITS = 18
 
 def error_answer(error: UpdateError) -> JSONResponse:
     """Return an error in the form of vLLM's servers, and its details beside it."""
-    told = {"message": str(error), "type": error.kind, "param": None, "code": error.status}
+    body = {"message": str(error), "type": error.kind, "param": None, "code": error.status}
     headers = {"WWW-Authenticate": 'Bearer, Basic realm="fp8ext"'} if error.status == 401 else None
-    return JSONResponse({"error": told, **error.details}, status_code=error.status, headers=headers)
+    return JSONResponse({"error": body, **error.details}, status_code=error.status, headers=headers)
 
 
 def guarded(endpoint: Endpoint, access: NativeAccess, refused: Callable[[str], None]) -> Endpoint:

@@ -108,9 +108,9 @@ class ControlRoutes:
 
     async def server_info(self, request: Request) -> Any:
         """Tell how the server was started, as far as trainers ask."""
-        told = described_config(_client(request).vllm_config)
+        described = described_config(_client(request).vllm_config)
         text = choice(request, "config_format", ("text", "json"), "text") == "text"
-        return {"vllm_config": str(told) if text else told, "vllm_env": {}, "system_env": {}}
+        return {"vllm_config": str(described) if text else described, "vllm_env": {}, "system_env": {}}
 
 
 def described_config(config: Any) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def mixed(report: Report, requests: int, context: int) -> None:
         batch = starts[first:], lengths[first:], table[first:], (PROMPT, max(context, PROMPT))
         _flash(outs[name], query, codes, *batch, (scale,) * 3)
 
-    own = DecodeAttention(kernel_cases.Q_HEADS, kernel_cases.KV_HEADS, requests, query.device)
+    kernel = DecodeAttention(kernel_cases.Q_HEADS, kernel_cases.KV_HEADS, requests, query.device)
     last = (context - 1) // kernel_cases.KV_BLOCK
     newest = codes[table[:requests, last].long(), :, (context - 1) % kernel_cases.KV_BLOCK].float() * scale
     key, value = (part.bfloat16().contiguous() for part in newest.split(kernel_cases.HEAD_DIM, -1))
@@ -79,7 +79,7 @@ def mixed(report: Report, requests: int, context: int) -> None:
 
     def apart(_: int) -> None:
         flash("blockfp8", requests)
-        own(step, outs["blockfp8"][:requests])
+        kernel(step, outs["blockfp8"][:requests])
 
     calls: Calls = {"fp8": lambda _: flash("fp8", 0), "blockfp8": apart}
     timings = kernel_timing.measure(calls, dict.fromkeys(calls, 1))
@@ -127,7 +127,7 @@ def decode(report: Report, requests: int, context: int) -> None:
     outs = {name: torch.empty_like(query) for name in ("bf16", "blockfp8_bf16", "fp8", "blockfp8")}
     codes_q = quantize(query, scale_q)
     shape = (kernel_cases.Q_HEADS, kernel_cases.KV_HEADS, requests, query.device)
-    own, own_plain = DecodeAttention(*shape), DecodeAttention(*shape, torch.bfloat16)
+    kernel, plain_kernel = DecodeAttention(*shape), DecodeAttention(*shape, torch.bfloat16)
     newest = plain[table[:, -1], :, -1]  # cached already
     key, value = (part.contiguous() for part in newest.split(kernel_cases.HEAD_DIM, -1))
     slots = table[:, -1].long() * kernel_cases.KV_BLOCK + kernel_cases.KV_BLOCK - 1
@@ -138,9 +138,9 @@ def decode(report: Report, requests: int, context: int) -> None:
     plain_step = step._replace(query_RHD=query, cache=plain, scales=(one,) * 3)
     calls: Calls = {
         "bf16": lambda _: _flash(outs["bf16"], query, plain, *batch),
-        "blockfp8_bf16": lambda _: own_plain(plain_step, outs["blockfp8_bf16"]),
+        "blockfp8_bf16": lambda _: plain_kernel(plain_step, outs["blockfp8_bf16"]),
         "fp8": lambda _: _flash(outs["fp8"], codes_q, codes, *batch, scales),
-        "blockfp8": lambda _: own(step, outs["blockfp8"]),
+        "blockfp8": lambda _: kernel(step, outs["blockfp8"]),
     }
     timings = kernel_timing.measure(calls, dict.fromkeys(calls, 1))
     expected, output = outs["bf16"].float(), outs["fp8"].float()
@@ -187,7 +187,7 @@ def _flash(
 
 def _is_right(out: Tensor, step: DecodeStep) -> bool:
     """Compare our outputs of a step's first requests with the exact ones."""
-    few = slice(min(CHECKED, len(step.lengths_R)))
-    shown = (step.query_RHD[few], step.cache, step.table_RB[few], step.lengths_R[few])
+    checked = slice(min(CHECKED, len(step.lengths_R)))
+    shown = (step.query_RHD[checked], step.cache, step.table_RB[checked], step.lengths_R[checked])
     exact = decode_attention_reference(*shown, step.scales, step.softmax_scale)
-    return bool((out[few] - exact).norm() <= BOUND * exact.norm())
+    return bool((out[checked] - exact).norm() <= BOUND * exact.norm())

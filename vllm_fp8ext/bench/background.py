@@ -72,8 +72,8 @@ class Background:
 
 def _run(url: str, running: int, end: Connection) -> None:
     with _Load(url, running) as load:
-        while (asked := end.recv()) is not None:
-            what, arguments, options = asked
+        while (question := end.recv()) is not None:
+            what, arguments, options = question
             try:
                 end.send(getattr(load, what)(*arguments, **options))
             except Exception as error:
@@ -145,8 +145,8 @@ class _Load:
     def _tokens(self, when: float) -> float:
         """Tokens until then, between two counts in proportion to the time."""
         after = min(max(1, bisect.bisect(self._counts, (when, 0.0))), len(self._counts) - 1)
-        (first, few), (last, many) = self._counts[after - 1 : after + 1]
-        return few + (many - few) * (when - first) / (last - first)
+        (first, before_count), (last, after_count) = self._counts[after - 1 : after + 1]
+        return before_count + (after_count - before_count) * (when - first) / (last - first)
 
     def _count(self) -> None:
         with httpx.Client(base_url=self._url, timeout=600, trust_env=False) as client:

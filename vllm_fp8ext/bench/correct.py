@@ -100,9 +100,10 @@ def weight(form: ScaleFormat, dtype: torch.dtype, shape: tuple[int, int]) -> Ver
     error, norm = quantize_weight.quantize_weight(values, codes, scales, form)
     expected = reference.quantize_weight(values.cpu(), form)
     lost = reference.dequantize_weight(codes, scales).double() - values.double()
-    wanted = (float(lost.square().sum()), float(values.double().square().sum()))
+    expected_sums = (float(lost.square().sum()), float(values.double().square().sum()))
     sums = all(
-        math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-20) for a, b in zip((error, norm), wanted, strict=True)
+        math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-20)
+        for a, b in zip((error, norm), expected_sums, strict=True)
     )
     equal = kernel_cases.same(codes, expected[0]), kernel_cases.same(scales, expected[1])
     return all(equal) and sums, f"codes and scales equal {equal}, sums close {sums}"
@@ -261,10 +262,10 @@ def prologue(form: ScaleFormat, m: int, splits: int) -> Verdict:
     return all(equal), f"equal {equal}"
 
 
-def _where(out: Tensor, wanted: Tensor) -> str:
-    wrong = ~((out.float() - wanted).abs() <= 0.05 * wanted.abs().max())
+def _where(out: Tensor, expected: Tensor) -> str:
+    wrong = ~((out.float() - expected).abs() <= 0.05 * expected.abs().max())
     rows, tokens = (wrong.any(dim).nonzero().flatten()[:8].tolist() for dim in (0, 1))
-    first = out[0, :4].tolist(), wanted[0, :4].tolist()
+    first = out[0, :4].tolist(), expected[0, :4].tolist()
     return f" wrong {float(wrong.float().mean()):.3f} rows {rows} tokens {tokens} begin {first}"
 
 

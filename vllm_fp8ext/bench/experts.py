@@ -179,10 +179,10 @@ def _right(layer: Layer, routings: list[tuple[Tensor, Tensor]], x: Tensor, call:
         return False
     if name == "bf16":
         return True
-    few, weights, of = (part[:CHECKED] for part in (x, *routings[0]))
+    checked, weights, of = (part[:CHECKED] for part in (x, *routings[0]))
     form: ScaleFormat = "pow2" if name == "stock" and is_deep_gemm_e8m0_used() else "fp32"
     same = torch.equal(out, again) or not name.startswith("blockfp8")
-    return same and experts_error(out[:CHECKED], few, *layer.quantized, weights, of, "silu", form) < 1
+    return same and experts_error(out[:CHECKED], checked, *layer.quantized, weights, of, "silu", form) < 1
 
 
 def _compile(report: Report, tokens: Sequence[int]) -> None:

@@ -74,14 +74,14 @@ _OUTLIER_FACTOR = 8.0
 
 
 @contextmanager
-def checkpoint(given: Path | None, shape: str) -> Iterator[Path]:
-    """The folder that was `given`, or a temporary one; where there is no checkpoint in it, one of `shape` is written.
+def checkpoint(existing: Path | None, shape: str) -> Iterator[Path]:
+    """The `existing` folder, or a temporary one; where there is no checkpoint in it, one of `shape` is written.
 
     Raises:
         ConfigError: no GPU to generate weights on.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given or Path(temporary)
+        folder = existing or Path(temporary)
         if not (folder / "config.json").exists():
             if not torch.cuda.is_available():
                 raise ConfigError("generated weights: expected a CUDA GPU, found none")

@@ -147,8 +147,8 @@ async def _all(
     gaps: list[float] = []
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         await asyncio.sleep(max(0.0, start - time.time()))
-        asked = [_one(session, url, json.dumps(body).encode(), load, gaps) for body in bodies]
-        answers = await asyncio.gather(*asked)
+        requests = [_one(session, url, json.dumps(body).encode(), load, gaps) for body in bodies]
+        answers = await asyncio.gather(*requests)
     return sum(tokens for tokens, _ in answers), time.time(), gaps, sum(parts for _, parts in answers)
 
 

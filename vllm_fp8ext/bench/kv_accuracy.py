@@ -171,8 +171,8 @@ class Run:
             ones: Any = {layer: dict.fromkeys("qkv", 1.0) for layer in layers}
             return KvScales(policy="provided", scales=ones)
         if policy == "provided":
-            own: Any = scales_of(self.calibrated[update], layers, granularity=granularity)
-            return KvScales(policy="provided", scales=own)
+            provided: Any = scales_of(self.calibrated[update], layers, granularity=granularity)
+            return KvScales(policy="provided", scales=provided)
         if update == 0 or policy == "calibrate":
             return KvScales(policy="calibrate")
         return KvScales(policy="history" if policy == "history" else "static")
@@ -245,6 +245,6 @@ def saturated(cached: CachedKV, scales: Scales) -> float:
     worst = 0.0
     for parts, layer in zip(cached, scales.values(), strict=True):
         for values, kind in zip(parts, ("k", "v"), strict=True):
-            told = fit(values, torch.tensor(layer[kind]))
-            worst = max(worst, told.saturated / told.elements)
+            sums = fit(values, torch.tensor(layer[kind]))
+            worst = max(worst, sums.saturated / sums.elements)
     return worst

@@ -212,10 +212,10 @@ def _quantile(gaps: list[float], percent: int) -> float | None:
 def _compare(cases: list[dict[str, Any]]) -> None:
     """Set each case's ratios to BF16, and to the same server without logprobs and streams."""
     shape = ("requests", "samples_per_prompt", "input", "output")
-    asked = (*shape, "route", "logprobs", "streamed", "one_request")
+    compared = (*shape, "route", "logprobs", "streamed", "one_request")
     for case in cases:
         for other in cases:
-            same = [case[key] == other[key] for key in asked]
+            same = [case[key] == other[key] for key in compared]
             if all(same) and other["variant"] == "bf16":
                 case["ratio_bf16"] = round(case["tokens_per_s"] / other["tokens_per_s"], 3)
             plain = other["logprobs"] is None and not other["streamed"] and not other["one_request"]

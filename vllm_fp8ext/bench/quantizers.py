@@ -78,8 +78,8 @@ def _together(
             launch(*part, form)
 
     def with_sums(_: int) -> None:
-        for part, own in zip(parts, sums, strict=True):
-            launch(*part, form, own)
+        for part, part_sums in zip(parts, sums, strict=True):
+            launch(*part, form, part_sums)
 
     def by_inductor(_: int) -> None:
         for part in parts:
@@ -91,7 +91,9 @@ def _together(
         calls, dict.fromkeys(calls, 1), least=2
     )  # each queues a launch for every weight
     total = sum(3 * codes.numel() + 4 * scales.numel() for _, codes, scales in parts)
-    moved = dict.fromkeys(calls, total) | {"blockfp8_sums": total + 4 * sum(own.numel() for own in sums)}
+    moved = dict.fromkeys(calls, total) | {
+        "blockfp8_sums": total + 4 * sum(part_sums.numel() for part_sums in sums)
+    }
     report.add(kernel, shape, None, timings, moved, baseline="compiled", exact=exact)
 
 

@@ -35,6 +35,6 @@ def linear_errors(worker: Any, tokens: Sequence[int]) -> dict[str, float]:
         for m in tokens:
             x = kernel_cases.activations(m, codes.shape[1], codes.device.type)
             out = method.apply(layer, x)[:ROWS]
-            few = reference.quantize_activation(x[:ROWS], form)
-            errors[shape] = max(errors[shape], kernel_cases.gemm_error(out, *few, codes, scales))
+            quantized = reference.quantize_activation(x[:ROWS], form)
+            errors[shape] = max(errors[shape], kernel_cases.gemm_error(out, *quantized, codes, scales))
     return errors

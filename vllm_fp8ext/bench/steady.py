@@ -64,12 +64,12 @@ class Steady:
         self._draw.shuffle(places)
         for place in places:
             self._fresh.add(self._begin(load.tokens + place, load.output - place))
-        settled = time.perf_counter() + SETTLE_SECONDS
-        while self._fresh and time.perf_counter() < settled:
+        settle_until = time.perf_counter() + SETTLE_SECONDS
+        while self._fresh and time.perf_counter() < settle_until:
             before = len(self._fresh)
             self._step()
             if len(self._fresh) < before:
-                settled = time.perf_counter() + SETTLE_SECONDS
+                settle_until = time.perf_counter() + SETTLE_SECONDS
         windows = [self._window() for _ in range(load.windows)]
         self._core.abort_request(list(self._names))
         while self._core.has_unfinished_requests():

@@ -17,13 +17,13 @@ def find_missing(interfaces: Iterable[Interface], root: Path | None = None) -> l
 
     `root` is the folder that holds the package `vllm`, by default the one where it is installed.
     """
-    wanted = list(interfaces)
+    named = list(interfaces)
     if root is None:
         root = installed_root()
         if root is None:
-            return ["vllm: the package is not installed"] if wanted else []
+            return ["vllm: the package is not installed"] if named else []
     tree = SourceTree(root)
-    return [problem for interface in wanted if (problem := tree.problem(interface)) is not None]
+    return [problem for interface in named if (problem := tree.problem(interface)) is not None]
 
 
 def installed_root() -> Path | None:
@@ -270,14 +270,14 @@ def _instance_attributes(node: ast.ClassDef) -> set[str]:
         positional = [*method.args.posonlyargs, *method.args.args]
         if not positional:
             continue
-        own = positional[0].arg
+        instance = positional[0].arg
         attributes |= {
             part.attr
             for part in ast.walk(method)
             if isinstance(part, ast.Attribute)
             and isinstance(part.ctx, ast.Store)
             and isinstance(part.value, ast.Name)
-            and part.value.id == own
+            and part.value.id == instance
         }
     return attributes
 

@@ -76,7 +76,7 @@ def run(count: int, json_file: Path | None) -> int:
 
 
 def _run(count: int, folder: Path, report: DemoReport, console: Console) -> None:
-    asked = problems(count)
+    sums = problems(count)
     with (
         Server(EARLY, folder / "fp8.log", arguments=SMALL) as fp8,
         Server(EARLY, folder / "bf16.log", arguments=SMALL, settings={"ignore": ["*"]}) as bf16,
@@ -88,15 +88,15 @@ def _run(count: int, folder: Path, report: DemoReport, console: Console) -> None
             bf16.wait()
         with _step(console, f"asking {count} held-out problems, before the update"):
             before = {
-                name: accuracy(answers(s.url, asked), asked) for name, s in (("fp8", fp8), ("bf16", bf16))
+                name: accuracy(answers(s.url, sums), sums) for name, s in (("fp8", fp8), ("bf16", bf16))
             }
         with _step(console, "pushing the late checkpoint while requests run"):
             update, streams, span = asyncio.run(_push_under_traffic(fp8))
             with bf16.client() as client:
                 client.push(LATE, version="late")
         with _step(console, f"asking {count} held-out problems, after the update"):
-            after_update = answers(fp8.url, asked)
-            after = {"fp8": accuracy(after_update, asked), "bf16": accuracy(answers(bf16.url, asked), asked)}
+            after_update = answers(fp8.url, sums)
+            after = {"fp8": accuracy(after_update, sums), "bf16": accuracy(answers(bf16.url, sums), sums)}
         _add_accuracy(report, before, after)
         _add_update(report, update, streams, max(seen.longest_gap(*span) for seen in streams))
         with _step(console, "comparing digests, and trying updates that must be refused"):
@@ -107,7 +107,7 @@ def _run(count: int, folder: Path, report: DemoReport, console: Console) -> None
                 ("q_proj alone", "incomplete", _lone),
             ):
                 _add_refusal(report, fp8, name, kind, spoil(folder))
-            same = answers(fp8.url, asked) == after_update and fp8.client().digests().model_dump() == served
+            same = answers(fp8.url, sums) == after_update and fp8.client().digests().model_dump() == served
             report.add("answers and digests after both refusals", "unchanged" if same else "changed", same)
 
 

@@ -58,15 +58,15 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = secrets.token_urlsafe(16)
         self.log = log
-        own = {**os.environ, **(variables or {})}
+        base_env = {**os.environ, **(variables or {})}
         here = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL, *arguments]
         if stock:
-            env = {**own, "VLLM_PLUGINS": "", "VLLM_SERVER_DEV_MODE": "1"}
+            env = {**base_env, "VLLM_PLUGINS": "", "VLLM_SERVER_DEV_MODE": "1"}
             line = stock_command(str(model), here)
         else:
-            env, _ = environment({**own, ADMIN_KEY: self.key})
-            told = ["--additional-config", json.dumps({"fp8ext": settings})] if settings else []
-            line = command(str(model), [*here, *told])
+            env, _ = environment({**base_env, ADMIN_KEY: self.key})
+            settings_options = ["--additional-config", json.dumps({"fp8ext": settings})] if settings else []
+            line = command(str(model), [*here, *settings_options])
         with contextlib.ExitStack() as started:
             with held_back(), log.open("wb") as file:
                 self.process = type(self).popen(

@@ -160,9 +160,9 @@ class BlockFp8LinearMethod(OnlineLinearBase):
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if self.route is not None:
-            few, name = self.route
+            decode_tokens, name = self.route
             out = torch.ops.fp8ext.linear(
-                flat, layer.weight, layer.weight_scale_inv, bias, self.scale_format, few, name
+                flat, layer.weight, layer.weight_scale_inv, bias, self.scale_format, decode_tokens, name
             )
         else:
             weight = getattr(layer, "dequantized", None)  # a shadow has none

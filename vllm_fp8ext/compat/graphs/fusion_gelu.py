@@ -32,9 +32,9 @@ def gelu_of(node: fx.Node) -> tuple[fx.Node, str] | None:
     if value.dtype not in (torch.bfloat16, torch.float16):
         return None
     for name in APPROXIMATE:
-        x, wanted = _decomposed(name, value.dtype)
+        x, pattern = _decomposed(name, value.dtype)
         inputs: dict[fx.Node, fx.Node] = {}
-        if _alike(node, wanted, inputs) and getattr(inputs[x].meta.get("val"), "dtype", None) == value.dtype:
+        if _alike(node, pattern, inputs) and getattr(inputs[x].meta.get("val"), "dtype", None) == value.dtype:
             return inputs[x], name
     return None
 

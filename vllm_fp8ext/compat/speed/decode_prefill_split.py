@@ -170,8 +170,8 @@ def _singles(step: Any) -> int:
 def _leading(step: Any) -> int:
     """The same, if there is enough to read for them."""
     count, tokens = _singles(step), step.seq_lens_cpu_upper_bound
-    few = count and tokens is not None and int(tokens[:count].sum()) < LEAST_TOKENS
-    return 0 if few else count
+    too_short = count and tokens is not None and int(tokens[:count].sum()) < LEAST_TOKENS
+    return 0 if too_short else count
 
 
 def _schedule(builder: Any, metadata: Any, count: int) -> Tensor | None:

@@ -275,8 +275,8 @@ def _wrap_prepare_metadata(original: Any) -> Any:
     ) -> Any:
         made = getattr(input_batch, _METADATA, None)
         if made is None:
-            given = input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups
-            made = original(self, *given, *args, **kwargs)
+            inputs = input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups
+            made = original(self, *inputs, *args, **kwargs)
             if hasattr(input_batch, _METADATA) and _needs_no_metadata(attn_groups):
                 setattr(input_batch, _METADATA, made)
         return made

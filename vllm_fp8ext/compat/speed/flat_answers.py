@@ -160,8 +160,8 @@ def _wrap_chat(original: Any) -> Any:
         as_ids = self.return_tokens_as_token_ids if return_as_token_id is None else return_as_token_id
         decoded, values = flat.decoded_tokens, _clamped(flat.logprobs)
         texts = [f"token_id:{token}" for token in flat.token_ids] if as_ids else decoded
-        asked = num_output_top_logprobs or 0
-        most = None if asked == -1 else asked
+        count = num_output_top_logprobs or 0
+        most = None if count == -1 else count
         content = []
         for indices in _candidates(flat):
             first = indices[0]
@@ -198,8 +198,8 @@ def _wrap_tokens(original: Any) -> Any:
             GenerateLogProbsContent,
         )
 
-        asked = next(iter((*asked_for, *named.values())), None) if cuts else -1
-        most = 0 if asked is None else None if asked == -1 else max(asked, 1)
+        count = next(iter((*asked_for, *named.values())), None) if cuts else -1
+        most = 0 if count is None else None if count == -1 else max(count, 1)
         values = [LOWEST if math.isnan(value) or value < LOWEST else value for value in flat.logprobs]
         ids, ranks = flat.token_ids, flat.ranks
         content = [

@@ -47,9 +47,9 @@ def merge(early: Any, late: Any) -> None:
     before = {output.request_id: output for output in early.outputs if is_plain(output)}
     moved = set()
     for output in late.outputs:
-        given = before.get(output.request_id)
-        if given is not None and len(given.new_token_ids) < MOST_TOKENS:
-            join(given, output)
+        earlier = before.get(output.request_id)
+        if earlier is not None and len(earlier.new_token_ids) < MOST_TOKENS:
+            join(earlier, output)
             moved.add(output.request_id)
     early.outputs = [output for output in early.outputs if output.request_id not in moved]
 

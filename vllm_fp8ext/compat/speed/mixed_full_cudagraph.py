@@ -181,7 +181,7 @@ def _wrap_prepare_attn(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        given = (
+        inputs = (
             input_batch,
             cudagraph_mode,
             block_tables,
@@ -191,6 +191,6 @@ def _wrap_prepare_attn(original: Any) -> Any:
             for_capture,
         )
         with mixed_step_metadata.making(is_one=for_capture or cudagraph_mode == CUDAGraphMode.FULL):
-            return original(self, *given, *args, **kwargs)
+            return original(self, *inputs, *args, **kwargs)
 
     return prepare_attn

@@ -168,7 +168,9 @@ class OutputHolder:
             self._steps += 1
             self._many = len(message.outputs) > MANY
             message.outputs = [
-                output for given in message.outputs if (output := self._take(client, given, now)) is not None
+                output
+                for produced in message.outputs
+                if (output := self._take(client, produced, now)) is not None
             ]
             if now > self._swept + LONGEST_SECONDS / 2:
                 self._swept = now

@@ -47,8 +47,8 @@ ROUND = 1024
 """Tokens of which the default is a multiple."""
 
 
-def configure(config: Any, arguments: Any, asked: int | Literal["auto"] | None) -> None:
-    """Decide for a `VllmConfig` up to how many tokens: what was `asked`, else as many as are worth it, unless the
+def configure(config: Any, arguments: Any, graph_tokens: int | Literal["auto"] | None) -> None:
+    """Decide for a `VllmConfig` up to how many tokens: `graph_tokens`, else as many as are worth it, unless the
     `EngineArgs` that it was made of say which sizes are captured. Where they say how large the KV cache is, or vLLM is told
     not to measure what graphs take, it leaves no memory to more of them than usual."""
     compilation = arguments.compilation_config
@@ -56,21 +56,21 @@ def configure(config: Any, arguments: Any, asked: int | Literal["auto"] | None) 
         *(arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size),
         *(compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size),
     )
-    if asked is None and any(size is not None for size in sizes):
-        asked = 0
-    elif asked is None:
-        given = arguments.kv_cache_memory_bytes, arguments.num_gpu_blocks_override
-        measured = given == (None, None) and envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
-        asked = "auto" if measured else GRAPH_TOKENS
-    tokens = worth_it(config) if asked == "auto" else asked
+    if graph_tokens is None and any(size is not None for size in sizes):
+        graph_tokens = 0
+    elif graph_tokens is None:
+        chosen_by_user = arguments.kv_cache_memory_bytes, arguments.num_gpu_blocks_override
+        measured = chosen_by_user == (None, None) and envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+        graph_tokens = "auto" if measured else GRAPH_TOKENS
+    tokens = worth_it(config) if graph_tokens == "auto" else graph_tokens
     config.additional_config = {**(config.additional_config or {}), KEY: tokens}
 
 
 def worth_it(config: Any) -> int:
     """Count tokens whose products in a layer take less time than launching its kernels."""
     weights = layer_weights(config)
-    few = int(OPERATIONS / (2 * weights)) if weights else 0
-    return max(GRAPH_TOKENS, few - few % ROUND)
+    tokens = int(OPERATIONS / (2 * weights)) if weights else 0
+    return max(GRAPH_TOKENS, tokens - tokens % ROUND)
 
 
 def layer_weights(config: Any) -> int | None:
@@ -120,10 +120,10 @@ def _more(manager: Any) -> list[int]:
         return []
     config = manager.vllm_config
     captured = manager.compilation_config.max_cudagraph_capture_size
-    wanted = (config.additional_config or {}).get(KEY, 0)
+    tokens = (config.additional_config or {}).get(KEY, 0)
     # a step that is captured has as many requests as there can be, none longer than there can be
     longest = manager.max_num_reqs * config.model_config.max_model_len
-    more = sizes_beyond(captured, min(wanted, config.scheduler_config.max_num_batched_tokens, longest))
+    more = sizes_beyond(captured, min(tokens, config.scheduler_config.max_num_batched_tokens, longest))
     if more:
         log_once(
             f"blockfp8: steps of {captured + 1} to {more[-1]} tokens replay CUDA graphs broken at attention"

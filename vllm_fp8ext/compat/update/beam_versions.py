@@ -71,20 +71,22 @@ class Lineage:
 
     def spans(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[WeightVersionSpan] | None:
         """Return those of one beam, over its `tokens`; None where a step said nothing."""
-        told: list[tuple[WeightVersionSpan, int]] = []
+        span_starts: list[tuple[WeightVersionSpan, int]] = []
         hashed = _hash(prompt)
         for place in range(len(tokens) + 1):
             step = self._steps.get(hashed.digest())
             if step is None and place < len(tokens):
                 return None
-            *held, own = [replace(span, start=0, end=0) for span in step.spans] if step else [None]
-            told += [(span, place) for span in held if span and all(span != one for one, _ in told)]
-            if own and (not told or told[-1][0] != own):
-                told.append((own, place))
+            *held, newest = [replace(span, start=0, end=0) for span in step.spans] if step else [None]
+            span_starts += [
+                (span, place) for span in held if span and all(span != one for one, _ in span_starts)
+            ]
+            if newest and (not span_starts or span_starts[-1][0] != newest):
+                span_starts.append((newest, place))
             if place < len(tokens):
                 hashed.update(_bytes([tokens[place]]))
-        starts = [*(start for _, start in told), len(tokens)]
-        return [replace(span, start=starts[n], end=starts[n + 1]) for n, (span, _) in enumerate(told)]
+        starts = [*(start for _, start in span_starts), len(tokens)]
+        return [replace(span, start=starts[n], end=starts[n + 1]) for n, (span, _) in enumerate(span_starts)]
 
 
 def install() -> None:
@@ -143,8 +145,8 @@ def _wrap_offline(original: Any) -> Any:
         outputs = original(llm, *args, **kwargs)
         for output in outputs:
             for beam in output.sequences:
-                asked = beam.orig_prompt
-                prompt = asked.get("decoder_prompt", asked)["prompt_token_ids"]
+                original_prompt = beam.orig_prompt
+                prompt = original_prompt.get("decoder_prompt", original_prompt)["prompt_token_ids"]
                 beam.weight_versions = lineage.spans(prompt, beam.tokens[len(prompt) :])
         return outputs
 

@@ -57,11 +57,14 @@ def names_of_mapper(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 def _taken_alike(mapper: WeightsMapper, name: str) -> set[str]:
     """Find names that are mapped as this one is."""
-    own = mapper.get_rename_mapper().map_name(name)
-    if own is None:
+    own_name = mapper.get_rename_mapper().map_name(name)
+    if own_name is None:
         return set()
     prefixes, parts = ([pair for pair in rules.items() if all(pair)] for rules in _rules(mapper))
-    begun = {own, *(old + own.removeprefix(new) for old, new in prefixes if own.startswith(new))}
+    begun = {
+        own_name,
+        *(old + own_name.removeprefix(new) for old, new in prefixes if own_name.startswith(new)),
+    }
     candidates = begun | {one.replace(new, old, 1) for one in begun for old, new in parts if new in one}
     taken = mapper._map_name_with_shard(name)
     return {other for other in candidates - {name} if mapper._map_name_with_shard(other) == taken}
@@ -79,7 +82,7 @@ def names_in_transformers(config: Any, shapes: Mapping[str, Shape]) -> dict[str,
     try:
         if not _renames(config):
             return {}
-        own, renamings = _model_of(config)
+        own_shapes, renamings = _model_of(config)
     except Exception as error:  # a model that transformers does not have, or not so
         logger.info("blockfp8: names of transformers' %s are not known: %s", config.architectures, error)
         return {}
@@ -89,7 +92,7 @@ def names_in_transformers(config: Any, shapes: Mapping[str, Shape]) -> dict[str,
             other = name
             for renaming in renamings:
                 other, _ = renaming.rename_source_key(other)
-            if own.get(other) == shape:
+            if own_shapes.get(other) == shape:
                 yield other, name
 
     return _unique(pairs(), shapes)
@@ -153,10 +156,10 @@ def tied_heads(model: nn.Module, *, tied: bool) -> dict[str, list[str]]:
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, VocabParallelEmbedding):
             heads += isinstance(module, ParallelLMHead)
-            own = f"{path}.weight"
-            embedding = embeddings.setdefault(id(module.weight), own)
-            if embedding != own:
-                heads_of[embedding] = [*sorted(names_of_mapper(model, [own])), own]
+            weight = f"{path}.weight"
+            embedding = embeddings.setdefault(id(module.weight), weight)
+            if embedding != weight:
+                heads_of[embedding] = [*sorted(names_of_mapper(model, [weight])), weight]
     if tied and not heads:
         heads_of |= {path: [_HEAD] for path in list(embeddings.values())[:1]}
     return {path: sorted(names, key=lambda name: name != _HEAD) for path, names in heads_of.items()}

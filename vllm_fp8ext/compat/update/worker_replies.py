@@ -28,13 +28,13 @@ def attach(executor: Any) -> None:
         if kwargs.get("non_block") or kwargs.get("unique_reply_rank") is not None:
             return call(method, *args, **kwargs)
         queues = executor.response_mqs
-        asked = [_ReplyQueue(queue) for queue in queues]
-        executor.response_mqs = asked
+        reply_queues = [_ReplyQueue(queue) for queue in queues]
+        executor.response_mqs = reply_queues
         try:
             return call(method, *args, **kwargs)
         except RuntimeError as error:
             if str(error).startswith("Worker failed with error"):  # it answered, and so do the others
-                for queue in asked:
+                for queue in reply_queues:
                     if queue.waits:
                         queue.dequeue()
             raise

@@ -29,13 +29,13 @@ def warm_up_quantizers(codes_NK: Tensor, scales_NbKb: Tensor, scale_format: Scal
     Kernels differ by whether blocks are whole, and by whether sizes and distances are multiples of 16.
     """
     rows = codes_NK.shape[0]
-    few = codes_NK[: min(rows, BLOCK) + rows % BLOCK]
+    rows_of_a_block = codes_NK[: min(rows, BLOCK) + rows % BLOCK]
     codes, scales = (
         torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
-        for part in (few, scales_NbKb[: blocks(few.shape[0])])
+        for part in (rows_of_a_block, scales_NbKb[: blocks(rows_of_a_block.shape[0])])
     )
     for source in SOURCES:
-        values = torch.zeros(few.shape, dtype=source, device=few.device)
+        values = torch.zeros(rows_of_a_block.shape, dtype=source, device=rows_of_a_block.device)
         quantize_weight(values, codes, scales, scale_format)
 
 
