@@ -117,7 +117,7 @@ def test_one_kernel_path_makes_the_same_of_a_token_whatever_is_beside(config, sh
         assert torch.equal(method.apply(layer, x[:tokens])[:1], alone), tokens
 
 
-@pytest.mark.parametrize("gemm", [None, "triton", "cutlass"])
+@pytest.mark.parametrize("gemm", [None, *(kernel.name for kernel in LARGE_M if kernel.name != "deep_gemm")])
 def test_nothing_compiles_after_the_warm_up(config, gemm):
     from vllm_fp8ext.compat.warmup.compilations import counts
     from vllm_fp8ext.compat.warmup.warmup import warm_up

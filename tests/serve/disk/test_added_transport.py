@@ -9,6 +9,7 @@ import base64
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -110,7 +111,7 @@ class InlineSender:
             listed = [DenseTensor(name=name, dtype=dtype, shape=list(tensor.shape), offset=0)]
             data = base64.b64encode(tensor.numpy().tobytes()).decode()
             body = Inline(n=n, tensors=listed, data=data).model_dump()
-            yield from everywhere(list(updates), lambda endpoint, body=body: _post(endpoint, updates, body))
+            yield from everywhere(list(updates), partial(_post, updates=updates, body=body))
 
 
 def _post(
