@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer in one step, by our kernel for requests with one new token and by vLLM for the rest."""
+"""Attention of one layer in one step: our kernel for requests with one new token, vLLM for the rest."""
 
 import functools
 from collections.abc import Callable
