@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update needs of an engine core: its ranks, its step boundary, its requests, its caches and its label.
+"""Access of an update to an engine core: its ranks, its step boundary, requests, caches and label.
 
 Replaced on an instance: `add_request` while the engine is poisoned; the scheduler's `set_pause_state` while an update is
 written in place or a commit waits.
