@@ -72,7 +72,7 @@ def tables() -> dict[Path, dict[str, str]]:
             "steady": _steady(_cases("steady")),
             "graphs": _graphs(_cases("graph_tokens")),
             "busy": _busy(_cases("profile"), rollout),
-            "followed": _followed(_cases("steady_steps")),
+            "step_reuse": _step_reuse(_cases("steady_steps")),
         },
         ROOT / "README.md": {"Qwen3-8B": _speeds([case for case in rollout if case["requests"] in FEW_ROWS])},
         DOCS / "against-fp8_per_block.md": {"ratios": _ratios(rollout)},
@@ -281,7 +281,7 @@ def _graphs(cases: Cases) -> str:
     )
 
 
-def _followed(cases: Cases) -> str:
+def _step_reuse(cases: Cases) -> str:
     """Tokens per second, with the slowest and the fastest turn of each engine."""
     return _beside(
         cases,

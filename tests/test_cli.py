@@ -119,14 +119,14 @@ def test_several_servers(
     if by_variable:
         monkeypatch.setenv(URL, " ".join(urls))
     given = [] if by_variable else [word for url in urls for word in ("--url", url)]
-    found = json.loads(push(tmp_path, "--json", *given).stdout)
+    loaded = json.loads(push(tmp_path, "--json", *given).stdout)
     assert recorded.made == [(urls, "secret")]
-    assert {url: update["id"] for url, update in found.items()} == dict.fromkeys(urls, "u1")
+    assert {url: update["id"] for url, update in loaded.items()} == dict.fromkeys(urls, "u1")
 
 
 def test_one_server_is_printed_by_itself(recorded: Recorded, tmp_path: Path) -> None:
-    found = json.loads(push(tmp_path, "--json", "--url", "http://a:1").stdout)
-    assert (recorded.made, found["id"]) == ([("http://a:1", "secret")], "u1")
+    loaded = json.loads(push(tmp_path, "--json", "--url", "http://a:1").stdout)
+    assert (recorded.made, loaded["id"]) == ([("http://a:1", "secret")], "u1")
 
 
 def test_a_key_is_asked_for_before_anything_is_sent(

@@ -28,8 +28,8 @@ def sentences(text: str) -> list[str]:
     lines = ["" if re.match(r"\s*(\||#|!\[)", line) else line for line in text.splitlines()]
     paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines))
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(each.split())) for each in paragraphs]
-    found = [part for each in plain for part in re.split(r"(?<=[.!?:;])\s+(?=[A-Z`*(\[])", each)]
-    return [part for part in found if len(part.split()) > 2 and "·" not in part]
+    result = [part for each in plain for part in re.split(r"(?<=[.!?:;])\s+(?=[A-Z`*(\[])", each)]
+    return [part for part in result if len(part.split()) > 2 and "·" not in part]
 
 
 def average(page: Path) -> float:

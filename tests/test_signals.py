@@ -50,16 +50,16 @@ def test_what_is_ignored_stays_so() -> None:
 
 
 def test_another_thread_holds_nothing_back() -> None:
-    found: list[Any] = []
+    collected: list[Any] = []
 
     def work() -> None:
         with held_back():
-            found.append(signal.getsignal(signal.SIGTERM))
+            collected.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [signal.default_int_handler]
+    assert collected == [signal.default_int_handler]
 
 
 def test_a_server_that_is_being_started_ends_with_its_command(

@@ -286,20 +286,20 @@ def test_the_load_test_uses_only_the_client_and_the_schema() -> None:
         f"{PACKAGE}.{name}"
         for name in ("serve.client", "serve.schema", "loadtest", "errors", "environment", "checkpoints")
     )
-    found = offenders((f"{PACKAGE}.loadtest",), PACKAGE, "vllm", besides=allowed)
+    result = offenders((f"{PACKAGE}.loadtest",), PACKAGE, "vllm", besides=allowed)
     bases = {f"imports {name}" for name in (PACKAGE, f"{PACKAGE}.serve", f"{PACKAGE}.__version__")}
-    assert [line for line in found if not any(line.endswith(base) for base in bases)] == []
+    assert [line for line in result if not any(line.endswith(base) for base in bases)] == []
 
 
 def test_nothing_imports_the_linked_folders_by_their_bare_names() -> None:
     """A top-level `kernels` is another package, which transformers imports."""
-    found = [
+    matching = [
         f"{path.relative_to(PROJECT)} imports {name}"
         for path in sources()
         for name in imports(path)
         if within(name, *LINKED)
     ]
-    assert found == []
+    assert matching == []
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -66,10 +66,10 @@ def fault(text: str) -> str | None:
 def files(room: str) -> list[Path]:
     """The files of a room; rooms within it are rooms of their own."""
     deeper = {PROJECT / other for other in ROOMS if other != room}
-    found = (PROJECT / room).glob("*.py") if room.endswith("/") else (PROJECT / room).rglob("*.py")
+    result = (PROJECT / room).glob("*.py") if room.endswith("/") else (PROJECT / room).rglob("*.py")
     return sorted(
         file
-        for file in found
+        for file in result
         if file.resolve() == file and not deeper & {*file.parents} - {*(PROJECT / room).parents}
     )
 

@@ -24,11 +24,11 @@ def run(commit: str, *cases: dict[str, Any]) -> dict[str, Any]:
 def files(tmp_path: Path) -> tuple[Path, Path]:
     old = {**BASE, "variant": "bf16", "tokens_per_s": 10.0, "run": 0}
     slow = {**BASE, "variant": "blockfp8", "tokens_per_s": 11.0, "ratio_bf16": 1.1, "run": 0}
-    results, found = tmp_path / "results.json", tmp_path / "found.json"
+    results, measured = tmp_path / "results.json", tmp_path / "found.json"
     results.write_text(
         json.dumps({"provenance": {}, "runs": [{"commit": "a"}], "cases": [old, slow]}, indent=1)
     )
-    found.write_text(
+    measured.write_text(
         json.dumps(
             run(
                 "b",
@@ -37,34 +37,34 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
             )
         )
     )
-    return results, found
+    return results, measured
 
 
 def added(add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, *line: str | Path) -> dict[str, Any]:
     monkeypatch.setattr(sys, "argv", ["add_run.py", *map(str, line)])
     add_run.main()
-    found: dict[str, Any] = json.loads(Path(line[0]).read_text())
-    return found
+    loaded: dict[str, Any] = json.loads(Path(line[0]).read_text())
+    return loaded
 
 
 def test_what_was_found_does_not_tell_cases_apart(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:
-    results, found = files
+    results, measured = files
     for running in (7.25, 7.5):
         case = {**BASE, "variant": "blockfp8_kv", "running": running, "tokens_per_s": running}
-        found.write_text(json.dumps(run("c", case)))
-        after = added(add_run, monkeypatch, results, found)
+        measured.write_text(json.dumps(run("c", case)))
+        after = added(add_run, monkeypatch, results, measured)
     assert [case["running"] for case in after["cases"] if "running" in case] == [7.5]
 
 
 def test_runs_that_no_case_is_of_are_dropped(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:
-    results, found = files
+    results, measured = files
     for commit in ("b", "c"):
-        found.write_text(json.dumps(run(commit, {**BASE, "variant": "blockfp8", "tokens_per_s": 1.0})))
-        after = added(add_run, monkeypatch, results, found)
+        measured.write_text(json.dumps(run(commit, {**BASE, "variant": "blockfp8", "tokens_per_s": 1.0})))
+        after = added(add_run, monkeypatch, results, measured)
     assert [one["commit"] for one in after["runs"]] == ["a", "c"]
     assert [(case["variant"], case["run"]) for case in after["cases"]] == [("bf16", 0), ("blockfp8", 1)]
     assert after["provenance"] == after["runs"][1], "of the newest"
@@ -73,21 +73,21 @@ def test_runs_that_no_case_is_of_are_dropped(
 def test_fused_experts_are_another_case(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:
-    results, found = files
-    found.write_text(
+    results, measured = files
+    measured.write_text(
         json.dumps(run("c", {**BASE, "variant": "apart"}, {**BASE, "variant": "apart", "fused": True}))
     )
-    after = added(add_run, monkeypatch, results, found)
+    after = added(add_run, monkeypatch, results, measured)
     assert [case.get("fused") for case in after["cases"] if case["variant"] == "apart"] == [None, True]
 
 
 def test_an_fp8_cache_beside_bf16_throughout(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:
-    results, found = files
+    results, measured = files
     plain = {**BASE, "kv_cache": "auto", "variant": "bf16", "tokens_per_s": 4.0}
-    found.write_text(json.dumps(run("c", plain, {**BASE, "variant": "blockfp8_kv", "tokens_per_s": 8.0})))
-    after = added(add_run, monkeypatch, results, found, "--bf16")
+    measured.write_text(json.dumps(run("c", plain, {**BASE, "variant": "blockfp8_kv", "tokens_per_s": 8.0})))
+    after = added(add_run, monkeypatch, results, measured, "--bf16")
     assert after["cases"][-1]["ratio_bf16"] == 2.0, "the BF16 with an FP8 cache made 10"
 
 
@@ -148,9 +148,9 @@ def test_cases_that_are_not_told_apart_are_refused(
 def test_a_file_of_several_runs_keeps_them_apart(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:
-    found = run("b", {**BASE, "requests": 2, "run": 0}, {**BASE, "requests": 3, "run": 1})
-    runs = [{**found["provenance"], "commit": commit} for commit in ("b", "c")]
-    files[1].write_text(json.dumps({**found, "runs": runs}))
+    result = run("b", {**BASE, "requests": 2, "run": 0}, {**BASE, "requests": 3, "run": 1})
+    runs = [{**result["provenance"], "commit": commit} for commit in ("b", "c")]
+    files[1].write_text(json.dumps({**result, "runs": runs}))
     after = added(add_run, monkeypatch, *files)
     assert [run["commit"] for run in after["runs"]] == ["a", "b", "c"]
     assert all(run["command"].endswith("--checkpoint m --out a.json") for run in after["runs"][1:])

@@ -71,10 +71,10 @@ def test_tokens_lost_are_those_of_the_mean_before_and_after(monkeypatch: pytest.
         tokens += rate
     load._counts.append((16.0, tokens))
     monkeypatch.setattr(load, "_wait", lambda seconds: None)
-    found = load.during(11.0, 13.0)
-    assert (found["tokens_per_s_before"], found["tokens_per_s_during"]) == (100.0, 70.0)
-    assert found["tokens_per_s_after"] == 80.0
-    assert found["tokens_lost"] == pytest.approx(1 - 70 / 90)
+    result = load.during(11.0, 13.0)
+    assert (result["tokens_per_s_before"], result["tokens_per_s_during"]) == (100.0, 70.0)
+    assert result["tokens_per_s_after"] == 80.0
+    assert result["tokens_lost"] == pytest.approx(1 - 70 / 90)
 
 
 class Clock:

@@ -30,11 +30,11 @@ def test_an_upload_has_the_bytes_of_a_push(checkpoint: Path, monkeypatch: pytest
     monkeypatch.setattr(bare, "CHUNK_BYTES", 2_500_000)
     chunks = list(bodies(ranges_of(checkpoint), 2_500_000))
     assert len(chunks) == 3
-    with baseline("http") as found:
-        assert found is not None
+    with baseline("http") as result:
+        assert result is not None
         for _ in range(2):
-            found(checkpoint)
-    case = found.case("tiny", "http")
+            result(checkpoint)
+    case = result.case("tiny", "http")
     assert [sample["bytes"] for sample in case["samples"]] == [sum(body.length for body in chunks)] * 2
     assert (case["model"], case["transport"], case["variant"]) == ("tiny", "http", "bare")
     medians = case["seconds_by_threads"]
@@ -47,9 +47,9 @@ def test_an_upload_has_the_bytes_of_a_push(checkpoint: Path, monkeypatch: pytest
 
 def test_a_failure_ends_the_server_too(tmp_path: Path) -> None:
     def upload() -> None:
-        with baseline("http") as found:
-            assert found is not None
-            found(tmp_path)
+        with baseline("http") as bare:
+            assert bare is not None
+            bare(tmp_path)
 
     with pytest.raises(ValueError, match="found none"):
         upload()
@@ -58,15 +58,15 @@ def test_a_failure_ends_the_server_too(tmp_path: Path) -> None:
 
 def test_files_are_read_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_ahead, "READ_BYTES", 1 << 20)
-    with baseline("files") as found:
-        assert found is not None
-        found(checkpoint)
-    case = found.case("tiny", "files")
+    with baseline("files") as bare:
+        assert bare is not None
+        bare(checkpoint)
+    case = bare.case("tiny", "files")
     assert case["bytes"] == sum(file.stat().st_size for file in checkpoint.iterdir())
     assert case["threads"] == READERS
 
 
 @pytest.mark.parametrize("transport", ["ipc", "http-fp8", "reload"])
 def test_other_transports_have_none(transport: str) -> None:
-    with baseline(transport) as found:
-        assert found is None
+    with baseline(transport) as bare:
+        assert bare is None

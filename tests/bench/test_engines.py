@@ -90,10 +90,10 @@ def test_linear_layers_of_an_engine_are_within_their_bound() -> None:
     arguments = {**SMALL, "quantization": "blockfp8", "additional_config": {"fp8ext": {"staging": "none"}}}
     with contextlib.closing(Engine(LATE, "late", arguments)) as engine:
         engine.wait()
-        found = engine.linear_errors((1, 40))
-        require_within("late", found)
-    assert found.keys() == {"512x256", "256x256", "1280x256", "256x640"}
-    assert all(error > 0 for error in found.values())
+        errors = engine.linear_errors((1, 40))
+        require_within("late", errors)
+    assert errors.keys() == {"512x256", "256x256", "1280x256", "256x640"}
+    assert all(error > 0 for error in errors.values())
 
 
 def test_a_layer_that_is_not_within_its_bound_is_named() -> None:

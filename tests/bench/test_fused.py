@@ -15,12 +15,12 @@ MIXTURE = Path(__file__).parents[1] / "e2e" / "mixture" / "early"
 def test_experts_lie_in_fused_tensors_in_their_order() -> None:
     apart = dict(stored(MIXTURE, "cpu"))
     whole = fused_experts({name: tuple(tensor.shape) for name, tensor in apart.items()})
-    found = dict(stored_fused(MIXTURE, "cpu"))
+    tensors = dict(stored_fused(MIXTURE, "cpu"))
     assert whole
-    assert whole.keys() <= found.keys()
+    assert whole.keys() <= tensors.keys()
     for name, of in whole.items():
-        matrices = found.pop(name).flatten(0, 1).chunk(len(of.parts))
+        matrices = tensors.pop(name).flatten(0, 1).chunk(len(of.parts))
         for part, matrix in zip(of.parts, matrices, strict=True):
             assert torch.equal(matrix, apart.pop(part))
-    assert found.keys() == apart.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in apart.items())
+    assert tensors.keys() == apart.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in apart.items())

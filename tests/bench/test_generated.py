@@ -19,27 +19,27 @@ def test_a_checkpoint_is_what_its_model_takes(
 ) -> None:
     monkeypatch.setattr(generated, "_SHARD_BYTES", 1 << 20)
     size = generated.write_checkpoint(tmp_path, shape, 0, "cpu")
-    found = {}
+    collected = {}
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 1
     for file in files:
         with safe_open(file, "pt") as tensors:
             names = tensors.keys()
-            found |= {name: tensors.get_tensor(name) for name in names}
-    assert sum(tensor.nbytes for tensor in found.values()) == size
-    for tensor in found.values():
+            collected |= {name: tensors.get_tensor(name) for name in names}
+    assert sum(tensor.nbytes for tensor in collected.values()) == size
+    for tensor in collected.values():
         assert tensor.dtype == torch.bfloat16
         assert torch.isfinite(tensor).all()
         assert tensor.float().std() > 0
     config = AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert sum(tensor.numel() for tensor in found.values()) == sum(p.numel() for p in model.parameters())
+    assert sum(tensor.numel() for tensor in collected.values()) == sum(p.numel() for p in model.parameters())
     for name, parameter in model.state_dict().items():
         if ".experts." not in name:
-            assert found[name].shape == parameter.shape, name
+            assert collected[name].shape == parameter.shape, name
     if hasattr(config, "num_experts"):
-        last = found["model.layers.1.mlp.experts.7.down_proj.weight"]
+        last = collected["model.layers.1.mlp.experts.7.down_proj.weight"]
         assert last.shape == (config.hidden_size, config.moe_intermediate_size)
 
 

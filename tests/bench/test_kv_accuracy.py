@@ -27,9 +27,9 @@ def test_the_function_stays_while_k_and_v_grow(factor: float):
     model.load_state_dict(
         {name: tensor.float() for name, tensor in kv_accuracy.grown(weights, factor).items()}
     )
-    found = kv_accuracy.compared(before, predicted(model, rows), rows)
-    assert abs(found["mean_kl"]) < 1e-6
-    assert found["accuracy"] == found["accuracy_bf16"] == 1
+    comparison = kv_accuracy.compared(before, predicted(model, rows), rows)
+    assert abs(comparison["mean_kl"]) < 1e-6
+    assert comparison["accuracy"] == comparison["accuracy_bf16"] == 1
     for index, (parts, others) in enumerate(zip(cached, cached_kv(model, rows.tolist()), strict=True)):
         grown = [
             (other.abs().amax() / part.abs().amax() / factor).item()
@@ -46,9 +46,9 @@ def test_what_is_compared():
     rows = kv_accuracy.encoded(problems(2))
     expected = torch.full((2, rows.shape[1] - 1, 128), -20.0)
     expected[..., 3], expected[..., 4] = math.log(0.75), math.log(0.25)
-    found = expected.clone()
-    found[..., 3], found[..., 4] = math.log(0.5), math.log(0.5)
-    told = kv_accuracy.compared(expected, found, rows)
+    result = expected.clone()
+    result[..., 3], result[..., 4] = math.log(0.5), math.log(0.5)
+    told = kv_accuracy.compared(expected, result, rows)
     assert told["mean_kl"] == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5), rel=1e-4)
     share = [(rows[:, 1:] == token).float().mean().item() for token in (3, 4)]
     assert told["logprob_error"] == pytest.approx(share[0] * math.log(1.5) + share[1] * math.log(2), rel=1e-4)

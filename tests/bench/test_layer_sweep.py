@@ -51,30 +51,32 @@ def tried(layer_sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 def test_each_gemm_gets_the_config_with_which_the_layer_is_the_fastest(tried: Callable[..., Any]) -> None:
     best = {UP: fast(UP), DOWN: fast(DOWN)}
-    found, times = tried(lambda configs: 10.0 - sum(configs[shape] == best[shape] for shape in best))
-    assert found == best
+    chosen, times = tried(lambda configs: 10.0 - sum(configs[shape] == best[shape] for shape in best))
+    assert chosen == best
     assert times == [10.0, 8.0]
 
 
 def test_a_shape_that_is_settled_stays(tried: Callable[..., Any]) -> None:
     up = decode_gemm_configs.fastest_alone(*UP, TOKENS, quantized=True)
-    found, times = tried(lambda configs: 10.0 - (configs[UP] != up) - (configs[DOWN] == fast(DOWN)), {UP: up})
-    assert found == {DOWN: fast(DOWN)}
+    chosen, times = tried(
+        lambda configs: 10.0 - (configs[UP] != up) - (configs[DOWN] == fast(DOWN)), {UP: up}
+    )
+    assert chosen == {DOWN: fast(DOWN)}
     assert times == [10.0, 9.0]
 
 
 def test_what_brings_next_to_nothing_is_left(tried: Callable[..., Any]) -> None:
-    found, times = tried(lambda configs: 10.0 - 0.01 * (configs[UP] == fast(UP)))
-    assert found == {
+    chosen, times = tried(lambda configs: 10.0 - 0.01 * (configs[UP] == fast(UP)))
+    assert chosen == {
         shape: decode_gemm_configs.fastest_alone(*shape, TOKENS, quantized=True) for shape in (UP, DOWN)
     }
     assert times == [10.0, 10.0]
 
 
 def test_deep_gemm_is_taken_where_the_layer_is_the_fastest_with_it(tried: Callable[..., Any]) -> None:
-    found, times = tried(lambda configs: 10.0 - (configs[DOWN] is None) + (configs[UP] is None))
-    assert found[DOWN] is None
-    assert found[UP] is not None
+    chosen, times = tried(lambda configs: 10.0 - (configs[DOWN] is None) + (configs[UP] is None))
+    assert chosen[DOWN] is None
+    assert chosen[UP] is not None
     assert times == [10.0, 9.0]
 
 
@@ -84,17 +86,17 @@ def test_what_is_the_fastest_alone_is_what_others_are_compared_with(
 ) -> None:
     monkeypatch.setattr(layer_sweep.selection, "crossover_alone", lambda *_: most)
     alone = decode_gemm_configs.fastest_alone(*UP, TOKENS, quantized=True) if most == TOKENS else None
-    found, times = tried(lambda configs: 10.0 - (configs[UP] != alone))
-    assert found[UP] != alone
+    chosen, times = tried(lambda configs: 10.0 - (configs[UP] != alone))
+    assert chosen[UP] != alone
     assert times == [10.0, 9.0]
 
 
 def test_a_config_that_fails_is_not_taken(tried: Callable[..., Any]) -> None:
-    found, _ = tried(
+    chosen, _ = tried(
         lambda configs: float("nan") if configs[UP] == fast(UP) else 10.0 - (configs[DOWN] == fast(DOWN))
     )
-    assert found[UP] != fast(UP)
-    assert found[DOWN] == fast(DOWN)
+    assert chosen[UP] != fast(UP)
+    assert chosen[DOWN] == fast(DOWN)
 
 
 def test_a_layer_that_never_runs_ends_the_sweep(tried: Callable[..., Any]) -> None:
@@ -104,8 +106,8 @@ def test_a_layer_that_never_runs_ends_the_sweep(tried: Callable[..., Any]) -> No
 
 def test_what_the_table_has_of_the_layer_is_begun_with(tried: Callable[..., Any]) -> None:
     known = {UP: fast(UP), DOWN: fast(DOWN)}  # of use together alone
-    found, times = tried(lambda configs: 10.0 - 2 * (configs == known), known=known)
-    assert found == known
+    chosen, times = tried(lambda configs: 10.0 - 2 * (configs == known), known=known)
+    assert chosen == known
     assert times == [10.0, 8.0]
     _, times = tried(lambda configs: 10.0 - 2 * (configs == known))
     assert times == [10.0, 10.0]
@@ -113,9 +115,9 @@ def test_what_the_table_has_of_the_layer_is_begun_with(tried: Callable[..., Any]
 
 def test_what_the_table_has_of_a_settled_shape_is_of_no_account(tried: Callable[..., Any]) -> None:
     up = decode_gemm_configs.fastest_alone(*UP, TOKENS, quantized=True)
-    found, times = tried(lambda configs: 10.0 - (configs[UP] != up), {UP: up}, {UP: fast(UP)})
+    chosen, times = tried(lambda configs: 10.0 - (configs[UP] != up), {UP: up}, {UP: fast(UP)})
     assert times == [10.0, 10.0]
-    assert found.keys() == {DOWN}
+    assert chosen.keys() == {DOWN}
 
 
 def test_configs_that_a_table_has(layer_sweep: ModuleType) -> None:

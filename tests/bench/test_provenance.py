@@ -62,8 +62,8 @@ def test_gpus_and_cores_are_those_that_a_run_may_use(
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, list(before)[:1])
     try:
-        found = provenance()
+        origin = provenance()
     finally:
         os.sched_setaffinity(0, before)
-    assert found["gpus"] == told
-    assert found["cpu"].startswith("1 x ")
+    assert origin["gpus"] == told
+    assert origin["cpu"].startswith("1 x ")

@@ -25,16 +25,16 @@ FEWER = {("Qwen3-30B-A3B", "bf16")}
 
 
 def results(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-    return found
+    loaded: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return loaded
 
 
 @pytest.mark.parametrize("name", ["kernels_h200.json", "rollout_h200.json"])
 def test_every_case_is_of_a_run_and_every_run_has_cases(name: str) -> None:
-    found = results(name)
-    assert {case["run"] for case in found["cases"]} == set(range(len(found["runs"])))
-    assert found["provenance"] in found["runs"]
-    for run in found["runs"]:
+    result = results(name)
+    assert {case["run"] for case in result["cases"]} == set(range(len(result["runs"])))
+    assert result["provenance"] in result["runs"]
+    for run in result["runs"]:
         assert all(run[field] for field in ("gpus", "versions", "commit", "date", "command")), run
 
 
@@ -61,9 +61,9 @@ def test_what_a_case_of_an_engine_says() -> None:
 
 def test_the_memory_that_updates_took_is_within_its_bound() -> None:
     page = " ".join((ROOT / "docs" / "weight-updates.md").read_text().split())
-    found = re.search(r"Staging takes less than (\d+) MiB at a time, and keeps (\d+) MiB once", page)
-    assert found is not None
-    staging, kept = (int(text) * MIB for text in found.groups())
+    match = re.search(r"Staging takes less than (\d+) MiB at a time, and keeps (\d+) MiB once", page)
+    assert match is not None
+    staging, kept = (int(text) * MIB for text in match.groups())
     cases = [
         case
         for case in json.loads((ROOT / "benchmarks/results/update_h200.json").read_text())["cases"]

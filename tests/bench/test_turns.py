@@ -16,8 +16,8 @@ def engine(window: Window) -> Any:
 
 
 def test_a_step_in_a_steady_state_gives_each_running_request_a_token() -> None:
-    found = turns.steady(engine(Window(2.0, 400, 1, 4.0)), (4, 8, 6), 2.0)
-    assert found == {"tokens_per_s": 200, "ms_per_step": 20, "running": 4, "preemptions": 1}
+    result = turns.steady(engine(Window(2.0, 400, 1, 4.0)), (4, 8, 6), 2.0)
+    assert result == {"tokens_per_s": 200, "ms_per_step": 20, "running": 4, "preemptions": 1}
 
 
 def test_a_window_without_a_token_is_no_measurement() -> None:

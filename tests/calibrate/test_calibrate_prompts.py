@@ -29,8 +29,8 @@ def test_every_form(tmp_path: Path):
         '{"prompt": [7]}',
         "8",
     ]
-    found = read_prompts(written(tmp_path, *lines), tokenize, 100)
-    assert found == [[1, 2, 3], [4, 5], [97, 98], [99], [6], [7], [8]]
+    prompts_read = read_prompts(written(tmp_path, *lines), tokenize, 100)
+    assert prompts_read == [[1, 2, 3], [4, 5], [97, 98], [99], [6], [7], [8]]
 
 
 def test_no_more_tokens_than_wanted(tmp_path: Path):

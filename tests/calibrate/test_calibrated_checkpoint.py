@@ -55,15 +55,15 @@ def with_scales(folder: Path) -> Path:
 def test_scales_stand_beside_the_weights(tmp_path: Path):
     out = tmp_path / "out"
     write_calibrated(LATE, out, parts_of(LATE), SCALES)
-    found, weights = loaded(out), load_file(LATE / "model.safetensors")
+    result, weights = loaded(out), load_file(LATE / "model.safetensors")
     for name, tensor in weights.items():
-        assert torch.equal(found.pop(name), tensor)
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        assert torch.equal(result.pop(name), tensor)
+    assert {name: tensor.tolist() for name, tensor in result.items()} == {
         f"{layer.removesuffix('.attn')}.{kind}_scale": torch.tensor(values[0]).item()
         for layer, kinds in SCALES.items()
         for kind, values in kinds.items()
     }
-    assert all(tensor.shape == () and tensor.dtype == torch.float32 for tensor in found.values())
+    assert all(tensor.shape == () and tensor.dtype == torch.float32 for tensor in result.values())
     assert {file.name for file in LATE.iterdir()} | {INDEX, SCALES_FILE} == {
         file.name for file in out.iterdir()
     }
@@ -103,11 +103,11 @@ def test_scales_that_it_has_are_replaced(tmp_path: Path):
     parts = parts_of(model)
     assert scales_in(parts) == ["model.layers.0.self_attn.k_proj.k_scale"]
     write_calibrated(model, tmp_path / "out", parts, SCALES)
-    found = parts_of(tmp_path / "out")
-    assert len(scales_in(found)) == 9
-    assert len(found) == len(parts) - 1 + 9
+    result = parts_of(tmp_path / "out")
+    assert len(scales_in(result)) == 9
+    assert len(result) == len(parts) - 1 + 9
     assert (tmp_path / "out" / "b.safetensors").samefile(model / "b.safetensors")
-    write_calibrated(tmp_path / "out", tmp_path / "again", found, SCALES)
+    write_calibrated(tmp_path / "out", tmp_path / "again", result, SCALES)
     assert loaded(tmp_path / "again").keys() == loaded(tmp_path / "out").keys()
 
 

@@ -24,8 +24,8 @@ def told() -> dict[str, Any]:
         [sys.executable, "-P", str(program)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    loaded: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return loaded
 
 
 def test_wrappers_take_what_vllm_calls_them_with(told: dict[str, Any]) -> None:

@@ -109,21 +109,21 @@ def arrival_times(server: Server, prompt: str, tokens: int) -> list[float]:
         "ignore_eos": True,
         "stream": True,
     }
-    found = []
+    collected = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
-                found.append(time.perf_counter())
-    return found
+                collected.append(time.perf_counter())
+    return collected
 
 
 def outputs(server: Server) -> list[list[int]]:
     """Greedy tokens and their log-probabilities of a few prompts, one request at a time."""
-    found = []
+    collected = []
     for problem in _SAMPLE:
         choice = complete(server, problem.prompt, 12, logprobs=1, ignore_eos=True)["choices"][0]
-        found.append([choice["token_ids"], choice["logprobs"]["token_logprobs"]])
-    return found
+        collected.append([choice["token_ids"], choice["logprobs"]["token_logprobs"]])
+    return collected
 
 
 def state(server: Server) -> dict[str, Any]:
@@ -140,12 +140,12 @@ def state(server: Server) -> dict[str, Any]:
 
 def metrics(server: Server, name: str) -> dict[str, float]:
     """Samples of a Prometheus metric, by label set."""
-    found = {}
+    collected = {}
     for line in httpx.get(f"{server.url}/metrics", timeout=120).text.splitlines():
         label, _, value = line.rpartition(" ")
         if label == name or label.startswith(name + "{"):
-            found[label[len(name) :].strip("{}")] = float(value)
-    return found
+            collected[label[len(name) :].strip("{}")] = float(value)
+    return collected
 
 
 def metric(server: Server, name: str) -> float:

@@ -54,8 +54,8 @@ async def kind(call: Coroutine[Any, Any, Any]) -> str | None:
 
 
 async def told(weights: AsyncClient) -> dict[str, Any]:
-    found = await weights.weights()
-    return {**found.model_dump(include={"state", "epoch", "poisoned", "twin_bytes", "previous_version"})}
+    result = await weights.weights()
+    return {**result.model_dump(include={"state", "epoch", "poisoned", "twin_bytes", "previous_version"})}
 
 
 async def scales_of(weights: AsyncClient) -> dict[str, Any] | None:

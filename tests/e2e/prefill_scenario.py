@@ -97,11 +97,11 @@ async def met_for_sure(
     for _ in range(ATTEMPTS):
         if ahead:
             await ahead()
-        found = await met(weights, ask, commits)
-        last = found["before"] + commits
-        if all((choice["epochs"][-1], choice["spans"][-1][1]) == (last, 0) for choice in found["choices"]):
-            return found
-    raise AssertionError(f"in {ATTEMPTS} attempts no prompt met {commits} commits: {found}")
+        result = await met(weights, ask, commits)
+        last = result["before"] + commits
+        if all((choice["epochs"][-1], choice["spans"][-1][1]) == (last, 0) for choice in result["choices"]):
+            return result
+    raise AssertionError(f"in {ATTEMPTS} attempts no prompt met {commits} commits: {result}")
 
 
 async def many_requests(engine: AsyncLLM, weights: AsyncClient) -> list[dict[str, Any]]:
@@ -109,18 +109,18 @@ async def many_requests(engine: AsyncLLM, weights: AsyncClient) -> list[dict[str
     over = False
 
     async def user(number: int) -> list[dict[str, Any]]:
-        found = []
+        collected = []
         while not over:
-            prompt = PROMPTS[number][: 40 + 90 * (len(found) * 5 % 7)]
-            found += await ask(engine, prompt, f"many_requests {number} {len(found)}", max_tokens=8)
-        return [{**each, "prompt": number} for each in found]
+            prompt = PROMPTS[number][: 40 + 90 * (len(collected) * 5 % 7)]
+            collected += await ask(engine, prompt, f"many_requests {number} {len(collected)}", max_tokens=8)
+        return [{**each, "prompt": number} for each in collected]
 
     users = [asyncio.create_task(user(number)) for number in range(6)]
     for _ in range(40):
         await weights.rollback()
         await asyncio.sleep(0.1)
     over = True
-    return [each for found in await asyncio.gather(*users) for each in found]
+    return [each for collected in await asyncio.gather(*users) for each in collected]
 
 
 async def main(out: Path) -> None:

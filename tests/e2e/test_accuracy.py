@@ -72,9 +72,9 @@ def _served(server: Server, texts: list[list[int]]) -> Tensor:
     return torch.stack(rows)
 
 
-def _divergence(expected: Tensor, found: Tensor) -> float:
+def _divergence(expected: Tensor, actual: Tensor) -> float:
     """Mean Kullback-Leibler divergence, in nats per token."""
-    return float((expected.exp() * (expected - found)).sum(-1).mean())
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("checkpoint", [EARLY, LATE], ids=["early", "late"])

@@ -50,8 +50,8 @@ def told(store: TCPStore, server: Server, name: str = "a", **more: Any) -> Recei
         size = 1 + client.manifest()["world_size"]
     group = BroadcastGroup(backend="gloo", id=f"127.0.0.1:{store.port}/{name}", size=size, first_rank=1)
     tensor = DenseTensor(name=NORM, dtype="bfloat16", shape=[256], offset=0)
-    found = Receive(n=0, group=group, bytes=520, mark="00" * 8, tensors=[tensor])
-    return found.model_copy(update=more)
+    body = Receive(n=0, group=group, bytes=520, mark="00" * 8, tensors=[tensor])
+    return body.model_copy(update=more)
 
 
 def ended(server: Server, id: str) -> Update:

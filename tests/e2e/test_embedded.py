@@ -18,21 +18,21 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 @pytest.fixture(scope="session")
 def facts(tmp_path_factory: pytest.TempPathFactory, kv_dtype: str) -> dict[str, Any]:
     """What `embedded_scenario` saw."""
-    found: dict[str, Any] = run_scenario(
+    result: dict[str, Any] = run_scenario(
         "embedded_scenario.py",
         tmp_path_factory.mktemp("embedded"),
         kv_dtype,
         seconds=SECONDS,
         ends=-signal.SIGKILL,
     )
-    return found
+    return result
 
 
 @pytest.fixture(scope="session")
 def blocking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `llm_scenario` saw."""
-    found: dict[str, Any] = run_scenario("llm_scenario.py", tmp_path_factory.mktemp("llm"), seconds=SECONDS)
-    return found
+    facts: dict[str, Any] = run_scenario("llm_scenario.py", tmp_path_factory.mktemp("llm"), seconds=SECONDS)
+    return facts
 
 
 def test_an_update_reaches_the_engine_in_the_same_process(facts: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ def test_a_blocking_engine_that_died_is_named(blocking: dict[str, Any]) -> None:
 
 
 def test_a_model_with_a_constant_without_dimensions_is_updated(tmp_path: Path) -> None:
-    found = run_scenario("gemma_scenario.py", tmp_path, seconds=SECONDS)
-    assert found["one"] != found["other"]
-    assert found["one again"] == found["one"]
-    assert found["state"] == "serving"
+    facts = run_scenario("gemma_scenario.py", tmp_path, seconds=SECONDS)
+    assert facts["one"] != facts["other"]
+    assert facts["one again"] == facts["one"]
+    assert facts["state"] == "serving"

@@ -173,14 +173,14 @@ def test_a_random_history_could_have_been(servers: dict[str, Server], name: str)
 
 def _expected(server: Server) -> dict[tuple[str, str], tuple[int, ...]]:
     """What each checkpoint answers, asked one request at a time; on_early has pushed the early one."""
-    found = {}
+    collected = {}
     for label in ("late", "early"):
         with server.client() as client:
             client.push(CHECKPOINTS[label], version=label)
         for prompt in ASKED:
             tokens = complete(server, prompt, 12)["choices"][0]["token_ids"]
-            found[label, prompt] = tuple(tokens)
-    return found
+            collected[label, prompt] = tuple(tokens)
+    return collected
 
 
 def _ask(server: Server, seed: int, stop: threading.Event, answers: list[Answer]) -> None:

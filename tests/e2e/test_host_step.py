@@ -26,14 +26,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     done = run([*line, "--out", str(out)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "update_from_output" in done.stdout
-    found: list[dict[str, Any]] = json.loads(out.read_text())["cases"]
-    return found
+    result: list[dict[str, Any]] = json.loads(out.read_text())["cases"]
+    return result
 
 
 @pytest.fixture(scope="module")
 def cases(told: list[dict[str, Any]]) -> dict[str, Any]:
-    found = [case for case in told if case["output"] > 1]
-    return {f"{case['variant']} {json.dumps(case['settings'])}": case for case in found}
+    matching = [case for case in told if case["output"] > 1]
+    return {f"{case['variant']} {json.dumps(case['settings'])}": case for case in matching}
 
 
 def test_parts_of_a_step_are_told(cases: dict[str, Any]) -> None:
@@ -53,9 +53,9 @@ def test_requests_that_hold_a_slot_ask_vllm_for_none(cases: dict[str, Any]) -> N
 
 
 def test_parts_of_the_first_tokens_are_told(told: list[dict[str, Any]]) -> None:
-    found = [case for case in told if case["output"] == 1]
-    assert len(found) == 3
-    for case in found:
+    matching = [case for case in told if case["output"] == 1]
+    assert len(matching) == 3
+    for case in matching:
         parts = {part["part"]: part for part in case["parts"]}
         assert parts["attention but FlashAttention"]["calls"] == LAYERS
         assert case["us"] > sum(parts[name]["us"] for name in ("schedule", "attention but FlashAttention"))

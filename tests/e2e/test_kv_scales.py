@@ -94,19 +94,19 @@ def expected(checkpoint: Path, prompts: list[list[int]]) -> dict[str, dict[str, 
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
-    found: dict[str, dict[str, float]] = {}
+    collected: dict[str, dict[str, float]] = {}
     for prompt in prompts:
         with torch.inference_mode():
             cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
         for number, layer in enumerate(cache.layers):
-            here = found.setdefault(f"model.layers.{number}.self_attn.attn", {"k": 0.0, "v": 0.0})
+            here = collected.setdefault(f"model.layers.{number}.self_attn.attn", {"k": 0.0, "v": 0.0})
             for kind, values_BGTD in (("k", layer.keys), ("v", layer.values)):
                 amax = float(amax_by_head(values_BGTD[0].transpose(0, 1), 1))
                 here[kind] = max(here[kind], amax)
-    return found
+    return collected
 
 
-def require_scales(found: KvScalesServed, checkpoint: Path) -> None:
+def require_scales(served_scales: KvScalesServed, checkpoint: Path) -> None:
     """Power-of-two scales with the default margin, as a trainer computes them from its own K and V: the same, unless amax is
     close to where the power changes."""
     for layer, kinds in expected(checkpoint, PROMPTS).items():
@@ -115,7 +115,7 @@ def require_scales(found: KvScalesServed, checkpoint: Path) -> None:
                 next_scales(torch.tensor([amax * (1 + sign * FP8_WEIGHTS)]), torch.ones(1)).item()
                 for sign in (-1, 1)
             )
-            [scale] = found.scales[layer][kind]
+            [scale] = served_scales.scales[layer][kind]
             assert low <= scale <= high, (layer, kind, amax)
 
 
@@ -202,9 +202,9 @@ def test_an_update_may_choose_for_itself(pow2: Server):
     with pow2.client() as client:
         client.push(LATE, version="late", kv_scales=KvScales(policy="provided", scales=ours))
         client.verify()
-        found = served(pow2)
-        assert (found.policy, found.source) == ("provided", "trainer")
-        for layer, kinds in found.scales.items():
+        served_scales = served(pow2)
+        assert (served_scales.policy, served_scales.source) == ("provided", "trainer")
+        for layer, kinds in served_scales.scales.items():
             assert kinds == {
                 "q": early.scales[layer]["q"],
                 "k": [0.5],
@@ -213,9 +213,9 @@ def test_an_update_may_choose_for_itself(pow2: Server):
         client.push(EARLY, version="kept", kv_scales=KvScales(policy="static"))
         client.verify()
         kept = served(pow2)
-        assert (kept.scales, kept.policy, kept.age) == (found.scales, "provided", 1)
+        assert (kept.scales, kept.policy, kept.age) == (served_scales.scales, "provided", 1)
         client.load(str(LATE), version="loaded", kv_scales=KvScales(policy="static"))
-        assert (served(pow2).scales, served(pow2).age) == (found.scales, 2)
+        assert (served(pow2).scales, served(pow2).age) == (served_scales.scales, 2)
         client.push(LATE, version="own", kv_scales=KvScales(prompts=[[9] * 50]))
         assert (served(pow2).source, served(pow2).tokens) == ("update", 50)
 
@@ -285,14 +285,14 @@ def test_running_requests_keep_their_sense(pow2: Server):
 
 
 def test_metrics_have_the_worst_and_every_layer(pow2: Server):
-    found = metrics(pow2, "fp8ext:kv_headroom")
-    assert found.keys() == {
+    samples = metrics(pow2, "fp8ext:kv_headroom")
+    assert samples.keys() == {
         f'kind="{kind}",layer="{layer}"' for kind in "kv" for layer in (*served(pow2).layers, "worst")
     }
-    worst = {kind: found[f'kind="{kind}",layer="worst"'] for kind in "kv"}
+    worst = {kind: samples[f'kind="{kind}",layer="worst"'] for kind in "kv"}
     assert all(
         value >= worst[kind] >= 1.0
-        for label, value in found.items()
+        for label, value in samples.items()
         for kind in "kv"
         if f'kind="{kind}"' in label
     )
@@ -304,12 +304,16 @@ def test_two_ranks_agree_with_bf16(fp32: Server):
     with the built-in sample."""
     from vllm_fp8ext.update.contract.kv_tokens import built_in
 
-    found = served(fp32)
-    assert (found.policy, found.source, found.tokens) == ("calibrate", "built-in", 4096)
+    served_scales = served(fp32)
+    assert (served_scales.policy, served_scales.source, served_scales.tokens) == (
+        "calibrate",
+        "built-in",
+        4096,
+    )
     for layer, kinds in expected(EARLY, built_in(4096, 128, 2048)).items():
         for kind, amax in kinds.items():
-            assert found.scales[layer][kind] == [pytest.approx(amax / 448, rel=0.03)]
-            assert found.layers[layer][kind].headroom == pytest.approx(0.0, abs=1e-6)
+            assert served_scales.scales[layer][kind] == [pytest.approx(amax / 448, rel=0.03)]
+            assert served_scales.layers[layer][kind].headroom == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_policy_without_scales_is_refused_on_two_ranks_and_with_them_served(fp32: Server):
@@ -332,8 +336,8 @@ def test_what_was_served_last_is_calibrated_with(fp32: Server):
     prompt = complete(fp32, "12+34=", 600, ignore_eos=True)["usage"]["prompt_tokens"]
     with fp32.client() as client:
         client.push(LATE, version="recent", kv_scales=KvScales(policy="calibrate"))
-    found = served(fp32)
-    assert (found.policy, found.source) == ("calibrate", "recent")
-    assert prompt + 600 <= found.tokens <= 4096
-    assert found.fit is not None
-    assert found.fit["k"].saturated_fraction == 0.0
+    served_scales = served(fp32)
+    assert (served_scales.policy, served_scales.source) == ("calibrate", "recent")
+    assert prompt + 600 <= served_scales.tokens <= 4096
+    assert served_scales.fit is not None
+    assert served_scales.fit["k"].saturated_fraction == 0.0

@@ -42,8 +42,8 @@ def load(server: Server, folder: Path, *more: str) -> dict[str, Any]:
     env = {**os.environ, ADMIN_KEY: server.key}
     done = subprocess.run(line, capture_output=True, text=True, timeout=500, env=env)
     assert done.returncode in (0, 2), done.stdout + done.stderr
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    measured: dict[str, Any] = found["measured"]
+    loaded: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    measured: dict[str, Any] = loaded["measured"]
     # on a machine with few cores the server holds up the generator: nothing else may be wrong
     assert [reason for reason in measured["invalid"] if not reason.startswith("the generator")] == []
     assert measured["failed_requests"] == measured["failed_updates"] == 0

@@ -435,16 +435,16 @@ def test_trl_in_server_mode(single_native: Server, tmp_path: Path, way: tuple[st
     """TRL's own client and trainer; served digests are those of what was trained."""
     with single_native.client() as client:
         epoch = client.weights().epoch
-    found = trl_facts(single_native, tmp_path, *way)
-    assert found["digests"] == expected(single_native, tmp_path / "model.safetensors")
+    facts = trl_facts(single_native, tmp_path, *way)
+    assert facts["digests"] == expected(single_native, tmp_path / "model.safetensors")
     if way[0] == "client":
-        assert (found["epoch"] - epoch, found["model"]) == (2, "torch.bfloat16")
-        assert len(found["tokens"]) == 4
-        assert min(found["tokens"]) > 0
+        assert (facts["epoch"] - epoch, facts["model"]) == (2, "torch.bfloat16")
+        assert len(facts["tokens"]) == 4
+        assert min(facts["tokens"]) > 0
     else:
-        assert found["steps"] == 3
-        assert found["epoch"] - epoch >= 4
-        assert found["digests"] != expected(single_native, EARLY / "model.safetensors"), "nothing was trained"
+        assert facts["steps"] == 3
+        assert facts["epoch"] - epoch >= 4
+        assert facts["digests"] != expected(single_native, EARLY / "model.safetensors"), "nothing was trained"
 
 
 def trl_facts(server: Server, folder: Path, *way: str) -> dict[str, Any]:
@@ -460,5 +460,5 @@ def trl_facts(server: Server, folder: Path, *way: str) -> dict[str, Any]:
             line, env=os.environ | more, stdout=file, stderr=subprocess.STDOUT, timeout=TRL_SECONDS
         )
     assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
-    found: dict[str, Any] = json.loads(facts.read_text())
-    return found
+    loaded: dict[str, Any] = json.loads(facts.read_text())
+    return loaded

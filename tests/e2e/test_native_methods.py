@@ -16,18 +16,18 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 
 def facts_of(way: str, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run_scenario("native_methods_scenario.py", folder, way, seconds=SECONDS)
-    assert found["digests"] == checkpoint_digests(LATE)
-    assert (found["version"], found["epoch"]) == ("late", 1)
-    return found
+    facts: dict[str, Any] = run_scenario("native_methods_scenario.py", folder, way, seconds=SECONDS)
+    assert facts["digests"] == checkpoint_digests(LATE)
+    assert (facts["version"], facts["epoch"]) == ("late", 1)
+    return facts
 
 
 def test_an_llm_in_the_trainers_process(tmp_path: Path) -> None:
-    found = facts_of("LLM", tmp_path)
-    assert (found["draft"], found["too early"]) == ("no-draft-model", "no-update")
-    assert found["renamed"] == "again"
+    facts = facts_of("LLM", tmp_path)
+    assert (facts["draft"], facts["too early"]) == ("no-draft-model", "no-update")
+    assert facts["renamed"] == "again"
 
 
 def test_an_async_llm_beside_a_session_of_updates(tmp_path: Path) -> None:
-    found = facts_of("AsyncLLM", tmp_path)
-    assert "was refused" in found["of a worker"]
+    facts = facts_of("AsyncLLM", tmp_path)
+    assert "was refused" in facts["of a worker"]

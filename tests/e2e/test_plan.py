@@ -15,14 +15,14 @@ from .ask import cache_config
 
 @pytest.mark.parametrize(("name", "ranks"), [("tp1", 1), ("tp2", 2)])
 def test_blocks_and_shadow(servers: dict[str, Server], name: str, ranks: int):
-    found = cache_config(servers[name])
-    given = ["--tp", str(ranks), "--block-size", found["block_size"]]
-    given += ["--kv-cache-memory-bytes", found["kv_cache_memory_bytes"]]
+    cache = cache_config(servers[name])
+    given = ["--tp", str(ranks), "--block-size", cache["block_size"]]
+    given += ["--kv-cache-memory-bytes", cache["kv_cache_memory_bytes"]]
     done = CliRunner().invoke(cli, ["plan", str(EARLY), *given, "--json"], catch_exceptions=False)
     planned = json.loads(done.stdout)["rows"]
     counts = {(row["blocks"], row["tokens"], row["batch"]) for row in planned if row["kv"] == "bf16"}
-    concurrency = int(float(found["kv_cache_max_concurrency"]))
-    assert counts == {(int(found["num_gpu_blocks"]), int(found["kv_cache_size_tokens"]), concurrency)}
+    concurrency = int(float(cache["kv_cache_max_concurrency"]))
+    assert counts == {(int(cache["num_gpu_blocks"]), int(cache["kv_cache_size_tokens"]), concurrency)}
     with servers[name].client() as client:
         weights = client.weights()
     [shadow] = {row["twin_bytes"] for row in planned if row["twin_bytes"]}

@@ -20,15 +20,15 @@ NATS = 1.0
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `prefill_scenario` saw."""
-    found: dict[str, Any] = run_scenario(
+    result: dict[str, Any] = run_scenario(
         "prefill_scenario.py", tmp_path_factory.mktemp("prefill"), seconds=SECONDS
     )
-    return found
+    return result
 
 
-def _furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
+def _furthest(actual: dict[str, Any], expected: dict[str, Any]) -> float:
     """The largest difference between the log-probabilities of two requests' prompts, where both have some."""
-    return max(abs(a - b) for a, b in zip(found["logprobs"], expected["logprobs"], strict=False))
+    return max(abs(a - b) for a, b in zip(actual["logprobs"], expected["logprobs"], strict=False))
 
 
 def test_versions_differ(facts: dict[str, Any]) -> None:
@@ -40,52 +40,52 @@ def test_a_prompt_that_meets_a_commit_is_of_the_version_that_it_names(facts: dic
     """Its tokens, and the log-probabilities of its prompt."""
     alone = 0
     for number, each in enumerate(facts["once"]):
-        [found] = each["choices"]
-        if len(found["spans"]) > 1:
+        [choice] = each["choices"]
+        if len(choice["spans"]) > 1:
             continue  # the commit came after its first token
-        [[version, start, end]] = found["spans"]
+        [[version, start, end]] = choice["spans"]
         expected = facts[version][number]
-        alone += found["epochs"] == [each["before"] + 1]
+        alone += choice["epochs"] == [each["before"] + 1]
         assert (start, end) == (0, TOKENS)
-        assert found["tokens"] == expected["tokens"]
-        assert _furthest(found, expected) < NATS
+        assert choice["tokens"] == expected["tokens"]
+        assert _furthest(choice, expected) < NATS
     assert alone >= 3, "else nothing was tried"
 
 
 def test_a_prompt_that_meets_many_commits_begins_again_twice_and_then_tells_of_all(
     facts: dict[str, Any],
 ) -> None:
-    assert max(len(found["spans"]) for each in facts["often"] for found in each["choices"]) > 1
+    assert max(len(choice["spans"]) for each in facts["often"] for choice in each["choices"]) > 1
     for commits, each in enumerate(facts["often"], 1):
-        [found] = each["choices"]
+        [choice] = each["choices"]
         first, last = each["before"] + min(RESTARTS, commits), each["before"] + commits
-        assert set(found["epochs"]) <= set(range(first, last + 1))
-        assert len(found["epochs"]) == 1 or commits > RESTARTS
-        assert all(one < other for one, other in pairwise(found["epochs"]))
-        *held, own = [span[1:] for span in found["spans"]]
+        assert set(choice["epochs"]) <= set(range(first, last + 1))
+        assert len(choice["epochs"]) == 1 or commits > RESTARTS
+        assert all(one < other for one, other in pairwise(choice["epochs"]))
+        *held, own = [span[1:] for span in choice["spans"]]
         assert (held, own) == ([[0, 0]] * len(held), [0, TOKENS])
 
 
 def test_each_choice_of_a_request_begins_again(facts: dict[str, Any]) -> None:
-    for found in facts["two choices"]["choices"]:
-        [[version, *_]] = found["spans"]
-        assert found["tokens"] == facts[version][0]["tokens"]
+    for choice in facts["two choices"]["choices"]:
+        [[version, *_]] = choice["spans"]
+        assert choice["tokens"] == facts[version][0]["tokens"]
 
 
 def test_what_was_found_in_the_cache_before_the_commit_is_not_used(facts: dict[str, Any]) -> None:
     [alone] = facts["cached"]
     assert alone["cached"] > 0
-    [found] = facts["cached before"]["choices"]
-    [[version, *_]] = found["spans"]
-    assert found["tokens"] == facts[version][1]["tokens"]
-    assert found["cached"] == 0
+    [choice] = facts["cached before"]["choices"]
+    [[version, *_]] = choice["spans"]
+    assert choice["tokens"] == facts[version][1]["tokens"]
+    assert choice["cached"] == 0
 
 
 def test_a_session_that_can_t_begin_again_tells_of_both_weights(facts: dict[str, Any]) -> None:
     each = facts["session"]
-    [found] = each["choices"]
-    assert [span[1:] for span in found["spans"]] == [[0, 0], [0, TOKENS]]
-    assert found["epochs"] == [each["before"], each["before"] + 1]
+    [choice] = each["choices"]
+    assert [span[1:] for span in choice["spans"]] == [[0, 0], [0, TOKENS]]
+    assert choice["epochs"] == [each["before"], each["before"] + 1]
 
 
 def test_no_answer_beside_commits_without_a_break_names_one_version_and_is_of_two(

@@ -36,17 +36,24 @@ def _straddle(
     """A streamed completion; when its first token came, the late checkpoint, staged before, was committed. Once more if
     all its tokens were there before the commit was, as they may be on a busy machine."""
     for _ in range(ATTEMPTS):
-        found = _commit_under(server, running, prompt, tokens, version)
-        if len(found["weight_versions"]) > 1:
-            return found
-    pytest.fail(f"in {ATTEMPTS} attempts no request got tokens of both weights: {found['weight_versions']}")
+        straddling = _commit_under(server, running, prompt, tokens, version)
+        if len(straddling["weight_versions"]) > 1:
+            return straddling
+    pytest.fail(
+        f"in {ATTEMPTS} attempts no request got tokens of both weights: {straddling['weight_versions']}"
+    )
 
 
 def _commit_under(server: Server, running: str, prompt: str, tokens: int, version: str) -> dict[str, Any]:
     [body] = bodies(ranges_of(LATE), 1 << 30)
     asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
     asked |= {"ignore_eos": True, "return_token_ids": True}
-    found: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": [], "token_ids": [], "weight_versions": []}
+    result: dict[str, Any] = {
+        "prompt": prompt,
+        "prompt_token_ids": [],
+        "token_ids": [],
+        "weight_versions": [],
+    }
     with server.client() as weights:
         weights.push(EARLY, version="early")
         update = weights.open(version=version, running=running)  # type: ignore[arg-type]  # a parameter's text
@@ -57,11 +64,11 @@ def _commit_under(server: Server, running: str, prompt: str, tokens: int, versio
                 if not line.startswith("data: {"):
                     continue
                 choice = json.loads(line[6:])["choices"][0]
-                if not found["token_ids"]:
+                if not result["token_ids"]:
                     weights.commit(update.id)
                 for name in ("prompt_token_ids", "token_ids", "weight_versions"):
-                    found[name] += choice.get(name) or []
-    return found
+                    result[name] += choice.get(name) or []
+    return result
 
 
 def _cached(server: Server, prompt: str | list[int]) -> int:
@@ -87,9 +94,9 @@ def test_a_running_request_gets_both_weights(server: Server, running: str):
 
 def test_recompute_continues_as_the_new_weights_would(single: Server):
     """After the commit every token is what the new weights sample for all that stands before it."""
-    found = _straddle(single, "recompute")
-    tokens, switch = found["token_ids"], found["weight_versions"][1]["start"]
-    before = found["prompt_token_ids"] + tokens[:switch]
+    straddling = _straddle(single, "recompute")
+    tokens, switch = straddling["token_ids"], straddling["weight_versions"][1]["start"]
+    before = straddling["prompt_token_ids"] + tokens[:switch]
     after = tokens[switch : switch + 16]
     fresh = complete(single, before, len(after), ignore_eos=True)["choices"][0]["token_ids"]
     assert fresh == after
@@ -122,8 +129,8 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
             client.push(folders[version], version=version)
             behind = _behind(server, prompt, tokens)
             for span in spans:
-                own, found = span["version"] == version, behind[span["start"] : span["end"]]
-                assert all(nats < 5 if own else nats > 5 for nats in found), (version, span, found)
+                own, result = span["version"] == version, behind[span["start"] : span["end"]]
+                assert all(nats < 5 if own else nats > 5 for nats in result), (version, span, result)
 
 
 def _behind(server: Server, prompt: list[int], tokens: list[int]) -> list[float]:
@@ -152,10 +159,10 @@ def test_cached_blocks_are_not_found_across_epochs(server: Server):
 
 def test_a_kept_request_leaves_nothing_behind_in_the_cache(single: Server):
     """Its later blocks hold K and V that mix both weights: no request of the new epoch may find them."""
-    found = _straddle(single, "keep", prompt=PROMPT, tokens=300)
-    assert _cached(single, found["prompt"]) == 0
-    whole = found["prompt_token_ids"] + found["token_ids"]
-    assert 0 < _cached(single, whole) <= len(found["prompt_token_ids"])
+    straddling = _straddle(single, "keep", prompt=PROMPT, tokens=300)
+    assert _cached(single, straddling["prompt"]) == 0
+    whole = straddling["prompt_token_ids"] + straddling["token_ids"]
+    assert 0 < _cached(single, whole) <= len(straddling["prompt_token_ids"])
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["always", "as vLLM 0.33 is asked"])
@@ -203,20 +210,20 @@ def _beams(server: Server, running: str) -> list[dict[str, Any]]:
     """Choices of a beam search that a commit of the late checkpoint met."""
     [body] = bodies(ranges_of(LATE), 1 << 30)
     for attempt in range(ATTEMPTS):
-        found: list[dict[str, Any]] = []
+        collected: list[dict[str, Any]] = []
         with server.client() as weights:
             weights.push(EARLY, version="early")
             update = weights.open(version="late", running=running)  # type: ignore[arg-type]  # a parameter's text
             weights.put_chunk(update.id, 0, body)
             weights.prepare(update.id)
-            search = threading.Thread(target=_search, args=(server, found))
+            search = threading.Thread(target=_search, args=(server, collected))
             search.start()
             time.sleep(0.1 * (attempt + 1))
             weights.commit(update.id)
             search.join()
-        if len(found[0]["weight_versions"]) > 1 or found[0]["finish_reason"] == "abort":
-            return found
-    pytest.fail(f"in {ATTEMPTS} attempts no search met a commit: {found}")
+        if len(collected[0]["weight_versions"]) > 1 or collected[0]["finish_reason"] == "abort":
+            return collected
+    pytest.fail(f"in {ATTEMPTS} attempts no search met a commit: {collected}")
 
 
 def test_beams_name_the_weights_of_each_token(server: Server):

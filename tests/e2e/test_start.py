@@ -106,10 +106,10 @@ def test_scales_of_an_fp8_kv_cache_may_be_chosen(others: dict[str, Server]):
 
 @pytest.mark.fp8_kv
 def test_an_fp8_kv_cache_has_the_planned_blocks(others: dict[str, Server]):
-    found = cache_config(others["block_fp8"])
-    serving = Serving(context=2048, kv_bytes=64 << 20, block_size=int(found["block_size"]))
+    cache = cache_config(others["block_fp8"])
+    serving = Serving(context=2048, kv_bytes=64 << 20, block_size=int(cache["block_size"]))
     planned = {row.blocks for row in rows(read_model(str(LATE)), serving) if row.kv == "fp8"}
-    assert planned == {int(found["num_gpu_blocks"])}
+    assert planned == {int(cache["num_gpu_blocks"])}
 
 
 def test_ragged_fp32_with_biases(others: dict[str, Server], ragged: Path):
@@ -147,8 +147,8 @@ def test_the_served_model_of_ragged_shapes_is_the_reference(others: dict[str, Se
         _fuse(layer.mlp, ("gate_proj", "up_proj"))
         _fuse(layer.mlp, ("down_proj",))
     reply = complete(others["ragged"], TOKENS, 1, prompt_logprobs=20)["choices"][0]["prompt_logprobs"][1:]
-    found = [(p, int(t), entry["logprob"]) for p, row in enumerate(reply) for t, entry in row.items()]
-    places, tokens, values = map(torch.tensor, zip(*found, strict=True))
+    result = [(p, int(t), entry["logprob"]) for p, row in enumerate(reply) for t, entry in row.items()]
+    places, tokens, values = map(torch.tensor, zip(*result, strict=True))
     bf16, expected = plain[places, tokens], _logprobs(model, TOKENS)[places, tokens]
     in_fp32 = _logprobs(model.float(), TOKENS)[places, tokens]
     moved = expected - bf16

@@ -223,8 +223,8 @@ def test_an_echo_has_the_prompt_where_stock_vllms_has(
 ) -> None:
     """Where token ids are asked for, vLLM tells the prompt by them alone."""
 
-    def echoed(found: Any) -> list[tuple[bool, Any]]:
-        choices = (found if isinstance(found, list) else [found])[0]["choices"]
+    def echoed(result: Any) -> list[tuple[bool, Any]]:
+        choices = (result if isinstance(result, list) else [result])[0]["choices"]
         return [
             (choice["text"].startswith(("12+34=", "1+1=", "234")), choice["prompt_token_ids"])
             for choice in choices

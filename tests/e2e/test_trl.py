@@ -43,17 +43,17 @@ def trained(server: Server, folder: Path) -> dict[str, Any]:
     with log.open("wb") as file:
         done = subprocess.run(line, env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=SECONDS)
     assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
-    found: dict[str, Any] = json.loads(facts.read_text())
-    return found
+    loaded: dict[str, Any] = json.loads(facts.read_text())
+    return loaded
 
 
 def test_merged_weights_of_each_step_are_served(single: Server, tmp_path: Path) -> None:
     """TRL merges the adapters, yields the parameters, and takes the adapters out again."""
-    found = trained(single, tmp_path)
+    facts = trained(single, tmp_path)
     with single.client() as client:
         manifest = Manifest.from_dict(client.manifest())
-    pushes = found["pushes"]
-    assert (found["steps"], len(pushes)) == (3, 4)
+    pushes = facts["pushes"]
+    assert (facts["steps"], len(pushes)) == (3, 4)
     for push in pushes:
         wanted = checkpoint_digests(tmp_path / f"{push['version']}.safetensors", manifest)
         assert push["digests"] == wanted, push["version"]
@@ -61,4 +61,4 @@ def test_merged_weights_of_each_step_are_served(single: Server, tmp_path: Path) 
     for push, following in itertools.pairwise(pushes):
         assert following["digests"] != push["digests"], "nothing was trained"
         assert following["epoch"] == push["epoch"] + 1
-    assert sorted(set(found["answered by"])) == ["step-0", "step-1", "step-2"]
+    assert sorted(set(facts["answered by"])) == ["step-0", "step-1", "step-2"]

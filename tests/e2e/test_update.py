@@ -200,13 +200,13 @@ def test_other_dtypes_are_converted_as_on_load(single: Server, spoiled: Callable
     wide = torch.randn(128, 256, generator=torch.Generator().manual_seed(5)) * 0.1
     with single.client() as client:
         manifest = Manifest.from_dict(client.manifest())
-        found = []
+        collected = []
         for tensor in (wide, wide.bfloat16()):
             checkpoint = spoiled("wide", **{name.replace(".", "__"): tensor})
             client.push(checkpoint, version="wide")
-            found.append(client.digests().digests)
-            assert found[-1] == checkpoint_digests(checkpoint, manifest)
-    assert found[0] == found[1]
+            collected.append(client.digests().digests)
+            assert collected[-1] == checkpoint_digests(checkpoint, manifest)
+    assert collected[0] == collected[1]
 
 
 def test_digest_command_needs_no_vllm_and_agrees(single: Server, tmp_path: Path):

@@ -179,14 +179,14 @@ def _borrows(seen: dict[str, Any], step: DecodeStep) -> bool:
         return False
     size, lengths = step.cache.shape[2], step.lengths_R.tolist()
     own = {int(slot) // size: row for row, slot in enumerate(step.slots_R.tolist()) if slot >= 0}
-    found = [
+    matching = [
         block
         for row, length in enumerate(lengths)
         for block in step.table_RB[row, : -(-length // size)].tolist()
         if own.get(block, row) != row
     ]
-    seen["lent"] += len(found)
-    return bool(found)
+    seen["lent"] += len(matching)
+    return bool(matching)
 
 
 def _compare(seen: dict[str, Any], step: DecodeStep, out: Tensor) -> None:

@@ -57,8 +57,8 @@ def main(url: str, key: str, device: str, *pushes: str) -> None:
                 chunk_bytes=None if what == "whole" else BUCKET,
             )
             client.verify()
-            found = {"digests": client.digests().digests, "chunks": len(done.chunks), "bytes": done.bytes}
-            print(json.dumps(found | {"seconds": done.seconds}), flush=True)
+            result = {"digests": client.digests().digests, "chunks": len(done.chunks), "bytes": done.bytes}
+            print(json.dumps(result | {"seconds": done.seconds}), flush=True)
 
 
 if __name__ == "__main__":

@@ -41,12 +41,12 @@ def main(folder: str, facts: str) -> None:
 
 def _routes(model: Any) -> list[str]:
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    found = {
+    matching = {
         str(method.route and method.route.gemm)
         for method in methods
         if isinstance(method, BlockFp8LinearMethod)
     }
-    return sorted(found)
+    return sorted(matching)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def main(mode: str, folder: str, facts: str) -> None:
         return again(self, runner)
 
     def sampled(self: sampling_cudagraph.Samplers, runner: Any, batch: Any) -> Any:
-        found = sample(self, runner, batch)
-        seen["sampled"] += found is not None
-        return found
+        result = sample(self, runner, batch)
+        seen["sampled"] += result is not None
+        return result
 
     def preempted(self: Scheduler, *args: Any, **kwargs: Any) -> None:
         seen["preempted"] += 1

@@ -48,15 +48,15 @@ def on_a_stream_of_its_own() -> Iterator[None]:
 
 @pytest.fixture
 def receiver() -> Iterator[BroadcastReceiver]:
-    found = BroadcastReceiver(RankDevice(0, RANK))
-    yield found
-    found._leave("")
+    result = BroadcastReceiver(RankDevice(0, RANK))
+    yield result
+    result._leave("")
 
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    with Group(seconds=SECONDS) as found:
-        yield found
+    with Group(seconds=SECONDS) as result:
+        yield result
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -94,9 +94,9 @@ def received(receiver: BroadcastReceiver, group: Group, n: int, tensors: dict[st
         with torch.inference_mode(), receiver.receive(source, wanted) as bucket:
             for tensor in listed:
                 wanted_bytes = tensors[tensor.spec.name].contiguous().view(-1).view(torch.uint8)
-                found = bucket.read(tensor)
-                assert found.device == RANK
-                assert torch.equal(found.reshape(-1).view(torch.uint8), wanted_bytes.to(RANK))
+                result = bucket.read(tensor)
+                assert result.device == RANK
+                assert torch.equal(result.reshape(-1).view(torch.uint8), wanted_bytes.to(RANK))
     finally:
         thread.join()
     assert failures == []

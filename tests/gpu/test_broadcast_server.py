@@ -73,8 +73,8 @@ def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 def answer(server: Server) -> list[int]:
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
     reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
-    found: list[int] = reply["choices"][0]["token_ids"]
-    return found
+    choice: list[int] = reply["choices"][0]["token_ids"]
+    return choice
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -133,7 +133,7 @@ def batch(
     scales = tuple(torch.rand(count, generator=noise, device="cuda") * 0.02 + 0.02 for _ in range(3))
     if plain:
         scales = (torch.ones(count, device="cuda"),) * 3
-    found = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    result = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     return Batch(
         *(
             (query * (1 if plain else 40)).to(dtype),
@@ -141,7 +141,7 @@ def batch(
             fused[:, 1],
             cache,
             table,
-            found,
+            result,
             slots,
             scales,
         ),
@@ -149,11 +149,11 @@ def batch(
     )
 
 
-def error(found: Tensor, given: Batch) -> float:
+def error(output: Tensor, given: Batch) -> float:
     shown = (given.query, given.joined(), given.table, given.lengths, given.scales, given.softmax_scale)
     expected = decode_attention_reference(*shown)
-    assert bool(found.isfinite().all())
-    return float((found.double() - expected).norm() / expected.norm())
+    assert bool(output.isfinite().all())
+    return float((output.double() - expected).norm() / expected.norm())
 
 
 def same(first: Tensor, second: Tensor) -> bool:
@@ -359,8 +359,8 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
         *("eager", "graphs", "longer", "short", "pieces", "whole", "unquantized", "flash"),
         *("plain", "plain eager", "plain flash"),
     )
-    found = told("attention_scenario.py", modes, tmp_path / "model", tmp_path)
-    eager, graphs, longer, short, pieces, whole, unquantized, flash, plain, plain_eager, plain_flash = found
+    result = told("attention_scenario.py", modes, tmp_path / "model", tmp_path)
+    eager, graphs, longer, short, pieces, whole, unquantized, flash, plain, plain_eager, plain_flash = result
     for one in (eager, plain_eager):
         assert one["calls"] - one["at start"] >= 28 * (TOKENS - 1)
         assert one["error"] < 4e-3

@@ -104,11 +104,11 @@ def scenario(early: Path, late: Path, out: Path, cache: Path, more: dict[str, An
         env=env,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(out.read_text())
+    loaded: dict[str, Any] = json.loads(out.read_text())
     lines = (done.stdout + done.stderr).splitlines()
-    found["compiled late"] = [line for line in lines if "JIT compilation" in line]
-    found["graphs"] = [line for line in lines if "replay CUDA graphs" in line]
-    return found
+    loaded["compiled late"] = [line for line in lines if "JIT compilation" in line]
+    loaded["graphs"] = [line for line in lines if "replay CUDA graphs" in line]
+    return loaded
 
 
 Scenarios: TypeAlias = dict[tuple[str, int], dict[str, Any]]

@@ -101,9 +101,9 @@ def test_a_checkpoint_is_staged_as_the_reference_quantizes_it(way: str, tmp_path
                 assert torch.equal(targets.plain[name].cpu(), weight)
                 continue
             codes, scales = reference.quantize_weight(weight, "fp32")
-            found = targets.quantized[name]
-            assert torch.equal(found.codes.cpu().view(torch.uint8), codes.view(torch.uint8)), name
-            assert torch.equal(found.scales.cpu(), scales), name
+            result = targets.quantized[name]
+            assert torch.equal(result.codes.cpu().view(torch.uint8), codes.view(torch.uint8)), name
+            assert torch.equal(result.scales.cpu(), scales), name
             error = (weight.float() - reference.dequantize_weight(codes, scales)).square().sum()
             assert told.errors[name][0] == pytest.approx(float(error), rel=1e-3)
 

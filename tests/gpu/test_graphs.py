@@ -38,7 +38,7 @@ def test_a_real_model(tmp_path: Path) -> None:
     except subprocess.TimeoutExpired as late:
         pytest.fail((late.stderr or b"").decode()[-4000:] + str(late))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(facts.read_text())
-    assert set(found["graphs"]) == JOINED
+    loaded = json.loads(facts.read_text())
+    assert set(loaded["graphs"]) == JOINED
     prompts = {"prefill": LAYERS, "many small": LAYERS}
-    assert found["quantized"] == {**prompts, "many that decode": 0, "decode": 0}
+    assert loaded["quantized"] == {**prompts, "many that decode": 0, "decode": 0}

@@ -126,18 +126,18 @@ def test_codes_of_every_pair_of_mantissas(dtype: torch.dtype, steps: int, expone
     smaller[:steps] = mantissas * 2.0**exponent
     rest = smaller.view(1, groups, BLOCK - 1).expand(steps, -1, -1)
     x = torch.cat((mantissas[:, None, None].expand(-1, groups, 1), rest), 2).flatten(1).to(dtype)
-    found, expected = quantize_activation(x, "fp32"), reference.quantize_activation(x.cpu(), "fp32")
-    assert kernel_cases.same(found[0], expected[0])
-    assert kernel_cases.same(found[1], expected[1])
+    actual, expected = quantize_activation(x, "fp32"), reference.quantize_activation(x.cpu(), "fp32")
+    assert kernel_cases.same(actual[0], expected[0])
+    assert kernel_cases.same(actual[1], expected[1])
 
 
-def _assert_nearly(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+def _assert_nearly(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """Sums in another order and another exponential move a rounding to BF16 here and there, nothing more; a group whose
     largest value is moved has another scale in each of its values."""
-    for index in (0, *range(2, len(found))):
-        different = found[index].contiguous().view(torch.uint8) != expected[index].view(torch.uint8)
+    for index in (0, *range(2, len(actual))):
+        different = actual[index].contiguous().view(torch.uint8) != expected[index].view(torch.uint8)
         assert float(different.float().mean()) < 2e-3
-    values, wanted = (reference.dequantize_activation(*parts[:2]) for parts in (found, expected))
+    values, wanted = (reference.dequantize_activation(*parts[:2]) for parts in (actual, expected))
     assert float((values - wanted).norm() / wanted.norm()) < 2e-3
 
 
@@ -222,11 +222,11 @@ def test_codes_of_activations(shape: tuple[int, int], scale_format: ScaleFormat)
     from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
     x = kernel_cases.activations(*shape, "cuda")
-    found, expected = (
+    actual, expected = (
         quantize_activation(x, scale_format),
         reference.quantize_activation(x.cpu(), scale_format),
     )
-    assert all(kernel_cases.same(*parts) for parts in zip(found, expected, strict=True))
+    assert all(kernel_cases.same(*parts) for parts in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", hard_cases.GEMM_KINDS)

@@ -58,7 +58,7 @@ def test_into_the_body_of_a_request(
     """Kept where the iterable is advanced, or, for an event loop, in a thread; fetched in another one."""
     monkeypatch.setattr(tensors, "MOST_PINNED_BYTES", most)
     pairs = Pairs(one_buffer())
-    found = []
+    collected = []
     with ThreadPoolExecutor(1) as other:
         for part in tensor_parts(pairs, ["float32"], lent=pairs.lent):
             assert isinstance(part, LentPart)
@@ -66,8 +66,8 @@ def test_into_the_body_of_a_request(
                 other.submit(part.keep).result()
             else:
                 part.keep()
-            found.append(other.submit(lambda part: b"".join(part.fetched().pieces()), part))
-        bodies = [torch.frombuffer(bytearray(body.result()), dtype=torch.float32) for body in found]
+            collected.append(other.submit(lambda part: b"".join(part.fetched().pieces()), part))
+        bodies = [torch.frombuffer(bytearray(body.result()), dtype=torch.float32) for body in collected]
     assert [body.unique().tolist() for body in bodies] == [[n] for n in range(COUNT)]
 
 
@@ -86,23 +86,23 @@ def test_the_host_does_not_wait_for_a_copy() -> None:
 def test_by_handles(stream: None, limit: int) -> None:
     """Copies lie side by side; one that is read at once is none."""
     pairs = Pairs(one_buffer())
-    found: list[float] = []
+    collected: list[float] = []
     for group in batches(pairs, limit, pairs.lent):
         told = handles(group, 0)
         assert len(told.allocations) == 1
-        found += [value for _, tensor in group for value in tensor.unique().tolist()]
-    assert found == list(range(COUNT))
+        collected += [value for _, tensor in group for value in tensor.unique().tolist()]
+    assert collected == list(range(COUNT))
 
 
 def test_into_buckets(stream: None) -> None:
     rooms = [PackingBuffer(DEVICE), PackingBuffer(DEVICE)]
-    found: list[float] = []
+    collected: list[float] = []
     with ThreadPoolExecutor(1) as other:
         for bucket in buckets(one_buffer(), 2 * 4 * SIZE + 100, lambda n, device: rooms[n % 2]):
             data = other.submit(bucket.data).result()
             for part in bucket.listed:
-                found += data[part.offset : part.offset + 4 * SIZE].view(torch.float32).unique().tolist()
-    assert found == list(range(COUNT))
+                collected += data[part.offset : part.offset + 4 * SIZE].view(torch.float32).unique().tolist()
+    assert collected == list(range(COUNT))
 
 
 @pytest.fixture(scope="module")

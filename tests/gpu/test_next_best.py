@@ -40,8 +40,8 @@ def test_it_serves_with_the_next_best(
     done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=570)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-6000:]
-    found = json.loads(facts.read_text())
-    assert found["gemms"] == ["cutlass"]
-    assert all(math.isfinite(logprob) for logprob in found["logprobs"])
+    loaded = json.loads(facts.read_text())
+    assert loaded["gemms"] == ["cutlass"]
+    assert all(math.isfinite(logprob) for logprob in loaded["logprobs"])
     assert said in log
     assert "DeepGEMM does not take 4096x1024 here, cutlass is the next best" in log

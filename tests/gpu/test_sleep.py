@@ -22,16 +22,16 @@ def test_an_engine_serves_the_same_after_it_slept(tmp_path: Path) -> None:
     line = [sys.executable, "-P", str(scenario), str(tmp_path / "model"), str(facts)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(facts.read_text())
-    assert len({token for row in found["cold"] for token in row}) > 3
+    loaded = json.loads(facts.read_text())
+    assert len({token for row in loaded["cold"] for token in row}) > 3
     for level, state in ((1, "serving"), (2, "poisoned")):
-        assert found[f"given at level {level}"] > 3 * GIB, "the KV cache's at least"
-        assert found[f"refused at level {level}"] == "asleep"
-        assert found[f"state after level {level}"] == state
-        assert found[f"digests after level {level}"]
-        assert found[f"scales after level {level}"]
-        assert found[f"addresses after level {level}"]
-        assert found[f"sampled after level {level}"] == found["cold"], f"level {level}"
-        pairs = zip(found[f"beside after level {level}"], found["beside"], strict=True)
+        assert loaded[f"given at level {level}"] > 3 * GIB, "the KV cache's at least"
+        assert loaded[f"refused at level {level}"] == "asleep"
+        assert loaded[f"state after level {level}"] == state
+        assert loaded[f"digests after level {level}"]
+        assert loaded[f"scales after level {level}"]
+        assert loaded[f"addresses after level {level}"]
+        assert loaded[f"sampled after level {level}"] == loaded["cold"], f"level {level}"
+        pairs = zip(loaded[f"beside after level {level}"], loaded["beside"], strict=True)
         assert sum(one == other for one, other in pairs) >= 4, "of six, in batches that differ"
-    assert found["verified after level 2"] == "again"
+    assert loaded["verified after level 2"] == "again"

@@ -40,8 +40,8 @@ def test_what_the_callers_stream_still_computes_is_waited_for() -> None:
         tensor = torch.zeros(1 << 20, device="cuda")
         torch.cuda._sleep(500_000_000)  # some tenths of a second
         tensor.fill_(3.0)
-        found = fetched(tensor)
-    assert torch.equal(found.view(torch.float32), torch.full((1 << 20,), 3.0))
+        result = fetched(tensor)
+    assert torch.equal(result.view(torch.float32), torch.full((1 << 20,), 3.0))
 
 
 def test_a_copy_is_page_locked() -> None:

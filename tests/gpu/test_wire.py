@@ -45,14 +45,16 @@ def weights(device: str = "cuda") -> dict[str, torch.Tensor]:
 def test_it_waits_for_nothing_until_all_are_there(manifest: Manifest, nothing_waits: None) -> None:
     given = weights()
     made = quantized(given.items(), manifest)
-    found = dict(next(made) for _ in range(2 * len(NAMES)))
+    tensors = dict(next(made) for _ in range(2 * len(NAMES)))
     torch.cuda.set_sync_debug_mode("default")
     assert next(made, None) is None
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1, "one handle for all"
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1, (
+        "one handle for all"
+    )
     for name, weight in given.items():
         codes, scales = reference.quantize_weight(weight.cpu(), "fp32")
-        assert torch.equal(found[name].cpu().view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(found[scale_name(name)].cpu(), scales)
+        assert torch.equal(tensors[name].cpu().view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(tensors[scale_name(name)].cpu(), scales)
 
 
 def test_what_is_not_finite_is_told_of_its_tensors(manifest: Manifest) -> None:
@@ -75,9 +77,9 @@ def test_weights_on_another_gpu_than_the_current_one(manifest: Manifest, bad: bo
     made = quantized(given.items(), manifest)
     with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
         torch.cuda._sleep(100_000_000)
-        found = [next(made) for _ in range(2 * len(NAMES))]
+        result = [next(made) for _ in range(2 * len(NAMES))]
     torch.cuda.set_device(0)
-    assert {tensor.device.index for _, tensor in found} == {1}
+    assert {tensor.device.index for _, tensor in result} == {1}
     if bad:
         with pytest.raises(NonFiniteError, match="tensors c: expected finite values"):
             next(made)

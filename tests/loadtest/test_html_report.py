@@ -43,10 +43,10 @@ def write(folder: Path, **options: object) -> tuple[int, str]:
 def test_both_files_are_written_and_say_the_same(tmp_path: Path) -> None:
     code, seen = write(tmp_path / "new", slos=("ttft_p99<0.6", "tokens_per_s>5"))
     assert code == 0
-    found = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert found["measured"]["tokens"] == 100
-    assert [verdict["kept"] for verdict in found["slos"]] == [True, True]
-    assert found["provenance"]["versions"]["locust"]
+    loaded = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert loaded["measured"]["tokens"] == 100
+    assert [verdict["kept"] for verdict in loaded["slos"]] == [True, True]
+    assert loaded["provenance"]["versions"]["locust"]
     assert "ttft_p99<0.6" in seen
     html = (tmp_path / "new" / "report.html").read_text()
     assert "ttft_p99&lt;0.6" in html
@@ -147,6 +147,6 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert 'class="main-svg"' in done.stdout
     assert 'class="scatterlayer' in done.stdout
-    found = re.search(r'data-found="([^"]+)"', done.stdout)
-    assert found, "the page did not load to its end"
-    assert json.loads(base64.b64decode(found[1])) == {"problems": [], "asked": []}
+    match = re.search(r'data-found="([^"]+)"', done.stdout)
+    assert match, "the page did not load to its end"
+    assert json.loads(base64.b64decode(match[1])) == {"problems": [], "asked": []}

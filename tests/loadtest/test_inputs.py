@@ -37,8 +37,8 @@ def test_prompts_keep_to_their_lengths_and_vocabulary() -> None:
 
 
 def test_prompts_of_a_group_begin_alike() -> None:
-    found = {prompt.token_ids[:16] for prompt in some(200, shared=Shared.parse("4x16"))}
-    assert len(found) == 4
+    result = {prompt.token_ids[:16] for prompt in some(200, shared=Shared.parse("4x16"))}
+    assert len(result) == 4
 
 
 def test_lognormal_has_its_median_and_a_long_tail() -> None:

@@ -440,11 +440,11 @@ def swarm(page: str, **more: str) -> None:
 
 
 def exceptions(page: str) -> list[str]:
-    found: list[dict[str, str]] = []
-    while not found:
+    collected: list[dict[str, str]] = []
+    while not collected:
         time.sleep(0.05)
-        found = httpx.get(f"{page}/exceptions").json()["exceptions"]
-    return [exception["msg"] for exception in found]
+        collected = httpx.get(f"{page}/exceptions").json()["exceptions"]
+    return [exception["msg"] for exception in collected]
 
 
 def answered(url: str) -> bool:

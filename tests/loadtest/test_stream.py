@@ -31,10 +31,10 @@ def url() -> Iterator[str]:
 
 def ask(url: str, model: str, **more: object) -> RequestRecord:
     asker = RequestSender(Target(url=url, model=model, **more))  # type: ignore[arg-type]  # what tests choose
-    found: list[RequestRecord] = []
-    asker.ask(PROMPT, asker.body(PROMPT), found.append, scheduled=1.0, step=2)
+    collected: list[RequestRecord] = []
+    asker.ask(PROMPT, asker.body(PROMPT), collected.append, scheduled=1.0, step=2)
     asker.close()
-    [request] = found
+    [request] = collected
     assert (request.scheduled, request.step, request.max_tokens) == (1.0, 2, 4)
     assert request.ended >= request.sent > 1.0
     return request

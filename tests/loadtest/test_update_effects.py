@@ -87,14 +87,14 @@ def test_the_first_token_of_the_new_weights_and_mixed_answers() -> None:
 
 
 def test_staleness_is_counted_from_what_the_server_tells() -> None:
-    found = staleness(run(mixed(), updates=(UPDATE,)))
-    assert found == {"estimated": False, "tokens": {"0": 48, "1": 52}}
+    result = staleness(run(mixed(), updates=(UPDATE,)))
+    assert result == {"estimated": False, "tokens": {"0": 48, "1": 52}}
 
 
 def test_staleness_is_estimated_where_it_tells_nothing() -> None:
-    found = staleness(run(stream(105, 115), updates=(UPDATE,)))
-    assert found["estimated"]
-    assert found["tokens"] == {"0": 46, "1": 54}
+    result = staleness(run(stream(105, 115), updates=(UPDATE,)))
+    assert result["estimated"]
+    assert result["tokens"] == {"0": 46, "1": 54}
 
 
 def test_truth_is_not_a_lie() -> None:
@@ -105,9 +105,9 @@ def test_weights_that_computed_k_and_v_alone_sampled_no_token() -> None:
     request = mixed()
     request.spans = [Span("early", 3, 0, 0), Span("late", 4, 0, 100)]
     request.sent, request.events = UPDATE.commit_sent - 1, [(UPDATE.committed + 1, 100)]
-    found = run(request, updates=(UPDATE,))
-    assert staleness(found) == {"estimated": False, "tokens": {"0": 100}}
-    assert lies(found) == []
+    result = run(request, updates=(UPDATE,))
+    assert staleness(result) == {"estimated": False, "tokens": {"0": 100}}
+    assert lies(result) == []
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_weights_that_nobody_committed_are_a_lie(failed: bool) -> None:
     request = mixed()
     request.spans = [Span("early", 3, 0, 52), Span("never", 9, 52, 100)]
     updates = (UPDATE, UpdateRecord("lost", 115.0, 116.0, 117.0, error="timeout")) if failed else (UPDATE,)
-    found = [lie for lie in lies(run(request, updates=updates)) if "never committed" in lie]
-    assert found == ([] if failed else ["epoch 9, never, was never committed: the newest is 4"])
+    matching = [lie for lie in lies(run(request, updates=updates)) if "never committed" in lie]
+    assert matching == ([] if failed else ["epoch 9, never, was never committed: the newest is 4"])
 
 
 def test_old_weights_for_a_new_request_are_a_lie() -> None:
@@ -295,11 +295,11 @@ def test_the_most_frequent_error_is_told_in_its_own_words() -> None:
 def test_series_over_time() -> None:
     whole = run(stream(100, 110), updates=(UPDATE,))
     whole.scrapes = [ScrapeRecord(101.0, {"running": 3.0})]
-    found = series(whole)
-    assert found["at"][:3] == [0.0, 1.0, 2.0]
-    assert sum(found["tokens_per_s"]) == pytest.approx(100)
-    assert found["updates"] == [{"began": 8.0, "committed": 10.5, "version": "late"}]
-    assert found["scrapes"] == [{"at": 1.0, "running": 3.0}]
+    result = series(whole)
+    assert result["at"][:3] == [0.0, 1.0, 2.0]
+    assert sum(result["tokens_per_s"]) == pytest.approx(100)
+    assert result["updates"] == [{"began": 8.0, "committed": 10.5, "version": "late"}]
+    assert result["scrapes"] == [{"at": 1.0, "running": 3.0}]
 
 
 def test_requests_survive_json() -> None:

@@ -37,8 +37,8 @@ def plan(*arguments: str) -> str:
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(plan(*arguments, "--json"))
-    return found
+    loaded: dict[str, Any] = json.loads(plan(*arguments, "--json"))
+    return loaded
 
 
 def cells(text: str) -> list[list[str]]:
@@ -51,22 +51,22 @@ def test_the_table(qwen8b: str) -> None:
     text = plan(qwen8b, "--gpu", "H200", "--context", "20480")
     assert "Qwen3-8B on H200: batches of 20,480 tokens" in text
     assert "139.80 GiB × 0.92, of which activations and graphs about 2.33 (steps of 8192 tokens, 1024" in text
-    found = cells(text)
+    result = cells(text)
     kinds = [("BF16", "BF16"), ("BF16", "FP8"), ("FP8", "BF16"), ("FP8", "FP8")]
-    assert [(row[0], row[1]) for row in found] == [*kinds, ("FP8+shadow", "BF16"), ("FP8+shadow", "FP8")]
-    assert found[0][2:5] == ["15.26", "–", "147,456"]
-    assert found[5][2:5] == ["8.79", "8.79", "73,728"]
-    assert [row[-1] for row in found] == ["1.00", "2.00", "1.06", "2.12", "0.98", "1.96"]
+    assert [(row[0], row[1]) for row in result] == [*kinds, ("FP8+shadow", "BF16"), ("FP8+shadow", "FP8")]
+    assert result[0][2:5] == ["15.26", "–", "147,456"]
+    assert result[5][2:5] == ["8.79", "8.79", "73,728"]
+    assert [row[-1] for row in result] == ["1.00", "2.00", "1.06", "2.12", "0.98", "1.96"]
     assert "does not fit" not in text
 
 
 def test_table_and_json_say_the_same(qwen8b: str) -> None:
     arguments = (qwen8b, "--gpu", "H200", "--context", "20480")
     table, data = cells(plan(*arguments)), planned(*arguments)
-    for row, found in zip(table, data["rows"], strict=True):
-        expected = [f"{found[key]:,}" for key in ("kv_bytes_per_token", "blocks", "tokens", "batch")]
+    for row, actual in zip(table, data["rows"], strict=True):
+        expected = [f"{actual[key]:,}" for key in ("kv_bytes_per_token", "blocks", "tokens", "batch")]
         assert row[4:8] == expected
-        assert row[8] == f"{found['ratio']:.2f}"
+        assert row[8] == f"{actual['ratio']:.2f}"
     assert (data["gpu"], data["serving"]["context"]) == ("H200", 20480)
     assert data["overhead_bytes"] == pytest.approx(2.33 * GIB, rel=0.01)
 

@@ -33,8 +33,8 @@ def planned(gptj: Model, batch: int, tokens: int = TOKENS) -> dict[tuple[str, st
     blocks = batch * -(-tokens // serving.block_size) + 1
     total = weight_memory(gptj, 1, fp8=False) + overhead(gptj, serving)
     total += blocks * page_bytes(gptj, serving, fp8=False) * len(gptj.windows)
-    found = rows(gptj, Serving(context=tokens, total=total, utilization=1.0))
-    return {(row.weights, row.kv): row for row in found if not row.twin_bytes}
+    result = rows(gptj, Serving(context=tokens, total=total, utilization=1.0))
+    return {(row.weights, row.kv): row for row in result if not row.twin_bytes}
 
 
 def test_the_published_sizes(gptj: Model) -> None:
@@ -45,10 +45,10 @@ def test_the_published_sizes(gptj: Model) -> None:
 
 
 def test_the_table(gptj: Model) -> None:
-    found = planned(gptj, 75)
-    assert found["bf16", "bf16"].batch == 75
-    assert found["fp8", "bf16"].batch == 85
-    assert 2 * 75 < found["fp8", "fp8"].batch < 3 * 75
+    result = planned(gptj, 75)
+    assert result["bf16", "bf16"].batch == 75
+    assert result["fp8", "bf16"].batch == 85
+    assert 2 * 75 < result["fp8", "fp8"].batch < 3 * 75
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(128, 170), (1104, 86), (1217, 84), (2048, 80)])

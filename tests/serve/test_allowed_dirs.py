@@ -53,12 +53,12 @@ def test_links_that_end_in_an_allowed_folder_are_followed(
     for link, target in links.items():
         link.symlink_to(target)
     for path in ("latest", "relative", "twice", "through", "../allowed/step-1", "./latest//", "latest/."):
-        found = dirs.resolve(str(allowed / path) + "/")
-        assert (found.path, found.folder) == (str(step), str(allowed)), path
+        resolved = dirs.resolve(str(allowed / path) + "/")
+        assert (resolved.path, resolved.folder) == (str(step), str(allowed)), path
     assert dirs.resolve(str(allowed.parent / "data" / "step-1")).path == str(step)
     assert dirs.resolve(str(allowed)).path == str(allowed)
-    found = dirs.resolve(str(allowed / "elsewhere"))
-    assert (found.path, found.folder) == (str(other), str(other.parent))
+    resolved = dirs.resolve(str(allowed / "elsewhere"))
+    assert (resolved.path, resolved.folder) == (str(other), str(other.parent))
     monkeypatch.chdir(allowed.parent / "outside" / "hidden")
     assert dirs.resolve("../../allowed/latest").path == str(step)
 

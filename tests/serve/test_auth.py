@@ -43,8 +43,8 @@ def test_a_key_that_nobody_could_send_is_refused(key: str, monkeypatch: pytest.M
 
 def test_a_key_that_is_given_is_used_even_if_it_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADMIN_KEY, KEY)
-    found = [Endpoint.of(None, given, timeout=1.0, retries=0).key for given in (None, "other", "")]
-    assert found == [KEY, "other", None]
+    result = [Endpoint.of(None, given, timeout=1.0, retries=0).key for given in (None, "other", "")]
+    assert result == [KEY, "other", None]
 
 
 @pytest.mark.parametrize("url", ["http://rollout:8000", "HTTPS://rollout"])

@@ -38,10 +38,10 @@ class Engine:
 
     async def __call__(self, operation: str, **arguments: Any) -> Any:
         self.asked.append((operation, arguments))
-        found = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def backend_of(engine: Engine) -> Backend:
@@ -182,10 +182,10 @@ def test_a_broadcast_is_polled_to_its_end() -> None:
     answers: list[Any] = [slow, slow, {}]
 
     async def wait_for_job(operation: str, started: Any) -> Any:
-        found = answers.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = answers.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     backend.engine.wait_for_job = wait_for_job  # type: ignore[method-assign]
     asyncio.run(announced_chunks.poll_to_end(backend, JobStarted(job=1)))

@@ -18,8 +18,8 @@ def test_other_names_of_a_whole_checkpoint_are_known() -> None:
     assert checks.run("manifest", MANIFEST.as_dict()).keys() == {"limits"}
     empty = {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}
     header = json.dumps(dict.fromkeys(OTHERS, empty)).encode()
-    found = checks.run("header", header, 8 + len(header), "a body")
-    assert [tensor[0] for tensor in found["tensors"]] == list(OTHERS)
+    result = checks.run("header", header, 8 + len(header), "a body")
+    assert [tensor[0] for tensor in result["tensors"]] == list(OTHERS)
     claims = {"tensors": {name: {"shape": [0], "dtype": "bfloat16"} for name in OTHERS}}
     told = checks.run("json", "vllm_fp8ext.serve.schema:OpenUpdate", json.dumps(claims).encode())
     assert told["fields"]["tensors"].keys() == OTHERS.keys()

@@ -198,9 +198,9 @@ def test_what_is_too_large_is_refused_before_it_is_read(elsewhere: BodyProcess) 
             length = {"Content-Length": str(63 << 20)}
             return await http.post("/fp8ext/v1/updates", content=Unread(), headers=headers | length)
 
-    found = asyncio.run(answer())
-    assert (found.status_code, found.json()["type"]) == (413, PROBLEM + "body-too-large")
-    assert found.json()["limit"] == LIMITS.json_bytes < 16 << 20
+    result = asyncio.run(answer())
+    assert (result.status_code, result.json()["type"]) == (413, PROBLEM + "body-too-large")
+    assert result.json()["limit"] == LIMITS.json_bytes < 16 << 20
 
 
 def test_a_process_that_ended_is_started_again() -> None:

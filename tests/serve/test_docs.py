@@ -95,17 +95,17 @@ def test_the_pages_and_kinds_are_found() -> None:
 
 def test_every_setting_is_named_with_its_default() -> None:
     assert table("Settings") == set(Settings.model_fields)
-    found = Settings().model_dump(mode="json")
+    result = Settings().model_dump(mode="json")
     for name, default in defaults().items():
-        assert Settings.parse({"fp8ext": {name: _json(default)}}).model_dump(mode="json") == found, name
+        assert Settings.parse({"fp8ext": {name: _json(default)}}).model_dump(mode="json") == result, name
 
 
 def test_every_setting_of_the_kv_cache_is_named_with_its_default() -> None:
     assert table("Settings", KV_CACHE) == set(KvScaleSettings.model_fields)
-    found = KvScaleSettings(policy="calibrate")
+    settings = KvScaleSettings(policy="calibrate")
     told = {name: _json(default) for name, default in defaults(KV_CACHE).items()}
     assert told.keys() == KvScaleSettings.model_fields.keys() - {"policy"}
-    assert told == found.model_dump(exclude={"policy"})
+    assert told == settings.model_dump(exclude={"policy"})
 
 
 def test_every_policy_is_named() -> None:

@@ -32,7 +32,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[FastAPI]:
     from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
 
     for collector in [
-        found for name, found in REGISTRY._names_to_collectors.items() if name.startswith("http")
+        value for name, value in REGISTRY._names_to_collectors.items() if name.startswith("http")
     ]:
         with contextlib.suppress(KeyError):  # it has other names too
             REGISTRY.unregister(collector)  # of another server in this process, whose like are not made twice

@@ -35,9 +35,9 @@ def scraped(registry: CollectorRegistry) -> dict[Sample, float]:
     assert all(family.name.startswith("fp8ext:") and family.documentation for family in families)
     assert all(family.type != "unknown" for family in families)
     samples = [sample for family in families for sample in family.samples]
-    found = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
-    assert len(found) == len(samples)
-    return found
+    result = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
+    assert len(result) == len(samples)
+    return result
 
 
 def key(name: str, **labels: str) -> Sample:
@@ -112,7 +112,7 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
             kv_traffic={"l.0": {"k": written}},
         )
     )
-    found = scraped(registry)
+    result = scraped(registry)
     assert {
         key("updates_total", outcome="committed"): 1,
         key("updates_total", outcome="rolled-back"): 1,
@@ -138,14 +138,14 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
         key("kv_headroom", kind="k", layer="l.0"): -1.5,
         key("kv_traffic_saturated_fraction", kind="k", layer="worst"): 0.125,
         key("kv_traffic_headroom", kind="k", layer="l.0"): -3.0,
-    }.items() <= found.items()
+    }.items() <= result.items()
     metrics.observe(status(totals, last_update={"quantization_error": None}))
     assert not any(name == "fp8ext:quantization_error" for name, _ in scraped(registry))
 
 
-def counters(found: dict[Sample, float]) -> dict[Sample, float]:
+def counters(samples: dict[Sample, float]) -> dict[Sample, float]:
     return {
-        sample: count for sample, count in found.items() if sample[0].endswith(("_total", "_count", "_sum"))
+        sample: count for sample, count in samples.items() if sample[0].endswith(("_total", "_count", "_sum"))
     }
 
 

@@ -105,9 +105,9 @@ def test_everything_else_is_refused(app: FastAPI, engine: Engine, method: str, p
     response = asked(app, method, path)
     assert response.status_code == 503
     assert response.headers["content-type"] == MEDIA_TYPE
-    found = Problem.model_validate(response.json())
-    assert found.type == PROBLEM + "poisoned"
-    assert "rank 1: copy failed" in found.detail
+    result = Problem.model_validate(response.json())
+    assert result.type == PROBLEM + "poisoned"
+    assert "rank 1: copy failed" in result.detail
     engine.poisoned = None
     assert asked(app, method, path).status_code == 200
 

@@ -195,10 +195,10 @@ def test_an_invalid_request_is_a_problem_document_too(http: TestClient, body: di
     response = http.post("/echo", headers=HEADERS, **body)
     assert response.status_code == 422
     assert response.headers["content-type"] == MEDIA_TYPE
-    found = response.json()
-    assert found["type"] == PROBLEM + "invalid-request"
-    assert found["problems"]
-    assert all(item["where"].startswith("body") and item["message"] for item in found["problems"])
+    result = response.json()
+    assert result["type"] == PROBLEM + "invalid-request"
+    assert result["problems"]
+    assert all(item["where"].startswith("body") and item["message"] for item in result["problems"])
 
 
 def test_of_very_many_problems_the_first_are_told(http: TestClient) -> None:
@@ -211,14 +211,14 @@ def test_of_very_many_problems_the_first_are_told(http: TestClient) -> None:
 
 
 def test_of_very_many_bad_tensors_the_first_are_told() -> None:
-    found = [{"kind": "unknown-tensor", "tensor": f"model.{number}"} for number in range(300_000)]
+    result = [{"kind": "unknown-tensor", "tensor": f"model.{number}"} for number in range(300_000)]
     errors = [
-        refusal(found),
-        incomplete(["a"], 2, found),
-        incomplete(["a"], 2, found[:PROBLEMS_LISTED], count=len(found)),
+        refusal(result),
+        incomplete(["a"], 2, result),
+        incomplete(["a"], 2, result[:PROBLEMS_LISTED], count=len(result)),
     ]
     for error in errors:
-        assert error.details["problems"] == found[:PROBLEMS_LISTED]
+        assert error.details["problems"] == result[:PROBLEMS_LISTED]
         assert error.details["problem_count"] == 300_000
         assert str(error).endswith("model.7; and 299992 more")
         assert len(problem(error).body) < 10_000

@@ -97,8 +97,8 @@ def told(engine: Engine, operation: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("filler", [0, 2000], ids=["small", "large"])
 def test_what_an_update_is_opened_with(backend: Backend, engine: Engine, filler: int) -> None:
-    found = answer(backend, "POST", "/updates", json.dumps(OPEN).encode() + b" " * filler)
-    assert found.status_code == 201, found.text
+    result = answer(backend, "POST", "/updates", json.dumps(OPEN).encode() + b" " * filler)
+    assert result.status_code == 201, result.text
     arguments = told(engine, "open")
     json.dumps(arguments)  # plain
     assert arguments["tensors"] == {SPEC.name: {"shape": [4], "dtype": None, "sha256": "0" * 64}}
@@ -115,14 +115,14 @@ def test_tensors_that_are_on_a_gpu_or_about_to_come(backend: Backend, engine: En
         "allocations": [{"handle": HANDLE, "bytes": 64}],
         "tensors": [TENSOR | {"allocation": 0}],
     }
-    found = answer(backend, "POST", "/updates/u/handles", json.dumps(handles).encode() + b" " * filler)
-    assert found.status_code == 200, found.text
+    result = answer(backend, "POST", "/updates/u/handles", json.dumps(handles).encode() + b" " * filler)
+    assert result.status_code == 200, result.text
     assert told(engine, "stage")["tensors"] == [[SPEC.name, [4], "bfloat16", 0, 8]]
     engine.asked.clear()
     group = {"backend": "gloo", "id": "host:1/name", "size": 2, "first_rank": 1}
     bucket = {"n": 1, "group": group, "bytes": 16, "mark": "0" * 16, "tensors": [TENSOR]}
-    found = answer(backend, "POST", "/updates/u/receive", json.dumps(bucket).encode() + b" " * filler)
-    assert found.status_code == 202, found.text
+    result = answer(backend, "POST", "/updates/u/receive", json.dumps(bucket).encode() + b" " * filler)
+    assert result.status_code == 202, result.text
     arguments = told(engine, "stage")
     assert arguments["tensors"] == [[SPEC.name, [4], "bfloat16", 0, 8]]
     assert arguments["source"]["id"] == "host:1/name"
@@ -136,8 +136,8 @@ def test_tensors_of_a_chunk(backend: Backend, engine: Engine, filler: int) -> No
     }
     header = json.dumps(entries).encode()
     body = struct.pack("<Q", len(header)) + header + bytes(8)
-    found = answer(backend, "PUT", "/updates/u/chunks/7", body)
-    assert found.status_code == 200, found.text
+    result = answer(backend, "PUT", "/updates/u/chunks/7", body)
+    assert result.status_code == 200, result.text
     assert told(engine, "stage")["tensors"] == [[SPEC.name, [4], "bfloat16", 8 + len(header), 8]]
     assert told(engine, "stage")["size"] == len(body)
 
@@ -153,9 +153,9 @@ def test_a_body_may_be_left_out(backend: Backend, engine: Engine, content: bytes
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
 def test_a_body_says_that_it_is_json(backend: Backend, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HEADERS, "Content-Type", kind)
-    found = answer(backend, "POST", "/updates", b"{}")
-    assert found.status_code == 422
-    assert "Content-Type: application/json" in found.json()["problems"][0]["message"]
+    result = answer(backend, "POST", "/updates", b"{}")
+    assert result.status_code == 422
+    assert "Content-Type: application/json" in result.json()["problems"][0]["message"]
     monkeypatch.setitem(HEADERS, "Content-Type", "application/json; charset=utf-8")
     assert answer(backend, "POST", "/updates", b"{}").status_code == 201
 

@@ -64,7 +64,7 @@ def test_bodies_are_safetensors_of_the_same_bytes(files: list[dict[str, Tensor]]
         for index, tensors in enumerate(files):
             save_file(tensors, folder / f"{index}.safetensors", metadata={"format": "pt"})
         ranges = ranges_of(folder)
-        found: dict[str, Tensor] = {}
+        collected: dict[str, Tensor] = {}
         for body in bodies(ranges, limit):
             content = b"".join(body)
             assert len(content) == body.length
@@ -72,12 +72,12 @@ def test_bodies_are_safetensors_of_the_same_bytes(files: list[dict[str, Tensor]]
             assert hashlib.sha256(content).digest() == body.sha256()
             assert len(body.parts) == 1 or sum(part.size for part in body.parts) <= limit
             tensors = load(content)
-            assert not tensors.keys() & found.keys()
-            found |= tensors
+            assert not tensors.keys() & collected.keys()
+            collected |= tensors
             (folder / "body").write_bytes(content)
             with safe_open(folder / "body", framework="pt") as reader:
                 assert raw({name: reader.get_tensor(name) for name in reader.keys()}) == raw(tensors)  # noqa: SIM118
-    assert raw(found) == raw({name: tensor for tensors in files for name, tensor in tensors.items()})
+    assert raw(collected) == raw({name: tensor for tensors in files for name, tensor in tensors.items()})
 
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(0, 120))
@@ -195,8 +195,8 @@ def test_block_scales_travel_with_their_weight(tmp_path: Path) -> None:
     weights = {name: torch.zeros(8) for name in ("a.weight", "b.weight", "z.weight_scale_inv")}
     save_file(weights, tmp_path / "model-1.safetensors")
     save_file({f"{name}.weight_scale_inv": torch.ones(4) for name in "ba"}, tmp_path / "model-2.safetensors")
-    found = [sorted(part.name for part in body.parts) for body in bodies(ranges_of(tmp_path), 32)]
-    assert found == [
+    result = [sorted(part.name for part in body.parts) for body in bodies(ranges_of(tmp_path), 32)]
+    assert result == [
         ["a.weight", "a.weight_scale_inv"],
         ["b.weight", "b.weight_scale_inv"],
         ["z.weight_scale_inv"],

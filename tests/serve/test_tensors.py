@@ -31,9 +31,9 @@ def through(tensor: Any, name: str = "a") -> torch.Tensor:
 def test_every_dtype_of_torch(name: str) -> None:
     raw = torch.arange(48, dtype=torch.uint8) % 2 if name == "bool" else torch.arange(48, dtype=torch.uint8)
     tensor = raw.view(TORCH[name]).reshape(2, -1)
-    found = through(tensor)
-    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    result = through(tensor)
+    assert (result.dtype, result.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(result.view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", NUMPY)

@@ -31,12 +31,12 @@ def layers(*names: str, **how: Any) -> dict[str, Any]:
 
 def of_ranks(world_size: int, total: int, *names: str) -> list[tuple[dict[str, Any], KvScaleBuffers]]:
     """The layers and scales of each rank, with a scale for each of `total` KV heads."""
-    found = []
+    collected = []
     for rank in range(world_size):
         shares = {name: HeadShare.of(rank, world_size, total) for name in names}
         mine = layers(*names, heads=HeadShare.of(rank, world_size, total).count)
-        found.append((mine, KvScaleBuffers(mine, shares, device=CPU)))
-    return found
+        collected.append((mine, KvScaleBuffers(mine, shares, device=CPU)))
+    return collected
 
 
 def scales(**by_layer: float | list[float]) -> Scales:

@@ -34,12 +34,12 @@ def joined() -> Callable[[fx.Graph], dict[str, int]]:
     def run(graph: fx.Graph) -> dict[str, int]:
         JoinLinear()(graph)
         graph.lint()
-        found: dict[str, int] = {}
+        collected: dict[str, int] = {}
         for node in graph.nodes:
             if node.op == "call_function" and str(node.target).startswith("fp8ext."):
                 name = str(node.target).split(".")[1]
-                found[name] = found.get(name, 0) + 1
-        return found
+                collected[name] = collected.get(name, 0) + 1
+        return collected
 
     return run
 
@@ -85,8 +85,8 @@ def test_a_norm_with_residual(joined, weight):
     before = graph(*inputs)
     assert joined(graph.graph) == {"rmsnorm_linear": 1}
     graph.recompile()
-    for found, expected in zip(graph(*inputs), before, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for actual, expected in zip(graph(*inputs), before, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_the_first_norm(joined, weight):
@@ -100,8 +100,8 @@ def test_the_first_norm(joined, weight):
     before = graph(*inputs)
     assert joined(graph.graph) == {"rmsnorm_linear": 1}
     graph.recompile()
-    for found, expected in zip(graph(*inputs), before, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for actual, expected in zip(graph(*inputs), before, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("why", ["another reads it", "no weight", "part of the row", "other dtype"])
@@ -132,7 +132,7 @@ def test_a_gate(joined, weight, name: str):
     graph.output(graph.call_function(torch.ops.fp8ext.linear.default, arguments))
     assert joined(graph) == {"gated_linear": 1}
     values = (integers(M, 2 * K) / 16).contiguous()
-    found = fx.GraphModule(torch.nn.Module(), graph)(values, codes, scales)
+    actual = fx.GraphModule(torch.nn.Module(), graph)(values, codes, scales)
     gate, up = values.chunk(2, 1)
     functions = {
         "silu_and_mul": torch.nn.functional.silu,
@@ -140,7 +140,7 @@ def test_a_gate(joined, weight, name: str):
         "gelu_tanh_and_mul": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     }
     expected = linear(functions[name](gate) * up, weight)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_inductor_takes_the_joined_graph(weight):
@@ -173,8 +173,8 @@ def test_inductor_takes_the_joined_graph(weight):
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_without_a_gate(weight, approximate: str, dtype: torch.dtype):
     """Of a graph that Inductor has decomposed."""
-    found = compiled_with_pass(nn.GELU(approximate=approximate), weight, dtype)
-    assert found == ["gelu_linear"]
+    result = compiled_with_pass(nn.GELU(approximate=approximate), weight, dtype)
+    assert result == ["gelu_linear"]
 
 
 @pytest.mark.parametrize("what", ["twice", "wide", "doubled", "silu"])
@@ -202,13 +202,13 @@ def compiled_with_pass(
 
     from vllm_fp8ext.compat.graphs.fusion import PASS, JoinLinear
 
-    found: list[str] = []
+    collected: list[str] = []
 
     class Watched(JoinLinear):
         def __call__(self, graph: fx.Graph) -> None:
             super().__call__(graph)
             nodes = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-            found.extend(name.split(".")[1] for name in nodes if name.startswith("fp8ext."))
+            collected.extend(name.split(".")[1] for name in nodes if name.startswith("fp8ext."))
 
     def layer(x: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         activated = function(x)
@@ -220,7 +220,7 @@ def compiled_with_pass(
     results = torch.compile(layer, fullgraph=True, dynamic=True, options=options)(values, *weight)
     for result, expected in zip(results, layer(values, *weight), strict=True):
         torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
-    return found
+    return collected
 
 
 def _gate(name: str) -> Any:

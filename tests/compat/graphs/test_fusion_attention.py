@@ -29,11 +29,11 @@ BIAS = torch.arange(float(N)).bfloat16()
 
 def attend(_layer: Any, query: Tensor, key: Tensor, *_: Any, output: Tensor, **more: Any) -> None:
     """Queries and keys added up."""
-    found, scales = query + key, more["output_block_scale"]
+    result, scales = query + key, more["output_block_scale"]
     if scales is None:
-        output.copy_(found)
+        output.copy_(result)
     else:
-        codes, its = reference.quantize_activation(found.flatten(1))
+        codes, its = reference.quantize_activation(result.flatten(1))
         output.copy_(codes.view(output.shape))
         scales.copy_(its)
 

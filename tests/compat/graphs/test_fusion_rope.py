@@ -87,8 +87,8 @@ def model(
         plain = query
         if scales:
             query, _ = quantize.forward_native(query.view(-1, size) if by_rows else query, scales[0])
-        found = query.view(-1, H, size), key.view(-1, G, size), value.view(-1, G, size)
-        return (*found, plain * 2) if read_twice else found
+        result = query.view(-1, H, size), key.view(-1, G, size), value.view(-1, G, size)
+        return (*result, plain * 2) if read_twice else result
 
     return Model(heads, tuple(named.values()))
 
@@ -118,8 +118,8 @@ def joined(layer: Model, *, wanted: bool = True) -> tuple[int, Any]:
     torch._dynamo.reset()
     for tokens in layer.inputs[:2]:
         torch._dynamo.mark_dynamic(tokens, 0)
-    found = torch.compile(layer.heads, fullgraph=True, backend=backend)(*layer.inputs)
-    return sum(counts), found
+    result = torch.compile(layer.heads, fullgraph=True, backend=backend)(*layer.inputs)
+    return sum(counts), result
 
 
 SCALES = {
@@ -133,9 +133,9 @@ SCALES = {
 @pytest.mark.parametrize("normed", [True, False], ids=["norms", "no norms"])
 def test_a_layers_heads(normed: bool, scale: Tensor | None):
     layer = model(normed=("query", "key") if normed else (), scale=scale)
-    count, found = joined(layer)
+    count, outputs = joined(layer)
     assert count == 1
-    for mine, expected in zip(found, layer.heads(*layer.inputs), strict=True):
+    for mine, expected in zip(outputs, layer.heads(*layer.inputs), strict=True):
         assert (mine.dtype, mine.shape, mine.is_contiguous()) == (
             expected.dtype,
             expected.shape,
@@ -144,9 +144,9 @@ def test_a_layers_heads(normed: bool, scale: Tensor | None):
         assert apart(mine, expected) < 0.01
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
+def apart(actual: Tensor, expected: Tensor) -> float:
     """Of the whole: eager rotary embedding rounds twice more, which shows where its two terms cancel."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("way", ["read_twice", "by_rows", "apart"])
@@ -154,10 +154,10 @@ def test_queries_that_are_quantized_after(way: str):
     """Another reads them; rows of them are quantized; or the scales do not lie side by side."""
     scale = SCALES["a scale for each head" if way == "apart" else "one scale"]
     layer = model(scale=scale, **{way: "scale" if way == "apart" else True})
-    count, found = joined(layer)
+    count, outputs = joined(layer)
     assert count == 1
     expected = layer.heads(*layer.inputs)
-    assert [apart(*pair) < 0.01 for pair in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert [apart(*pair) < 0.01 for pair in zip(outputs, expected, strict=True)] == [True] * len(expected)
 
 
 STAY: dict[str, dict[str, Any]] = {
@@ -180,9 +180,11 @@ STAY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("why", STAY)
 def test_layers_that_stay(why: str):
     layer = model(**STAY[why])
-    count, found = joined(layer)
+    count, outputs = joined(layer)
     assert count == 0
-    assert [apart(*pair) < 0.01 for pair in zip(found, layer.heads(*layer.inputs), strict=True)] == [True] * 3
+    assert [apart(*pair) < 0.01 for pair in zip(outputs, layer.heads(*layer.inputs), strict=True)] == [
+        True
+    ] * 3
 
 
 def test_a_layer_stays_where_that_is_set():
@@ -195,7 +197,7 @@ def test_a_layer_stays_where_that_is_set():
         fusion.configure(
             SimpleNamespace(compilation_config=compilation, additional_config=None), norm_rope=wanted
         )
-        found = compilation.inductor_compile_config[fusion.PASS]
-        assert found.norm_rope is wanted
-        keys.add(pickle.loads(pickle.dumps(found)).uuid())
+        result = compilation.inductor_compile_config[fusion.PASS]
+        assert result.norm_rope is wanted
+        keys.add(pickle.loads(pickle.dumps(result)).uuid())
     assert len(keys) == 2

@@ -171,14 +171,14 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
     decode_attention.replace_attention(given, lambda *args: asked.append(args))  # type: ignore[arg-type]  # what it is called with
     metadata = None if changed is None else SimpleNamespace(**STEP | changed)
     query, key, value, out = (torch.arange(4.0).view(4, 1, 1) for _ in range(4))
-    found = given.impl.forward(given, query, key, value, "cache", metadata, out)
+    result = given.impl.forward(given, query, key, value, "cache", metadata, out)
     if not own:
         assert calls == ["vLLM attends"]
-        assert found == "theirs"
+        assert result == "theirs"
         assert not asked
         return
     assert not calls
-    assert found is out
+    assert result is out
     (((q, k, v, cache, table, lengths, slots, scales, scale), written),) = asked
     assert [len(part) for part in (q, k, v, written)] == [2] * 4
     assert (cache, table, scales, scale) == ("cache", "table", ("q", "k", "v"), 0.5)
@@ -246,12 +246,12 @@ def test_in_steps_with_prompts_requests_with_one_token_go_to_the_kernel(
 @pytest.fixture
 def held(mixed: FlashAttentionMetadata) -> FlashAttentionMetadata:
     """Such a step, as one graph holds it."""
-    found = dataclasses.replace(mixed)
+    result = dataclasses.replace(mixed)
     prompts = dataclasses.replace(mixed, query_start_loc=torch.tensor([2, 2, 2, 6, 7]))
     setattr(
-        found, mixed_step_metadata._APART, mixed_step_metadata.Apart(torch.tensor([33, 1, 0, 0]), prompts)
+        result, mixed_step_metadata._APART, mixed_step_metadata.Apart(torch.tensor([33, 1, 0, 0]), prompts)
     )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("form", [None, "fp32"])
@@ -276,8 +276,8 @@ def test_in_a_graph_of_a_whole_step_both_attend(form: Any, held: FlashAttentionM
     query, key, value = (torch.arange(8.0).view(8, 1, 1) for _ in range(3))
     out = torch.zeros(8, 2, 128, dtype=FP8_DTYPE if form else torch.bfloat16)
     scales = torch.zeros(2, 8).t() if form else None
-    found = given.impl.forward(given, query, key, value, "cache", held, out, output_block_scale=scales)
-    assert found is out
+    result = given.impl.forward(given, query, key, value, "cache", held, out, output_block_scale=scales)
+    assert result is out
     step, (*shown, told, written) = asked
     assert step.lengths_R.tolist() == [33, 1, 0, 0]
     assert step.slots_R is None

@@ -59,17 +59,17 @@ def test_with_how_many_of_one_token_a_step_begins(
         seq_lens_cpu_upper_bound=None if upto is None else torch.full((count,), upto),
     )
     assert build(Builder(True), 0, step, fast_build=True) is built  # type: ignore[arg-type]  # all that is asked
-    found = getattr(built, decode_prefill_split._SINGLE, None)
-    assert (found and found.requests) == single
-    if not found:
+    result = getattr(built, decode_prefill_split._SINGLE, None)
+    assert (result and result.requests) == single
+    if not result:
         return
-    assert (found.schedule is not None) == ahead
+    assert (result.schedule is not None) == ahead
     if ahead:
-        assert found.schedule.pop("cu_query_lens").tolist() == starts[found.requests :]
-        assert found.schedule.pop("seqlens").tolist() == [50 + row for row in range(found.requests, count)]
-        assert found.schedule == {
+        assert result.schedule.pop("cu_query_lens").tolist() == starts[result.requests :]
+        assert result.schedule.pop("seqlens").tolist() == [50 + row for row in range(result.requests, count)]
+        assert result.schedule == {
             "aot_schedule": True,
-            "batch_size": count - found.requests,
+            "batch_size": count - result.requests,
             "max_query_len": longest,
             "max_seq_len": 77,
             "causal": True,

@@ -318,8 +318,8 @@ def test_metadata_of_attention_is_made_once_where_no_one_reads_it(
     prepare = decode_step_reuse._wrap_prepare_metadata(original)
     for _ in range(3):
         batch, _ = runner.step(scheduled(), step())
-        found = prepare(None, batch, "FULL", "tables", "slots", groups, "config", last=True)
-        assert found is told[-1]
+        result = prepare(None, batch, "FULL", "tables", "slots", groups, "config", last=True)
+        assert result is told[-1]
     assert len(told) == made
     other = InputBatch.make_dummy(3, 3, runner.input_buffers)
     for _ in range(2):

@@ -97,10 +97,10 @@ def test_positions_are_vllms_own(tokenizer: Any, flat: Any, asked: int, decoded:
     given = steps(len(tokenizer), asked, seed=asked + 7)
     expected = updated(processor(used, asked), given)
     flat()
-    found = updated(processor(used, asked), given)
-    assert isinstance(found.logprobs, FlatLogprobs)
-    assert list(found.logprobs) == expected.logprobs
-    assert found.cumulative_logprob == expected.cumulative_logprob
+    result = updated(processor(used, asked), given)
+    assert isinstance(result.logprobs, FlatLogprobs)
+    assert list(result.logprobs) == expected.logprobs
+    assert result.cumulative_logprob == expected.cumulative_logprob
 
 
 def test_parts_of_characters_are_put_together(tokenizer: Any, flat: Any) -> None:
@@ -200,10 +200,10 @@ def test_without_a_tokenizer_answers_are_vllms_own(tokenizer: Any, flat: Any) ->
     given = steps(len(tokenizer), 1, seed=5)
 
     def made() -> Any:
-        found = updated(processor(None, 1), given).logprobs
+        result = updated(processor(None, 1), given).logprobs
         ids = [int(row[0]) for step in given for row in step.logprob_token_ids]
         create = serving(OpenAIServingCompletion)._create_completion_logprobs
-        return create(ids, found, 1, tokenizer).model_dump()
+        return create(ids, result, 1, tokenizer).model_dump()
 
     expected = made()
     flat()

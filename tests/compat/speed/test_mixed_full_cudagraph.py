@@ -72,9 +72,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed_full_cudagraph.install()
 
 
-def wholes(found: Any) -> list[tuple[int, int | None]]:
+def wholes(cudagraphs: Any) -> list[tuple[int, int | None]]:
     """Tokens and requests of the graphs that are added, the smallest first."""
-    descriptions = found._capture_descs.get(FULL, [])
+    descriptions = cudagraphs._capture_descs.get(FULL, [])
     return sorted((one.num_tokens, one.num_reqs) for one in descriptions if one.max_query_len)
 
 
@@ -88,11 +88,11 @@ def test_attention_is_told_of_them() -> None:
 
 def test_graphs_of_whole_steps_as_far_as_pieces_reach() -> None:
     sizes = [16, 32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512]
-    found = manager()
-    assert wholes(found) == [(size, min(size, 256)) for size in sizes]
-    alone = [one.num_tokens for one in found._capture_descs[FULL] if not one.max_query_len]
+    cudagraphs = manager()
+    assert wholes(cudagraphs) == [(size, min(size, 256)) for size in sizes]
+    alone = [one.num_tokens for one in cudagraphs._capture_descs[FULL] if not one.max_query_len]
     assert alone == [512, 64, 1], "vLLM's own stay"
-    assert [one.num_tokens for one in found._capture_descs[PIECEWISE]] == [512, 64, 1]
+    assert [one.num_tokens for one in cudagraphs._capture_descs[PIECEWISE]] == [512, 64, 1]
 
 
 @pytest.mark.parametrize(
@@ -142,30 +142,30 @@ def test_no_graph_is_larger_than_a_step_can_be() -> None:
     ],
 )
 def test_where_nothing_is_added(unchanged: dict[str, Any]) -> None:
-    found = manager(**unchanged)
-    assert wholes(found) == []
-    step(found, [100])
-    assert found.dispatch(1, 100, None, 0).cg_mode == found.cudagraph_mode.mixed_mode()
+    cudagraphs = manager(**unchanged)
+    assert wholes(cudagraphs) == []
+    step(cudagraphs, [100])
+    assert cudagraphs.dispatch(1, 100, None, 0).cg_mode == cudagraphs.cudagraph_mode.mixed_mode()
 
 
 def test_engines_of_other_kinds_stay_as_they_are() -> None:
     """Whose additional configuration is not ours."""
-    found = manager()
-    found.vllm_config.additional_config = {"fp8ext": "another's"}
-    found._capture_descs = {}
-    found._init_candidates()
-    mixed_full_cudagraph.add(found)
-    assert wholes(found) == []
+    cudagraphs = manager()
+    cudagraphs.vllm_config.additional_config = {"fp8ext": "another's"}
+    cudagraphs._capture_descs = {}
+    cudagraphs._init_candidates()
+    mixed_full_cudagraph.add(cudagraphs)
+    assert wholes(cudagraphs) == []
 
 
-def step(found: Any, new: list[int], cached: list[int] | None = None, *, prompts: bool = True) -> None:
+def step(cudagraphs: Any, new: list[int], cached: list[int] | None = None, *, prompts: bool = True) -> None:
     """Tell a manager of the step that it is asked about next, as vLLM's runner does."""
     known = cached or [0] * len(new)
     state = SimpleNamespace(
         num_scheduled_tokens=np.array(new), idx_mapping_np=np.arange(len(new))[::-1], has_prefill=prompts
     )
     runner = SimpleNamespace(
-        cudagraph_manager=found, req_states=SimpleNamespace(num_computed_tokens_np=np.array(known[::-1]))
+        cudagraph_manager=cudagraphs, req_states=SimpleNamespace(num_computed_tokens_np=np.array(known[::-1]))
     )
     mixed_full_cudagraph._wrap_gather_batch_req_state(lambda *_: (state, None))(runner, "scheduled", False)
 
@@ -191,30 +191,30 @@ def step(found: Any, new: list[int], cached: list[int] | None = None, *, prompts
 def test_which_steps_replay_them(
     new: list[int], cached: list[int], expected: tuple[CUDAGraphMode, int]
 ) -> None:
-    found = manager()
-    step(found, new, cached)
-    taken = found.dispatch(len(new), sum(new), None, 0, max_query_len=None)
+    cudagraphs = manager()
+    step(cudagraphs, new, cached)
+    taken = cudagraphs.dispatch(len(new), sum(new), None, 0, max_query_len=None)
     assert (taken.cg_mode, taken.num_tokens) == expected
-    found._graphs_captured = False
-    assert found.dispatch(len(new), sum(new), None, 0).cg_mode == CUDAGraphMode.NONE
+    cudagraphs._graphs_captured = False
+    assert cudagraphs.dispatch(len(new), sum(new), None, 0).cg_mode == CUDAGraphMode.NONE
 
 
 def test_requests_that_decode_alone_have_vllm_s_graphs() -> None:
-    found = manager()
-    step(found, [1] * 40, prompts=False)
-    taken = found.dispatch(40, 40, 1, 0, max_query_len=1)
+    cudagraphs = manager()
+    step(cudagraphs, [1] * 40, prompts=False)
+    taken = cudagraphs.dispatch(40, 40, 1, 0, max_query_len=1)
     assert (taken.cg_mode, taken.num_tokens, taken.max_query_len) == (FULL, 64, None)
 
 
 def test_a_step_without_requests_is_none_of_ours() -> None:
     """As when vLLM warms up, right behind a step with a prompt."""
-    found = manager()
-    step(found, [100])
-    runner = SimpleNamespace(cudagraph_manager=found)
+    cudagraphs = manager()
+    step(cudagraphs, [100])
+    runner = SimpleNamespace(cudagraph_manager=cudagraphs)
     assert mixed_full_cudagraph._wrap_gather_batch_req_state(lambda *_: (None, 3))(
         runner, "scheduled", True
     ) == (None, 3)
-    assert found.dispatch(1, 100, None, 0).cg_mode == PIECEWISE
+    assert cudagraphs.dispatch(1, 100, None, 0).cg_mode == PIECEWISE
     assert mixed_full_cudagraph._wrap_gather_batch_req_state(lambda *_: (None, 3))(
         SimpleNamespace(cudagraph_manager=None)
     ) == (

@@ -185,10 +185,10 @@ def test_logprobs_come_with_their_tokens_and_as_wide_as_all_have_them() -> None:
     engine.add("r", logprobs=0)
     for value, width in enumerate((1, 3, 1)):
         engine.step(token("r", value, new_logprobs=logprobs(-float(value), width)))
-    (found,) = [output for _, message in engine.sent for output in message.outputs]
-    assert found.new_logprobs.logprobs.tolist() == [[0.0], [-1.0], [-2.0]]
-    assert found.new_logprobs.logprob_token_ids.shape == (3, 1)
-    assert found.new_logprobs.sampled_token_ranks.tolist() == [7, 7, 7]
+    (result,) = [output for _, message in engine.sent for output in message.outputs]
+    assert result.new_logprobs.logprobs.tolist() == [[0.0], [-1.0], [-2.0]]
+    assert result.new_logprobs.logprob_token_ids.shape == (3, 1)
+    assert result.new_logprobs.sampled_token_ranks.tolist() == [7, 7, 7]
 
 
 STEPS = st.lists(
@@ -228,9 +228,9 @@ def test_a_queue_gives_what_is_to_be_sent() -> None:
     for value in range(4):
         outputs.put_nowait((0, EngineCoreOutputs(outputs=[token("r", value)], weight_version="a")))
     outputs.put_nowait(b"ENGINE_CORE_DEAD")
-    found = [outputs.get() for _ in range(3)]
-    assert [message.outputs[0].new_token_ids for _, message in found[:2]] == [[0, 1, 2], [3]]
-    assert found[2] == b"ENGINE_CORE_DEAD"
+    result = [outputs.get() for _ in range(3)]
+    assert [message.outputs[0].new_token_ids for _, message in result[:2]] == [[0, 1, 2], [3]]
+    assert result[2] == b"ENGINE_CORE_DEAD"
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["no queue", "nothing to do"])

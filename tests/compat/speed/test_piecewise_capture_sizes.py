@@ -153,23 +153,23 @@ def installed() -> Any:
     CudaGraphManager._init_candidates = original
 
 
-def captured(found: Any, mode: CUDAGraphMode) -> list[int]:
-    return [description.num_tokens for description in reversed(found._capture_descs.get(mode, []))]
+def captured(cudagraphs: Any, mode: CUDAGraphMode) -> list[int]:
+    return [description.num_tokens for description in reversed(cudagraphs._capture_descs.get(mode, []))]
 
 
 def test_pieces_for_more_tokens() -> None:
-    found = manager()
-    assert captured(found, CUDAGraphMode.PIECEWISE) == [1, 64, 512, 640, 768, 896, 1000]
-    assert captured(found, CUDAGraphMode.FULL) == [1, 64, 512]
-    (taken,) = found._candidates[600, 0]
+    cudagraphs = manager()
+    assert captured(cudagraphs, CUDAGraphMode.PIECEWISE) == [1, 64, 512, 640, 768, 896, 1000]
+    assert captured(cudagraphs, CUDAGraphMode.FULL) == [1, 64, 512]
+    (taken,) = cudagraphs._candidates[600, 0]
     assert (taken.cg_mode, taken.num_tokens) == (CUDAGraphMode.PIECEWISE, 640)
-    assert (1001, 0) not in found._candidates
-    assert found.compilation_config.cudagraph_capture_sizes == [1, 64, 512]
+    assert (1001, 0) not in cudagraphs._candidates
+    assert cudagraphs.compilation_config.cudagraph_capture_sizes == [1, 64, 512]
 
 
 def test_a_captured_step_fits_into_its_requests() -> None:
-    found = manager(requests=2, longest=300, sizes=(1, 2, 4))
-    assert captured(found, CUDAGraphMode.PIECEWISE)[-1] == 600
+    cudagraphs = manager(requests=2, longest=300, sizes=(1, 2, 4))
+    assert captured(cudagraphs, CUDAGraphMode.PIECEWISE)[-1] == 600
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ class Runner:
         return sampling_cudagraph._wrap_sample(lambda *_: "vllm")(self, None, batch, grammar)
 
     def replays(self) -> dict[tuple[int, int | None, bool], int]:
-        found: Any = {key: captured.graph for key, captured in self.samplers.graphs.items()}
-        return {key: graph.replays for key, graph in found.items() if graph.replays}
+        result: Any = {key: captured.graph for key, captured in self.samplers.graphs.items()}
+        return {key: graph.replays for key, graph in result.items() if graph.replays}
 
 
 def output(rows: int, logprobs: int | None) -> SamplerOutput:

@@ -51,12 +51,12 @@ class Scheduler:
 
     def begin(self, name: str, tokens: int, chunk: int, lookahead: int) -> list[int] | None:
         new = request(name, tokens, start=tokens % 2)
-        blocks, found, _ = self.cache.get_computed_blocks(new)
-        count = min(chunk, tokens - found)
-        got = self.cache.allocate_slots(new, count, found, blocks, num_lookahead_tokens=lookahead)
+        blocks, result, _ = self.cache.get_computed_blocks(new)
+        count = min(chunk, tokens - result)
+        got = self.cache.allocate_slots(new, count, result, blocks, num_lookahead_tokens=lookahead)
         if got is None:
             return None
-        new.num_computed_tokens = found + count
+        new.num_computed_tokens = result + count
         self.running[name], self.ahead[name] = new, int(new.num_computed_tokens == tokens)
         return self.known(got)
 

@@ -44,11 +44,11 @@ def layers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     ).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
         model = initialize_model(vllm_config=config)
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
-            found.setdefault(type(module.quant_method).__name__, []).append(name)
-    return found | {"log": kept.report(kept_layers(model))}
+            collected.setdefault(type(module.quant_method).__name__, []).append(name)
+    return collected | {"log": kept.report(kept_layers(model))}
 
 
 def main(asked: Path, out: Path) -> None:
@@ -73,10 +73,10 @@ def main(asked: Path, out: Path) -> None:
     ):
         init_distributed_environment(1, 0, f"file://{out.parent / 'store'}", 0, "gloo")
         initialize_model_parallel()
-    found = {name: layers(out.parent, of) for name, of in json.loads(asked.read_text()).items()}
+    result = {name: layers(out.parent, of) for name, of in json.loads(asked.read_text()).items()}
     kept.ENCODERS = frozenset()
-    found["names that say nothing"] = layers(out.parent, {})
-    out.write_text(json.dumps(found))
+    result["names that say nothing"] = layers(out.parent, {})
+    out.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -34,16 +34,16 @@ Seen = dict[str, list[torch.Tensor]]
 
 def heard(model: Any, prompts: list[list[int]], lengths: bool = True) -> Seen:
     """Queries, keys and values by layer."""
-    found: Seen = {}
+    collected: Seen = {}
 
     def see(layer: str, *parts: torch.Tensor) -> None:
-        found[layer] = [part.clone() for part in parts]
+        collected[layer] = [part.clone() for part in parts]
 
     def attend(model: Any, after: Any, see: Any, known: Any) -> None:
         attend_plainly(model, after, see, known if lengths else None)
 
     observe_kv(model, prompts, CPU, attend, see, lambda: None)
-    return found
+    return collected
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:

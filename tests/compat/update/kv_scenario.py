@@ -133,9 +133,9 @@ class Scenario:
                     if len(slots) < BLOCK:
                         continue
                     wanted = torch.stack([last[slot] for slot in slots])
-                    found = cache[block].view(torch.float8_e4m3fn).float()
-                    wanted, found = (part.transpose(0, 1).flatten(1).sort()[0] for part in (wanted, found))
-                    if not bool(((wanted - found).abs() <= (wanted.abs() / 8).clamp_min(2**-9)).all()):
+                    result = cache[block].view(torch.float8_e4m3fn).float()
+                    wanted, result = (part.transpose(0, 1).flatten(1).sort()[0] for part in (wanted, result))
+                    if not bool(((wanted - result).abs() <= (wanted.abs() / 8).clamp_min(2**-9)).all()):
                         return False
                     self.compared += 1
         return True
@@ -194,7 +194,7 @@ def recorded(scenario: Scenario, every: int) -> dict[str, Any]:
         vars(layer.impl).pop("forward")
         if before[name] is not None:
             layer.impl.forward = before[name]
-    found: dict[str, Any] = {"steps": steps, "equal": True, "elements": [], "saturated": 0}
+    result: dict[str, Any] = {"steps": steps, "equal": True, "elements": [], "saturated": 0}
     for name, layer in scenario.layers.items():
         queries = [query.view(len(query), layer.num_kv_heads, -1) for query in scenario.queries[name]]
         for side, parts in (
@@ -203,19 +203,19 @@ def recorded(scenario: Scenario, every: int) -> dict[str, Any]:
             (Q, queries),
         ):
             some = torch.cat(parts[::every]).float().abs()
-            found["equal"] &= int(seen[name].elements[side]) == some[:, 0].numel()
+            result["equal"] &= int(seen[name].elements[side]) == some[:, 0].numel()
             if side == Q and layer.query_quant is not None:  # recorded as the kernel sees it, in FP8
                 close = torch.isclose(seen[name].amax[side], some.amax(dim=(0, 2)).cpu(), rtol=1 / 16)
-                found["equal"] &= bool(close.all())
+                result["equal"] &= bool(close.all())
                 continue
-            found["equal"] &= torch.equal(seen[name].amax[side], some.amax(dim=(0, 2)).cpu())
+            result["equal"] &= torch.equal(seen[name].amax[side], some.amax(dim=(0, 2)).cpu())
             limit = 448 * float((layer._k_scale, layer._v_scale, layer._q_scale)[side])
-            found["equal"] &= torch.equal(seen[name].saturated[side], (some > limit).sum(dim=(0, 2)).cpu())
-        found["elements"].append(seen[name].elements.tolist())
-        found["saturated"] += int(seen[name].saturated.sum())
-    found["empty"] = not any(part.elements.any() or part.amax.any() for part in empty.values())
-    found["left alone"] = not any("forward" in vars(layer.impl) for layer in scenario.layers.values())
-    return found
+            result["equal"] &= torch.equal(seen[name].saturated[side], (some > limit).sum(dim=(0, 2)).cpu())
+        result["elements"].append(seen[name].elements.tolist())
+        result["saturated"] += int(seen[name].saturated.sum())
+    result["empty"] = not any(part.elements.any() or part.amax.any() for part in empty.values())
+    result["left alone"] = not any("forward" in vars(layer.impl) for layer in scenario.layers.values())
+    return result
 
 
 def main(kind: str, file: Path) -> None:

@@ -33,14 +33,14 @@ def epochs(spans: list[Any] | None) -> list[tuple[int, int, int]]:
     return [(span.epoch, span.start, span.end) for span in spans]
 
 
-def answered(tokens: list[int], found: list[Label] | None) -> RequestOutput:
+def answered(tokens: list[int], sampled_by: list[Label] | None) -> RequestOutput:
     """One step: likeliest first, and after five tokens the end."""
     place = len(tokens) - len(PROMPT)
     likely = [10 + place, 20 + place, 30 + place, EOS if place == 4 else 40 + place]
     scores = {token: Logprob(-0.5 - index) for index, token in enumerate(likely)}
     if place == 4:
         scores[EOS] = Logprob(-0.1)
-    labels = found or []
+    labels = sampled_by or []
     ended = not labels
     spans = [WeightVersionSpan(label.encode(), 0, int(label is labels[-1])) for label in labels]
     output = CompletionOutput(
@@ -49,7 +49,7 @@ def answered(tokens: list[int], found: list[Label] | None) -> RequestOutput:
         token_ids=[] if ended else [likely[0]],
         cumulative_logprob=None,
         logprobs=None if ended else [scores],
-        finish_reason="error" if found is None else "abort" if ended else "length",
+        finish_reason="error" if sampled_by is None else "abort" if ended else "length",
         weight_versions=[EpochSpan.of(span) for span in spans],
     )
     return RequestOutput(

@@ -54,17 +54,17 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list
     env = {**os.environ, "VLLM_PLUGINS": "fp8ext"}
     done = run(line, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, dict[str, list[str]]] = json.loads(out.read_text())
-    return found
+    loaded: dict[str, dict[str, list[str]]] = json.loads(out.read_text())
+    return loaded
 
 
 @pytest.mark.parametrize("settings", KEPT)
 def test_encoders_and_shapes_that_no_kernel_takes_are_kept_unless_asked_for(
     layers: dict[str, dict[str, list[str]]], settings: str
 ) -> None:
-    found = layers[settings]
-    assert set(found.get("KeptLinearMethod", [])) == KEPT[settings]
-    assert set(found["BlockFp8LinearMethod"]) == (TOWER | GATE_UP | DOWN | ATTENTION) - KEPT[settings]
+    result = layers[settings]
+    assert set(result.get("KeptLinearMethod", [])) == KEPT[settings]
+    assert set(result["BlockFp8LinearMethod"]) == (TOWER | GATE_UP | DOWN | ATTENTION) - KEPT[settings]
 
 
 def test_the_log_says_which_and_why(layers: dict[str, dict[str, list[str]]]) -> None:

@@ -192,13 +192,13 @@ def test_each_answer_tells_whether_the_engine_is_poisoned(operation: Operation) 
     calls = object.__new__(EngineCalls)
     end = SimpleNamespace(engine_ended=lambda: False)
     vars(calls).update(_client=client, _core=client.engine_core, end=end, _deadline=60.0, _heard=heard.append)
-    found = asyncio.run(outcome(calls(operation)))
+    result = asyncio.run(outcome(calls(operation)))
     assert heard == ["update u ended half-way, in place"]
     if operation is Operation.WITHDRAW:
-        assert isinstance(found, UpdateError)
-        assert found.kind == "unknown-update"
+        assert isinstance(result, UpdateError)
+        assert result.kind == "unknown-update"
     else:
-        assert found == answers[operation]
+        assert result == answers[operation]
 
 
 class Core:

@@ -40,8 +40,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(params=["plain", "hybrid"])
 def facts(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Of each of them."""
-    found: dict[str, Any] = request.getfixturevalue(request.param)
-    return found
+    result: dict[str, Any] = request.getfixturevalue(request.param)
+    return result
 
 
 def test_nobody_holds_blocks_without_requests(facts: dict[str, Any]) -> None:
@@ -106,19 +106,19 @@ def elements(facts: dict[str, Any], tokens: int) -> list[list[int]]:
 
 def test_all_steps_are_recorded(facts: dict[str, Any]) -> None:
     """The same amaxes, counts and saturated elements as were seen where K and V are written and Q comes in."""
-    found = facts["recorded"]
-    assert found["equal"]
-    assert found["elements"] == elements(facts, TOKENS + 3 * (found["steps"] - 1))
-    assert found["saturated"] == 0
+    result = facts["recorded"]
+    assert result["equal"]
+    assert result["elements"] == elements(facts, TOKENS + 3 * (result["steps"] - 1))
+    assert result["saturated"] == 0
 
 
 def test_one_step_in_three_is_recorded(facts: dict[str, Any]) -> None:
     """With scales so small that elements are saturated."""
-    found = facts["recorded some"]
-    assert found["equal"]
-    assert found["steps"] == 7
-    assert found["elements"] == elements(facts, TOKENS + 3 * 2)
-    assert found["saturated"] > 0
+    result = facts["recorded some"]
+    assert result["equal"]
+    assert result["steps"] == 7
+    assert result["elements"] == elements(facts, TOKENS + 3 * 2)
+    assert result["saturated"] > 0
 
 
 def test_what_was_taken_is_gone(facts: dict[str, Any]) -> None:

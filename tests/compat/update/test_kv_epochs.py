@@ -71,10 +71,10 @@ class Core:
         return [[Label.decode(label) for label in told.held.get(r.request_id, ())] for r in requests]
 
     def commit(self, epochs: KvEpochs, *, restart: bool = True) -> tuple[int, int]:
-        found = epochs.restart_prompts() if restart else (0, 0)
+        result = epochs.restart_prompts() if restart else (0, 0)
         epochs.end(self.label)
         self.label = LABELS[self.label.epoch + 1]
-        return found
+        return result
 
 
 @pytest.fixture

@@ -65,8 +65,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         timeout=400,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    loaded: dict[str, Any] = json.loads(out.read_text())
+    return loaded
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -84,27 +84,27 @@ def test_taken(answers: dict[str, Any]) -> None:
 
 
 def test_the_first_scales_are_in_every_copy(answers: dict[str, Any]) -> None:
-    found = answers["calibrate"]["calibrated"]
-    assert found["told"]["amax"] == {
+    result = answers["calibrate"]["calibrated"]
+    assert result["told"]["amax"] == {
         layer: {kind: [value] for kind, value in zip("qkv", amax, strict=True)}
-        for layer, amax in found["amax"].items()
+        for layer, amax in result["amax"].items()
     }
     for layer in LAYERS:
-        q, k, v = next_scales(torch.tensor(found["amax"][layer]), torch.ones(3)).tolist()
-        assert found["scales"][layer] == {"q": [q], "k": [k], "v": [v]}
-        assert found["copies"][layer] == [k, k, k, v, v, v, q, q]
-        for fit in found["told"]["fits"][layer].values():
+        q, k, v = next_scales(torch.tensor(result["amax"][layer]), torch.ones(3)).tolist()
+        assert result["scales"][layer] == {"q": [q], "k": [k], "v": [v]}
+        assert result["copies"][layer] == [k, k, k, v, v, v, q, q]
+        for fit in result["told"]["fits"][layer].values():
             assert (fit["elements"], fit["saturated"]) == (104 * 2 * 64, 0)
             assert 0.01 < math.sqrt(fit["squared_error"] / fit["squared_norm"]) < 2.0**-4
-    assert (found["told"]["source"], found["told"]["tokens"]) == ("update", 104)
-    assert not found["kept"], "samples of K and V give their memory back"
+    assert (result["told"]["source"], result["told"]["tokens"]) == ("update", 104)
+    assert not result["kept"], "samples of K and V give their memory back"
 
 
 def test_a_layer_that_caches_in_16_bits_has_no_scales(answers: dict[str, Any]) -> None:
-    found = answers["a layer in 16 bits"]["calibrated"]
-    assert list(found["scales"]) == list(found["told"]["fits"]) == [LAYERS[0], LAYERS[2]]
+    result = answers["a layer in 16 bits"]["calibrated"]
+    assert list(result["scales"]) == list(result["told"]["fits"]) == [LAYERS[0], LAYERS[2]]
     whole = answers["calibrate"]["calibrated"]["scales"]
-    assert found["scales"] == {layer: whole[layer] for layer in found["scales"]}
+    assert result["scales"] == {layer: whole[layer] for layer in result["scales"]}
 
 
 def test_heads_that_are_not_the_models_are_refused(answers: dict[str, Any]) -> None:
@@ -114,10 +114,10 @@ def test_heads_that_are_not_the_models_are_refused(answers: dict[str, Any]) -> N
 def test_prompts_in_one_pass_do_not_see_each_other(answers: dict[str, Any]) -> None:
     """The first layer's K and V are of tokens alone; later ones show what was attended to. Sums of other lengths may be
     rounded otherwise."""
-    found = answers["calibrate"]["packed"]
-    assert found["shapes"] == {layer: [[104, 4, 64], [104, 2, 64], [104, 2, 64]] for layer in LAYERS}
-    assert max(map(max, found["packed"].values())) < 1e-3
-    assert min(map(min, (found["mixed"][layer] for layer in LAYERS[1:]))) > 0.1
+    result = answers["calibrate"]["packed"]
+    assert result["shapes"] == {layer: [[104, 4, 64], [104, 2, 64], [104, 2, 64]] for layer in LAYERS}
+    assert max(map(max, result["packed"].values())) < 1e-3
+    assert min(map(min, (result["mixed"][layer] for layer in LAYERS[1:]))) > 0.1
 
 
 def layer(backend: str, dtype: str = "fp8", heads: int = 4) -> Any:

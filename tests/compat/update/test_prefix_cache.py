@@ -44,10 +44,10 @@ def made(core: Any, name: str, tokens: int = 3 * BLOCK) -> Request:
 def begun(core: Any, request: Request) -> int:
     """Schedule a request's prompt; how many of its tokens were found in the cache."""
     manager = core.scheduler.kv_cache_manager
-    blocks, found, _ = manager.get_computed_blocks(request)
-    assert manager.allocate_slots(request, request.num_tokens - found, found, blocks) is not None
+    blocks, result, _ = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, request.num_tokens - result, result, blocks) is not None
     request.num_computed_tokens = request.num_tokens
-    return int(found)
+    return int(result)
 
 
 def ended(core: Any, request: Request) -> None:
@@ -126,5 +126,5 @@ def test_no_salt_of_a_request_is_taken_for_an_epoch() -> None:
     assert _salted("mine", 0) == "mine"
     forged = _salted(None, 1)
     assert forged is not None
-    found = {_salted(salt, epoch) for salt in (None, "mine", forged, f"mine{forged}") for epoch in range(3)}
-    assert len(found) == 12
+    result = {_salted(salt, epoch) for salt in (None, "mine", forged, f"mine{forged}") for epoch in range(3)}
+    assert len(result) == 12

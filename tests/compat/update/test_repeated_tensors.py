@@ -29,8 +29,8 @@ def checkpoint(folder: Path, files: dict[str, tuple[str, ...]], index: dict[str,
 def read(folder: Path) -> dict[str, float]:
     """What a model is given, later tensors in place of earlier ones."""
     of: Any = SimpleNamespace(model=str(folder), revision=None)
-    found = DefaultModelLoader(LoadConfig()).get_all_weights(of, nn.Module())
-    return {name: float(tensor[0]) for name, tensor in found}
+    result = DefaultModelLoader(LoadConfig()).get_all_weights(of, nn.Module())
+    return {name: float(tensor[0]) for name, tensor in result}
 
 
 STALE = {"1.safetensors": ("a", "b"), "2.safetensors": ("b", "c")}

@@ -84,10 +84,10 @@ def test_it_is_attention_by_definition(
     query, key, value = qkv(tokens, groups * repeat, groups, size, value_size, dtype)
     sinks = random(groups * repeat, seed=4, dtype=dtype) if sunk else None
     scale = size**-0.5
-    found = causal_attention(query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    attended = causal_attention(query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks)
     expected = naive(query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    assert (found.shape, found.dtype) == ((tokens, groups * repeat, value_size), dtype)
-    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert (attended.shape, attended.dtype) == ((tokens, groups * repeat, value_size), dtype)
+    torch.testing.assert_close(attended.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("tokens", [1, _QUERY_ROWS - 1, _QUERY_ROWS, _QUERY_ROWS + 1, 2 * _QUERY_ROWS + 3])
@@ -105,8 +105,8 @@ def test_it_is_torchs_attention_at_any_length(tokens: int, window: int | None) -
         scale=0.2,
         enable_gqa=True,
     )
-    found = causal_attention(query, key, value, scale=0.2, window=window)
-    torch.testing.assert_close(found, expected.transpose(0, 1), rtol=2e-5, atol=2e-5)
+    attended = causal_attention(query, key, value, scale=0.2, window=window)
+    torch.testing.assert_close(attended, expected.transpose(0, 1), rtol=2e-5, atol=2e-5)
 
 
 def test_what_comes_later_is_not_seen() -> None:
@@ -123,15 +123,15 @@ def test_what_comes_later_is_not_seen() -> None:
 
 def test_a_large_sink_takes_everything() -> None:
     query, key, value = qkv(5, 2, 2, 8, 8)
-    found = causal_attention(query, key, value, scale=0.3, sinks=torch.tensor([50.0, -50.0]))
+    attended = causal_attention(query, key, value, scale=0.3, sinks=torch.tensor([50.0, -50.0]))
     plain = causal_attention(query, key, value, scale=0.3)
-    assert found[:, 0].abs().max() < 1e-10
-    torch.testing.assert_close(found[:, 1], plain[:, 1], rtol=0, atol=TOLERANCE[torch.float32])
+    assert attended[:, 0].abs().max() < 1e-10
+    torch.testing.assert_close(attended[:, 1], plain[:, 1], rtol=0, atol=TOLERANCE[torch.float32])
 
 
 def test_large_scores_do_not_overflow() -> None:
     query, key, value = qkv(8, 1, 1, 4, 4)
-    found = causal_attention(query * 1e4, key * 1e4, value, scale=1.0)
-    assert torch.isfinite(found).all()
+    attended = causal_attention(query * 1e4, key * 1e4, value, scale=1.0)
+    assert torch.isfinite(attended).all()
     best = (query[:, 0] @ key[:, 0].T).masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf).argmax(1)
-    torch.testing.assert_close(found[:, 0], value[best, 0])
+    torch.testing.assert_close(attended[:, 0], value[best, 0])

@@ -52,16 +52,16 @@ def names_and_checkpoint(family: str, folder: Path) -> tuple[Any, dict[str, Any]
 def test_a_mapper_takes_names_of_checkpoints_and_of_transformers(family: str, tmp_path: Path) -> None:
     _, own, stored = names_and_checkpoint(family, tmp_path)
     model = Mapped(orig_to_new_prefix=MAPPERS[family])
-    found = names_of_mapper(model, stored)
+    names = names_of_mapper(model, stored)
     renamed = {
         name for name in own if name not in stored and not name.startswith(("model.vision_tower", "lm_head"))
     }
     assert renamed
-    assert renamed <= found.keys()
-    assert all(found[name] in stored for name in renamed)
+    assert renamed <= names.keys()
+    assert all(names[name] in stored for name in renamed)
     back = names_of_mapper(model, own)  # from a checkpoint in transformers' names
-    assert all(back[found[name]] == name for name in renamed if found[name] in back)
-    assert {found[name] for name in renamed} <= back.keys()
+    assert all(back[names[name]] == name for name in renamed if names[name] in back)
+    assert {names[name] for name in renamed} <= back.keys()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "paligemma", "mixtral"])
@@ -70,10 +70,10 @@ def test_transformers_names_are_those_of_its_model(family: str, tmp_path: Path) 
     config.architectures = [type(FAMILIES[family]()).__name__]
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     shapes |= {name: whole.shape for name, whole in fused_experts(shapes).items()}
-    found = names_in_transformers(config, shapes)
+    names = names_in_transformers(config, shapes)
     tied = {"lm_head.weight"} if "lm_head.weight" not in stored else set()
-    assert found.keys() == own.keys() - stored.keys() - tied
-    for name, known in found.items():
+    assert names.keys() == own.keys() - stored.keys() - tied
+    for name, known in names.items():
         if known in stored:
             assert torch.equal(own[name], stored[known]), name
 
@@ -98,8 +98,8 @@ def test_a_part_of_a_name_is_undone_too() -> None:
     model = Mapped(
         orig_to_new_substr={".gate_proj.": ".w1.", "rotary.": None}, orig_to_new_prefix={"a.": "b."}
     )
-    found = names_of_mapper(model, ["b.experts.0.w1.weight"])
-    assert found == {
+    names = names_of_mapper(model, ["b.experts.0.w1.weight"])
+    assert names == {
         "a.experts.0.w1.weight": "b.experts.0.w1.weight",
         "a.experts.0.gate_proj.weight": "b.experts.0.w1.weight",
         "b.experts.0.gate_proj.weight": "b.experts.0.w1.weight",

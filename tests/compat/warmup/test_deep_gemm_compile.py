@@ -52,9 +52,9 @@ def test_processes_share_one_list(tmp_path: Path) -> None:
             for _ in range(3)
         ]
         outs = [process.communicate()[0].decode().splitlines() for process in started]
-    found = [[tuple(json.loads(line)) for line in out] for out in outs]
-    assert sorted(size for part in found for size in part) == sizes
-    assert all(part == sorted(part) for part in found)
+    result = [[tuple(json.loads(line)) for line in out] for out in outs]
+    assert sorted(size for part in result for size in part) == sizes
+    assert all(part == sorted(part) for part in result)
 
 
 def test_memory_of_a_process_is_that_of_its_largest_product() -> None:

@@ -23,11 +23,11 @@ class Kernel:
 
     def get_warmup_keys(self, *, vllm_config: Any) -> list[TritonCompileKey]:
         assert vllm_config.model_config.get_vocab_size()
-        found = []
+        collected = []
         for stride in (16, 2):
             logits: Any = TritonWarmupTensor("float32", shape=(1, 7), strides=(stride, 1))
-            found.append(TritonCompileKey(frozenset(), (("p", None), ("logits", logits))))
-        return found
+            collected.append(TritonCompileKey(frozenset(), (("p", None), ("logits", logits))))
+        return collected
 
     def compile_many(self, keys: Any) -> None:
         self.compiled += [(self.name, dict(key.inputs)["logits"].stride(0)) for key in keys]

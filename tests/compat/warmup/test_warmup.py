@@ -30,9 +30,9 @@ def test_every_width_that_a_layer_can_take(
 ) -> None:
     from vllm_fp8ext.compat.warmup.warmup import _decode_kernels
 
-    found = _decode_kernels(SimpleNamespace(route=route))  # type: ignore[arg-type]  # all that it looks at
-    assert [tokens for tokens, before in found if before] == list(quantized)
-    assert [tokens for tokens, before in found if not before] == list(inside)
+    result = _decode_kernels(SimpleNamespace(route=route))  # type: ignore[arg-type]  # all that it looks at
+    assert [tokens for tokens, before in result if before] == list(quantized)
+    assert [tokens for tokens, before in result if not before] == list(inside)
 
 
 @pytest.mark.parametrize("decode_tokens", [0, 8, 32, 60, 128])
@@ -149,9 +149,9 @@ def test_blocks_are_those_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fp8_utils, "get_device_name_as_file_name", lambda: "NVIDIA_H200")
     fp8_utils.get_w8a8_block_fp8_configs.cache_clear()
     try:
-        found = block_sizes(1536, 7168)
+        result = block_sizes(1536, 7168)
         tuned = json.loads((folder / name).read_text())
-        assert {str(count): json.loads(sizes) for count, sizes in found.items()} == tuned
+        assert {str(count): json.loads(sizes) for count, sizes in result.items()} == tuned
         assert block_sizes(1536, 7169) == {}
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         assert block_sizes(1536, 7168) == {}

@@ -16,15 +16,15 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 def values(tokens: int, heads: int, width: int, kind: str, dtype: torch.dtype, seed: int) -> Tensor:
     noise = torch.Generator().manual_seed(seed)
-    found = torch.randn(tokens, heads, width, generator=noise)
+    result = torch.randn(tokens, heads, width, generator=noise)
     if kind == "heavy":
-        found *= torch.exp(2 * torch.randn(tokens, heads, width, generator=noise))
+        result *= torch.exp(2 * torch.randn(tokens, heads, width, generator=noise))
     if kind == "zeros":
-        found *= -0.0
+        result *= -0.0
     if kind == "edge":
-        found = found.sign() * 448 * torch.randint(0, 3, found.shape, generator=noise) / 2
+        result = result.sign() * 448 * torch.randint(0, 3, result.shape, generator=noise) / 2
     limit = 448 if dtype == FP8_DTYPE else torch.finfo(dtype).max
-    return found.clamp(-limit, limit).to(dtype)
+    return result.clamp(-limit, limit).to(dtype)
 
 
 def one(tally: AmaxTally, k: Tensor, v: Tensor, q: Tensor, slots: Tensor, scale: float = 1.0) -> None:
@@ -93,13 +93,13 @@ def test_a_quantized_query_at_the_end_of_its_range_grows() -> None:
     assert seen.saturated[Q].tolist() == [2, 0]
 
 
-def assert_same(found: AmaxCounts, expected: AmaxCounts) -> None:
+def assert_same(actual: AmaxCounts, expected: AmaxCounts) -> None:
     """NaN and infinity of one head may hide each other."""
     finite = torch.isfinite(expected.amax)
-    assert torch.equal(torch.isfinite(found.amax), finite)
-    assert torch.equal(found.amax[finite], expected.amax[finite])
-    assert torch.equal(found.saturated, expected.saturated)
-    assert torch.equal(found.elements, expected.elements)
+    assert torch.equal(torch.isfinite(actual.amax), finite)
+    assert torch.equal(actual.amax[finite], expected.amax[finite])
+    assert torch.equal(actual.saturated, expected.saturated)
+    assert torch.equal(actual.elements, expected.elements)
 
 
 @st.composite
@@ -110,7 +110,7 @@ def steps(draw: st.DrawFn) -> list[tuple[Triple, Tensor, Triple]]:
     )
     dtype, q_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from((*DTYPES, FP8_DTYPE)))
     per_head = draw(st.booleans())
-    found = []
+    collected = []
     for seed in range(draw(st.integers(1, 2))):
         tokens = draw(st.sampled_from((1, 2, 31, 32, 33, 70)))
         kind = draw(st.sampled_from(("normal", "heavy", "zeros", "edge")))
@@ -125,8 +125,8 @@ def steps(draw: st.DrawFn) -> list[tuple[Triple, Tensor, Triple]]:
         slots = torch.randint(-1, 3, (tokens - draw(st.integers(0, tokens - 1)),), generator=noise)
         count = heads if per_head else 1
         scales = tuple(torch.rand(count, generator=noise) * 0.01 + 1e-3 for _ in range(3))
-        found.append(((k, v, q), slots, scales))
-    return found
+        collected.append(((k, v, q), slots, scales))
+    return collected
 
 
 def assert_kernel_is_reference(device: str, steps: list[tuple[Triple, Tensor, Triple]]) -> None:
@@ -135,18 +135,18 @@ def assert_kernel_is_reference(device: str, steps: list[tuple[Triple, Tensor, Tr
 
     heads = steps[0][0][0].shape[1]
     expected = AmaxTally(heads, torch.device("cpu"))
-    found = AmaxTally(heads, torch.device(device))
+    tally = AmaxTally(heads, torch.device(device))
     if device == "cpu":  # several programs there, too
-        found.amax_3GP, found.saturated_3GP = (
-            part.repeat(1, 1, 3) for part in (found.amax_3GP, found.saturated_3GP)
+        tally.amax_3GP, tally.saturated_3GP = (
+            part.repeat(1, 1, 3) for part in (tally.amax_3GP, tally.saturated_3GP)
         )
-        found.tokens_P = found.tokens_P.repeat(3)
+        tally.tokens_P = tally.tokens_P.repeat(3)
     for triple, slots, scales in steps:
         expected.add(triple, slots, scales)
-        found._widths = expected._widths
+        tally._widths = expected._widths
         here = tuple(_like(part, device) for part in triple)
-        kv_amax_triton.launch(found, here, slots.to(device), tuple(scale.to(device) for scale in scales))
-    assert_same(found.take(), expected.take())
+        kv_amax_triton.launch(tally, here, slots.to(device), tuple(scale.to(device) for scale in scales))
+    assert_same(tally.take(), expected.take())
 
 
 @given(steps())

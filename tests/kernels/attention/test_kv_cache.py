@@ -30,8 +30,8 @@ def one(
     amax: float, served: float = 0.125, *, margin: float = MARGIN, scale_format: ScaleFormat = "pow2"
 ) -> float:
     now = torch.tensor([served])
-    [found] = next_scales(torch.tensor([amax]), now, margin=margin, scale_format=scale_format).tolist()
-    return float(found)
+    [result] = next_scales(torch.tensor([amax]), now, margin=margin, scale_format=scale_format).tolist()
+    return float(result)
 
 
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
@@ -44,32 +44,32 @@ def test_where_nothing_is_known_the_served_scale_stays(amax: float, scale_format
 
 def test_each_scale_stays_or_changes_alone() -> None:
     served = torch.tensor([3.0, 5.0, 7.0, 9.0])
-    found = next_scales(torch.tensor([math.nan, 448.0, 0.0, 224.0]), served, margin=0.0)
-    assert found.tolist() == [3.0, 1.0, 7.0, 0.5]
+    scales = next_scales(torch.tensor([math.nan, 448.0, 0.0, 224.0]), served, margin=0.0)
+    assert scales.tolist() == [3.0, 1.0, 7.0, 0.5]
     assert served.tolist() == [3.0, 5.0, 7.0, 9.0]
 
 
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 def test_the_smallest_scale_is_a_normal_number(scale_format: ScaleFormat) -> None:
     """Kernels multiply by one over a scale, and flush subnormal numbers."""
-    found = one(SUBNORMAL, scale_format=scale_format, margin=0.0)
-    assert torch.finfo(torch.float32).tiny < found <= 2 * AMAX_FLOOR / FP8_MAX
+    result = one(SUBNORMAL, scale_format=scale_format, margin=0.0)
+    assert torch.finfo(torch.float32).tiny < result <= 2 * AMAX_FLOOR / FP8_MAX
 
 
 @given(AMAX, st.integers(0, 8))
 def test_a_power_of_two_is_the_smallest_that_holds_amax_and_margin(amax: float, margin: int) -> None:
-    found = Fraction(one(amax, margin=float(margin)))
-    mantissa, _ = math.frexp(float(found))
+    scale = Fraction(one(amax, margin=float(margin)))
+    mantissa, _ = math.frexp(float(scale))
     assert mantissa == 0.5
     wanted = Fraction(amax) * 2**margin
-    assert found * 448 >= wanted > found * 448 / 2
+    assert scale * 448 >= wanted > scale * 448 / 2
 
 
 @given(AMAX, st.integers(0, 8))
 def test_the_other_format_is_the_quotient(amax: float, margin: int) -> None:
     exact = Fraction(amax) * 2**margin / 448
-    found = Fraction(one(amax, margin=float(margin), scale_format="fp32"))
-    assert abs(found - exact) <= exact * Fraction(1, 2**24)
+    scale = Fraction(one(amax, margin=float(margin), scale_format="fp32"))
+    assert abs(scale - exact) <= exact * Fraction(1, 2**24)
 
 
 def test_by_default_values_may_double() -> None:
@@ -138,14 +138,14 @@ def test_a_code_is_the_nearest(per_head: bool) -> None:
     bits = torch.arange(256, dtype=torch.uint8)
     codes = bits.view(torch.float8_e4m3fn).double()
     codes = codes[codes.isfinite()]
-    found = quantize(values, scales).double()
+    result = quantize(values, scales).double()
     for head in range(3):
         scale = scales[head if per_head else 0].double()
         exact = values[:, head].double() / scale
         nearest = (exact[..., None] - codes).abs().amin(-1)
-        assert torch.equal((exact - found[:, head]).abs(), nearest)
+        assert torch.equal((exact - result[:, head]).abs(), nearest)
     assert torch.equal(
-        dequantize(quantize(values, scales), scales), (found * scales.double().view(-1, 1)).float()
+        dequantize(quantize(values, scales), scales), (result * scales.double().view(-1, 1)).float()
     )
 
 
@@ -158,27 +158,27 @@ def test_values_beyond_the_largest_code_become_it() -> None:
 def test_a_fit_is_summed_over_all_elements(per_head: bool) -> None:
     values, scales = values_and_scales(per_head)
     scales = scales / 4
-    found = fit(values, scales)
+    fitted = fit(values, scales)
     wide = scales.double().view(-1, 1)
     exact = values.double()
     error = quantize(values, scales).double() * wide - exact
-    assert found.elements == values.numel()
-    assert found.saturated == int((exact.abs() > 448 * wide).sum()) > 0
-    assert found.squared_error == pytest.approx(float(error.square().sum()), rel=1e-6)
-    assert found.squared_norm == pytest.approx(float(exact.square().sum()), rel=1e-6)
+    assert fitted.elements == values.numel()
+    assert fitted.saturated == int((exact.abs() > 448 * wide).sum()) > 0
+    assert fitted.squared_error == pytest.approx(float(error.square().sum()), rel=1e-6)
+    assert fitted.squared_norm == pytest.approx(float(exact.square().sum()), rel=1e-6)
 
 
 def test_scales_that_fit_lose_the_format_alone() -> None:
     values, scales = values_and_scales(per_head=True)
-    found = fit(values, scales)
-    assert found.saturated == 0
-    assert 0.01 < math.sqrt(found.squared_error / found.squared_norm) < 2.0**-4
+    fitted = fit(values, scales)
+    assert fitted.saturated == 0
+    assert 0.01 < math.sqrt(fitted.squared_error / fitted.squared_norm) < 2.0**-4
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_beyond_and_in_no_sum(value: float) -> None:
     """Sums that are no numbers can't be sent as JSON."""
     values = torch.tensor([[[1.0, 2.0, value]]])
-    found = fit(values, torch.ones(1))
-    assert (found.elements, found.saturated) == (3, 1)
-    assert (found.squared_error, found.squared_norm) == (0.0, 5.0)
+    fitted = fit(values, torch.ones(1))
+    assert (fitted.elements, fitted.saturated) == (3, 1)
+    assert (fitted.squared_error, fitted.squared_norm) == (0.0, 5.0)

@@ -70,18 +70,18 @@ def test_everything_is_the_references(
         "per head": torch.rand(heads[1], generator=noise) * 0.1 + 1e-3,
     }[scaled]
     arguments = (qkv, positions, cos_sin(size, dtype), norms, scale, *heads)
-    found = norm_rope(*(on(device, value) for value in arguments))
+    outputs = norm_rope(*(on(device, value) for value in arguments))
     expected = norm_rope_reference(*arguments)
-    assert [kernel_cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+    assert [kernel_cases.same(a, b) for a, b in zip(outputs, expected, strict=True)] == [True, True]
 
 
 def test_rows_further_apart_and_no_tokens(device: str) -> None:
     wide = hard_cases.integers(3, 6 * 64 + 48, exponent=0, dtype=torch.bfloat16, seed=3).to(device)
     qkv, table = wide[:, : 6 * 64], cos_sin(64, torch.bfloat16)
     positions = torch.tensor([5, 0, 63])
-    found = norm_rope(qkv, positions.to(device), table.to(device), None, None, 4, 1)
+    outputs = norm_rope(qkv, positions.to(device), table.to(device), None, None, 4, 1)
     expected = norm_rope_reference(qkv.cpu(), positions, table, None, None, 4, 1)
-    assert [kernel_cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+    assert [kernel_cases.same(a, b) for a, b in zip(outputs, expected, strict=True)] == [True, True]
     query, key = norm_rope(qkv[:0], positions[:0].to(device), table.to(device), None, None, 4, 1)
     assert (query.shape, key.shape) == ((0, 4, 64), (0, 1, 64))
 

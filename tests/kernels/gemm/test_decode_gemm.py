@@ -81,8 +81,8 @@ def test_a_shape_that_was_measured_in_a_layer_gets_the_config_that_was_the_faste
         for tokens in decode_gemm_configs.TOKENS
     }
     layers(n, k, 16, (192, 4, True, False))
-    found = decode_gemm_configs.choose(n, k, 16, quantized=True)
-    assert decode_gemm_configs.config_key(found, 16, k) == (192, 4, True, False)
+    result = decode_gemm_configs.choose(n, k, 16, quantized=True)
+    assert decode_gemm_configs.config_key(result, 16, k) == (192, 4, True, False)
     assert decode_gemm_configs.choose(n, k, 16, quantized=False) == alone[16], "activations that come in BF16"
     for shape in ((n, k, 32), (n + 128, k, 16)):
         assert decode_gemm_configs.choose(*shape, quantized=True) == decode_gemm_configs.fastest_alone(
@@ -115,8 +115,8 @@ def test_every_config_that_was_the_fastest_in_a_layer_is_taken() -> None:
     for case in table["cases"]:
         shape = case["n"], case["k"], case["tokens"]
         if case["config"]:
-            found = decode_gemm_configs.choose(*shape, quantized=True)
-            assert list(decode_gemm_configs.config_key(found, case["tokens"], case["k"])) == case["config"]
+            result = decode_gemm_configs.choose(*shape, quantized=True)
+            assert list(decode_gemm_configs.config_key(result, case["tokens"], case["k"])) == case["config"]
         before, after = case["layer_us"]
         assert 0 < after <= before
         assert table["runs"][case["run"]]["gpus"]
@@ -170,10 +170,10 @@ def test_a_gpu_without_room_for_a_large_cluster_takes_a_smaller_one(
     monkeypatch.setattr(decode_gemm, "_kernel", kernel)
     shape = (4096, 12288, 16)
     assert decode_gemm_configs.choose(*shape, quantized=False).splits == 16
-    found = decode_gemm._chosen.__wrapped__(*shape, "fp32", False, 0)
+    result = decode_gemm._chosen.__wrapped__(*shape, "fp32", False, 0)
     assert asked[0] == 16
-    assert found.splits == asked[-1] <= 4
-    assert found == decode_gemm_configs.choose(*shape, quantized=False, most_splits=found.splits)
+    assert result.splits == asked[-1] <= 4
+    assert result == decode_gemm_configs.choose(*shape, quantized=False, most_splits=result.splits)
 
 
 @pytest.mark.parametrize("most", decode_gemm_configs.SPLITS)
@@ -182,10 +182,12 @@ def test_a_measured_shape_takes_the_fastest_config_that_was_measured_with_so_few
         n, k, tokens = case["n"], case["k"], case["tokens"]
         measured = {tuple(kind): us for *kind, us in case["configs"] if kind[1] <= most}
         if measured:
-            found = decode_gemm_configs.fastest_alone(
+            result = decode_gemm_configs.fastest_alone(
                 n, k, tokens, quantized=case["quantized"], most_splits=most
             )
-            assert measured.get(decode_gemm_configs.config_key(found, tokens, k)) == min(measured.values()), (
+            assert measured.get(decode_gemm_configs.config_key(result, tokens, k)) == min(
+                measured.values()
+            ), (
                 n,
                 k,
                 tokens,

@@ -92,10 +92,10 @@ def test_the_operator_keeps_its_contract(dtype: torch.dtype, scale_format: Scale
 @pytest.mark.parametrize("tokens", [1, 4, 7])
 def test_room_is_laid_out_as_it_is_announced(tokens: int) -> None:
     x = torch.empty(tokens, 3)
-    found = linear.quantized_room(x, 300)
+    result = linear.quantized_room(x, 300)
     with FakeTensorMode() as mode:
         announced = linear.quantized_room(mode.from_tensor(x), 300)
-    for part, told in zip(found, announced, strict=True):
+    for part, told in zip(result, announced, strict=True):
         assert (part.shape, part.stride(), part.dtype) == (told.shape, told.stride(), told.dtype)
 
 

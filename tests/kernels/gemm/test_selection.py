@@ -31,11 +31,11 @@ def table(
 ) -> Iterator[Callable[[dict[tuple[int, int], Times]], None]]:
     """Puts measured times in place of those that this project has, and what layers were the fastest with."""
 
-    def put(found: dict[tuple[int, int], Times], layers: Sequence[dict[str, Any]] = ()) -> None:
+    def put(result: dict[tuple[int, int], Times], layers: Sequence[dict[str, Any]] = ()) -> None:
         file = tmp_path / "crossover.json"
         cases = [
             {"n": n, "k": k, "us": {m: dict(zip(KERNELS, us, strict=False)) for m, us in times.items()}}
-            for (n, k), times in found.items()
+            for (n, k), times in result.items()
         ]
         file.write_text(json.dumps({"cases": cases}))
         monkeypatch.setattr(selection, "TABLE", file)

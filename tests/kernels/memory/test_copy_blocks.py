@@ -17,8 +17,8 @@ SHAPES = ((128, 128), (256, 384), (130, 192))
 
 def quantized(device: str, scale_format: reference.ScaleFormat = "fp32") -> list[tuple[Tensor, Tensor]]:
     weights = [hard_cases.awkward(*shape, "heavy", torch.bfloat16, seed) for seed, shape in enumerate(SHAPES)]
-    found = [reference.quantize_weight(weight, scale_format) for weight in weights]
-    return [(codes.to(device), scales.to(device)) for codes, scales in found]
+    result = [reference.quantize_weight(weight, scale_format) for weight in weights]
+    return [(codes.to(device), scales.to(device)) for codes, scales in result]
 
 
 def addresses(sent: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -33,13 +33,13 @@ def rooms(sent: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 def places(sent: list[tuple[Tensor, Tensor]], within: list[Tensor] | None = None) -> list[Destination]:
     """Parts of larger codes and scales."""
-    found = []
+    collected = []
     for (codes, scales), room in zip(sent, within or rooms(sent), strict=True):
         rows, columns = codes.shape
         beside = torch.full((len(scales) + 1, scales.shape[1] + 1), 7.0, device=codes.device)
         inside = room[:rows, :columns].view(torch.float8_e4m3fn)
-        found.append(Destination(inside, beside[: len(scales), : scales.shape[1]], columns))
-    return found
+        collected.append(Destination(inside, beside[: len(scales), : scales.shape[1]], columns))
+    return collected
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])

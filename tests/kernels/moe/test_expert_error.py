@@ -46,8 +46,8 @@ def on_tensor_cores(case: hard_cases.ExpertCase, short: torch.dtype) -> Tensor:
             active = reference.quantize_activation(ACTIVATIONS["silu"](gate) * up, case.scale_format)
             down = reference.dequantize_weight(case.down[expert], case.down_scales[expert])
             parts.append(cut_product(reference.dequantize_activation(*active), down).to(short).float())
-    found = torch.cat(parts).view(TOKENS, CHOSEN, HIDDEN)
-    return (found * case.weights_MT[:, :, None]).sum(1).bfloat16()
+    result = torch.cat(parts).view(TOKENS, CHOSEN, HIDDEN)
+    return (result * case.weights_MT[:, :, None]).sum(1).bfloat16()
 
 
 @pytest.mark.parametrize("short", [torch.float32, torch.bfloat16])

@@ -12,12 +12,12 @@ from vllm_fp8ext.kernels.moe.expert_sum import expert_sum, expert_sum_reference
 def chosen(tokens: int, each: int, experts: int, kind: str, device: str) -> torch.Tensor:
     """Experts of each token, all different; `few`: the same for all; `remote`: half of them on another rank."""
     noise = torch.Generator().manual_seed(tokens)
-    found = torch.rand(tokens, experts, generator=noise).argsort(1)[:, :each].int()
+    result = torch.rand(tokens, experts, generator=noise).argsort(1)[:, :each].int()
     if kind == "few":
-        found[:] = found[:1]
+        result[:] = result[:1]
     if kind == "remote":
-        found[torch.rand(found.shape, generator=noise) < 0.5] = -1
-    return found.to(device)
+        result[torch.rand(result.shape, generator=noise) < 0.5] = -1
+    return result.to(device)
 
 
 FEW = [(1, 2, 4), (37, 8, 60), (260, 3, 5)]
@@ -36,21 +36,21 @@ def test_rows_are_the_references(
     tokens: int, each: int, experts: int, align: int, kind: str, device: str
 ) -> None:
     of = chosen(tokens, each, experts, kind, device)
-    found, expected = expert_rows(of, experts, align), expert_rows_reference(of, experts, align)
+    actual, expected = expert_rows(of, experts, align), expert_rows_reference(of, experts, align)
     used = int(expected.used)
-    assert int(found.used) == used <= capacity(of.numel(), experts, align)
-    assert torch.equal(found.slots[:used], expected.slots[:used])
+    assert int(actual.used) == used <= capacity(of.numel(), experts, align)
+    assert torch.equal(actual.slots[:used], expected.slots[:used])
     for name in ("owners", "places", "ends"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert found._fields == expected._fields
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert actual._fields == expected._fields
 
 
 @pytest.mark.parametrize("tokens", [CHUNK + 5, (_COUNTED + 1) * CHUNK // 2 + 1])
 def test_several_chunks_are_counted_before(tokens: int, device: str) -> None:
     of = chosen(tokens, 2, 7, "uniform", device)
-    found, expected = expert_rows(of.long(), 7, 64), expert_rows_reference(of, 7, 64)
+    actual, expected = expert_rows(of.long(), 7, 64), expert_rows_reference(of, 7, 64)
     for name in ("owners", "places", "ends", "used"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
 def test_capacity_is_reached_but_not_exceeded(device: str) -> None:

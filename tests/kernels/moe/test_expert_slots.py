@@ -22,10 +22,10 @@ def test_slots_of_each_expert_in_order(
     x = kernel_cases.activations(tokens, hidden, device)
     of = kernel_cases.routing(tokens, experts, each, device)[1]
     of = torch.where(of % 3 == 1, -1, of)
-    found, slots = expert_slots(x, of, experts, form)
+    result, slots = expert_slots(x, of, experts, form)
     codes, scales = reference.quantize_activation(x, form)
-    assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(found.scales, scales)
+    assert torch.equal(result.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(result.scales, scales)
     assert slots.slots.shape[1] % ROOM == 0
     for expert in range(experts):
         expected = (of.flatten() == expert).nonzero()[:, 0]
@@ -43,8 +43,8 @@ def test_an_expert_that_everything_goes_to(device: str) -> None:
 
 def test_no_slots_where_none_are_listed(device: str) -> None:
     x = kernel_cases.activations(2, 128, device)
-    found, slots = expert_slots(
+    result, slots = expert_slots(
         x, torch.zeros(2, 1, dtype=torch.int32, device=device), 4, "fp32", listed=False
     )
     assert slots.slots.shape == (4, 0)
-    assert torch.equal(found.scales, reference.quantize_activation(x, "fp32")[1])
+    assert torch.equal(result.scales, reference.quantize_activation(x, "fp32")[1])

@@ -54,8 +54,8 @@ def short_scale(amax: Tensor) -> Tensor:
     """As `triton_numerics._SCALE` does it."""
     reciprocal, largest = torch.tensor(1.0) / 448.0, torch.tensor(-448.0)
     quotient = amax * reciprocal
-    found = fma(fma(quotient, largest, amax), reciprocal, quotient)
-    return torch.where(found == found, found, quotient)
+    result = fma(fma(quotient, largest, amax), reciprocal, quotient)
+    return torch.where(result == result, result, quotient)
 
 
 def test_scales_of_every_mantissa_are_rounded_once() -> None:

@@ -109,9 +109,9 @@ def test_several_tokens_to_a_program(
 ) -> None:
     monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._LARGE_M", 1)
     gate_up = decided(hard_cases.awkward(m, 2 * k, "normal", torch.bfloat16, k), activation)
-    found = gated_quantize(gate_up.to(device), activation, scale_format)
+    quantized = gated_quantize(gate_up.to(device), activation, scale_format)
     expected = gated_quantize_reference(gate_up, activation, scale_format)
-    assert all(kernel_cases.same(*parts) for parts in zip(found, expected, strict=True))
+    assert all(kernel_cases.same(*parts) for parts in zip(quantized, expected, strict=True))
 
 
 def test_rows_may_lie_apart(device: str) -> None:

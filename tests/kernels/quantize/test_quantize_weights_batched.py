@@ -70,9 +70,9 @@ def test_the_same_places_take_other_weights(device: str) -> None:
     one, other = (hard_cases.awkward(256, 128, "heavy", torch.bfloat16, seed).to(device) for seed in (1, 2))
     place = destination(one)
     together = QuantizeBatched([place], one.dtype, "fp32")
-    found = [together.queue(addresses([weight])).cpu() for weight in (one, other, one)]
-    assert torch.equal(found[0], found[2])
-    assert not torch.equal(found[0], found[1])
+    result = [together.queue(addresses([weight])).cpu() for weight in (one, other, one)]
+    assert torch.equal(result[0], result[2])
+    assert not torch.equal(result[0], result[1])
     assert kernel_cases.same(place.codes_NK, reference.quantize_weight(one.cpu(), "fp32")[0])
 
 

@@ -60,18 +60,18 @@ def test_everything_is_the_references(
     # products with up to sqrt(k) stay finite
     weight = hard_cases.awkward(1, k, kind, dtype, seed)[0].clamp(-500, 500)
     here = x.to(device), None if residual is None else residual.to(device), weight.to(device)
-    found = rmsnorm_quantize(*here, 1e-6, scale_format, small_m=small_m)
+    quantized = rmsnorm_quantize(*here, 1e-6, scale_format, small_m=small_m)
     expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, scale_format)
-    assert [kernel_cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+    assert [kernel_cases.same(a, b) for a, b in zip(quantized, expected, strict=True)] == [True] * 3
 
 
 def test_a_token_of_zeros_stays_zero(device: str) -> None:
     x = torch.zeros(1, 200, dtype=torch.bfloat16)
     weight = torch.ones(200, dtype=torch.bfloat16)
-    found = rmsnorm_quantize(x.to(device), None, weight.to(device), 1e-6, "fp32")
+    quantized = rmsnorm_quantize(x.to(device), None, weight.to(device), 1e-6, "fp32")
     expected = rmsnorm_quantize_reference(x, None, weight, 1e-6, "fp32")
-    assert [kernel_cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
-    assert not found[0].view(torch.uint8).any()
+    assert [kernel_cases.same(a, b) for a, b in zip(quantized, expected, strict=True)] == [True] * 3
+    assert not quantized[0].view(torch.uint8).any()
 
 
 def test_rows_may_lie_apart(device: str) -> None:
@@ -79,9 +79,9 @@ def test_rows_may_lie_apart(device: str) -> None:
     x, residual = wide[:, :300], wide[:, 400:]
     weight = hard_cases.awkward(1, 300, "normal", torch.bfloat16)[0]
     there = wide.to(device)
-    found = rmsnorm_quantize(there[:, :300], there[:, 400:], weight.to(device), 1e-6, "pow2")
+    quantized = rmsnorm_quantize(there[:, :300], there[:, 400:], weight.to(device), 1e-6, "pow2")
     expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, "pow2")
-    assert [kernel_cases.same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+    assert [kernel_cases.same(a, b) for a, b in zip(quantized, expected, strict=True)] == [True] * 3
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -92,10 +92,10 @@ def test_only_the_token_with_what_is_not_finite_is_lost(device: str, value: floa
     weight = torch.ones(300, dtype=torch.bfloat16)
     expected = rmsnorm_quantize_reference(x, None, weight, 1e-6, "fp32")
     x[1, 200] = value
-    found = rmsnorm_quantize(x.to(device), None, weight.to(device), 1e-6, "fp32")
+    quantized = rmsnorm_quantize(x.to(device), None, weight.to(device), 1e-6, "fp32")
     wanted = rmsnorm_quantize_reference(x, None, weight, 1e-6, "fp32")
-    assert torch.isfinite(found[1]).tolist() == torch.isfinite(wanted[1]).tolist()
-    assert not torch.isfinite(found[1][1]).all()
+    assert torch.isfinite(quantized[1]).tolist() == torch.isfinite(wanted[1]).tolist()
+    assert not torch.isfinite(quantized[1][1]).all()
     for row in (0, 2):
-        assert kernel_cases.same(found[0][row], expected[0][row])
-        assert kernel_cases.same(found[1][row], expected[1][row])
+        assert kernel_cases.same(quantized[0][row], expected[0][row])
+        assert kernel_cases.same(quantized[1][row], expected[1][row])

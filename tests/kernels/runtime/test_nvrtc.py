@@ -20,8 +20,8 @@ def test_the_newest_comes_first_and_of_one_version_that_of_the_first_folder(tmp_
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = nvrtc_files([str(tmp_path / folder) for folder in ("b", "none", "a")])
-    assert [str(path.relative_to(tmp_path)) for path in found] == [names[1], names[0], names[3], names[2]]
+    result = nvrtc_files([str(tmp_path / folder) for folder in ("b", "none", "a")])
+    assert [str(path.relative_to(tmp_path)) for path in result] == [names[1], names[0], names[3], names[2]]
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,8 @@ def test_inputs_of_a_step(device: torch.device, count: int, padded: int, most: i
     positions = requests.computed_S[places].long()
     assert torch.equal(inputs.tokens_T[:count].long(), requests.sampled_S[places, 0])
     assert torch.equal(inputs.positions_T[:count], positions)
-    for found, old in zip(inputs[:2], before[:2], strict=True):
-        assert torch.equal(found[count:], old[count:])
+    for actual, old in zip(inputs[:2], before[:2], strict=True):
+        assert torch.equal(actual[count:], old[count:])
     assert inputs.starts_R1.tolist() == [min(at, count) for at in range(most + 1)]
     assert torch.equal(inputs.lengths_R[:count].long(), positions + 1)
     assert not inputs.lengths_R[count:].any()

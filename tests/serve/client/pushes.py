@@ -24,9 +24,9 @@ class Sharded(Tensor):
         raise AssertionError
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name])
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        actual[name].dtype == expected[name].dtype and torch.equal(actual[name], expected[name])
         for name in expected
     )
 

@@ -225,13 +225,13 @@ class Server:
             raise UpdateError("wrong-state", f"update {update.id} is {update.state}")
 
     def _complete(self, update: schema.Update) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        collected: dict[str, Tensor] = {}
         for body in self.chunks[update.id].values():
-            found |= load(body)
-        missing = sorted(self.required - found.keys())
+            collected |= load(body)
+        missing = sorted(self.required - collected.keys())
         if missing:
             raise UpdateError("incomplete", f"the update lacks {missing}", status=422, missing=missing)
-        return found
+        return collected
 
     def _weights(self) -> schema.Weights:
         return schema.Weights(
@@ -272,10 +272,10 @@ def check_digest(header: str | None, body: bytes) -> str | None:
     """As RFC 9530 says; the digest in hexadecimal."""
     if header is None:
         return None
-    [found] = re.findall(r"^sha-256=:(.*):$", header)
-    if base64.b64decode(found) != hashlib.sha256(body).digest():
+    [matches] = re.findall(r"^sha-256=:(.*):$", header)
+    if base64.b64decode(matches) != hashlib.sha256(body).digest():
         raise UpdateError("digest-mismatch", "the body is not what was hashed", status=400)
-    return base64.b64decode(found).hex()
+    return base64.b64decode(matches).hex()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -24,17 +24,17 @@ def pairs(*sizes: int) -> list[tuple[str, torch.Tensor]]:
 
 def test_buckets_are_filled_in_order_up_to_the_limit() -> None:
     limit = 100 + MARK_BYTES
-    found = list(buckets(pairs(10, 84, 1, 96, 4, 300, 5), limit))
-    assert [[part.name for part in bucket.listed] for bucket in found] == [
+    result = list(buckets(pairs(10, 84, 1, 96, 4, 300, 5), limit))
+    assert [[part.name for part in bucket.listed] for bucket in result] == [
         ["w0", "w1"],
         ["w2"],
         ["w3", "w4"],
         ["w5"],
         ["w6"],
     ]
-    assert [bucket.bytes - MARK_BYTES for bucket in found] == [100, 1, 100, 300, 5]
-    assert [part.offset for part in found[0].listed] == [0, 16]
-    assert len({bucket.mark for bucket in found}) == len(found)
+    assert [bucket.bytes - MARK_BYTES for bucket in result] == [100, 1, 100, 300, 5]
+    assert [part.offset for part in result[0].listed] == [0, 16]
+    assert len({bucket.mark for bucket in result}) == len(result)
     assert list(buckets([], limit)) == []
 
 
@@ -65,8 +65,8 @@ def test_bytes_lie_at_their_offsets_and_the_mark_behind_them() -> None:
     for name, part in zip(tensors, bucket.listed, strict=True):
         tensor = tensors[name].detach()
         assert (part.name, part.shape, f"torch.{part.dtype}") == (name, list(tensor.shape), str(tensor.dtype))
-        found = data[part.offset : part.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        assert torch.equal(found.float(), tensor.float())
+        result = data[part.offset : part.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        assert torch.equal(result.float(), tensor.float())
     assert data[-MARK_BYTES:].numpy().tobytes() == bucket.mark
 
 
@@ -81,12 +81,12 @@ def test_a_tensor_is_packed_before_the_next_one_is_asked_for() -> None:
             buffer.fill_(0xAA)
 
     limit = 2 * 48 + MARK_BYTES
-    found = []
+    collected = []
     for bucket in packed(tensors(), limit, lambda n, device: rooms[n % 2]):
         data = bucket.data()
-        found += [data[part.offset].item() for part in bucket.listed]
+        collected += [data[part.offset].item() for part in bucket.listed]
         assert all(room.data is None or room.data.numel() <= limit for room in rooms)
-    assert found == list(range(9))
+    assert collected == list(range(9))
 
 
 def test_a_room_keeps_what_is_there_when_it_grows() -> None:
@@ -116,10 +116,10 @@ def test_block_scales_stay_beside_their_codes(limit: int) -> None:
     for number in range(20):
         codes = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
         pairs += [(f"{number}.weight", codes), (f"{number}.weight_scale_inv", torch.ones(1, 1))]
-    found = [[listed.name for listed in bucket.listed] for bucket in buckets(pairs, limit)]
-    assert [name for names in found for name in names] == [name for name, _ in pairs]
-    assert len(found) > 1
-    for names in found:
+    result = [[listed.name for listed in bucket.listed] for bucket in buckets(pairs, limit)]
+    assert [name for names in result for name in names] == [name for name, _ in pairs]
+    assert len(result) > 1
+    for names in result:
         assert {name.removesuffix("_scale_inv") for name in names} <= set(names)
         assert len(names) % 2 == 0
     together = [bucket.bytes for bucket in buckets(pairs, limit) if len(bucket.listed) > 2]

@@ -19,15 +19,15 @@ def test_tensors_lie_in_few_buffers_as_they_were() -> None:
         "c": torch.arange(64, dtype=torch.float32).view(8, 8),
         "d": torch.arange(65, dtype=torch.float32),
     }
-    found = dict(in_buffers(given.items(), 512))
-    assert list(found) == list(given)
+    tensors = dict(in_buffers(given.items(), 512))
+    assert list(tensors) == list(given)
     for name, tensor in given.items():
-        assert torch.equal(found[name], tensor)
-        assert (found[name].dtype, found[name].is_contiguous()) == (tensor.dtype, True)
-    buffers = {name: tensor.untyped_storage().data_ptr() for name, tensor in found.items()}
+        assert torch.equal(tensors[name], tensor)
+        assert (tensors[name].dtype, tensors[name].is_contiguous()) == (tensor.dtype, True)
+    buffers = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     assert buffers["a"] == buffers["b"]
     assert len(set(buffers.values())) == 4, "behind a and b is no room"
-    assert all((found[name].data_ptr() - buffers[name]) % 256 == 0 for name in found)
+    assert all((tensors[name].data_ptr() - buffers[name]) % 256 == 0 for name in tensors)
 
 
 class Model(nn.Module):

@@ -36,12 +36,12 @@ def test_what_is_lent_is_copied_unless_it_is_read_at_once(
             buffer.fill_(-1)
 
     pairs = Pairs(made())
-    found = []
+    collected = []
     for group in handles.batches(pairs, limit, pairs.lent):
         assert len(group) == min(limit // 40, 6)
-        found += [tensor[0].item() for _, tensor in group]
+        collected += [tensor[0].item() for _, tensor in group]
         assert all((tensor.data_ptr() == buffer.data_ptr()) == (limit == 40) for _, tensor in group)
-    assert found == list(range(6))
+    assert collected == list(range(6))
 
 
 def test_codes_that_are_lent_stay_beside_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_an_iterable_is_advanced_by_the_caller_and_by_one_tensor_more(caller: Ca
     barrier = threading.Barrier(3, look)
     server.faults = {chunk(n): [meeting(barrier)] for n in range(3)}
     caller(server.url, "push", gathered(), chunk_bytes=40, chunks_in_flight=3)
-    assert [len(found) for found in seen] == [4]
+    assert [len(result) for result in seen] == [4]
     assert set(taken) == {threading.get_ident()}
 
 
@@ -202,8 +202,8 @@ def test_a_body_under_way_breaks_off(caller: Caller, server: Server) -> None:
     def read_late(handler: Handler) -> bool:
         read[0] += len(handler.rfile.read(1 << 20))
         assert refused.wait(SECONDS)
-        while found := handler.rfile.read1(1 << 20):
-            read[0] += len(found)
+        while result := handler.rfile.read1(1 << 20):
+            read[0] += len(result)
         over.set()
         handler.hang_up()
         return True

@@ -135,9 +135,9 @@ class Noted(np.ndarray[Any, Any]):
     copies: ClassVar[list[weakref.ref[Any]]] = []
 
     def copy(self, order: Any = "C") -> Any:
-        found = np.array(self, order=order)
-        self.copies.append(weakref.ref(found))
-        return found
+        result = np.array(self, order=order)
+        self.copies.append(weakref.ref(result))
+        return result
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])

@@ -67,9 +67,9 @@ def test_chunks() -> None:
     made = Made()
     pairs = Pairs(made)
     source = ChunkSource(tensor_parts(pairs, ["float32"], lent=pairs.lent))
-    for found in source.chunks(EACH * BYTES):
-        if isinstance(found, Work):
-            found.function()
+    for each in source.chunks(EACH * BYTES):
+        if isinstance(each, Work):
+            each.function()
     assert made.most == 1
 
 

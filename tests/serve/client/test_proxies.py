@@ -196,13 +196,13 @@ def test_a_proxy_that_cannot_be_one_is_named(
 def test_entries_of_no_proxy(monkeypatch: pytest.MonkeyPatch, exempt: str, url: str, direct: bool) -> None:
     monkeypatch.setenv("http_proxy", "proxy:3128")
     monkeypatch.setenv("no_proxy", exempt)
-    found = Proxies.of_environment().of(httpx.URL(url))
-    assert (str(found) if found else None) == (None if direct else "http://proxy:3128 (of http_proxy)")
+    result = Proxies.of_environment().of(httpx.URL(url))
+    assert (str(result) if result else None) == (None if direct else "http://proxy:3128 (of http_proxy)")
 
 
 def test_the_scheme_of_the_server_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://a")
     monkeypatch.setenv("ALL_PROXY", "http://b")
     proxies = Proxies.of_environment()
-    found = [str(proxies.of(httpx.URL(url))) for url in ("https://rollout", "http://rollout")]
-    assert found == ["http://a (of HTTPS_PROXY)", "http://b (of ALL_PROXY)"]
+    result = [str(proxies.of(httpx.URL(url))) for url in ("https://rollout", "http://rollout")]
+    assert result == ["http://a (of HTTPS_PROXY)", "http://b (of ALL_PROXY)"]

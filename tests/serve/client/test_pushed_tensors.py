@@ -42,8 +42,8 @@ def parameters() -> Pushable:
 
 def arrays() -> Pushable:
     """Of numpy, but for the one dtype that it has not."""
-    found = VALUES | IGNORED
-    return {name: value if value.dtype == torch.bfloat16 else value.numpy() for name, value in found.items()}
+    result = VALUES | IGNORED
+    return {name: value if value.dtype == torch.bfloat16 else value.numpy() for name, value in result.items()}
 
 
 @pytest.mark.parametrize("checksum", [True, False])

@@ -42,8 +42,8 @@ def as_iterable(folder: Path, tensors: dict[str, Tensor]) -> Pushable:
 
 @pytest.fixture(params=[as_file, as_dict, as_iterable])
 def make(request: pytest.FixtureRequest) -> Make:
-    found: Make = request.param
-    return found
+    result: Make = request.param
+    return result
 
 
 def puts(server: Server) -> list[str]:

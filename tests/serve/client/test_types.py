@@ -65,5 +65,5 @@ def test_signatures_are_told_and_mistakes_are_found(tmp_path: Path) -> None:
     assert checked(RIGHT, tmp_path) == ""
     lines = "".join(f"    {line}\n" for line in WRONG)
     program = f"from vllm_fp8ext.serve.client import Client\ndef wrong(client: Client) -> None:\n{lines}"
-    found = [line for line in checked(program, tmp_path).splitlines() if "error:" in line]
-    assert [line.rsplit("[")[-1].rstrip("]") for line in found] == list(WRONG.values()), found
+    matching = [line for line in checked(program, tmp_path).splitlines() if "error:" in line]
+    assert [line.rsplit("[")[-1].rstrip("]") for line in matching] == list(WRONG.values()), matching

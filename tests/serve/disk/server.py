@@ -65,14 +65,14 @@ class Ranks:
         stored = [
             StoredTensor(TensorSpec(n, tuple(shape), dtype), *place) for n, shape, dtype, *place in tensors
         ]
-        found: dict[str, list[float]] = {}
+        collected: dict[str, list[float]] = {}
         try:
             with receivers.open(source_from_dict(source), stored) as parts:
                 for rows in parts:
-                    found.setdefault(rows.stored.spec.name, []).extend(rows.values.flatten().tolist())
+                    collected.setdefault(rows.stored.spec.name, []).extend(rows.values.flatten().tolist())
         except UpdateError as error:
             return Failure.of(error, unchanged=True)
-        self.staged |= found
+        self.staged |= collected
         return StagedTensors()
 
 

@@ -116,8 +116,8 @@ def test_the_built_in_sample_has_no_perplexity() -> None:
 
 @pytest.mark.parametrize("logprob", [-1e300, -math.inf])
 def test_a_hopeless_perplexity_is_a_number_all_the_same(logprob: float) -> None:
-    found = judge(CanarySpec(PROMPTS), [result(logprob, 2)])
-    assert found is not None
-    assert math.isfinite(found)
+    actual = judge(CanarySpec(PROMPTS), [result(logprob, 2)])
+    assert actual is not None
+    assert math.isfinite(actual)
     with pytest.raises(UpdateError):
         judge(CanarySpec(PROMPTS, 1e9), [result(logprob, 2)])

@@ -84,8 +84,8 @@ def test_claims_of_codes_and_scales_need_not_be_whole(claims: dict[str, Claim], 
 def test_a_hash_is_of_the_form_in_which_a_tensor_comes() -> None:
     whole = TensorSpec(FUSED, (2, 4, 4), "bfloat16")
     for claimed, sent in ((FUSED, EXPERTS.tensors[MATRICES[1]]), (MATRICES[1], whole)):
-        [found] = claim_problems({claimed: Claim(sha256=HASH)}, [sent], EXPERTS)
-        assert found == {"kind": "wrong-form", "tensor": sent.name, "expected": claimed, "found": sent.name}
+        [listed] = claim_problems({claimed: Claim(sha256=HASH)}, [sent], EXPERTS)
+        assert listed == {"kind": "wrong-form", "tensor": sent.name, "expected": claimed, "found": sent.name}
         assert claim_problems({claimed: Claim()}, [sent], EXPERTS) == []
     assert claim_problems({FUSED: Claim(sha256=HASH)}, [whole], EXPERTS) == []
 
@@ -102,13 +102,13 @@ def test_all_problems_of_all_claims_are_told() -> None:
 
 @given(SHAPES, DTYPE_NAMES)
 def test_a_tensor_is_held_to_what_was_claimed_of_it(shape: tuple[int, ...] | None, dtype: str | None) -> None:
-    found = claim_problems({"a": Claim(shape, dtype), "b": Claim((9,), "int8")}, [SPEC], MANIFEST)
+    listed = claim_problems({"a": Claim(shape, dtype), "b": Claim((9,), "int8")}, [SPEC], MANIFEST)
     expected = []
     if shape not in (None, (4, 2)):
         expected.append(("wrong-shape", "a", list(shape or ()), [4, 2]))
     if dtype not in (None, "bfloat16"):
         expected.append(("wrong-dtype", "a", dtype, "bfloat16"))
-    assert [(p["kind"], p["tensor"], p["expected"], p["found"]) for p in found] == expected
+    assert [(p["kind"], p["tensor"], p["expected"], p["found"]) for p in listed] == expected
 
 
 def test_tensors_without_a_claim_are_not_held_to_any() -> None:

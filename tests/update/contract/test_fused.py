@@ -24,14 +24,14 @@ NAMES = {
 
 
 def specs() -> dict[str, TensorSpec]:
-    found = {"norm.weight": TensorSpec("norm.weight", (HIDDEN,), "bfloat16")}
+    result = {"norm.weight": TensorSpec("norm.weight", (HIDDEN,), "bfloat16")}
     for layer, (gate, up, down) in NAMES.items():
         for expert in range(EXPERTS):
             for matrix in (gate, up, down):
                 name = f"{layer}.experts.{expert}.{matrix}.weight"
                 shape = (HIDDEN, WIDTH) if matrix == down else (WIDTH, HIDDEN)
-                found[name] = TensorSpec(name, shape, "bfloat16")
-    return found
+                result[name] = TensorSpec(name, shape, "bfloat16")
+    return result
 
 
 MANIFEST = Manifest(specs(), frozenset(), {}, "fp32", 1)
@@ -60,8 +60,8 @@ def test_the_bytes_of_each_matrix_are_found(layer: str) -> None:
         told = [name, list(tensor.shape), "bfloat16", first, raw.numel()]
         for part, shape, dtype, start, size in taken_apart([told], MANIFEST.fused):
             assert dtype == "bfloat16"
-            found = raw[start - first : start - first + size].view(torch.bfloat16).view(shape)
-            assert torch.equal(found, single[part]), part
+            result = raw[start - first : start - first + size].view(torch.bfloat16).view(shape)
+            assert torch.equal(result, single[part]), part
     parts = [part for name in sent for part in MANIFEST.fused[name].parts]
     assert sorted(parts) == sorted(name for name in single if name.startswith(layer))
 
@@ -96,9 +96,9 @@ def test_what_can_not_be_fused(shapes: dict[str, tuple[int, ...]]) -> None:
 )
 def test_what_is_wrong_with_a_fused_tensor(shape: tuple[int, ...], dtype: str, problem: str | None) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    found = MANIFEST.problems([TensorSpec(name, shape, dtype)])
-    assert found == opening_problems({name: Claim(shape, dtype)}, MANIFEST)
-    assert [one.get("detail", one["kind"]) for one in found] == ([problem] if problem else [])
+    listed = MANIFEST.problems([TensorSpec(name, shape, dtype)])
+    assert listed == opening_problems({name: Claim(shape, dtype)}, MANIFEST)
+    assert [one.get("detail", one["kind"]) for one in listed] == ([problem] if problem else [])
 
 
 @pytest.mark.parametrize(("layout", "taken"), [(None, False), ("in_out", False), ("out_in", True)])

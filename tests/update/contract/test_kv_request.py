@@ -46,9 +46,9 @@ def provided(scales: Any, policy: str = "calibrate") -> Any:
 
 
 def test_one_number_counts_for_all_heads_and_q_may_stay() -> None:
-    found = asked(provided({"a": BOTH, "b": {"k": [1, 2], "v": [0.25], "q": [7.0, 8.0]}}, "provided"))
-    assert found.policy == "provided"
-    assert found.scales == {
+    result = asked(provided({"a": BOTH, "b": {"k": [1, 2], "v": [0.25], "q": [7.0, 8.0]}}, "provided"))
+    assert result.policy == "provided"
+    assert result.scales == {
         "a": {"q": [1.0, 2.0], "k": [0.5, 0.5], "v": [0.25, 0.25]},
         "b": {"q": [7.0, 8.0], "k": [1.0, 2.0], "v": [0.25, 0.25]},
     }
@@ -56,9 +56,9 @@ def test_one_number_counts_for_all_heads_and_q_may_stay() -> None:
 
 def test_numbers_become_what_the_device_holds() -> None:
     """So that what is told, compared and taken digests of is what is served."""
-    found = asked(provided({"a": {"k": 0.1, "v": 0.1}, "b": BOTH}, "provided")).scales
-    assert found is not None
-    assert found["a"]["k"] == [0.10000000149011612] * 2
+    result = asked(provided({"a": {"k": 0.1, "v": 0.1}, "b": BOTH}, "provided")).scales
+    assert result is not None
+    assert result["a"]["k"] == [0.10000000149011612] * 2
 
 
 @pytest.mark.parametrize("policy", ["calibrate", "history", "provided"])

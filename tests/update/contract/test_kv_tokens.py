@@ -26,8 +26,8 @@ def chosen(
 
 
 def test_an_updates_own_come_first() -> None:
-    found = chosen(OWN, RECENT, prompts=[[5]])
-    assert (found.prompts, found.source, found.count) == (OWN, "update", 4)
+    result = chosen(OWN, RECENT, prompts=[[5]])
+    assert (result.prompts, result.source, result.count) == (OWN, "update", 4)
 
 
 def test_then_those_of_the_settings() -> None:
@@ -46,9 +46,9 @@ def test_an_eighth_of_them_is_enough() -> None:
 
 def test_the_newest_have_their_say_and_no_prompt_takes_it_all() -> None:
     recent = [[1] * 1500, [2] * 1500, [3] * 1500]
-    found = chosen(None, recent, tokens=1500)
-    assert [(prompt[0], len(prompt)) for prompt in found.prompts] == [(1, PROMPT_TOKENS), (2, 476)]
-    assert found.count == 1500
+    result = chosen(None, recent, tokens=1500)
+    assert [(prompt[0], len(prompt)) for prompt in result.prompts] == [(1, PROMPT_TOKENS), (2, 476)]
+    assert result.count == 1500
 
 
 def test_no_prompt_is_longer_than_the_model_takes() -> None:

@@ -185,19 +185,21 @@ def piece(rows: tuple[int, int], origin: int, room: int, columns: tuple[int, int
     ],
 )
 def test_codes_are_taken_where_blocks_are_those_that_are_served(shape, pieces, taken) -> None:
-    found = Manifest({"w": TensorSpec("w", shape, "bfloat16")}, frozenset(), {"w": tuple(pieces)}, "fp32", 1)
-    assert found.takes_codes("w") == taken
-    assert (CODES_DTYPE in found.dtypes_of("w")) == taken
-    assert found.as_dict()["tensors"]["w"]["takes_codes"] == taken
+    manifest = Manifest(
+        {"w": TensorSpec("w", shape, "bfloat16")}, frozenset(), {"w": tuple(pieces)}, "fp32", 1
+    )
+    assert manifest.takes_codes("w") == taken
+    assert (CODES_DTYPE in manifest.dtypes_of("w")) == taken
+    assert manifest.as_dict()["tensors"]["w"]["takes_codes"] == taken
     brought = [
         TensorSpec("w", shape, CODES_DTYPE),
         TensorSpec("w_scale_inv", (2, -(-shape[1] // 128)), "float32"),
     ]
-    assert [problem["kind"] for problem in found.problems(brought)] == ([] if taken else ["wrong-dtype"])
+    assert [problem["kind"] for problem in manifest.problems(brought)] == ([] if taken else ["wrong-dtype"])
 
 
 def test_codes_and_scales_come_together() -> None:
-    found = Manifest(
+    manifest = Manifest(
         {"w": TensorSpec("w", (256, 256), "bfloat16")},
         frozenset(),
         {"w": (piece((0, 256), 0, 256),)},
@@ -205,11 +207,13 @@ def test_codes_and_scales_come_together() -> None:
         1,
     )
     codes, scales = TensorSpec("w", (256, 256), CODES_DTYPE), TensorSpec("w_scale_inv", (2, 2), "float32")
-    assert found.problems([codes]) == [{"kind": "missing-scales", "tensor": "w", "expected": "w_scale_inv"}]
-    assert [problem["kind"] for problem in found.problems([scales])] == ["unknown-tensor"]
+    assert manifest.problems([codes]) == [
+        {"kind": "missing-scales", "tensor": "w", "expected": "w_scale_inv"}
+    ]
+    assert [problem["kind"] for problem in manifest.problems([scales])] == ["unknown-tensor"]
     beside = [replace(codes, dtype="bfloat16"), scales]
-    assert [problem["kind"] for problem in found.problems(beside)] == ["unknown-tensor"]
-    assert found.problems([codes, replace(scales, shape=(1, 2))]) == [
+    assert [problem["kind"] for problem in manifest.problems(beside)] == ["unknown-tensor"]
+    assert manifest.problems([codes, replace(scales, shape=(1, 2))]) == [
         {"kind": "wrong-shape", "tensor": "w_scale_inv", "expected": [2, 2], "found": [1, 2]}
     ]
 
@@ -220,10 +224,10 @@ def test_what_lies_in_one_parameter_is_completed() -> None:
         name: (ShardSlice(0, target, (12, 2), ((0, 4), (0, 2)), (0, 0), False, "bfloat16"),)
         for name, target in zip("qkvo", ("qkv", "qkv", "qkv", "o"), strict=True)
     }
-    found = Manifest(names, frozenset(), pieces, "fp32", 1)
-    assert found.completed(["k", "o"]) == set("qkvo")
-    assert found.completed(["n", "unknown"]) == {"n"}
-    assert found.completed([]) == set()
+    manifest = Manifest(names, frozenset(), pieces, "fp32", 1)
+    assert manifest.completed(["k", "o"]) == set("qkvo")
+    assert manifest.completed(["n", "unknown"]) == {"n"}
+    assert manifest.completed([]) == set()
 
 
 def test_targets_of_one_name_on_two_ranks_are_not_one_parameter() -> None:

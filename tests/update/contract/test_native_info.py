@@ -54,8 +54,11 @@ def told(**more: Any) -> dict[str, Any]:
 
 
 def test_tensors_as_they_are_announced() -> None:
-    found = announced(told(packed=True))
-    assert (found.specs, found.wire) == ([TensorSpec("a", (2, 3), "bfloat16")], {"packed": True})
+    announcement = announced(told(packed=True))
+    assert (announcement.specs, announcement.wire) == (
+        [TensorSpec("a", (2, 3), "bfloat16")],
+        {"packed": True},
+    )
 
 
 @pytest.mark.parametrize(

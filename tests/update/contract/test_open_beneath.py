@@ -43,9 +43,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def descriptor(folder: Path) -> Iterator[int]:
-    found = os.open(folder, os.O_PATH)
-    yield found
-    os.close(found)
+    result = os.open(folder, os.O_PATH)
+    yield result
+    os.close(result)
 
 
 def content(descriptor: int) -> str:
@@ -67,10 +67,10 @@ def test_what_lies_beneath_is_opened(folder: Path, descriptor: int) -> None:
     assert content(open_real(str(folder), str(folder / "deep" / "file"), os.O_RDONLY)) == "inside"
     assert content(open_real("/", str(folder / "deep" / "file"), os.O_RDONLY)) == "inside"
     for path in (str(folder), "/"):
-        found = open_real(path, path, os.O_RDONLY)
-        assert sorted(os.listdir(found)) == sorted(os.listdir(path))
-        assert not os.get_inheritable(found)
-        os.close(found)
+        result = open_real(path, path, os.O_RDONLY)
+        assert sorted(os.listdir(result)) == sorted(os.listdir(path))
+        assert not os.get_inheritable(result)
+        os.close(result)
     assert open_descriptors() == before
 
 

@@ -65,9 +65,9 @@ def test_what_the_library_writes_is_read(
 ) -> None:
     values = {name: torch.ones(shape).to(dtype) for name, (dtype, shape) in tensors.items()}
     content = save(values, metadata)
-    found = parsed(content)
-    assert sorted(stored.spec.name for stored in found) == sorted(tensors)
-    for stored in found:
+    result = parsed(content)
+    assert sorted(stored.spec.name for stored in result) == sorted(tensors)
+    for stored in result:
         dtype, shape = tensors[stored.spec.name]
         name = str(dtype).removeprefix("torch.")
         assert stored.spec == TensorSpec(stored.spec.name, tuple(shape), name)
@@ -261,12 +261,12 @@ def test_every_beginning_of_a_file_is_refused() -> None:
 def only_refused(content: bytes) -> None:
     """Read, or refused: never another exception; what is read covers the file."""
     try:
-        found = parsed(content)
+        result = parsed(content)
     except UpdateError as error:
         str(error).encode()
         return
     (header,) = struct.unpack("<Q", content[:8])
-    assert sum(stored.size for stored in found) == len(content) - 8 - header
+    assert sum(stored.size for stored in result) == len(content) - 8 - header
 
 
 @given(st.binary(max_size=80))

@@ -123,9 +123,9 @@ def test_what_finishing_raises_is_the_result() -> None:
 
     jobs = Jobs(Ranks([done(1)]))
     jobs.start(flow(finish=broken))
-    found = jobs.poll(1)
-    assert isinstance(found, Failure)
-    assert (found.kind, found.status) == ("internal", 500)
+    result = jobs.poll(1)
+    assert isinstance(result, Failure)
+    assert (result.kind, result.status) == ("internal", 500)
 
 
 def test_a_result_is_told_once() -> None:

@@ -46,8 +46,8 @@ class Story:
                 pass
         if isinstance(result, Failure):
             raise result.error
-        [found] = done
-        return found
+        [actual] = done
+        return actual
 
     def preparing(self, asked: KvRequest, done: list[ScaleSet]) -> Flow[Done]:
         """What an update does beside: `done` gets the scales."""
@@ -66,9 +66,9 @@ class Story:
         return self.kv.exchanged(found, keep=keep, cached=cached)
 
     def update(self, told: Any = None, **how: Any) -> ScaleSet:
-        found = self.prepare(told)
-        self.commit(found, **how)
-        return found
+        result = self.prepare(told)
+        self.commit(result, **how)
+        return result
 
     @property
     def device(self) -> dict[str, Any]:
@@ -132,11 +132,11 @@ def test_an_update_is_calibrated_with_its_own_prompts() -> None:
     start = story()
     start.core.factor("b", "v", 4.0)
     before = start.device
-    found = start.prepare(TOKENS)
+    result = start.prepare(TOKENS)
     assert start.device == before, "nothing is served before the commit"
     assert start.kv.describe(0) == start.kv.served.summary(0) | NOTHING_YET
-    start.commit(found)
-    assert (found.policy, found.source, found.tokens, found.epoch) == ("calibrate", "update", 3, 1)
+    start.commit(result)
+    assert (result.policy, result.source, result.tokens, result.epoch) == ("calibrate", "update", 3, 1)
     expected = scales(a=FIT, b=FIT)
     expected["b"]["v"] = [4 * FIT]
     assert start.device == expected == start.kv.served.scales
@@ -156,8 +156,8 @@ def test_what_was_served_last_counts_once_there_is_enough() -> None:
     start = story()
     assert start.update().source == "built-in"
     start.core.recent = [[2] * 10]
-    found = start.update()
-    assert (found.source, found.tokens) == ("recent", 10)
+    result = start.update()
+    assert (result.source, result.tokens) == ("recent", 10)
     assert start.device == scales(a=2.0**-6, b=2.0**-6)
 
 
@@ -170,9 +170,9 @@ def test_a_layer_of_which_nothing_is_known_keeps_its_scale(
     start.core.factor("a", "k", value)
     start.core.factor("a", "v", 2.0)
     with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
-        found = start.update(TOKENS)
+        result = start.update(TOKENS)
     assert start.device["a"] == {"q": [FIT], "k": [FIT], "v": [2 * FIT]}
-    report = found.layers["a"]["k"]
+    report = result.layers["a"]["k"]
     assert all(map(math.isfinite, report.values())), "it is sent as JSON"
     assert report["saturated_fraction"] == (value != 0.0)
     assert ("K of a is beyond" in caplog.text) == (value != 0.0)
@@ -181,12 +181,12 @@ def test_a_layer_of_which_nothing_is_known_keeps_its_scale(
 def test_the_largest_of_all_ranks_counts() -> None:
     start = story(ranks=2)
     start.core.factor("a", "k", 8.0, rank=1)
-    found = start.update(TOKENS)
-    assert found.scales["a"]["k"] == [8 * FIT]
+    result = start.update(TOKENS)
+    assert result.scales["a"]["k"] == [8 * FIT]
     for rank in start.core.fleet:
         assert rank.kv is not None
-        assert rank.kv.scales.served() == found.scales
-    assert found.layers["a"]["k"]["headroom"] == 1.0
+        assert rank.kv.scales.served() == result.scales
+    assert result.layers["a"]["k"]["headroom"] == 1.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -194,9 +194,9 @@ def test_each_head_has_its_own_on_whatever_rank_it_is(ranks: int) -> None:
     start = story(ranks=ranks, per_head=True)
     for rank in range(ranks // 2, ranks) if ranks > 1 else ():
         start.core.factor("a", "k", 4.0, rank=rank)
-    found = start.update(TOKENS)
-    assert found.scales["a"]["k"] == ([FIT, FIT] if ranks == 1 else [FIT, 4 * FIT])
-    assert found.scales["a"]["v"] == [FIT, FIT]
+    result = start.update(TOKENS)
+    assert result.scales["a"]["k"] == ([FIT, FIT] if ranks == 1 else [FIT, 4 * FIT])
+    assert result.scales["a"]["v"] == [FIT, FIT]
     assert start.update(
         {"policy": "provided", "scales": {n: {"k": [1.0, 2.0], "v": 4.0} for n in NAMES}}
     ).scales["b"] == {"q": [FIT, FIT], "k": [1.0, 2.0], "v": [4.0, 4.0]}
@@ -210,12 +210,12 @@ def test_the_trainers_scales_are_served_and_tried_on_tokens(caplog: pytest.LogCa
     told = {"policy": "provided", "scales": {"a": {"k": 2.0**-7, "v": 0.1}, "b": {"k": 1.0, "v": 1.0}}}
     start.core.recent = [[7, 1, 1] * 4]
     with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
-        found = start.update(told)
-    assert (found.policy, found.source, found.tokens) == ("provided", "trainer", 12)
+        result = start.update(told)
+    assert (result.policy, result.source, result.tokens) == ("provided", "trainer", 12)
     assert start.device["a"]["k"] == [2.0**-7]
-    assert start.device["a"]["v"] == [float(torch.tensor(0.1))] == found.scales["a"]["v"]
-    assert found.layers["a"]["k"]["saturated_fraction"] == pytest.approx(1 / 3)
-    assert found.layers["a"]["k"]["headroom"] == -1.0
+    assert start.device["a"]["v"] == [float(torch.tensor(0.1))] == result.scales["a"]["v"]
+    assert result.layers["a"]["k"]["saturated_fraction"] == pytest.approx(1 / 3)
+    assert result.layers["a"]["k"]["headroom"] == -1.0
     assert (
         "0.333 of K of a is beyond the largest FP8 code with scales from trainer; more than 0.3"
         in caplog.text
@@ -239,13 +239,13 @@ def test_static_for_one_update_keeps_what_is_served() -> None:
 def test_a_rollback_brings_the_scales_back_and_another_takes_them_away() -> None:
     start = story()
     before, first = start.device, start.kv.served
-    found = start.update(TOKENS)
+    result = start.update(TOKENS)
     after = start.device
     assert after != before
     start.commit(None)
     assert (start.device, start.kv.served) == (before, first)
     start.commit(None)
-    assert (start.device, start.kv.served) == (after, found)
+    assert (start.device, start.kv.served) == (after, result)
 
 
 def test_an_update_that_is_given_up_changes_nothing() -> None:
@@ -267,9 +267,9 @@ def history(**how: Any) -> Story:
 def recorded(start: Story, amax: float) -> float:
     """The scale of an update after this was written into the cache, times 448."""
     start.core.record(amax)
-    found = start.update()
-    assert (found.policy, found.source) == ("history", "history")
-    return found.scales["a"]["k"][0] * 448
+    result = start.update()
+    assert (result.policy, result.source) == ("history", "history")
+    return result.scales["a"]["k"][0] * 448
 
 
 def test_history_is_the_largest_of_so_many_commits() -> None:
@@ -355,8 +355,8 @@ def test_of_a_history_nothing_is_known_about_fit() -> None:
 def test_what_running_requests_keep_is_rewritten() -> None:
     start = story()
     first = start.device["a"]["k"][0]
-    found = start.prepare(TOKENS)
-    assert start.commit(found, keep=True) is False
+    result = start.prepare(TOKENS)
+    assert start.commit(result, keep=True) is False
     ratio = first / FIT
     assert start.core.rescaled == [({n: {"k": [ratio], "v": [ratio]} for n in NAMES}, [[3, 4]])]
     told = start.kv.describe(1)
@@ -370,8 +370,8 @@ def test_what_running_requests_keep_is_rewritten() -> None:
 def test_nothing_is_rewritten_where_nothing_is_kept_or_nothing_changes(keep: bool, same: bool) -> None:
     start = story()
     start.update(TOKENS)
-    found = start.prepare({"policy": "static"} if same else None)
-    assert start.commit(found, keep=keep) is False
+    result = start.prepare({"policy": "static"} if same else None)
+    assert start.commit(result, keep=keep) is False
     assert start.commit(None, keep=False) is False
     assert start.core.rescaled == []
     assert "kv.rescale" not in start.core.called
@@ -392,9 +392,9 @@ def test_nothing_cached_changes_with_the_scale_of_queries(
     start = story()
     sent = {layer: {**kinds} for layer, kinds in start.kv.served.scales.items()}
     sent["b"][kind] = [2 * value for value in sent["b"][kind]]
-    found = start.prepare({"policy": "provided", "scales": sent})
-    recompute = start.commit(found, keep=True, cached=cached)
-    assert start.device == found.scales == sent
+    result = start.prepare({"policy": "provided", "scales": sent})
+    recompute = start.commit(result, keep=True, cached=cached)
+    assert start.device == result.scales == sent
     assert recompute is (cached_otherwise and cached == "recompute")
     assert ("kv.rescale" in start.core.called) is (cached_otherwise and cached == "rescale")
 
@@ -402,12 +402,12 @@ def test_nothing_cached_changes_with_the_scale_of_queries(
 def test_it_is_computed_again_when_it_can_not_be_rewritten(caplog: pytest.LogCaptureFixture) -> None:
     start = story(ranks=2)
     start.core.problem = RuntimeError("a layout that nobody knows")
-    found = start.prepare(TOKENS)
+    result = start.prepare(TOKENS)
     with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
-        assert start.commit(found, keep=True) is True
+        assert start.commit(result, keep=True) is True
     assert "computed again" in caplog.text
     assert "a layout that nobody knows" in caplog.text
-    assert start.device == found.scales
+    assert start.device == result.scales
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_scales_that_can_not_be_exchanged_take_the_weights_back(
 ) -> None:
     """In place there is nothing to take back, and nobody knows what half-changed scales are."""
     start = story()
-    found = start.prepare(TOKENS)
+    actual = start.prepare(TOKENS)
     rank = start.core.fleet[0]
     shadow: Any = rank.shadow
     swaps: list[None] = []
@@ -436,8 +436,8 @@ def test_scales_that_can_not_be_exchanged_take_the_weights_back(
     assert start.kv.served.scales == before
     shadow.weight_swap.broken = False
     start.prepare(TOKENS)
-    start.commit(found)
-    assert start.device == found.scales
+    start.commit(actual)
+    assert start.device == actual.scales
 
 
 class _Fails:

@@ -53,8 +53,8 @@ def test_what_differs_from_its_claim_is_refused_and_told_once() -> None:
     session = opened(claims=claims)
     brought = [TensorSpec("b", (4, 1), "bfloat16"), *specs("ac")]
     error = refused(lambda: session.receive("0", brought, 10))
-    found = [(p["kind"], p["tensor"], p["expected"]) for p in error.details["problems"]]
-    assert found == [("wrong-shape", "b", [4, 2]), ("wrong-dtype", "a", "float16")]
+    result = [(p["kind"], p["tensor"], p["expected"]) for p in error.details["problems"]]
+    assert result == [("wrong-shape", "b", [4, 2]), ("wrong-dtype", "a", "float16")]
     session.receive("0", [TensorSpec("a", (4, 2), "float16"), *specs("c")], 10)
 
 

@@ -70,11 +70,11 @@ def test_the_quantization_error_is_relative() -> None:
     session.staged("1", [], {"c": (1000.0, 1.0)})
     session.receive("1", specs("c"), 10)
     session.staged("1", [], {"c": (16.0, 300.0)})
-    found = session.quantization_error
-    assert found is not None
-    assert found["relative"] == pytest.approx((25 / 400) ** 0.5)
-    assert found["mean"] == pytest.approx((0.3 + (16 / 300) ** 0.5) / 2)
-    assert (found["max"], found["worst"]) == (pytest.approx(0.3), "a")
+    result = session.quantization_error
+    assert result is not None
+    assert result["relative"] == pytest.approx((25 / 400) ** 0.5)
+    assert result["mean"] == pytest.approx((0.3 + (16 / 300) ** 0.5) / 2)
+    assert (result["max"], result["worst"]) == (pytest.approx(0.3), "a")
 
 
 def test_without_quantized_tensors_there_is_no_quantization_error() -> None:

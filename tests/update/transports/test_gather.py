@@ -65,16 +65,18 @@ def test_everything_comes_whole_and_in_order(way: str, of: Shapes, apart: set[st
     data, tensors, stored = body(of)
     gather = Gather(CPU, ROOM)
     schedule = gather.copy_schedule(stored, apart)
-    found: dict[str, Tensor] = {}
+    collected: dict[str, Tensor] = {}
     together = set()
     for part in gather.copy_groups(read(data, read_items(schedule), way), schedule):
         for rows in (part,) if isinstance(part, TensorRows) else part:
             name = rows.stored.spec.name
-            found[name] = torch.cat([found[name], rows.values]) if name in found else rows.values.clone()
+            collected[name] = (
+                torch.cat([collected[name], rows.values]) if name in collected else rows.values.clone()
+            )
         if isinstance(part, ResidentTensors):
             together |= {where.spec.name for where in part.tensors}
-    assert list(found) == list(tensors)
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert list(collected) == list(tensors)
+    assert all(torch.equal(collected[name], tensors[name]) for name in tensors)
     assert together == {name for name in tensors if name not in apart and tensors[name].nbytes <= ROOM}
 
 

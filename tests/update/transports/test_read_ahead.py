@@ -22,7 +22,7 @@ SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 @st.composite
 def files(draw: st.DrawFn) -> list[StoredTensor]:
     """Tensors of a file, which may leave holes and need not be aligned."""
-    found: list[StoredTensor] = []
+    collected: list[StoredTensor] = []
     position = draw(st.integers(0, 9))
     for index in range(draw(st.integers(0, 8))):
         dtype = draw(st.sampled_from(sorted(SIZES)))
@@ -35,9 +35,9 @@ def files(draw: st.DrawFn) -> list[StoredTensor]:
             )
         )
         size = torch.Size(shape).numel() * SIZES[dtype]
-        found.append(StoredTensor(TensorSpec(f"w{index}", shape, dtype), position, size))
+        collected.append(StoredTensor(TensorSpec(f"w{index}", shape, dtype), position, size))
         position += size + draw(st.sampled_from((0, 0, 0, 1, 50)))
-    return found
+    return collected
 
 
 def content(tensors: list[StoredTensor]) -> bytes:
@@ -60,7 +60,7 @@ def test_all_rows_come_once_in_order(
     def fill(buffer: memoryview, start: int) -> None:
         buffer[:] = file[start : start + len(buffer)]
 
-    found: dict[str, list[bytes]] = {}
+    collected: dict[str, list[bytes]] = {}
     rows_of: dict[str, int] = {}
     for rows in ReadAhead(CPU, readers, buffers, size).read(ordered, fill):
         assert isinstance(rows, TensorRows)
@@ -71,11 +71,11 @@ def test_all_rows_come_once_in_order(
         assert rows.first == rows_of.get(spec.name, 0)
         rows_of[spec.name] = rows.first + (len(rows.values) if spec.shape else 1)
         assert rows.last == (rows_of[spec.name] == (spec.shape[0] if spec.shape else 1))
-        found.setdefault(spec.name, []).append(raw(rows))
-    assert list(found) == [stored.spec.name for stored in ordered]
+        collected.setdefault(spec.name, []).append(raw(rows))
+    assert list(collected) == [stored.spec.name for stored in ordered]
     for stored in tensors:
         expected = file[stored.start : stored.start + stored.size]
-        assert b"".join(found[stored.spec.name]) == expected
+        assert b"".join(collected[stored.spec.name]) == expected
 
 
 @given(files(), st.integers(1, 3000))
@@ -160,10 +160,10 @@ def test_buffers_are_filled_ahead_and_only_when_they_are_free() -> None:
 
 def test_what_a_read_raises_comes_in_the_place_of_its_rows() -> None:
     fills = Fills(failing=4)
-    found = []
+    collected = []
     with pytest.raises(ValueError, match="span 4"):
-        found.extend(rows.first for rows in ReadAhead(CPU, 2, 3, 400).read([ROWS], fills))
-    assert found == [0, 100, 200, 300]
+        collected.extend(rows.first for rows in ReadAhead(CPU, 2, 3, 400).read([ROWS], fills))
+    assert collected == [0, 100, 200, 300]
     begun = list(fills.begun)
     assert fills.ended == len(begun) < 10
     time.sleep(0.02)

@@ -33,8 +33,8 @@ WEIGHTS = {
 }
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
-    return found.dtype == expected.dtype and torch.equal(found, expected)
+def same(actual: Tensor, expected: Tensor) -> bool:
+    return actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
 @pytest.fixture

@@ -31,12 +31,12 @@ WEIGHT = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("form", ["fp32", "pow2"])
 def test_they_are_those_of_the_server(form) -> None:
     norm = torch.ones(256)
-    found = list(quantized([("w", WEIGHT), ("norm", norm), ("other", norm)], layout(form)))
+    result = list(quantized([("w", WEIGHT), ("norm", norm), ("other", norm)], layout(form)))
     codes, scales = reference.quantize_weight(WEIGHT.bfloat16(), form)
-    assert [name for name, _ in found] == ["w", "w_scale_inv", "norm", "other"]
-    assert torch.equal(found[0][1].view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(found[1][1], scales)
-    assert found[2][1] is norm
+    assert [name for name, _ in result] == ["w", "w_scale_inv", "norm", "other"]
+    assert torch.equal(result[0][1].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(result[1][1], scales)
+    assert result[2][1] is norm
 
 
 def test_what_one_of_several_servers_does_not_take_is_left() -> None:
@@ -73,8 +73,8 @@ def test_scales_come_right_after_their_weights_wherever_they_are_stored(tmp_path
     names = [["a.weight", "b.weight"], ["b.weight_scale_inv", "a.weight_scale_inv", "c"]]
     for file, held in enumerate(names):
         save_file({name: torch.ones(1) for name in held}, tmp_path / f"{file}.safetensors")
-    found = [name for name, _ in stored(tmp_path)]
-    assert found == ["a.weight", "a.weight_scale_inv", "b.weight", "b.weight_scale_inv", "c"]
+    result = [name for name, _ in stored(tmp_path)]
+    assert result == ["a.weight", "a.weight_scale_inv", "b.weight", "b.weight_scale_inv", "c"]
 
 
 def test_every_dtype_is_read_as_the_safetensors_library_reads_it(tmp_path: Path) -> None:
@@ -87,11 +87,11 @@ def test_every_dtype_is_read_as_the_safetensors_library_reads_it(tmp_path: Path)
         for dtype in dtypes
     }
     save_file(tensors | {"none": torch.empty(0, 3), "one": torch.tensor(2.0)}, tmp_path / "all.safetensors")
-    found, wanted = dict(stored(tmp_path, "cpu")), load_file(tmp_path / "all.safetensors")
-    assert found.keys() == wanted.keys()
+    actual, wanted = dict(stored(tmp_path, "cpu")), load_file(tmp_path / "all.safetensors")
+    assert actual.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        raw = (value.reshape(-1).view(torch.uint8) for value in (found[name], tensor))
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape)
+        raw = (value.reshape(-1).view(torch.uint8) for value in (actual[name], tensor))
         assert torch.equal(*raw)
 
 

@@ -55,9 +55,9 @@ def test_what_was_sent_as_one_is_judged_as_one(right: bool) -> None:
         )
         for n, name in enumerate(("gate", "up"))
     }
-    found = hashlib.sha256(both.view(torch.uint8).numpy().tobytes()).hexdigest()
-    expected = found if right else "0" * 64
+    result = hashlib.sha256(both.view(torch.uint8).numpy().tobytes()).hexdigest()
+    expected = result if right else "0" * 64
     checksums = Checksums({"fused": (expected, ["gate", "up"])})
     assert checksums.problem(halves["gate"]) is None
-    wrong = {"kind": "sha256-mismatch", "tensor": "fused", "expected": expected, "found": found}
+    wrong = {"kind": "sha256-mismatch", "tensor": "fused", "expected": expected, "found": result}
     assert checksums.problem(halves["up"]) == (None if right else wrong)

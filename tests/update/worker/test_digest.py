@@ -126,24 +126,24 @@ def test_digests_of_a_checkpoint_are_those_of_its_fused_matrices(
 ) -> None:
     """q, k and v have 96, 48 and 48 rows: one matrix of 192 rows, in which two blocks of rows span several of
     them."""
-    found = checkpoint_digests(save(tmp_path / "model", weights))
-    assert list(found) == sorted(weights)
-    assert all(list(ranks) == ["0"] for ranks in found.values())
+    digests = checkpoint_digests(save(tmp_path / "model", weights))
+    assert list(digests) == sorted(weights)
+    assert all(list(ranks) == ["0"] for ranks in digests.values())
     codes, scales = reference.quantize_weight(torch.cat([weights[name] for name in QKV]))
-    assert [found[name]["0"] for name in QKV] == [
+    assert [digests[name]["0"] for name in QKV] == [
         sha(codes[:96], scales[:1]),
         sha(codes[96:144], scales),
         sha(codes[144:], scales[1:]),
     ]
     gate, up = (f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
     codes, scales = reference.quantize_weight(torch.cat([weights[gate], weights[up]]))
-    assert found[gate]["0"] == sha(codes[:96], scales[:1])
-    assert found[up]["0"] == sha(codes[96:], scales)
+    assert digests[gate]["0"] == sha(codes[:96], scales[:1])
+    assert digests[up]["0"] == sha(codes[96:], scales)
     for part in ("self_attn.o_proj", "mlp.down_proj"):
         name = f"layers.0.{part}.weight"
-        assert found[name]["0"] == sha(*reference.quantize_weight(weights[name]))
+        assert digests[name]["0"] == sha(*reference.quantize_weight(weights[name]))
     for name in ("embed_tokens.weight", "layers.0.input_layernorm.weight", "layers.0.self_attn.q_proj.bias"):
-        assert found[name]["0"] == sha(weights[name])
+        assert digests[name]["0"] == sha(weights[name])
 
 
 @pytest.mark.parametrize("files", [1, 3, 10])
@@ -413,16 +413,16 @@ def test_each_matrix_of_an_expert_has_blocks_of_its_own_without_a_manifest() -> 
     shapes = [(96, 64), (96, 64), (64, 96)] * 2
     specs = [TensorSpec(name, shape, "bfloat16") for name, shape in zip(names, shapes, strict=True)]
     router = TensorSpec("model.layers.0.mlp.gate.weight", (4, 64), "bfloat16")
-    found = default_manifest([*specs, router]).pieces
+    result = default_manifest([*specs, router]).pieces
     for name, shape in zip(names, shapes, strict=True):
-        (piece,) = found[name]
+        (piece,) = result[name]
         assert (piece.target, piece.target_shape, piece.origin, piece.quantized) == (
             name,
             shape,
             (0, 0),
             True,
         )
-    assert not found[router.name][0].quantized
+    assert not result[router.name][0].quantized
 
 
 @pytest.fixture
@@ -475,12 +475,12 @@ def values() -> dict[str, Tensor]:
 
 def codes_of(values: dict[str, Tensor], scale_format: ScaleFormat = "fp32") -> dict[str, Tensor]:
     """The same as codes and scales, in DeepSeek's layout, and scales of the KV cache."""
-    found = {"layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}
+    result = {"layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}
     for name, tensor in values.items():
-        found[name] = tensor
+        result[name] = tensor
         if tensor.dim() == 2:
-            found[name], found[f"{name}_scale_inv"] = reference.quantize_weight(tensor, scale_format)
-    return found
+            result[name], result[f"{name}_scale_inv"] = reference.quantize_weight(tensor, scale_format)
+    return result
 
 
 @pytest.mark.parametrize("given", [False, True], ids=("alone", "manifest"))
@@ -494,13 +494,13 @@ def test_codes_have_the_digests_of_the_values_that_they_were_made_of(
 
 
 def test_codes_are_what_is_digested(tmp_path: Path, values: dict[str, Tensor]) -> None:
-    found = codes_of(values)
-    before = checkpoint_digests(save(tmp_path / "before", found))
+    codes = codes_of(values)
+    before = checkpoint_digests(save(tmp_path / "before", codes))
     name = "layers.0.mlp.down_proj.weight"
-    found[f"{name}_scale_inv"][1, 1] *= 2
-    after = checkpoint_digests(save(tmp_path / "after", found))
+    codes[f"{name}_scale_inv"][1, 1] *= 2
+    after = checkpoint_digests(save(tmp_path / "after", codes))
     assert [changed for changed in before if before[changed] != after[changed]] == [name]
-    assert after[name]["0"] == sha(found[name], found[f"{name}_scale_inv"])
+    assert after[name]["0"] == sha(codes[name], codes[f"{name}_scale_inv"])
 
 
 @pytest.mark.parametrize(
@@ -519,17 +519,17 @@ def test_codes_are_what_is_digested(tmp_path: Path, values: dict[str, Tensor]) -
 def test_codes_that_could_not_be_served_are_refused(
     tmp_path: Path, values: dict[str, Tensor], change: Any, kind: str, said: str
 ) -> None:
-    found = codes_of(values)
+    result = codes_of(values)
     name = "layers.0.self_attn.o_proj.weight"
-    change(found[name], found[f"{name}_scale_inv"])
+    change(result[name], result[f"{name}_scale_inv"])
     with pytest.raises(UpdateError, match=said) as caught:
-        checkpoint_digests(save(tmp_path / "model", found))
+        checkpoint_digests(save(tmp_path / "model", result))
     assert (caught.value.kind, caught.value.status) == (kind, 422)
 
 
 def test_codes_without_scales_are_refused(tmp_path: Path, values: dict[str, Tensor]) -> None:
-    found = codes_of(values)
-    del found["layers.0.self_attn.o_proj.weight_scale_inv"]
+    codes = codes_of(values)
+    del codes["layers.0.self_attn.o_proj.weight_scale_inv"]
     with pytest.raises(UpdateError, match="o_proj") as caught:
-        checkpoint_digests(save(tmp_path / "model", found))
+        checkpoint_digests(save(tmp_path / "model", codes))
     assert caught.value.kind == "missing-scales"

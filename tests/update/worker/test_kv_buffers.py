@@ -33,10 +33,10 @@ def kv(here: dict[str, Any]) -> KvScaleBuffers:
 
 
 def everything(here: dict[str, Any], kv: KvScaleBuffers) -> list[Any]:
-    found: list[Any] = [copies(layer, kind) for layer in here.values() for kind in NAMES]
+    result: list[Any] = [copies(layer, kind) for layer in here.values() for kind in NAMES]
     staged = [kv.staged(name, kind).tolist() for name in here for kind in NAMES]
     return [
-        found,
+        result,
         staged,
         kv.served(),
         kv.fingerprint(shadow=False),
@@ -55,8 +55,8 @@ def test_an_exchange_changes_every_copy_and_moves_none(here: dict[str, Any], kv:
     kv.swap()
     for name, value in (("a", 0.5), ("b", TENTH)):
         for kind in NAMES:
-            found = copies(here[name], kind)
-            assert (found.device, found.number, found.host) == (
+            result = copies(here[name], kind)
+            assert (result.device, result.number, result.host) == (
                 value,
                 value,
                 None if kind == "q" else value,
@@ -222,6 +222,6 @@ def test_each_rank_serves_its_heads_and_all_of_them_make_the_whole(world_size: i
 
 def test_digests_are_over_little_endian_fp32() -> None:
     values = [0.5, TENTH]
-    found = scale_digests({"a": {"k": values}})
-    assert found == {"a": {"k": hashlib.sha256(struct.pack("<2f", *values)).hexdigest()}}
-    assert scale_digests({"a": {"k": [0.5, 0.1 + 1e-8]}}) != found
+    digests = scale_digests({"a": {"k": values}})
+    assert digests == {"a": {"k": hashlib.sha256(struct.pack("<2f", *values)).hexdigest()}}
+    assert scale_digests({"a": {"k": [0.5, 0.1 + 1e-8]}}) != digests

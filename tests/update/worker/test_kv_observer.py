@@ -59,8 +59,8 @@ def test_numbers_are_spread_over_the_heads_of_all_ranks() -> None:
     kv = KvScaleBuffers(layers("a", heads=GROUPS), {"a": share}, device=CPU)
     observer = KvObserver(per_head=True)
     observer.see("a", *qkv())
-    found = observer.amax(kv.spread)["a"]["k"]
-    assert [value is None for value in found] == [True, True, False, False, True, True]
+    result = observer.amax(kv.spread)["a"]["k"]
+    assert [value is None for value in result] == [True, True, False, False, True, True]
 
 
 def test_a_model_without_such_layers() -> None:
@@ -72,9 +72,9 @@ def test_what_is_not_finite_is_told() -> None:
     q, k, v = qkv()
     k[3, 1, 2], v[299, 0, 0] = math.inf, math.nan
     observer.see("a", q, k, v)
-    found = observer.amax(alone)["a"]
-    assert found["k"] == [math.inf]
-    assert math.isnan(found["v"][0] or 0.0)
+    result = observer.amax(alone)["a"]
+    assert result["k"] == [math.inf]
+    assert math.isnan(result["v"][0] or 0.0)
 
 
 @pytest.mark.parametrize("tokens", [1, SAMPLE_TOKENS, SAMPLE_TOKENS + 1, 1000])
@@ -89,13 +89,13 @@ def test_a_sample_of_all_tokens_is_kept(tokens: int) -> None:
     v.zero_()
     kv = KvScaleBuffers(layers("a"), {}, device=CPU)
     kv.stage({"a": {"q": [1.0], "k": [2.0**-7], "v": [2.0**-9]}})
-    found: Any = observer.fits(kv)
-    assert found.keys() == {"a"}
-    assert found["a"].keys() == {"k", "v"}
+    result: Any = observer.fits(kv)
+    assert result.keys() == {"a"}
+    assert result["a"].keys() == {"k", "v"}
     assert len(sampled["k"]) <= SAMPLE_TOKENS
-    assert found["a"]["k"] == vars(fit(sampled["k"], torch.tensor([2.0**-7])))
-    assert found["a"]["v"] == vars(fit(sampled["v"], torch.tensor([2.0**-9])))
-    assert found["a"]["k"] != found["a"]["v"]
+    assert result["a"]["k"] == vars(fit(sampled["k"], torch.tensor([2.0**-7])))
+    assert result["a"]["v"] == vars(fit(sampled["v"], torch.tensor([2.0**-9])))
+    assert result["a"]["k"] != result["a"]["v"]
 
 
 def test_a_fit_is_that_of_the_shadows_scales() -> None:

@@ -94,8 +94,8 @@ def test_pieces_say_where_everything_goes(device: str) -> None:
         "norm": ShardSlice(1, "norm", (WIDTH,), ((0, WIDTH),), (0,), quantized=False, dtype="bfloat16"),
         "scale": ShardSlice(1, "scale", (), (), (), quantized=False, dtype="bfloat16"),
     }
-    found = traced(Model(device), SPECS, "qkv", "down")
-    assert found == {**{name: (piece,) for name, piece in expected.items()}, "rotary.inv_freq": ()}
+    result = traced(Model(device), SPECS, "qkv", "down")
+    assert result == {**{name: (piece,) for name, piece in expected.items()}, "rotary.inv_freq": ()}
 
 
 def test_tracing_loads_nothing() -> None:
@@ -272,11 +272,11 @@ def test_each_matrix_of_an_expert_is_a_target_of_its_own() -> None:
     pieces = load_trace(model.load_weights, parts, specs, quantized=frozenset(parts), rank=1)
     for expert in range(4):
         for kind, (rows, columns) in shapes.items():
-            found = pieces[f"{expert}.{kind}"]
+            result = pieces[f"{expert}.{kind}"]
             if expert < 2:
-                assert not found
+                assert not result
                 continue
-            (piece,) = found
+            (piece,) = result
             assert (piece.target, piece.target_shape) == (f"{kind}[{expert - 2}]", (rows, columns))
             assert (piece.source, piece.origin) == (((0, rows), (0, columns)), (0, 0))
 

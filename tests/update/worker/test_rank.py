@@ -103,8 +103,8 @@ def test_larger_tensors_than_buffers_are_staged_bit_for_bit(
         "c": (tensors["c"], tensors[scale_name("c")]),
     }
     for name, pair in expected.items():
-        for found, wanted in zip((targets[name].codes, targets[name].scales), pair, strict=True):
-            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        for actual, wanted in zip((targets[name].codes, targets[name].scales), pair, strict=True):
+            assert torch.equal(actual.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(rank.shadow.stager.plain["norm"], tensors["norm"])
     whole = quantize_weight.quantize_weight(tensors["w"], *quantize_weight.empty_like(tensors["w"]), "fp32")
     assert result.errors.keys() == {"w"}
@@ -117,8 +117,8 @@ def test_everything_wrong_is_told_by_tensor(rank: Rank, tensors: dict[str, Tenso
     tensors[scale_name("c")][-1, 0] = -1.0
     written(tensors, file)
     result = staged(rank, file, 1, {"w": sha(tensors["w"]), "c": "0" * 64})
-    found = {(problem["kind"], problem["tensor"]) for problem in result.problems}
-    assert found == {("sha256-mismatch", "c"), ("non-finite", "w"), ("wrong-scales", "c")}
+    actual = {(problem["kind"], problem["tensor"]) for problem in result.problems}
+    assert actual == {("sha256-mismatch", "c"), ("non-finite", "w"), ("wrong-scales", "c")}
 
 
 def test_another_ranks_codes_are_hashed_here_and_staged_nowhere(

@@ -148,8 +148,8 @@ def test_whatever_a_loader_writes_is_exchanged_and_digested(
     assert served.send(session, "0", late) == []
     assert served.commit(session) is None
     live = served.live
-    found = {EMBED: live.embed.weight, "scalar": live.scalar, "steps": live.steps, "gain": live.gain}
-    assert all(torch.equal(found[name], late[name]) for name in late)
+    result = {EMBED: live.embed.weight, "scalar": live.scalar, "steps": live.steps, "gain": live.gain}
+    assert all(torch.equal(result[name], late[name]) for name in late)
     folder = tmp_path / "late"
     folder.mkdir()
     save_file(late, folder / "model.safetensors")

@@ -110,8 +110,8 @@ def contents(staged: Stager) -> list[Tensor]:
 
 def one_by_one(sent: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, tuple[float, float]]]:
     staged = stager()
-    found = {name: stage(staged, name, tensor).only() for name, tensor in sent.items()}
-    return contents(staged), found
+    result = {name: stage(staged, name, tensor).only() for name, tensor in sent.items()}
+    return contents(staged), result
 
 
 def batch(
@@ -133,14 +133,14 @@ def test_everything_comes_to_where_it_comes_one_by_one() -> None:
         staged.reset()
         sent = tensors(seed=seed)
         expected, told = one_by_one(sent)
-        found, rest = batch(staged, bucket(sent))
+        result, rest = batch(staged, bucket(sent))
         assert [stored.spec.name for stored in rest.tensors] == ["left", "right"]
         for rows in rest:
-            found[rows.stored.spec.name] = stage(staged, rows.stored.spec.name, rows.values).only()
+            result[rows.stored.spec.name] = stage(staged, rows.stored.spec.name, rows.values).only()
         assert same(contents(staged), expected)
-        assert found.keys() == told.keys()
+        assert result.keys() == told.keys()
         for name, pair in told.items():
-            assert found[name] == pytest.approx(pair, rel=1e-3), name
+            assert result[name] == pytest.approx(pair, rel=1e-3), name
 
 
 def test_prepared_tensors_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,21 +148,21 @@ def test_prepared_tensors_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch)
     expected, told = one_by_one(sent)
     staged.prepare_batches([stored.spec for stored in bucket(sent).tensors], torch.device("cpu"))
     monkeypatch.setattr(staged._plans, "_made", lambda _: pytest.fail("planned once more"))
-    found, rest = batch(staged, bucket(dict(reversed(sent.items()))))
+    result, rest = batch(staged, bucket(dict(reversed(sent.items()))))
     for rows in rest:
         stage(staged, rows.stored.spec.name, rows.values)
     assert same(contents(staged), expected)
-    assert found.keys() == told.keys() - {"left"}
-    assert all(found[name] == pytest.approx(told[name], rel=1e-3) for name in found)
+    assert result.keys() == told.keys() - {"left"}
+    assert all(result[name] == pytest.approx(told[name], rel=1e-3) for name in result)
 
 
 def test_other_tensors_than_prepared_ones_are_planned() -> None:
     staged, names = stager(), ("k", "norm", "embed")
     staged.prepare_batches([stored.spec for stored in bucket(tensors(*names)).tensors], torch.device("cpu"))
-    found, _ = batch(staged, bucket(tensors(*names, k=torch.float32)))
-    assert list(found) == ["norm", "embed"]
-    found, _ = batch(staged, bucket(tensors("k", "embed")))
-    assert list(found) == ["k", "embed"]
+    result, _ = batch(staged, bucket(tensors(*names, k=torch.float32)))
+    assert list(result) == ["norm", "embed"]
+    result, _ = batch(staged, bucket(tensors("k", "embed")))
+    assert list(result) == ["k", "embed"]
 
 
 class Nearby(Receivers):
@@ -217,13 +217,13 @@ def taken(sent: dict[str, Tensor], nearby: type[Nearby] = Nearby) -> tuple[list[
 
 def coded(sent: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     """The same with these as codes, which come before their scales."""
-    found = {}
+    collected = {}
     for name, tensor in sent.items():
         codes, scales = reference.quantize_weight(tensor, "fp32") if name in names else (tensor, None)
-        found[name] = codes
+        collected[name] = codes
         if scales is not None:
-            found[f"{name}_scale_inv"] = scales
-    return found
+            collected[f"{name}_scale_inv"] = scales
+    return collected
 
 
 @pytest.mark.parametrize("nearby", [Nearby, Brought])
@@ -231,15 +231,15 @@ def test_codes_and_their_scales_come_beside_other_tensors(nearby: type[Nearby]) 
     sent = tensors()
     expected, told = one_by_one(sent)
     for names in ((), ("q",), ("q", "k", "down")):
-        found, result = taken(coded(sent, *names), nearby)
-        assert same(found, expected)
+        actual, result = taken(coded(sent, *names), nearby)
+        assert same(actual, expected)
         assert not result.problems
         assert result.errors.keys() == {name for name in told if told[name][1]} - set(names)
 
 
 def test_codes_come_by_their_addresses_too() -> None:
-    found, _ = batch(stager(), bucket(coded(tensors("q", "down"), "q", "down")))
-    assert {"q", "q_scale_inv", "down", "down_scale_inv"} <= found.keys()
+    result, _ = batch(stager(), bucket(coded(tensors("q", "down"), "q", "down")))
+    assert {"q", "q_scale_inv", "down", "down_scale_inv"} <= result.keys()
     alone = coded(tensors("q"), "q")
     del alone["q_scale_inv"]
     _, rest = batch(stager(), bucket(alone))
@@ -267,11 +267,11 @@ def test_codes_or_scales_that_can_not_be_served(spoil: Callable[[Tensor, Tensor]
 
 def test_other_dtypes_odd_addresses_and_excluded_ones_are_left() -> None:
     sent = tensors(k=torch.float32, norm=torch.float16)
-    found, rest = batch(stager(), bucket(sent), {"q"})
-    assert list(found) == ["down", "embed", "scalar"]
+    result, rest = batch(stager(), bucket(sent), {"q"})
+    assert list(result) == ["down", "embed", "scalar"]
     assert {stored.spec.name for stored in rest.tensors} == {"q", "k", "left", "right", "norm"}
-    found, rest = batch(stager(), bucket(tensors(), gap=4))
-    assert (found, len(rest.tensors)) == ({}, len(SENT))
+    result, rest = batch(stager(), bucket(tensors(), gap=4))
+    assert (result, len(rest.tensors)) == ({}, len(SENT))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -279,8 +279,8 @@ def test_other_dtypes_odd_addresses_and_excluded_ones_are_left() -> None:
 def test_what_is_not_finite_is_told_of_its_tensor(name: str) -> None:
     sent = tensors(*{"scalar", "norm", name})
     sent[name].view(-1)[-1] = float("nan")
-    found, _ = batch(stager(), bucket(sent))
-    wrong = [name for name, verdict in found.items() if isinstance(verdict, NonFiniteError)]
+    result, _ = batch(stager(), bucket(sent))
+    wrong = [name for name, verdict in result.items() if isinstance(verdict, NonFiniteError)]
     assert wrong == [name]
 
 
@@ -288,8 +288,8 @@ def test_what_another_rank_serves_is_nothing_to_look_at() -> None:
     staged = stager()
     sent = tensors("down", "norm")
     sent["down"][:, :128] = float("nan")
-    found, _ = batch(staged, bucket(sent))
-    assert not any(isinstance(verdict, NonFiniteError) for verdict in found.values())
+    result, _ = batch(staged, bucket(sent))
+    assert not any(isinstance(verdict, NonFiniteError) for verdict in result.values())
 
 
 def test_a_low_rate_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,12 +297,12 @@ def test_a_low_rate_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch
     sent, staged, sizes = tensors("q", "k", "left", "norm"), stager(), list[int]()
     limiter = RateLimiter(1e9, lambda: sizes.append(1))
     begun = time.monotonic()
-    found, rest = batch(staged, bucket(sent), (), limiter)
+    result, rest = batch(staged, bucket(sent), (), limiter)
     spent = time.monotonic() - begun
     for rows in rest:
         stage(staged, rows.stored.spec.name, rows.values)
     assert same(contents(staged), one_by_one(sent)[0])
-    assert len(found) == len(sent) - 1
+    assert len(result) == len(sent) - 1
     assert len(sizes) == 2 + 1  # three blocks, and the copies
     assert spent >= (3 * 128 * 128 * 2 + 64 * 2) / 1e9
 

@@ -288,8 +288,8 @@ def test_codes_that_can_not_be_served(spoil, error: type[Exception], match: str)
 
 def cuts(data: st.DataObject, rows: int, unit: int = 1) -> list[tuple[int, int]]:
     """Ranges of rows that make the whole, in order."""
-    found = data.draw(st.sets(st.integers(1, max(1, (rows - 1) // unit)), max_size=6), label="cuts")
-    inner = sorted(cut * unit for cut in found if cut * unit < rows)
+    result = data.draw(st.sets(st.integers(1, max(1, (rows - 1) // unit)), max_size=6), label="cuts")
+    inner = sorted(cut * unit for cut in result if cut * unit < rows)
     return list(pairwise([0, *inner, rows]))
 
 
@@ -432,15 +432,15 @@ def test_each_tensor_gets_its_own_verdict() -> None:
     stager.stage(StagingInput("d", codes, scales=scales), table)
     stager.stage(StagingInput("norm", torch.ones(4)), table)
     stager.stage(StagingInput("other", torch.tensor([1.0, torch.nan, 2.0, 3.0])), table)
-    found = table.verdicts()
+    result = table.verdicts()
     for name in ("a", "c"):
-        error, norm = found[name]
+        error, norm = result[name]
         assert 0 < error < norm
         assert norm == pytest.approx(weights[name].double().square().sum().item(), rel=1e-5)
-    assert isinstance(found["b"], NonFiniteError)
-    assert isinstance(found["d"], ScaleError)
-    assert found["norm"] == (0.0, 0.0)
-    assert isinstance(found["other"], NonFiniteError)
+    assert isinstance(result["b"], NonFiniteError)
+    assert isinstance(result["d"], ScaleError)
+    assert result["norm"] == (0.0, 0.0)
+    assert isinstance(result["other"], NonFiniteError)
 
 
 def test_nothing_staged_has_no_verdicts() -> None:

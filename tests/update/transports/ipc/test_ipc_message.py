@@ -16,10 +16,10 @@ def described(**more: Any) -> dict[str, Any]:
 
 
 def test_starts_count_through_all_allocations() -> None:
-    found = ipc_tensor(SOURCE, **described())
-    assert (found.start, found.size, found.spec.shape) == (1000, 64, (4, 8))
-    found = ipc_tensor(SOURCE, **described(allocation=0, offset=10, dtype="float8_e4m3fn"))
-    assert (found.start, found.size) == (10, 32)
+    tensor = ipc_tensor(SOURCE, **described())
+    assert (tensor.start, tensor.size, tensor.spec.shape) == (1000, 64, (4, 8))
+    tensor = ipc_tensor(SOURCE, **described(allocation=0, offset=10, dtype="float8_e4m3fn"))
+    assert (tensor.start, tensor.size) == (10, 32)
     assert ipc_tensor(SOURCE, **described(shape=[0, 8], offset=64)).size == 0
 
 

@@ -36,10 +36,10 @@ def test_buckets_are_those_of_vllm(sizes: list[int], bucket: int) -> None:
 
 def test_tensors_that_come_one_by_one_are_received_together() -> None:
     specs = [TensorSpec(str(n), (size,), "uint8") for n, size in enumerate((10, 20, 30, 40))]
-    found = [
+    result = [
         (parts, [spec.name for spec in some]) for parts, some in batches(specs, [10, 20, 30, 40], None, 60)
     ]
-    assert found == [([10, 20, 30], ["0", "1", "2"]), ([40], ["3"])]
+    assert result == [([10, 20, 30], ["0", "1", "2"]), ([40], ["3"])]
     assert [parts for parts, _ in batches(specs, [10, 20, 30, 40], 25, 1000)] == [[30], [30], [40]]
 
 
@@ -61,9 +61,9 @@ def test_a_tensor_behind_an_odd_one_is_moved_behind_all() -> None:
 
 def test_a_source_comes_back_from_json() -> None:
     source = native_source(INIT, 3, "gloo", 1.0, [16, 4])
-    found = source_from_dict(source.as_dict())
-    assert isinstance(found, NativeSource)
-    assert found == source
+    result = source_from_dict(source.as_dict())
+    assert isinstance(result, NativeSource)
+    assert result == source
 
 
 def test_an_id_is_read_without_unpickling() -> None:

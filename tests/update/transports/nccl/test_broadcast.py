@@ -108,9 +108,9 @@ def nobody_waits_any_more() -> Iterator[None]:
 
 @pytest.fixture
 def trainer() -> Iterator[Trainer]:
-    found = Trainer()
-    yield found
-    found.group.close()
+    result = Trainer()
+    yield result
+    result.group.close()
 
 
 @pytest.fixture
@@ -126,12 +126,12 @@ def received(receiver: BroadcastReceiver, trainer: Trainer, **tensors: Tensor) -
     """Broadcast tensors and compare what came; the address of the rank's buffer."""
     source, listed, data = trainer.announce(**tensors)
     with trainer.sending(data), torch.inference_mode(), receiver.receive(source, wanted) as bucket:
-        found = {tensor.spec.name: bucket.read(tensor) for tensor in listed}
-        assert list(found) == list(tensors)
+        result = {tensor.spec.name: bucket.read(tensor) for tensor in listed}
+        assert list(result) == list(tensors)
         for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name].float(), tensor.float())
-        return min(tensor.data_ptr() for tensor in found.values())
+            assert result[name].dtype == tensor.dtype
+            assert torch.equal(result[name].float(), tensor.float())
+        return min(tensor.data_ptr() for tensor in result.values())
 
 
 def refused(

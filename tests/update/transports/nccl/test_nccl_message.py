@@ -20,10 +20,10 @@ def described(**more: Any) -> dict[str, Any]:
 
 
 def test_a_tensor_lies_where_it_is_said_to() -> None:
-    found = broadcast_tensor(SOURCE, **described())
-    assert (found.start, found.size, found.spec.shape) == (0, 100, (5, 10))
-    found = broadcast_tensor(SOURCE, **described(dtype="float8_e4m3fn", offset=1, shape=[99]))
-    assert (found.start, found.size) == (1, 99)
+    tensor = broadcast_tensor(SOURCE, **described())
+    assert (tensor.start, tensor.size, tensor.spec.shape) == (0, 100, (5, 10))
+    tensor = broadcast_tensor(SOURCE, **described(dtype="float8_e4m3fn", offset=1, shape=[99]))
+    assert (tensor.start, tensor.size) == (1, 99)
     assert broadcast_tensor(SOURCE, **described(shape=[0, 8], offset=100)).size == 0
 
 
