@@ -58,7 +58,7 @@ class KvScalesSummary(BaseModel):
     fit: dict[str, WorstFit] | None = Field(description="Of `k` and `v`; null when nothing was looked at.")
     traffic: dict[str, WorstTraffic] | None = Field(
         None,
-        description="With `history`, of `k` and `v` that were written before the last update with the scales of then.",
+        description="With `history`, of `k` and `v` that were written before the last update, with the previous scales.",
     )
     rescaled: Rescaled | None = Field(
         None, description="With running requests that kept their K and V, when scales changed."

@@ -80,8 +80,8 @@ PROMPTS = [[1, 2, 3]]
 
 @pytest.mark.parametrize("silent", [[], [result()]], ids=["one rank", "a rank without logits"])
 def test_perplexity_is_that_of_a_rank_with_logits(silent: list[CanaryScore]) -> None:
-    sung = result(-2 * math.log(7.0), 2)
-    for results in ([sung, *silent], [*silent, sung], [sung, sung, *silent]):
+    scored = result(-2 * math.log(7.0), 2)
+    for results in ([scored, *silent], [*silent, scored], [scored, scored, *silent]):
         assert judge(CanarySpec(PROMPTS), results) == pytest.approx(7.0)
 
 

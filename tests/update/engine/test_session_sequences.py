@@ -124,7 +124,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule()
     def prepared(self) -> None:
-        """The canary, begun when everything was here, has sung; chunks may have arrived since."""
+        """The canary, begun when everything was here, has ended; chunks may have arrived since."""
         if self.checked is None:
             return
         arrivals, revision = self.checked
@@ -134,8 +134,8 @@ class AnySequence(RuleBasedStateMachine):
             self.state = "prepared"
 
     @rule(key=st.sampled_from("012"), late=st.booleans())
-    def sing(self, key: str, late: bool) -> None:
-        """As a client would finish an update; `late`: a chunk comes, and is staged, while the canary sings."""
+    def finish_canary(self, key: str, late: bool) -> None:
+        """As a client would finish an update; `late`: a chunk comes, and is staged, while the canary runs."""
         self.fill(key)
         self.check(1)
         if late:

@@ -66,8 +66,8 @@ def attend(model: nn.Module, after: Callable[[], None]) -> None:
             module.after = after
 
 
-def recited(model: Model, prompts: list[list[int]]) -> tuple[CanaryScore, int]:
-    """The result, and how often the recital paused."""
+def scored(model: Model, prompts: list[list[int]]) -> tuple[CanaryScore, int]:
+    """The result, and how often the scoring paused."""
     pauses: list[None] = []
     result = score_prompts(model, prompts, CPU, attend, lambda: pauses.append(None))
     return result, len(pauses)
@@ -88,18 +88,18 @@ def direct(model: Model, prompts: list[list[int]]) -> float:
 @given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=20), min_size=1, max_size=4))
 def test_log_probabilities_are_those_of_the_prompts_own_tokens(prompts: list[list[int]]) -> None:
     model = Model()
-    result, _ = recited(model, prompts)
+    result, _ = scored(model, prompts)
     assert result.logprob == pytest.approx(direct(model, prompts), rel=1e-5)
     assert result.tokens == sum(len(prompt) - 1 for prompt in prompts)
     assert result.finite is True
 
 
 def test_a_prompt_of_one_token_says_nothing() -> None:
-    assert recited(Model(), [[3]])[0] == CanaryScore(logprob=0.0, tokens=0, finite=True)
+    assert scored(Model(), [[3]])[0] == CanaryScore(logprob=0.0, tokens=0, finite=True)
 
 
 def test_a_rank_without_logits_has_no_tokens() -> None:
-    result, _ = recited(Model(silent=True), [[1, 2, 3]])
+    result, _ = scored(Model(silent=True), [[1, 2, 3]])
     assert result == CanaryScore(logprob=0.0, tokens=0, finite=True)
 
 
@@ -110,16 +110,16 @@ def test_a_hidden_state_that_is_not_finite_is_told(value: float, silent: bool) -
     model = Model(silent=silent)
     with torch.no_grad():
         model.embed.weight[7, 3] = value
-    result, _ = recited(model, [[1, 2], [3, 7]])
+    result, _ = scored(model, [[1, 2], [3, 7]])
     assert (result.finite, result.logprob) == (False, 0.0)
-    assert recited(model, [[1, 2], [3, 4]])[0].finite
+    assert scored(model, [[1, 2], [3, 4]])[0].finite
 
 
 def test_logits_that_are_not_finite_are_told() -> None:
     model = Model()
     with torch.no_grad():
         model.head.bias[9] = math.nan
-    assert recited(model, [[1, 2]])[0] == CanaryScore(logprob=0.0, tokens=1, finite=False)
+    assert scored(model, [[1, 2]])[0] == CanaryScore(logprob=0.0, tokens=1, finite=False)
 
 
 @given(st.lists(st.integers(2, 3000), min_size=1, max_size=3), st.integers(1, 20))
@@ -152,13 +152,13 @@ def test_pauses_are_counted_in_layers_and_tokens(lengths: list[int], layers: int
     other = Model(layers)
     with torch.no_grad():
         other.head.bias.fill_(math.nan)
-    assert recited(other, prompts)[1] == len(slices)
+    assert scored(other, prompts)[1] == len(slices)
 
 
 @pytest.mark.parametrize(("length", "layers"), [(64, 8), (1024, 8), (2048, 4), (4096, 2), (16384, 1)])
 def test_longer_prompts_are_cut_finer(length: int, layers: int) -> None:
     prompt = [token % VOCABULARY for token in range(length)]
-    assert recited(Model(16), [prompt])[1] == 16 // layers + 1
+    assert scored(Model(16), [prompt])[1] == 16 // layers + 1
 
 
 class Listened(nn.Module):

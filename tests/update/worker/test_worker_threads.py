@@ -70,7 +70,7 @@ def test_what_is_left_to_do_waits_until_the_lane_is_quiet(threads: WorkerThreads
     assert over.wait(PATIENCE)
     assert order == ["next", "after"]
     threads.start("a", 3, dict)
-    assert threads.take_result(3, PATIENCE) == {}, "the lane goes on"
+    assert threads.take_result(3, PATIENCE) == {}, "the thread goes on"
     assert order == ["next", "after"], "once"
 
 
@@ -103,7 +103,7 @@ def test_what_is_left_to_do_is_waited_for_whoever_does_it(threads: WorkerThreads
         order.append("after")
 
     threads.start("a", 1, dict, after)
-    assert begun.wait(PATIENCE), "the lane is quiet, and has begun"
+    assert begun.wait(PATIENCE), "the thread is quiet, and has begun"
     threading.Timer(0.05, go.set).start()
     threads.run_cleanups()
     assert order == ["after"]
@@ -148,8 +148,8 @@ def test_threads_take_short_turns_while_a_lane_works(threads: WorkerThreads) -> 
         assert told.acquire(timeout=PATIENCE)
     assert sys.getswitchinterval() == pytest.approx(TURN_SECONDS)
     go.set()
-    for lane in "ab":  # a lane is at its next job once it is done with the one before
-        threads.start(lane, 3 + ord(lane), dict, over.release)
+    for name in "ab":  # a thread is at its next job once it is done with the one before
+        threads.start(name, 3 + ord(name), dict, over.release)
         assert over.acquire(timeout=PATIENCE)
     until = time.monotonic() + PATIENCE
     while sys.getswitchinterval() != usual and time.monotonic() < until:
