@@ -127,9 +127,8 @@ def attention(device: str) -> dict[str, Callable[[], object]]:
     """What a layer's attention does around FlashAttention, and around vLLM's kernel that caches K and V."""
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import ForwardContext, override_forward_context
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-    from vllm_fp8ext.compat.speed import decode_attention, decode_prefill_split
+    from vllm_fp8ext.compat.speed import decode_attention
     from vllm_fp8ext.kernels.attention.decode_attention import DecodeAttention
     from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
@@ -154,20 +153,8 @@ def attention(device: str) -> dict[str, Callable[[], object]]:
         requests * blocks, BLOCK, kv_heads, 2 * size, dtype=torch.uint8, device=device
     ).transpose(1, 2)
     table = torch.arange(requests * blocks, dtype=torch.int32, device=device).view(requests, blocks)
-    steps = {}
-    for name, single in (("prompts", 0), ("prompts beside requests that decode", DECODING)):
-        count = single + 1
-        steps[name] = metadata = FlashAttentionMetadata(
-            num_actual_tokens=tokens,
-            max_query_len=tokens - single,
-            query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device),
-            max_seq_len=CONTEXT,
-            seq_lens=torch.full((count,), CONTEXT, dtype=torch.int32, device=device),
-            block_table=table[:count],
-            slot_mapping=torch.arange(tokens, device=device),
-        )
-        if single:
-            setattr(metadata, decode_prefill_split._SINGLE, decode_prefill_split._Single(single, None))
+    steps = _attention_metadata(table, tokens)
+    metadata = list(steps.values())[-1]
     slots = metadata.slot_mapping
     context = ForwardContext(
         no_compile_layers={"layer": layer},
@@ -189,6 +176,30 @@ def attention(device: str) -> dict[str, Callable[[], object]]:
     return calls | {"whether attention caches K and V": caching}
 
 
+def _attention_metadata(table_RB: Tensor, tokens: int) -> dict[str, Any]:
+    """Return metadata of steps with so many tokens: prompts alone, and beside requests that decode."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+
+    from vllm_fp8ext.compat.speed import decode_prefill_split
+
+    device = table_RB.device
+    steps = {}
+    for name, single in (("prompts", 0), ("prompts beside requests that decode", DECODING)):
+        count = single + 1
+        steps[name] = metadata = FlashAttentionMetadata(
+            num_actual_tokens=tokens,
+            max_query_len=tokens - single,
+            query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device),
+            max_seq_len=CONTEXT,
+            seq_lens=torch.full((count,), CONTEXT, dtype=torch.int32, device=device),
+            block_table=table_RB[:count],
+            slot_mapping=torch.arange(tokens, device=device),
+        )
+        if single:
+            setattr(metadata, decode_prefill_split._SINGLE, decode_prefill_split._Single(single, None))
+    return steps
+
+
 def _timed(call: Callable[[], object]) -> float:
     """Microseconds of one call, while the GPU is behind."""
     start = time.perf_counter()
@@ -205,7 +216,7 @@ def _without_launches() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
-    class Kernel:
+    class StandInKernel:
         function = packed_metadata = None
 
         def launch_metadata(self, *_: Any) -> None:
@@ -217,8 +228,8 @@ def _without_launches() -> None:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *values: self.run(grid, *values)
 
-    def compiled(self: Any, key: str, *_: Any, **__: Any) -> Kernel:
-        kernel = self.device_caches[0][0][key] = Kernel()
+    def compiled(self: Any, key: str, *_: Any, **__: Any) -> StandInKernel:
+        kernel = self.device_caches[0][0][key] = StandInKernel()
         return kernel
 
     jit.JITFunction._do_compile = compiled

@@ -100,7 +100,7 @@ def _tile_configs(cases: Iterable[dict[str, Any]]) -> dict[int, TileConfigs]:
     return fastest
 
 
-class Batch:
+class DecodeBatch:
     """A token of each of some requests, and where its K and V lie in the caches of some layers."""
 
     def __init__(self, requests: int, hidden: int, kv_heads: int, layers: int) -> None:
@@ -138,11 +138,11 @@ class Layers:
         self.scale = torch.full((1,), 0.05, device="cuda")
         self.attention = DecodeAttention(self.heads, self.kv_heads, MOST_REQUESTS, self.norm.device)
 
-    def batch(self, requests: int) -> Batch:
+    def batch(self, requests: int) -> DecodeBatch:
         """For `run`."""
-        return Batch(requests, self.hidden, self.kv_heads, self.count)
+        return DecodeBatch(requests, self.hidden, self.kv_heads, self.count)
 
-    def run(self, batch: Batch, configs: TileConfigs, index: int) -> None:
+    def run(self, batch: DecodeBatch, configs: TileConfigs, index: int) -> None:
         """The launches of one layer."""
         qkv, out, gate_up, down = self.weights[index]
         x, residual = self._norm(batch.x_MK, batch.residual_MK, configs[self.shapes[0]])
@@ -154,7 +154,7 @@ class Layers:
     def _norm(self, x_MK: Tensor, residual_MK: Tensor, config: TileConfig | None) -> tuple[Quantized, Tensor]:
         return rmsnorm_quantize(x_MK, residual_MK, self.norm, 1e-6, "fp32", small_m=config is not None)
 
-    def _attend(self, batch: Batch, qkv_MN: Tensor, index: int) -> Quantized:
+    def _attend(self, batch: DecodeBatch, qkv_MN: Tensor, index: int) -> Quantized:
         norms = batch.norms if self.normed_heads else None
         query, key = norm_rope(
             *(qkv_MN, batch.positions_M, batch.cos_sin_PD, norms, self.scale, self.heads, self.kv_heads)

@@ -63,7 +63,7 @@ class PipError(SetupError):
         self.output = output
 
 
-class Progress:
+class SetupProgress:
     """Numbered steps with the seconds since the start; the current line is redrawn on a terminal."""
 
     def __init__(self, steps: int) -> None:
@@ -187,7 +187,7 @@ def create(venv: Path, stamp: dict[str, object]) -> None:
         )
 
 
-def pip_install(venv: Path, progress: Progress, *arguments: str) -> None:
+def pip_install(venv: Path, progress: SetupProgress, *arguments: str) -> None:
     """Run `pip install` in the environment and show its output in one changing line.
 
     Raises PipError when it fails.
@@ -256,7 +256,7 @@ def explain(output: list[str], venv: Path) -> str:
     return f"{reason}\n{tail}\n  (everything pip said: {venv / 'fp8ext-setup.log'})"
 
 
-def install_torch_cpu(venv: Path, progress: Progress) -> None:
+def install_torch_cpu(venv: Path, progress: SetupProgress) -> None:
     """Install the pinned CPU build of torch, from PyTorch's own index when the configured one lacks it."""
     requirement = pinned("torch", "cpu")
     try:
@@ -305,14 +305,14 @@ def install_beside(venv: Path, name: str, title: str) -> None:
     if there.is_file() and there.read_text() == packages:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    progress = Progress(1)
+    progress = SetupProgress(1)
     progress.begin(f"{title}, beside the environment, for tests")
     pip_install(venv, progress, "--no-deps", "--target", str(folder), "-r", str(requirements))
     there.write_text(packages)
     progress.say("ready")
 
 
-def check_result(venv: Path, progress: Progress) -> None:
+def check_result(venv: Path, progress: SetupProgress) -> None:
     """Run the `vllm` command and import the project, as a user would."""
     programs = venv / "bin"
     for command in (
@@ -327,7 +327,7 @@ def check_result(venv: Path, progress: Progress) -> None:
             progress.say(f"  vllm {done.stdout.split()[-1]}")
 
 
-def install(venv: Path, build: str, progress: Progress) -> None:
+def install(venv: Path, build: str, progress: SetupProgress) -> None:
     """Install everything into an environment that exists."""
     no_deps = ["--no-deps"] if build == "cpu" else []
     if build == "cpu":
@@ -362,7 +362,7 @@ def set_up(venv: Path, build: str) -> None:
         )
     check_machine(build)
 
-    progress = Progress(6 if build == "cpu" else 5)
+    progress = SetupProgress(6 if build == "cpu" else 5)
     title = f"virtual environment {venv}, Python {platform.python_version()}, {build} build"
     if sys.version_info[:2] > NEWEST_LISTED_PYTHON:
         title += " (a newer Python than the pinned packages were chosen for)"
