@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `fp8ext bench …`: kernels, engines, servers, updates and load tests."""
 
+import importlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -63,62 +65,51 @@ def load(
     os.execv(line[0], line)
 
 
-PASSED_ON = {"ignore_unknown_options": True, "help_option_names": []}
+MEASUREMENTS = {
+    "kernels": (
+        "kernels",
+        "Time this project's kernels on this GPU beside BF16 and others' (--help lists the options).",
+    ),
+    "rollout": (
+        "rollout",
+        "Time whole engines on this GPU: BF16, fp8_per_block, blockfp8 (--help lists the options).",
+    ),
+    "http": (
+        "over_http",
+        "Time whole servers over HTTP: BF16, fp8_per_block, blockfp8 (--help lists the options).",
+    ),
+    "update": (
+        "updates",
+        "Time weight updates of a server, idle and beside running requests (--help lists the options).",
+    ),
+    "kv": (
+        "kv",
+        "Long responses in this GPU's whole memory: what an FP8 KV cache saves of preemptions (--help lists the options).",
+    ),
+    "kv-accuracy": (
+        "kv_accuracy",
+        "Measure the error of an FP8 KV cache's scales, by policy (--help lists the options): K and V grow or shrink "
+        "meanwhile.",
+    ),
+}
+"""Modules of `bench` by the command that runs their `main`, and the command's help."""
 
 
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def kernels(arguments: tuple[str, ...]) -> None:
-    """Time this project's kernels on this GPU beside BF16 and others' (--help lists the options)."""
-    from vllm_fp8ext.bench.kernels import main
-
-    sys.exit(main(arguments))
+def _measure(module: str, arguments: tuple[str, ...]) -> None:
+    """Run a module's `main`, which parses the arguments itself."""
+    sys.exit(importlib.import_module(f"vllm_fp8ext.bench.{module}").main(arguments))
 
 
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def rollout(arguments: tuple[str, ...]) -> None:
-    """Time whole engines on this GPU: BF16, fp8_per_block, blockfp8 (--help lists the options)."""
-    from vllm_fp8ext.bench.rollout import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def http(arguments: tuple[str, ...]) -> None:
-    """Time whole servers over HTTP: BF16, fp8_per_block, blockfp8 (--help lists the options)."""
-    from vllm_fp8ext.bench.over_http import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def update(arguments: tuple[str, ...]) -> None:
-    """Time weight updates of a server, idle and beside running requests (--help lists the options)."""
-    from vllm_fp8ext.bench.updates import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command(context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def kv(arguments: tuple[str, ...]) -> None:
-    """Long responses in this GPU's whole memory: what an FP8 KV cache saves of preemptions (--help lists the options)."""
-    from vllm_fp8ext.bench.kv import main
-
-    sys.exit(main(arguments))
-
-
-@bench.command("kv-accuracy", context_settings=PASSED_ON)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def kv_accuracy(arguments: tuple[str, ...]) -> None:
-    """Measure the error of an FP8 KV cache's scales, by policy (--help lists the options): K and V grow or shrink
-    meanwhile."""
-    from vllm_fp8ext.bench.kv_accuracy import main
-
-    sys.exit(main(arguments))
+for _name, (_module, _help) in MEASUREMENTS.items():
+    bench.add_command(
+        click.Command(
+            _name,
+            callback=partial(_measure, _module),
+            params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
+            context_settings={"ignore_unknown_options": True, "help_option_names": []},
+            help=_help,
+        )
+    )
 
 
 @bench.command("report")
