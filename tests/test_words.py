@@ -3,6 +3,7 @@
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,8 @@ NOT_YET = tuple(room for room in ROOMS if room not in HELD)
 NO_SUBJECT = {"Of", "That", "Those", "By", "Whether", "Which", "What", "To", "Where"}
 """First words after which no sentence has a subject or is an imperative."""
 MOST_WORDS = 15
+PRIVATE_NAMES = {"found", "twin", "lies_well", "recite", "recital", "sing", "sung", "errand", "chores"}
+"""Names that say too little, or that this project alone would know; none is given to anything."""
 
 
 @cache
@@ -106,3 +109,54 @@ def test_every_file_is_in_a_room() -> None:
     folders = [PROJECT / name for name in ("kernels", "serve", "loadtest", "vllm_fp8ext")]
     package = {file for folder in folders for file in folder.rglob("*.py") if file.resolve() == file}
     assert package == {file for room in ROOMS for file in files(room)}
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    """Every file of the package, parsed."""
+    for room in ROOMS:
+        for file in files(room):
+            yield file, ast.parse(file.read_text())
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    places: dict[str, set[str]] = defaultdict(set)
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].add(str(file.relative_to(PROJECT)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_names_are_those_that_readers_know() -> None:
+    named = {
+        f"{file.relative_to(PROJECT)}:{node.lineno}: {name}"
+        for file, tree in sources()
+        for node in ast.walk(tree)
+        if (name := _given_name(node)) and name.strip("_").lower() in PRIVATE_NAMES
+    }
+    assert named == set()
+
+
+def _given_name(node: ast.AST) -> str | None:
+    """The name that a node gives to a variable, an argument, a function or a class, or None."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name
+    return None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("found = 1", True),
+        ("def f(found): ...", True),
+        ("class Errand: ...", True),
+        ("raise E(found=1)", False),
+    ],
+)
+def test_names_are_judged(text: str, named: bool) -> None:
+    names = {_given_name(node) for node in ast.walk(ast.parse(text))} - {None}
+    assert bool({str(name).lower() for name in names} & PRIVATE_NAMES) == named

@@ -16,7 +16,7 @@ from vllm_fp8ext.kernels.testing import kernel_timing
 Calls = dict[str, Callable[[int], object]]
 """Calls by variant; each takes the number of one copy of its operands."""
 
-FOUND = ("us", "gbps", "tflops", "ratio", "ratio_bf16", "ratio_copy")
+NUMBERS = ("us", "gbps", "tflops", "ratio", "ratio_bf16", "ratio_copy")
 """Numbers of a case; none where it could not be timed."""
 MATMULS = {"at_first": 0.0, "after_seconds": 3.0}
 """Seconds of BF16 products before those that tell what the GPU can multiply."""
@@ -70,7 +70,7 @@ class Report:
         for variant, timing in timings.items():
             case: dict[str, Any] = {"kernel": kernel, "shape": list(shape), "m": m, "variant": variant}
             case |= {"exact": exact.get(variant), "error": timing.error, "samples": timing.samples}
-            case |= dict.fromkeys(FOUND)
+            case |= dict.fromkeys(NUMBERS)
             if timing.samples:
                 ratio = timings[baseline].us / timing.us
                 case |= {

@@ -56,7 +56,7 @@ class _Module:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Resolved:
     """A definition and the module in which its own names are looked up."""
 
     definition: _Definition
@@ -121,7 +121,7 @@ class SourceTree:
 
     def _lookup(
         self, module: _Module, name: str, seen: frozenset[tuple[str, str]] = frozenset()
-    ) -> _Found | None:
+    ) -> _Resolved | None:
         """Find what a module-level name stands for, imports inside the tree followed."""
         if (module.name, name) in seen:
             return None
@@ -137,10 +137,10 @@ class SourceTree:
             origin = self._module(definition.source)
             if origin is not None and (imported := self._lookup(origin, definition.name, seen)) is not None:
                 return imported
-        return _Found(definition, module)
+        return _Resolved(definition, module)
 
     def _classes(
-        self, resolved: _Found, seen: frozenset[str] = frozenset()
+        self, resolved: _Resolved, seen: frozenset[str] = frozenset()
     ) -> Iterator[tuple[ast.ClassDef, _Module]]:
         """The class and its bases, nearest first, as far as the tree holds them."""
         node = resolved.definition
@@ -153,7 +153,7 @@ class SourceTree:
             if (parent := self._resolve(expression, resolved.module)) is not None:
                 yield from self._classes(parent, seen)
 
-    def _resolve(self, expression: ast.expr, module: _Module) -> _Found | None:
+    def _resolve(self, expression: ast.expr, module: _Module) -> _Resolved | None:
         """Find what `Name` or `module.Name` stands for in this module."""
         if isinstance(expression, ast.Name):
             return self._lookup(module, expression.id)
@@ -166,17 +166,17 @@ class SourceTree:
                 return None if source is None else self._lookup(source, expression.attr)
         return None
 
-    def _member(self, resolved: _Found, name: str) -> _Found | None:
+    def _member(self, resolved: _Resolved, name: str) -> _Resolved | None:
         """A method, class attribute or instance attribute of a class or of its bases."""
         for node, module in self._classes(resolved):
             members = _names_in(node.body, module.name)
             if name in members.names:
-                return _Found(members.names[name], module)
+                return _Resolved(members.names[name], module)
             if name in _instance_attributes(node):
-                return _Found(None, module)
+                return _Resolved(None, module)
         return None
 
-    def _parameters(self, resolved: _Found) -> set[str] | None:
+    def _parameters(self, resolved: _Resolved) -> set[str] | None:
         """The parameters of a function, or those of making an instance; None when neither can be read."""
         if isinstance(resolved.definition, _Function):
             return _parameter_names(resolved.definition)
