@@ -51,7 +51,7 @@ class Recorded:
         pass
 
     def update(self, id: str) -> Any:
-        self.found = id
+        self.looked_up = id
 
     def push(self, checkpoint: Path, **options: Any) -> Any:
         options.pop("progress")(1, 2)
@@ -81,7 +81,7 @@ def test_options_are_handed_on(recorded: Recorded, tmp_path: Path) -> None:
     arguments += ["--partial", "--fp8", "--instance", "0a1b", "--expert-layout", "out_in"]
     push(tmp_path, "--key", "k", "--version", "v", "--base-epoch", "2", *arguments)
     assert recorded.made == [(DEFAULT_URL, "k")]
-    assert recorded.found == "u1"
+    assert recorded.looked_up == "u1"
     assert recorded.pushed == [
         {
             "checkpoint": tmp_path,

@@ -32,8 +32,8 @@ def qwen8b() -> Model:
     return shapes(Qwen3Config(**SHAPES["Qwen3-8B"], max_position_embeddings=40960), "Qwen3-8B")
 
 
-def by_kind(found: list[Row]) -> dict[tuple[str, bool, str], Row]:
-    return {(row.weights, bool(row.twin_bytes), row.kv): row for row in found}
+def by_kind(planned: list[Row]) -> dict[tuple[str, bool, str], Row]:
+    return {(row.weights, bool(row.twin_bytes), row.kv): row for row in planned}
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_the_shadow_of_a_real_engine(qwen8b: Model) -> None:
 
 
 def test_kv_bytes_of_one_token(qwen8b: Model) -> None:
-    found = by_kind(rows(qwen8b, H200))
-    assert found["bf16", False, "bf16"].kv_bytes_per_token == 36 * 2 * 8 * 128 * 2
-    assert found["bf16", False, "fp8"].kv_bytes_per_token == 36 * 2 * 8 * 128
+    result = by_kind(rows(qwen8b, H200))
+    assert result["bf16", False, "bf16"].kv_bytes_per_token == 36 * 2 * 8 * 128 * 2
+    assert result["bf16", False, "fp8"].kv_bytes_per_token == 36 * 2 * 8 * 128
 
 
 def test_a_named_size_of_the_cache_gives_its_blocks(qwen8b: Model) -> None:
@@ -130,16 +130,16 @@ def test_ranks_share_all_but_norms_and_kv_heads(qwen8b: Model, tp: int, fp8: boo
 )
 def test_rows_agree_with_each_other(qwen8b: Model, gib: int, context: int, block_size: int, tp: int) -> None:
     serving = Serving(context=context, total=gib * GIB, block_size=block_size, tp=tp)
-    found = by_kind(rows(qwen8b, serving))
+    result = by_kind(rows(qwen8b, serving))
     per_request = -(-context // block_size)
-    for (weights, shadow, kv), row in found.items():
+    for (weights, shadow, kv), row in result.items():
         assert (row.batch == 0) == (row.short_bytes > 0)
         assert row.batch * per_request < row.blocks or row.batch == 0
         assert row.kv_bytes_per_token * row.tokens <= row.kv_bytes
         used = row.weight_bytes + row.twin_bytes + row.kv_bytes + overhead(qwen8b, serving)
         assert row.kv_bytes == 0 or used <= gib * GIB * serving.utilization
-        assert row.blocks <= found["fp8", False, kv].blocks, "nothing holds more than FP8 without a shadow"
-        assert row.blocks // 2 <= found[weights, shadow, "bf16"].blocks <= row.blocks
+        assert row.blocks <= result["fp8", False, kv].blocks, "nothing holds more than FP8 without a shadow"
+        assert row.blocks // 2 <= result[weights, shadow, "bf16"].blocks <= row.blocks
 
 
 def test_experts_are_quantized_and_routers_are_not() -> None:

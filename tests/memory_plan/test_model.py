@@ -86,9 +86,9 @@ def test_the_longest_context_is_vllms(config: transformers.PretrainedConfig, tmp
 
 
 def test_roles_of_a_dense_model_with_biases() -> None:
-    found = roles(shapes(transformers.Qwen2Config(**SMALL, tie_word_embeddings=False), "qwen2"))
+    result = roles(shapes(transformers.Qwen2Config(**SMALL, tie_word_embeddings=False), "qwen2"))
     attention = "model.layers.0.self_attn"
-    assert found == {
+    assert result == {
         "model.embed_tokens.weight": Role.EMBEDDING,
         "lm_head.weight": Role.EMBEDDING,
         f"{attention}.q_proj.weight": Role.PROJECTION,
@@ -123,25 +123,25 @@ def test_tied_embeddings_are_one() -> None:
 )
 def test_roles_of_experts_and_routers(config: Any) -> None:
     model = shapes(config, "moe")
-    found = roles(model)
-    experts = {name for name in found if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    result = roles(model)
+    experts = {name for name in result if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
     routers = {
-        name for name in found if name.rpartition(".")[0].endswith((".gate", ".router", "_expert_gate"))
+        name for name in result if name.rpartition(".")[0].endswith((".gate", ".router", "_expert_gate"))
     }
     assert len(experts) == 2
     assert routers
-    assert {found[name] for name in experts} == {Role.PROJECTION}
-    assert {found[name] for name in routers} == {Role.KEPT}
-    assert not [name for name, role in found.items() if role is not Role.KEPT and name.endswith("bias")]
+    assert {result[name] for name in experts} == {Role.PROJECTION}
+    assert {result[name] for name in routers} == {Role.KEPT}
+    assert not [name for name, role in result.items() if role is not Role.KEPT and name.endswith("bias")]
     assert model.experts_per_token == config.num_experts_per_tok
 
 
 def test_positions_that_are_learned_are_kept() -> None:
     config = transformers.GPT2Config(n_embd=256, n_layer=1, n_head=4, vocab_size=128)
-    found = roles(shapes(config, "gpt2"))
-    assert found["transformer.wte.weight"] is Role.EMBEDDING
-    assert found["transformer.wpe.weight"] is Role.KEPT
-    assert found["transformer.h.0.attn.c_attn.weight"] is Role.PROJECTION
+    result = roles(shapes(config, "gpt2"))
+    assert result["transformer.wte.weight"] is Role.EMBEDDING
+    assert result["transformer.wpe.weight"] is Role.KEPT
+    assert result["transformer.h.0.attn.c_attn.weight"] is Role.PROJECTION
 
 
 @pytest.mark.parametrize(("new", "kv_heads"), [(False, 1), (True, 2)])

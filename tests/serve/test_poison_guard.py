@@ -23,15 +23,15 @@ CLOSED = ("/v1/completions", "/v1/models", "/health", "/", "/fp8ext", "/x/fp8ext
 
 
 class Engine:
-    """`found`: what the next look finds."""
+    """`outcome`: what the next look tells."""
 
     poisoned: str | None = None
-    found: str | Exception | None = None
+    outcome: str | Exception | None = None
 
     async def look(self) -> None:
-        if isinstance(self.found, Exception):
-            raise self.found
-        self.poisoned = self.found
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        self.poisoned = self.outcome
 
 
 @pytest.fixture
@@ -146,16 +146,16 @@ def test_a_poisoned_server_starts_and_ends(app: FastAPI, engine: Engine) -> None
 
 def test_what_a_poisoned_engine_has_failed_is_refused(app: FastAPI, engine: Engine) -> None:
     """Before this server knew of it: an update may have ended half-way, in place, while the engine was asked for another."""
-    engine.found = "update u ended half-way, in place"
+    engine.outcome = "update u ended half-way, in place"
     response = asked(app, "POST", "/v1/failing")
     assert (response.status_code, response.headers["content-type"]) == (503, MEDIA_TYPE)
     assert "update u ended half-way" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    "found", [None, UpdateError("engine-dead", "it has ended", status=500), TimeoutError()]
+    "outcome", [None, UpdateError("engine-dead", "it has ended", status=500), TimeoutError()]
 )
-def test_other_failures_are_told_as_they_are(app: FastAPI, engine: Engine, found: Any) -> None:
-    engine.found = found
+def test_other_failures_are_told_as_they_are(app: FastAPI, engine: Engine, outcome: Any) -> None:
+    engine.outcome = outcome
     response = asked(app, "POST", "/v1/failing")
     assert (response.status_code, response.text) == (500, "the engine failed it")

@@ -71,7 +71,7 @@ def test_a_code_that_is_no_number(device: str, value: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "scale_format", "found"),
+    ("value", "scale_format", "counts"),
     [
         (float("inf"), "fp32", [1, 0]),
         (float("nan"), "fp32", [1, 0]),
@@ -85,9 +85,9 @@ def test_a_code_that_is_no_number(device: str, value: int) -> None:
     ],
 )
 def test_scales_that_can_not_be_served(
-    device: str, value: float, scale_format: reference.ScaleFormat, found: list[int]
+    device: str, value: float, scale_format: reference.ScaleFormat, counts: list[int]
 ) -> None:
     sent = quantized(device, scale_format)
     sent[1][1][1, 2] = value
     copied = CopyBlocks(places(sent), [scales.stride(0) for _, scales in sent], scale_format)
-    assert copied.queue(addresses(sent)).tolist() == [[0, 0], found, [0, 0]]
+    assert copied.queue(addresses(sent)).tolist() == [[0, 0], counts, [0, 0]]

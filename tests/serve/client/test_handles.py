@@ -15,10 +15,10 @@ from .server import Server
 
 
 @pytest.mark.parametrize(
-    ("tensor", "found"), [(torch.ones(2), "cpu"), (np.ones(2, np.float32), "ndarray|cpu"), ("text", "str")]
+    ("tensor", "kind"), [(torch.ones(2), "cpu"), (np.ones(2, np.float32), "ndarray|cpu"), ("text", "str")]
 )
-def test_only_tensors_on_a_gpu(tensor, found: str) -> None:
-    with pytest.raises(ValueError, match=f"tensor w: expected a torch tensor on a GPU, found ({found})"):
+def test_only_tensors_on_a_gpu(tensor, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor w: expected a torch tensor on a GPU, found ({kind})"):
         list(handles.batches([("w", tensor)], 100))
 
 

@@ -60,13 +60,13 @@ def test_a_failure_in_the_context_gives_the_room_back(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("contents", "found"), [((b"ab", b"cd"), 4), ((), 0), ((b"abcdef",), 6), ((b"abc", b"de", b"f" * 50), 55)]
+    ("contents", "size"), [((b"ab", b"cd"), 4), ((), 0), ((b"abcdef",), 6), ((b"abc", b"de", b"f" * 50), 55)]
 )
-def test_a_body_of_another_length_is_refused(spool: Spool, contents: tuple[bytes, ...], found: int) -> None:
+def test_a_body_of_another_length_is_refused(spool: Spool, contents: tuple[bytes, ...], size: int) -> None:
     async def main() -> None:
         error = await refused(spool, pieces(*contents), 5)
         assert (error.kind, error.status, error.details) == ("truncated", 400, {"expected": 5})
-        assert f"found {found}" in str(error)
+        assert f"found {size}" in str(error)
         await takes_everything(spool)
 
     asyncio.run(main())

@@ -59,11 +59,11 @@ class Story:
         if self.given_up:
             raise UpdateError("wrong-state", "given up")
 
-    def commit(self, found: ScaleSet | None, *, keep: bool = False, cached: str = "rescale") -> bool:
+    def commit(self, scales: ScaleSet | None, *, keep: bool = False, cached: str = "rescale") -> bool:
         results = self.core.ranks("swap")
         assert failures(results) == []
         self.epoch += 1
-        return self.kv.exchanged(found, keep=keep, cached=cached)
+        return self.kv.exchanged(scales, keep=keep, cached=cached)
 
     def update(self, told: Any = None, **how: Any) -> ScaleSet:
         result = self.prepare(told)

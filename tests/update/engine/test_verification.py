@@ -22,13 +22,14 @@ def test_a_rollback_brings_the_fingerprints_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "found", "ranks"), [(START, [1, 9], [1]), (START, [9, 9], [0, 1]), (FIRST, [1, 2], [0, 1])]
+    ("label", "fingerprints", "ranks"),
+    [(START, [1, 9], [1]), (START, [9, 9], [0, 1]), (FIRST, [1, 2], [0, 1])],
 )
-def test_ranks_that_differ_are_named(label: Label, found: list[int], ranks: list[int]) -> None:
+def test_ranks_that_differ_are_named(label: Label, fingerprints: list[int], ranks: list[int]) -> None:
     known = CommittedFingerprints()
     known.keep(START, [1, 2], None)
     with pytest.raises(
         UpdateError, match=f"rank {', '.join(map(str, ranks))}: .* epoch {label.epoch}"
     ) as caught:
-        known.require(label, found)
+        known.require(label, fingerprints)
     assert (caught.value.kind, caught.value.details["ranks"]) == ("weights-differ", ranks)
