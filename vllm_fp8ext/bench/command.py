@@ -67,27 +67,27 @@ def load(
 
 MEASUREMENTS = {
     "kernels": (
-        "kernels",
+        "vllm_fp8ext.bench.kernels",
         "Time this project's kernels on this GPU beside BF16 and others' (--help lists the options).",
     ),
     "rollout": (
-        "rollout",
+        "vllm_fp8ext.bench.rollout",
         "Time whole engines on this GPU: BF16, fp8_per_block, blockfp8 (--help lists the options).",
     ),
     "http": (
-        "over_http",
+        "vllm_fp8ext.bench.over_http",
         "Time whole servers over HTTP: BF16, fp8_per_block, blockfp8 (--help lists the options).",
     ),
     "update": (
-        "updates",
+        "vllm_fp8ext.bench.updates",
         "Time weight updates of a server, idle and beside running requests (--help lists the options).",
     ),
     "kv": (
-        "kv",
+        "vllm_fp8ext.bench.kv",
         "Long responses in this GPU's whole memory: what an FP8 KV cache saves of preemptions (--help lists the options).",
     ),
     "kv-accuracy": (
-        "kv_accuracy",
+        "vllm_fp8ext.bench.kv_accuracy",
         "Measure the error of an FP8 KV cache's scales, by policy (--help lists the options): K and V grow or shrink "
         "meanwhile.",
     ),
@@ -97,7 +97,7 @@ MEASUREMENTS = {
 
 def _measure(module: str, arguments: tuple[str, ...]) -> None:
     """Run a module's `main`, which parses the arguments itself."""
-    sys.exit(importlib.import_module(f"vllm_fp8ext.bench.{module}").main(arguments))
+    sys.exit(importlib.import_module(module).main(arguments))
 
 
 for _name, (_module, _help) in MEASUREMENTS.items():
