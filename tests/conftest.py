@@ -58,8 +58,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests for GPUs, or instructions of the CPU, that are not here."""
     gpus = torch.cuda.device_count()
-    result = {"gpu": gpus >= 1, "multigpu": gpus >= 2, "fp8_kv": FP8_KV}
-    lacking = [name for name, here in result.items() if not here]
+    available = {"gpu": gpus >= 1, "multigpu": gpus >= 2, "fp8_kv": FP8_KV}
+    lacking = [name for name, here in available.items() if not here]
     left_out = {item for item in items if any(map(item.get_closest_marker, lacking))}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

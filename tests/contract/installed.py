@@ -82,7 +82,7 @@ def wrapped_methods() -> Iterator[tuple[Interface, Any, Any]]:
 
 def calls(names: set[str]) -> dict[str, set[tuple[int, tuple[str, ...]]]]:
     """Find how vLLM calls methods of these names: numbers of positional arguments, and names of others."""
-    result: dict[str, set[tuple[int, tuple[str, ...]]]] = {name: set() for name in names}
+    forms: dict[str, set[tuple[int, tuple[str, ...]]]] = {name: set() for name in names}
     for file in Path(str(vllm.__file__)).parent.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         if not any(f"{name}(" in text for name in names):
@@ -92,8 +92,8 @@ def calls(names: set[str]) -> dict[str, set[tuple[int, tuple[str, ...]]]]:
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 starred = any(isinstance(one, ast.Starred) for one in node.args)
                 if name in names and not starred and all(keyword.arg for keyword in node.keywords):
-                    result[name].add((len(node.args), tuple(str(keyword.arg) for keyword in node.keywords)))
-    return result
+                    forms[name].add((len(node.args), tuple(str(keyword.arg) for keyword in node.keywords)))
+    return forms
 
 
 def takes(signature: inspect.Signature, count: int, names: tuple[str, ...]) -> bool:

@@ -20,8 +20,8 @@ def variables(folder: Path, *more: str, ranks: int = 1) -> dict[str, str]:
     for module in modules:
         (path / f"{module}.py").write_bytes((HERE / f"{module}.py").read_bytes())
     paths = [str(path), os.environ.get("PYTHONPATH")]
-    result = {
+    variables_set = {
         "VLLM_PLUGINS": ",".join(("fp8ext", *modules)),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
-    return result if ranks == 1 else {**result, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    return variables_set if ranks == 1 else {**variables_set, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
