@@ -33,6 +33,7 @@ def test_what_json_can_say_is_taken() -> None:
         "scale_format": "pow2",
         "ignore": ["*.o_proj", "model.layers.0.*"],
         "quantize": ["visual.*"],
+        "features_off": ["norm_rope"],
         "staging": "none",
         "kv_scales": {"policy": "static", "default": 1.0},
         "kernels": {
@@ -70,6 +71,7 @@ def test_what_json_can_say_is_taken() -> None:
         **section,
         "ignore": tuple(section["ignore"]),
         "quantize": tuple(section["quantize"]),
+        "features_off": ("norm_rope",),
         "allowed_dirs": ("/data",),
         "trusted_clients": ("127.0.0.1/32",),
         "canary": {"prompts": ((1, 2, 3), (4, 5)), "max_perplexity": 20.0},

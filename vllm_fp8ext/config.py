@@ -84,6 +84,9 @@ class Settings(BaseModel):
     serving: ServingSettings = Field(default_factory=ServingSettings)
     """How tokens get from the engine to the answers of the API server."""
 
+    features_off: tuple[str, ...] = Field(default=(), strict=False)
+    """Features to serve without, by their names in `GET /weights`: to find out what one does, or costs."""
+
     staging: Literal["shadow", "inplace", "none"] = "shadow"
     """`shadow` keeps a second copy of the served weights: updates are atomic, and rollback is possible. `inplace` saves its
     memory and writes into the served weights: the engine stands still from an update's first tensor to its commit, and one

@@ -15,7 +15,7 @@ from vllm_fp8ext.compat import features as module
 from vllm_fp8ext.compat.features import KEY, adopt, is_available, reason_off, require_core, states, tell
 from vllm_fp8ext.compat.interfaces import CORE, Interface, features
 from vllm_fp8ext.compat.probe import SourceTree
-from vllm_fp8ext.errors import UnsupportedVllmError
+from vllm_fp8ext.errors import ConfigError, UnsupportedVllmError
 
 OPTIONAL = [name for name in features() if name != CORE]
 
@@ -114,6 +114,27 @@ def test_a_configuration_that_nobody_told_is_looked_for(monkeypatch: pytest.Monk
     without(monkeypatch, own("slot_fast_path"))
     adopt(config())
     assert not is_available("slot_fast_path")
+
+
+def test_features_are_off_that_the_settings_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here too, with those that need them, and for one engine, not for the next."""
+    without(monkeypatch)
+    engine = config(features_off=["flat_logprobs", "warmup"])
+    tell(engine)
+    off = dependents("flat_logprobs") | dependents("warmup")
+    assert set(engine.additional_config[KEY]) == off == {o for o in OPTIONAL if not is_available(o)}
+    told = {state.name: state for state in states(engine)}
+    assert told["warmup"].reason == "the settings: features_off"
+    tell(other := config())
+    assert other.additional_config[KEY] == {}
+    assert is_available("warmup")
+
+
+@pytest.mark.parametrize("name", ["core", "flatlogprobs"])
+def test_what_is_no_feature_is_not_switched_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch)
+    with pytest.raises(ConfigError, match=f"expected some of .*flat_logprobs, .*found '{name}'"):
+        tell(config(features_off=[name]))
 
 
 def test_states_tell_settings_and_the_machine() -> None:

@@ -13,16 +13,16 @@ from typing import Any
 from vllm_fp8ext.compat.interfaces import CORE, Feature, features
 from vllm_fp8ext.compat.probe import SourceTree, installed_root
 from vllm_fp8ext.config import METHOD, Settings
-from vllm_fp8ext.errors import UnsupportedVllmError
+from vllm_fp8ext.errors import ConfigError, UnsupportedVllmError
 
 logger = logging.getLogger("vllm.fp8ext")
 
 KEY = "fp8ext_features_off"
-"""Key of vLLM's additional configuration: reasons by the names of features that this vLLM lacks names for."""
+"""Key of vLLM's additional configuration: reasons by the names of features that are off."""
 _reasons: dict[str, str | None] = {}
 """Features that were looked for in vLLM: why each is off, or None."""
 _reasons_told: dict[str, dict[str, str]] = {}
-"""Reasons that another process has found, under `KEY`: why features are off."""
+"""What was told last, here or by another process, under `KEY`: why features are off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,16 +43,37 @@ def reason_missing(name: str) -> str | None:
     """Say in a phrase what keeps a feature off with this vLLM; None when nothing does."""
     if KEY in _reasons_told:
         return _reasons_told[KEY].get(name)
+    return _missing_here(name)
+
+
+def _missing_here(name: str) -> str | None:
     if name not in _reasons:
-        _reasons[name] = reason_off(features()[name], reason_missing, _problems(name))
+        _reasons[name] = reason_off(features()[name], _missing_here, _problems(name))
     return _reasons[name]
 
 
 def tell(config: Any) -> None:
-    """Write into a `VllmConfig` what is off, for engine core and workers, and log it."""
-    missing = {name: reason for name in features() if name != CORE and (reason := reason_missing(name))}
-    config.additional_config = {**(config.additional_config or {}), KEY: missing}
-    _warn(tuple(missing.items()))
+    """Write into a `VllmConfig` what is off, for this process, engine core and workers, and log it.
+
+    Raises:
+        ConfigError: the settings switch off what is no feature, or `core`.
+    """
+    asked = Settings.parse(config.additional_config).features_off
+    known = sorted(name for name in features() if name != CORE)
+    if unknown := [name for name in asked if name not in known]:
+        raise ConfigError(
+            f"features_off: expected some of {', '.join(known)}, found {', '.join(map(repr, unknown))}"
+        )
+
+    @functools.cache
+    def reason(name: str) -> str | None:
+        chosen = "the settings: features_off" if name in asked else None
+        return chosen or _missing_here(name) or reason_off(features()[name], reason, ())
+
+    reasons = {name: why for name in features() if name != CORE and (why := reason(name))}
+    config.additional_config = {**(config.additional_config or {}), KEY: reasons}
+    adopt(config)
+    _warn(tuple(reasons.items()))
 
 
 def adopt(config: Any) -> None:
