@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_fp8ext.compat.unsupported_options import not_updatable
+from vllm_fp8ext.compat.update.mamba_decay import keep_logarithms
 from vllm_fp8ext.compat.update.shadow_routing import route_alone
 from vllm_fp8ext.compat.wrapping import wrapped
 from vllm_fp8ext.layers.linear import KeptEmbeddingMethod, KeptLinearMethod
@@ -79,6 +80,7 @@ def recorded_checkpoint() -> Iterator[Recorded]:
     def wrap_get_all_weights(original: Any) -> Any:
         def get_all_weights(self: Any, of: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             _keep_readable(model)
+            keep_logarithms(model, shadow=False)
             has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
             for name, tensor in original(self, of, model):
                 if name.endswith("lm_head.weight") and not has_head:
@@ -107,6 +109,7 @@ def initialize_shadow(config: VllmConfig, device: torch.device) -> nn.Module:
     with set_default_torch_dtype(config.model_config.dtype), device:
         model = initialize_model(vllm_config=shadow, model_config=shadow.model_config).eval()
     _keep_readable(model)
+    keep_logarithms(model, shadow=True)
     for module in model.modules():
         if isinstance(getattr(module, "quant_method", None), KeptLinearMethod | KeptEmbeddingMethod):
             module.quant_method.process_weights_after_loading(module)

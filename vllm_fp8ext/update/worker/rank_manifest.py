@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
 from vllm_fp8ext.update.worker.alias_names import ModelNames, aliases_of
+from vllm_fp8ext.update.worker.derived_tensors import derived_paths
 from vllm_fp8ext.update.worker.load_trace import load_trace
 from vllm_fp8ext.update.worker.reachable_tensors import identity_of, loadable_tensors
 from vllm_fp8ext.update.worker.tensor_classes import NOT_LOADED, refuse
@@ -29,7 +30,8 @@ def rank_manifest(
     quantized = {f"{path}.{matrix.name}": matrix.values for path, matrix in matrices}
     parameters = {f"{path}.{matrix.parameter}" for path, matrix in matrices}
     loadable = loadable_tensors(shadow, NOT_LOADED)
-    plain = {path: tensor for path, tensor in loadable.items() if path not in parameters}
+    elsewhere = parameters | derived_paths(shadow)
+    plain = {path: tensor for path, tensor in loadable.items() if path not in elsewhere}
 
     def trace(specs: Iterable[TensorSpec]) -> dict[str, tuple[ShardSlice, ...]]:
         paths = frozenset(quantized)

@@ -17,6 +17,7 @@ from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.update_errors import refusal
 from vllm_fp8ext.update.worker.alias_names import ModelNames
+from vllm_fp8ext.update.worker.derived_tensors import derived_paths, derived_tensors
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rank_manifest import rank_manifest
 from vllm_fp8ext.update.worker.reachable_tensors import (
@@ -56,6 +57,7 @@ class Shadow:
         self.scale_format = cast("ScaleFormat", self.manifest.scale_format)
         quantized = dict(self._allocated(layers, inplace))
         self._served_layers = list(_quantized_layers(live))  # to look for them takes milliseconds
+        self._derived = [derived for _, derived in derived_tensors(live)]
         self._matrices = served_matrices(self._served_layers)
         pieces = self.manifest.pieces
         targets = frozenset(piece.target for parts in pieces.values() for piece in parts)
@@ -89,10 +91,11 @@ class Shadow:
     def _plain_tensors(self, targets: frozenset[str]) -> dict[str, Tensor]:
         """List the shadow's parameters and loaded buffers that are not quantized, by path."""
         quantized, parameters = tensor_paths(self._matrices, self._matrices), parameters_of(self.model)
+        derived = derived_paths(self.model)
         return {
             path: tensor
             for path, tensor in loadable_tensors(self.model, NOT_LOADED).items()
-            if path not in quantized and (path in targets or path in parameters)
+            if path not in quantized | derived and (path in targets or path in parameters)
         }
 
     def copy_unsent(self, names: Iterable[str]) -> None:
@@ -189,6 +192,13 @@ class Shadow:
     def _derive(self) -> None:
         for _, layer in self._served_layers:
             layer.quant_method.derive(layer)
+        for derived in self._derived:
+            derived.rebuild()
+
+    def derive(self) -> None:
+        """Rebuild in place what the shadow's own forward reads beside its weights."""
+        for _, derived in derived_tensors(self.model):
+            derived.rebuild()
 
     def served(self, target: str) -> tuple[Tensor, Tensor | None]:
         """Return live values of a parameter or buffer, and its scales when it is quantized."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vllm_fp8ext.errors import no_live_updates
 from vllm_fp8ext.layers.experts import DEQUANTIZED
+from vllm_fp8ext.update.worker.derived_tensors import derived_paths
 from vllm_fp8ext.update.worker.reachable_tensors import lies_in, reachable_tensors, storage_of
 
 _KV_STATE = frozenset(
@@ -46,7 +47,11 @@ def swap_pairs(
     Raises:
         ConfigError: naming every tensor that a swap could forget.
     """
-    tensors, others = dict(reachable_tensors(live)), dict(reachable_tensors(shadow))
+    derived = derived_paths(live) | derived_paths(shadow)
+    tensors, others = (
+        {path: tensor for path, tensor in reachable_tensors(model) if path not in derived}
+        for model in (live, shadow)
+    )
     swapped = swapped_paths(tensors, weight_paths)
     problems = [
         f"{path}: only in {'live' if path in tensors else 'shadow'}"
