@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tracing a small model's own loader, and staging by what was learnt."""
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -165,6 +166,23 @@ def test_a_conversion_to_the_dtype_of_the_parameter_is_a_copy() -> None:
         "converted"
     ]
     assert (piece.source, piece.origin) == (((WIDTH - 32, WIDTH), (0, WIDTH)), (0, 0))
+
+
+def test_a_loader_may_clone_and_look_at_the_first_tensors() -> None:
+    """As vLLM's adapters of pooling models do: what was looked at is passed on before the rest."""
+    parameter = torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16, device="meta")
+    seen: list[str] = []
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        first = next((name, weight.clone()) for name, weight in weights)
+        for name, weight in itertools.chain([first], weights):
+            seen.append(name)
+            parameter.copy_(weight)
+
+    specs = [TensorSpec(name, (WIDTH, WIDTH), "float32") for name in ("one", "other")]
+    traced = load_trace(load, {"p": parameter}, specs, quantized=frozenset(), rank=0)
+    assert seen == ["one", "other"]
+    assert [piece.target for parts in traced.values() for piece in parts] == ["p", "p"]
 
 
 def test_an_empty_part_is_no_piece() -> None:

@@ -84,7 +84,7 @@ def _copies(
 ) -> dict[str, list[RecordedCopy]]:
     recorder = _CopyRecorder(parameter_index, sources)
     with recorder:
-        load_weights(list(sources.items()))
+        load_weights(iter(sources.items()))  # some loaders look at the first ones and go on
     return recorder.copies
 
 
@@ -110,7 +110,7 @@ class _ParameterIndex:
 class _CopyRecorder(TorchDispatchMode):
     """Records `copy_` from views of known sources into known storages instead of doing it.
 
-    A whole source may be converted to the dtype of its destination first: `copy_` does the same.
+    A whole source may be cloned, or converted to the dtype of its destination, first: `copy_` does the same.
     """
 
     def __init__(self, parameter_index: _ParameterIndex, sources: Mapping[str, Tensor]) -> None:
@@ -123,7 +123,7 @@ class _CopyRecorder(TorchDispatchMode):
         """Converted sources, held so that no other tensor gets the storage of one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default:
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
             return self._convert(args[0], func(*args, **(kwargs or {})))
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
