@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_fp8ext.layers.unquantized_layers import in_encoder, report, unfit
+from vllm_fp8ext.layers.unquantized_layers import decides_decay, in_encoder, report, unfit
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,19 @@ def test_shapes_that_kernels_take(rows: int, columns: int, dtype: str, taken: bo
 )
 def test_names_of_encoders(name: str, inside: bool) -> None:
     assert in_encoder(name) is inside
+
+
+@pytest.mark.parametrize(
+    ("name", "decides"),
+    [
+        ("model.layers.0.linear_attn.in_proj_ba", True),
+        ("model.layers.0.linear_attn.in_proj_a", True),
+        ("model.layers.0.linear_attn.in_proj_qkvz", False),
+        ("in_proj_b.weight", False),
+    ],
+)
+def test_projections_that_decide_the_decay(name: str, decides: bool) -> None:
+    assert decides_decay(name) is decides
 
 
 def test_each_reason_is_said_once() -> None:

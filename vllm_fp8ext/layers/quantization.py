@@ -20,7 +20,14 @@ from vllm_fp8ext.kernels.numerics.reference import BLOCK
 from vllm_fp8ext.layers.experts import IN_16_BITS, BlockFp8ExpertsMethod
 from vllm_fp8ext.layers.kv_cache_method import KvCacheMethod
 from vllm_fp8ext.layers.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
-from vllm_fp8ext.layers.unquantized_layers import ENCODER, building_encoder, in_encoder, unfit
+from vllm_fp8ext.layers.unquantized_layers import (
+    DECAY,
+    ENCODER,
+    building_encoder,
+    decides_decay,
+    in_encoder,
+    unfit,
+)
 
 FEATURE: str = "core"
 USES: dict[str, tuple[str, ...]] = {
@@ -205,6 +212,8 @@ def _kept_because(layer: LinearBase, prefix: str, model: ModelConfig) -> str | N
     beside = model.is_multimodal_model or model.is_encoder_decoder
     if building_encoder.get() or (beside and in_encoder(prefix)):
         return ENCODER
+    if decides_decay(prefix):
+        return DECAY
     columns = getattr(layer, "input_size_per_partition", layer.input_size)
     return unfit(sum(layer.output_partition_sizes), columns, str(model.dtype).removeprefix("torch."))
 

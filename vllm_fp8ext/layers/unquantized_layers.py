@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which linear layers stay in 16 bits unless settings ask for them.
 
-They are those of encoders beside the language model, and those of shapes that FP8 kernels do not take for many tokens.
+They are those of encoders beside the language model, those that decide the decay of states, and those of shapes that FP8
+kernels do not take for many tokens.
 
 Names, shapes and settings decide, never the device: a CPU, a GPU and `fp8ext digest` choose alike. Imports no vLLM.
 """
@@ -23,6 +24,9 @@ ENCODERS = frozenset(
 )
 """Names that multimodal models give the modules that read images or sound."""
 ENCODER = "parts of an encoder beside the language model"
+DECAYS = frozenset({"in_proj_ba", "in_proj_a", "in_proj_b"})
+"""Names of projections of Gated DeltaNet: they decide what a state forgets, and what a token adds."""
+DECAY = "few rows, on which what a state forgets depends at every token"
 
 building_encoder: ContextVar[bool] = ContextVar("fp8ext_building_encoder", default=False)
 """True while a model builds an encoder; `compat.update.encoder_layers` sets it."""
@@ -31,6 +35,11 @@ building_encoder: ContextVar[bool] = ContextVar("fp8ext_building_encoder", defau
 def in_encoder(name: str) -> bool:
     """Tell by its name whether a layer of a multimodal model belongs to an encoder."""
     return not ENCODERS.isdisjoint(name.split("."))
+
+
+def decides_decay(name: str) -> bool:
+    """Tell by its name whether a layer computes the decay of linear attention's states."""
+    return name.rpartition(".")[2] in DECAYS
 
 
 def unfit(rows: int, columns: int, dtype: str) -> str | None:
