@@ -37,6 +37,7 @@ from vllm_fp8ext.compat.update import (
     api_processes,
     basic_auth,
     beam_versions,
+    cpu_conv,
     encoder_layers,
     engine_core,
     native_methods,
@@ -55,7 +56,7 @@ def install_all() -> None:
         *(worker, engine_core, unsupported_options, owner_process, shared_segments, encoder_layers),
         *(output_interval, packed_logprobs, merged_messages, flat_logprobs, flat_answers, weight_versions),
         *(decode_prefill_split, piecewise_capture_sizes, mixed_full_cudagraph, logprob_warmup),
-        *(decode_step_reuse, sampling_cudagraph, native_methods),
+        *(decode_step_reuse, sampling_cudagraph, native_methods, cpu_conv),
     ):
         module.install()
     beam_versions.install_offline()

@@ -49,6 +49,7 @@ USES: dict[str, tuple[str, ...]] = {
 
 CODES = "weight"
 SCALES = "weight_scale_inv"
+_KEPT = "fp8ext_kept"
 
 
 class BlockFp8LinearMethod(OnlineLinearBase):
@@ -212,5 +213,11 @@ class KeptEmbeddingMethod(UnquantizedEmbeddingMethod):
 def _keep(process: Any, layer: torch.nn.Module) -> None:
     if current_platform.is_cpu():
         layer.cpu_linear = torch.nn.functional.linear
+        setattr(layer.weight, _KEPT, True)
     else:
         process(layer)
+
+
+def is_kept(weight: Tensor) -> bool:
+    """Tell whether a weight lies on a CPU as it was loaded; vLLM's own methods pack it."""
+    return getattr(weight, _KEPT, False)
