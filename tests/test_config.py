@@ -65,6 +65,7 @@ def test_what_json_can_say_is_taken() -> None:
         "native_complete": True,
         "native_update_seconds": 30.0,
         "pause_deadline_seconds": 5.0,
+        "untried_layers": "refuse",
     }
     settings = Settings.parse({"fp8ext": section})
     assert settings.model_dump() == {

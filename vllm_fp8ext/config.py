@@ -139,6 +139,10 @@ class Settings(BaseModel):
     canary: CanarySettings | None = None
     """Prompts that every update is tried on. By default a built-in sample of 64 token ids, on which logits must be finite."""
 
+    untried_layers: Literal["finite", "refuse"] = "finite"
+    """Fate of a model with layers that no canary can run. `finite`: every tensor of an update must be finite, and that is
+    all that is tried; the log says so. `refuse`: the start is refused."""
+
     @field_validator("trusted_clients")
     @classmethod
     def _addresses(cls, ranges: tuple[str, ...]) -> tuple[str, ...]:

@@ -102,6 +102,7 @@ class Core:
             weight_swap=weight_swap,
             stager=stager,
             swap=lambda: None,
+            derive=lambda: None,
             layers=here,
         )
         return Rank(shadow, number, world_size, 0, attend, kv)

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.contract.canary import SAMPLE_TOKENS, CanarySpec, canary_of, judge
+from vllm_fp8ext.update.contract.canary import (
+    SAMPLE_TOKENS,
+    CanarySpec,
+    canary_of,
+    judge,
+    require_prompts_run,
+)
 from vllm_fp8ext.update.contract.rank_results import CanaryScore
 
 OWN = Settings.parse({"fp8ext": {"canary": {"prompts": [[1, 2, 3]], "max_perplexity": 20.0}}})
@@ -121,3 +127,20 @@ def test_a_hopeless_perplexity_is_a_number_all_the_same(logprob: float) -> None:
     assert math.isfinite(actual)
     with pytest.raises(UpdateError):
         judge(CanarySpec(PROMPTS, 1e9), [result(logprob, 2)])
+
+
+def test_prompts_are_refused_where_none_can_be_scored() -> None:
+    require_prompts_run(CanarySpec([[1, 2]]), ())
+    require_prompts_run(CanarySpec([[1, 2]], built_in=True), ["MambaMixer"])
+    with pytest.raises(
+        UpdateError, match="can't be scored on new weights of this model, because of its MambaMixer"
+    ) as error:
+        require_prompts_run(CanarySpec([[1, 2]]), ["MambaMixer"])
+    assert (error.value.kind, error.value.status) == ("canary-unavailable", 422)
+    assert error.value.details["layers"] == ["MambaMixer"]
+
+
+def test_weights_that_are_finite_alone_have_no_perplexity() -> None:
+    assert judge(CanarySpec([[1, 2]], built_in=True), [CanaryScore(), CanaryScore()]) is None
+    with pytest.raises(UpdateError, match="not finite"):
+        judge(CanarySpec([[1, 2]], built_in=True), [CanaryScore(), CanaryScore(finite=False)])

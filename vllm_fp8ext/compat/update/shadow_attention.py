@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_fp8ext.compat.unsupported_options import not_updatable
+from vllm_fp8ext.compat.update.shadow_recurrence import is_known, recur_plainly
 
 FEATURE: str = "core"
 WHY: str = "Try new weights before they are served: vLLM runs one model a process."
@@ -36,21 +36,24 @@ _QUERY_ROWS = 256
 """Queries attended to at once: bounds the scores to heads x 256 x tokens."""
 
 
-def require_plain_attention(model: nn.Module) -> None:
-    """Raise `ConfigError` naming layers that are not causal attention over their own K and V."""
-    others = sorted({reason for module in model.modules() if (reason := _beyond(module))})
-    if others:
-        raise not_updatable(others, "could not be tried before it is served")
+def layers_without_forward(model: nn.Module) -> list[str]:
+    """Name kinds of layers of `model` that the shadow can't compute.
+
+    It computes causal attention, over a layer's own K and V or those of an earlier layer, and layers with states that
+    `shadow_recurrence` knows.
+    """
+    return sorted({kind for module in model.modules() if (kind := _beyond(module))})
 
 
 def _beyond(module: nn.Module) -> str | None:
     if not isinstance(module, Attention):
-        return type(module).__name__ if isinstance(module, AttentionLayerBase) else None
+        unknown = isinstance(module, AttentionLayerBase) and not is_known(module)
+        return type(module).__name__ if unknown else None
     if module.attn_type != AttentionType.DECODER:
         return f"{module.attn_type} attention"
     if getattr(module.impl, "alibi_slopes", None) is not None:
         return "ALiBi"
-    return "shared K and V" if module.kv_sharing_target_layer_name is not None else None
+    return None
 
 
 def attend_plainly(
@@ -59,13 +62,22 @@ def attend_plainly(
     see: Callable[[str, Tensor, Tensor, Tensor], None] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> None:
-    """Give every attention layer of `model` a plain forward that ends with `after()`.
+    """Give attention layers, and layers with states, a plain forward that ends with `after()`.
 
     `see(layer, query, key, value)` is told what would be cached, `[tokens, heads, head dimension]` each. `lengths`: of
     prompts that stand one after the other, none of which sees another.
     """
 
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    shared = {layer.kv_sharing_target_layer_name for layer in layers} - {None}
+    kept: dict[str, tuple[Tensor, Tensor]] = {}
+    """Keys and values of this pass that other layers read, by layer."""
+
     def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        if self.kv_sharing_target_layer_name is not None:
+            key, value = kept[self.kv_sharing_target_layer_name]
+        elif self.layer_name in shared:
+            kept[self.layer_name] = key, value
         heads = (
             query.view(-1, self.num_heads, self.head_size),
             key.view(-1, self.num_kv_heads, self.head_size),
@@ -78,9 +90,9 @@ def attend_plainly(
         after()
         return out.reshape(out.shape[0], -1)
 
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.forward = types.MethodType(forward, module)
+    for layer in layers:
+        layer.forward = types.MethodType(forward, layer)
+    recur_plainly(model, after, lengths)
 
 
 def _attended(layer: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:

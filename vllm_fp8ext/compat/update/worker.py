@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_fp8ext.compat.features import adopt, is_available
-from vllm_fp8ext.compat.update import foreign_loaders
+from vllm_fp8ext.compat.update import cpu_conv, foreign_loaders
 from vllm_fp8ext.compat.update.owner_process import follow_engine
 from vllm_fp8ext.compat.warmup import cpu_tiles
 from vllm_fp8ext.compat.warmup.compilations import counts
@@ -64,6 +64,8 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         return worker.load_model(*args, **kwargs)
     adopt(config)
     follow_engine()
+    if current_platform.is_cpu():
+        cpu_conv.install()
 
     from vllm_fp8ext.compat.update import encoder_layers
     from vllm_fp8ext.compat.update.model import kept_layers, recorded_checkpoint
@@ -170,8 +172,9 @@ def _run(rank: Any, method: str, args: tuple[Any, ...]) -> RankResult:
 
 def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
     from vllm_fp8ext.compat.update.model import checkpoint_specs, initialize_shadow, require_no_copies
-    from vllm_fp8ext.compat.update.shadow_attention import attend_plainly, require_plain_attention
+    from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
     from vllm_fp8ext.compat.update.tied_layers import is_tied, tie_alike
+    from vllm_fp8ext.compat.update.untried_layers import untried_layers
     from vllm_fp8ext.compat.update.weight_names import names_of
     from vllm_fp8ext.update.worker.rank import Rank
     from vllm_fp8ext.update.worker.shadow import Shadow
@@ -186,7 +189,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
     device = next(model.parameters()).device
     with torch.inference_mode(False), torch.no_grad():
         shadow = initialize_shadow(config, device)
-        require_plain_attention(shadow)
+        untried = untried_layers(shadow, Settings.parse(config.additional_config))
         require_no_copies(shadow)
         specs = checkpoint_specs(recorded.specs, config.model_config.dtype)
         tied = is_tied(config.model_config)
@@ -220,7 +223,16 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
                 f"({cost} bytes): "
                 'expected no more, or staging inplace or none (--additional-config \'{"fp8ext": {"staging": "inplace"}}\')'
             )
-    return Rank(weights, worker.rank, config.parallel_config.world_size, blocks, attend_plainly, kv)
+    return Rank(
+        weights,
+        worker.rank,
+        config.parallel_config.world_size,
+        blocks,
+        attend_plainly,
+        kv,
+        untried=untried,
+        pooling=config.model_config.runner_type == "pooling",
+    )
 
 
 def _kv_cache(model: Any, shadow: Any, config: VllmConfig, device: torch.device) -> Any:
@@ -248,6 +260,7 @@ def _kv_cache(model: Any, shadow: Any, config: VllmConfig, device: torch.device)
         except UpdateError as error:
             raise ConfigError(str(error)) from None
         shadow.copy_unsent([])
+        shadow.derive()
         tokens = choose(None, settings, [], vocabulary, longest)
         kv.begin(shadow.model, device, attend_plainly, tokens, gather)
     return kv

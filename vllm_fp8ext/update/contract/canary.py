@@ -15,6 +15,8 @@ from vllm_fp8ext.update.contract.prompts import require_prompts, sample
 from vllm_fp8ext.update.contract.rank_results import CanaryScore
 
 SAMPLE_TOKENS = 64
+POOLING = "pooler instead of logits"
+"""Name of what keeps prompts of reward models from being scored."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,24 @@ def canary_of(
     return CanarySpec([list(prompt) for prompt in prompts], bound)
 
 
+def no_prompts(untried: Sequence[str]) -> str:
+    """Say why no prompt is scored on new weights: what a model has of these kinds."""
+    return (
+        f"prompts can't be scored on new weights of this model, because of its {', '.join(untried)}: all that is tried is "
+        "whether they are finite. Expected no prompts of a canary, and no kv_scales to be calibrated"
+    )
+
+
+def require_prompts_run(canary: CanarySpec, untried: Sequence[str]) -> None:
+    """Require a canary without prompts where none can be scored.
+
+    Raises:
+        UpdateError: `canary-unavailable`.
+    """
+    if untried and not canary.built_in:
+        raise UpdateError("canary-unavailable", no_prompts(untried), status=422, layers=list(untried))
+
+
 def judge(canary: CanarySpec, scores: Sequence[CanaryScore]) -> float | None:
     """Perplexity over all prompts, from each rank's summed log-probability (ranks without logits have none). None for the
     built-in sample.
@@ -57,7 +77,7 @@ def judge(canary: CanarySpec, scores: Sequence[CanaryScore]) -> float | None:
     if not all(score.finite for score in scores):
         raise UpdateError(
             "canary-refused",
-            "the new weights' logits are not finite on the canary's prompts",
+            "the new weights are not finite, or their logits on the canary's prompts are not",
             status=422,
             reason="non-finite",
         )

@@ -28,12 +28,16 @@ class RankProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDescription:
-    """The manifest of one rank, and the memory that its shadow takes."""
+    """The manifest of one rank, and the memory that its shadow takes.
+
+    `untried`: kinds of layers for which prompts can't be run through new weights.
+    """
 
     manifest: Manifest
     fingerprint: int
     shadow_bytes: int
     shadow_kv_blocks: int
+    untried: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

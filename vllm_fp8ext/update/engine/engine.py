@@ -173,7 +173,7 @@ class UpdateEngine:
 
     def open(self, **fields: Any) -> Result:
         """Open an update (`OpenRequest`); `Waiting` while the one that has its `id` is being committed."""
-        session = self.updates.open(self._model.manifest(), OpenRequest(**fields))
+        session = self.updates.open(self._model.manifest(), OpenRequest(**fields), self._model.untried)
         if session.state is State.COMMITTING and self._check.pending():
             return self._commits.wait()
         return replace(session.describe(), group=self._group, max_chunk_bytes=self._chunk_bytes)

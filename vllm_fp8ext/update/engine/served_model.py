@@ -17,13 +17,17 @@ logger = logging.getLogger("vllm.fp8ext")
 
 
 class ServedModel:
-    """Manifest of the served model, and by rank its shadow's memory, once asked for."""
+    """Manifest of the served model, and by rank its shadow's memory, once asked for.
+
+    `untried`: kinds of layers for which prompts can't be run through new weights.
+    """
 
     def __init__(
         self, core: Core, committer: Committer, kv: KvEngine, fingerprints: CommittedFingerprints
     ) -> None:
         self.shadow_bytes: list[int] = []
         self.shadow_kv_blocks = 0
+        self.untried: tuple[str, ...] = ()
         self._core = core
         self._committer = committer
         self._kv = kv
@@ -52,4 +56,5 @@ class ServedModel:
             self._fingerprints.keep(self._committer.live, [rank.fingerprint for rank in ranks], None)
             self.shadow_bytes = [rank.shadow_bytes for rank in ranks]
             self.shadow_kv_blocks = ranks[0].shadow_kv_blocks
+            self.untried = ranks[0].untried
         return self._manifest

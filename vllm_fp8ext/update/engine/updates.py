@@ -2,12 +2,12 @@
 """The updates of an engine: opened one at a time, found by id, and kept for reading when they have ended."""
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.contract.canary import canary_of
+from vllm_fp8ext.update.contract.canary import canary_of, require_prompts_run
 from vllm_fp8ext.update.contract.claims import Claim, opening_problems, repeated
 from vllm_fp8ext.update.contract.fused import ExpertLayout
 from vllm_fp8ext.update.contract.labels import default_version
@@ -59,13 +59,15 @@ class Updates:
         self.clock = clock
         self._inplace = core.settings.staging == "inplace"
 
-    def open(self, manifest: Manifest, request: OpenRequest) -> Session:
+    def open(self, manifest: Manifest, request: OpenRequest, untried: Sequence[str] = ()) -> Session:
         """Open one. With an `id` that was opened before, that one is returned as it was opened.
+
+        `untried`: kinds of layers for which no prompt runs through new weights.
 
         Raises:
             UpdateError: `invalid-request`, `poisoned`, `update-open`, `stale-base`, `other-instance` (than `instance`),
-                `other-update` (what has this id was opened with something else), or what is wrong with the `tensors` that
-                are announced.
+                `other-update` (what has this id was opened with something else), `canary-unavailable`, or what is wrong with
+                the `tensors` that are announced.
         """
         self._require_instance(request.instance)
         if request.id is not None and request.id in self.sessions:
@@ -73,6 +75,7 @@ class Updates:
             return self.sessions[request.id]
         self._require_possible(request)
         session = self._session(manifest, request)
+        require_prompts_run(session.canary, untried)
         session.check_base(self._committer.live.epoch)
         self.sessions[session.id] = session
         for old in list(self.sessions)[:-KEPT]:

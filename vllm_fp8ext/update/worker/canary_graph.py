@@ -19,8 +19,15 @@ class CanaryGraph:
     """
 
     def __init__(
-        self, model: Any, prompt: list[int], device: torch.device, attach_attention: AttachAttention
+        self,
+        model: Any,
+        prompt: list[int],
+        device: torch.device,
+        attach_attention: AttachAttention,
+        *,
+        has_logits: bool = True,
     ) -> None:
+        self._has_logits = has_logits
         attach_attention(model, lambda: None)
         self._tokens = torch.tensor(prompt, device=device)
         self._positions = torch.arange(len(prompt), device=device)
@@ -37,7 +44,8 @@ class CanaryGraph:
 
     def _run(self, model: Any) -> torch.Tensor:
         hidden = model(input_ids=self._tokens, positions=self._positions)
-        return torch.isfinite(model.compute_logits(hidden)).all() & torch.isfinite(hidden).all()
+        finite = torch.isfinite(hidden).all()
+        return torch.isfinite(model.compute_logits(hidden)).all() & finite if self._has_logits else finite
 
     def finite(self) -> bool:
         """Run the prompt with the weights of now; return whether hidden states and logits are finite.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm_fp8ext.errors import Failure, UpdateError, errors_as_results
+from vllm_fp8ext.update.contract.canary import POOLING, no_prompts
 from vllm_fp8ext.update.contract.rank_results import (
     Accepted,
     CanaryScore,
@@ -28,6 +29,7 @@ from vllm_fp8ext.update.transports.registry import source_from_dict
 from vllm_fp8ext.update.worker.canary_graph import CanaryGraph
 from vllm_fp8ext.update.worker.cooperative_task import CooperativeTask, Pause
 from vllm_fp8ext.update.worker.digest import combine, digest
+from vllm_fp8ext.update.worker.finite_tensors import finite_tensors
 from vllm_fp8ext.update.worker.intake import Intake
 from vllm_fp8ext.update.worker.kv_scales import RankKv
 from vllm_fp8ext.update.worker.score_prompts import AttachAttention, score_prompts
@@ -44,6 +46,8 @@ class Rank:
     """The shadow of one rank, and its threads.
 
     `kv_blocks`: KV-cache blocks that the shadow costs. `attach_attention`: as of `score_prompts`. `kv`: the FP8 KV cache.
+    `untried`: kinds of layers that have no forward of the shadow's; with some, prompts are not run: tensors must be finite.
+    `pooling`: the model has no logits; its hidden states must be finite.
     """
 
     def __init__(
@@ -54,8 +58,13 @@ class Rank:
         kv_blocks: int,
         attach_attention: AttachAttention,
         kv: RankKv | None = None,
+        untried: Sequence[str] = (),
+        *,
+        pooling: bool = False,
     ) -> None:
         self.shadow = shadow
+        self._untried = tuple(untried)
+        self._pooling = pooling
         self.kv = kv
         self.rank = rank
         self.world_size = world_size
@@ -77,6 +86,7 @@ class Rank:
             fingerprint=self._fingerprint(shadow=False),
             shadow_bytes=self.shadow.weight_swap.bytes,
             shadow_kv_blocks=self.kv_blocks,
+            untried=self._untried or (POOLING,) * self._pooling,
         )
 
     @errors_as_results
@@ -124,12 +134,17 @@ class Rank:
 
         self._threads.start("staging", _WARM_UP_JOB, stage)
         staged = self._threads.take_result(_WARM_UP_JOB, None)
-        score_prompts(self.shadow.model, prompts, self._device, self._attach_attention, lambda: None)
+        if not self._untried:
+            self._score(prompts, lambda: None)
         if self.kv is not None:
             self.kv.warm_up()
-        if built_in and self._device.type == "cuda" and self.world_size == 1:
+        if built_in and not self._untried and self._device.type == "cuda" and self.world_size == 1:
             self._canary_graph = CanaryGraph(
-                self.shadow.model, prompts[0], self._device, self._attach_attention
+                self.shadow.model,
+                prompts[0],
+                self._device,
+                self._attach_attention,
+                has_logits=not self._pooling,
             )
         return staged or Accepted()
 
@@ -148,6 +163,8 @@ class Rank:
             start = time.perf_counter()
             value = self._fingerprint(shadow=True)
             seconds = time.perf_counter() - start
+            if graph is not None:
+                self._derive_shadow()
             canary = CanaryScore(finite=graph.finite()) if graph is not None else None
             return Fingerprint(fingerprint=value, seconds=seconds, canary=canary)
 
@@ -155,11 +172,18 @@ class Rank:
 
     @errors_as_results
     def run_canary(self, job: int, prompts: list[list[int]]) -> Accepted:
-        """Start to run prompts through the shadow; each `poll(job)` runs one slice of it."""
-        model, device, attach_attention = self.shadow.model, self._device, self._attach_attention
-        return self._start_task(
-            job, lambda pause: score_prompts(model, prompts, device, attach_attention, pause)
-        )
+        """Start to run prompts through the shadow, or to look whether its tensors are finite.
+
+        Each `poll(job)` runs one slice.
+        """
+        if self._untried:
+            tensors = [shadow for _, shadow in self.shadow.weight_swap.pairs]
+            return self._start_task(job, lambda pause: finite_tensors(tensors, pause))
+        return self._start_task(job, lambda pause: self._score(prompts, pause))
+
+    def _score(self, prompts: list[list[int]], pause: Pause) -> CanaryScore:
+        model, logits = self.shadow.model, not self._pooling
+        return score_prompts(model, prompts, self._device, self._attach_attention, pause, has_logits=logits)
 
     @errors_as_results
     def observe_kv(self, job: int, prompts: list[list[int]]) -> Accepted:
@@ -169,6 +193,8 @@ class Rank:
         """
         if self.kv is None:
             raise UpdateError("no-kv-scales", "the KV cache is not FP8", status=404)
+        if self._untried:
+            raise UpdateError("canary-unavailable", no_prompts(self._untried), status=422)
         task = self.kv.observation(self.shadow.model, self._device, self._attach_attention, prompts)
         return self._start_task(job, task)
 
@@ -182,11 +208,16 @@ class Rank:
                 torch.cuda.set_device(self._device)  # of this thread: a new one is on the first
             if stream is not None:
                 torch.cuda.set_stream(stream)
+            self._derive_shadow()
             return work(pause)
 
         self._end_tasks()
         self._tasks = {job: CooperativeTask(on_device)}
         return Accepted()
+
+    def _derive_shadow(self) -> None:
+        with torch.inference_mode():
+            self.shadow.derive()
 
     def _end_tasks(self) -> None:
         """End the shadow's task, of which it has one at a time: who still polls it gets an error."""

@@ -44,10 +44,13 @@ def score_prompts(
     device: torch.device,
     attach_attention: AttachAttention,
     pause: Pause,
+    *,
+    has_logits: bool = True,
 ) -> CanaryScore:
     """Compute the log-probability of the prompts' own tokens (from the second on), in nats.
 
-    Returns `logprob` (their sum), `tokens` (their number; 0 on a rank that gets no logits), and `finite`.
+    Returns `logprob` (their sum), `tokens` (their number; 0 on a rank that gets no logits), and `finite`. Without
+    `has_logits` (of a pooling model) only hidden states are looked at.
     """
     total, count, finite = 0.0, 0, True
     with torch.inference_mode():
@@ -55,7 +58,7 @@ def score_prompts(
             attach_attention(model, _after_each_layer(len(prompt), pause))
             tokens = torch.tensor(prompt, device=device)
             hidden = model(input_ids=tokens, positions=torch.arange(len(prompt), device=device))
-            logits = model.compute_logits(hidden)
+            logits = model.compute_logits(hidden) if has_logits else None
             finite = finite and bool(torch.isfinite(hidden).all())
             if logits is not None:
                 total += _logprob(logits, tokens)
