@@ -407,6 +407,7 @@ def main() -> int:
         set_up(options.venv.resolve(), build)
         if options.beside and build == "cpu":
             install_beside(options.venv.resolve(), "beside", "Triton and NCCL")
+            install_beside(options.venv.resolve(), "vision", "torchvision")
         if options.beside:
             install_beside(options.venv.resolve(), "trainers", "TRL")
     except (SetupError, OSError) as error:

@@ -12,14 +12,18 @@ from typing import Any
 from forked_python.processes import run
 
 from .plugins import HERE, variables
+from .vision import with_vision
 
 
-def run_scenario(name: str, folder: Path, *more: str, seconds: float, ends: int = 0) -> Any:
+def run_scenario(
+    name: str, folder: Path, *more: str, seconds: float, ends: int = 0, vision: bool = False
+) -> Any:
     """What a scenario, given a file for it and the arguments `more`, writes down there; its log is beside it. `ends`: its
-    code."""
+    code. `vision`: it reads images."""
     facts, log, code = folder / "facts.json", folder / "log", None
     line = [sys.executable, "-P", str(HERE / name), str(facts), *more]
     own = {**os.environ, **variables(folder)}
+    own = with_vision(own) if vision else own
     with log.open("wb") as file, contextlib.suppress(subprocess.TimeoutExpired):
         code = run(line, env=own, stdout=file, stderr=subprocess.STDOUT, timeout=seconds).returncode
     assert code == ends, log.read_text(errors="replace")[-6000:]

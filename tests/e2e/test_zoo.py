@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of every family through the whole row: started, updated, compared with a cold start, refused, rolled back.
+
+One of each kind by default; all of them by `pytest -m full tests/e2e/test_zoo.py`, or as a page by `scripts/model-zoo`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .scenarios import run_scenario
+from .vision import has_torchvision
+from .zoo_models import KINDS, ZOO
+
+REPRESENTATIVES = {"qwen3_moe", "qwen3_5", "granite_h"}
+"""Families that `make test` has; dense ones and towers are in other tests there."""
+
+Rows = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """The row of a family, each in a process of its own when it is first asked for."""
+
+    @functools.cache
+    def seen(name: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp(name)
+        vision = ZOO[name].needs_torchvision
+        found: dict[str, Any] = run_scenario("zoo_scenario.py", folder, name, seconds=560, vision=vision)
+        row: dict[str, Any] = found[name]
+        return row
+
+    return seen
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.full) for name in ZOO]
+)
+def test_a_family_passes_the_whole_row(rows: Rows, name: str) -> None:
+    family = ZOO[name]
+    if family.needs_torchvision and not has_torchvision():
+        pytest.skip("vLLM reads this family only with torchvision")
+    row = rows(name)
+    if family.refused is not None:
+        assert family.refused in row["error"]
+        return
+    assert "error" not in row, row["error"]
+    failed = [fact for fact, holds in row["facts"].items() if holds is not True]
+    assert not failed
+
+
+def test_each_kind_has_families() -> None:
+    assert {family.kind for family in ZOO.values()} == set(KINDS)
+    assert all(name == family.name for name, family in ZOO.items())
