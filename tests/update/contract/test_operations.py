@@ -7,13 +7,14 @@ import pytest
 
 from vllm_fp8ext.update.contract.operations import Operation, RankMethod
 from vllm_fp8ext.update.worker.kv_scales import RankKv
+from vllm_fp8ext.update.worker.loads import Loads
 from vllm_fp8ext.update.worker.rank import Rank
 
 
 @pytest.mark.parametrize("method", RankMethod)
 def test_every_method_of_ranks_is_there(method: RankMethod) -> None:
-    owner, _, name = method.rpartition("kv.")
-    assert callable(attrgetter(name)(RankKv if method.startswith("kv.") else Rank)), owner
+    owner, _, name = method.rpartition(".")
+    assert callable(attrgetter(name)({"": Rank, "kv": RankKv, "loads": Loads}[owner]))
 
 
 def test_what_only_reads_needs_no_weights() -> None:

@@ -53,7 +53,10 @@ class Operation(StrEnum):
 
 
 class RankMethod(StrEnum):
-    """Methods of `update.worker.rank.Rank` that the engine calls on every rank; `kv.…` are those of its `RankKv`."""
+    """Methods of `update.worker.rank.Rank` that the engine calls on every rank.
+
+    `kv.…` are those of its `RankKv`, `loads.…` those of its `Loads`.
+    """
 
     DESCRIBE = "describe"
     WARM_UP = "warm_up"
@@ -75,3 +78,5 @@ class RankMethod(StrEnum):
     KV_STAGE = "kv.stage"
     KV_RECORDED = "kv.recorded"
     KV_RESCALE = "kv.rescale"
+    LOADS_PERMIT = "loads.permit"
+    LOADS_TAKE = "loads.take"

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
 from vllm_fp8ext.errors import Failure
@@ -46,6 +47,39 @@ class StagedTensors:
 
     problems: list[dict[str, Any]] = field(default_factory=list)
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+class LoadKind(StrEnum):
+    """What a call on a model told of an update that somebody else's loader brings."""
+
+    BEGIN = "begin"
+    """An update begins: what came before belongs to none."""
+    AGAIN = "again"
+    """A tensor comes for the second time: an update begins, and it must be whole."""
+    TENSORS = "tensors"
+    END = "end"
+    """Everything has come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadEvent:
+    """One call on a model. `call`: its name, or the tensor's that came again.
+
+    `tensors`: `(name, shape, dtype)` as they came, `bytes` together; `staged`: what became of them, or why nothing did.
+    """
+
+    kind: LoadKind
+    call: str = ""
+    tensors: list[tuple[str, tuple[int, ...], str]] = field(default_factory=list)
+    bytes: int = 0
+    staged: StagedTensors | Failure = field(default_factory=StagedTensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Calls on a model since they were asked for last, in order."""
+
+    events: list[LoadEvent]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +175,7 @@ RankResult: TypeAlias = (
     | KvFits
     | KvRescaled
     | KvTraffic
+    | Loaded
     | RankDescription
     | RankDigests
     | RankProgress

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -63,6 +64,32 @@ class BufferMemory:
         """Return a view (`Memory.read`)."""
         raw = self._data[tensor.start : tensor.start + tensor.size]
         return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
+
+
+class TensorMemory:
+    """Holds contiguous tensors of this process, all on one device, whose bytes are counted through one after the other."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
+        self.device = device
+        self._raw = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        self._begins = torch.tensor([raw.data_ptr() for raw in self._raw], dtype=torch.int64)
+        self._bounds = torch.tensor([0, *accumulate(raw.numel() for raw in self._raw)], dtype=torch.int64)
+
+    def addresses(self, starts: Tensor) -> Tensor:
+        """Return addresses (`Memory.addresses`)."""
+        numbers = self._numbers(starts)
+        return self._begins[numbers] + starts - self._bounds[numbers]
+
+    def read(self, tensor: StoredTensor) -> Tensor:
+        """Return a view (`Memory.read`)."""
+        number = int(self._numbers(torch.tensor([tensor.start]))[0])
+        start = tensor.start - int(self._bounds[number])
+        raw = self._raw[number][start : start + tensor.size]
+        return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
+
+    def _numbers(self, starts: Tensor) -> Tensor:
+        last = len(self._raw) - 1  # of a tensor without elements at the end of all
+        return torch.bucketize(starts, self._bounds[1:], right=True).clamp(max=last)
 
 
 class AllocatedMemory:

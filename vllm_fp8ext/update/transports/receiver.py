@@ -102,6 +102,12 @@ class Receivers:
         """Open a source by the receiver of its transport (`Receiver.open`)."""
         return self._receiver(source.transport).open(source, tensors, as_rows, require_wanted)
 
+    def resident(
+        self, tensors: Sequence[StoredTensor], memory: Memory
+    ) -> Iterable[ResidentTensors | TensorRows]:
+        """Return tensors of this process (`RankDevice.resident`)."""
+        return self._rank.resident(tensors, memory)
+
     def close_deferred(self) -> None:
         """Close what sources have left open, since nobody had to wait for it."""
         for receiver in self._receivers.values():

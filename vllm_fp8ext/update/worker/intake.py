@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes in the tensors of an update on one rank: reads, checks and stages them into the shadow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.update.contract.rank_results import Accepted, StagedTensors
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.transports.memory import Memory, ResidentTensors
+from vllm_fp8ext.update.transports.read_ahead import TensorRows
 from vllm_fp8ext.update.transports.receiver import Receivers
 from vllm_fp8ext.update.transports.transport import Source
 from vllm_fp8ext.update.worker.checksums import Checksums
@@ -18,6 +21,12 @@ from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
 from vllm_fp8ext.update.worker.shadow import Shadow
 from vllm_fp8ext.update.worker.tied_tensors import TiedTensors
 from vllm_fp8ext.update.worker.verdicts import ScaleError, TiedError, Verdict
+
+Open: TypeAlias = Callable[
+    [Sequence[StoredTensor], Collection[str], Callable[[], None]],
+    AbstractContextManager[Iterable[ResidentTensors | TensorRows]],
+]
+"""Opens the tensors of a chunk, as `Receiver.open` does those of a source."""
 
 
 class Intake:
@@ -85,17 +94,52 @@ class Intake:
         Raises:
             UpdateError: `wrong-state`, when the update is wanted no more; or what stops the reading later.
         """
+        checksums = Checksums(dict(list(hashes.items())[self._rank :: self._world_size]))
+        return self._stage(
+            job, session, partial(self._receivers.open, source), tensors, checksums, rate, tied
+        )
+
+    def stage_held(
+        self,
+        job: int,
+        session: str,
+        memory: Memory,
+        tensors: list[StoredTensor],
+        tied: Sequence[str],
+    ) -> StagedTensors | Failure:
+        """Stage tensors that this process holds (`stage`)."""
+
+        def held(
+            tensors: Sequence[StoredTensor], as_rows: Collection[str], require_wanted: Callable[[], None]
+        ) -> AbstractContextManager[Iterable[ResidentTensors | TensorRows]]:
+            return nullcontext(self._receivers.resident(tensors, memory))
+
+        return self._stage(job, session, held, tensors, Checksums({}), 0.0, tied)
+
+    def begin_again(self) -> None:
+        """Forget which update the shadow's contents belong to: the next tensors begin one."""
+        self._staged = ""
+
+    def _stage(
+        self,
+        job: int,
+        session: str,
+        opened: Open,
+        tensors: list[StoredTensor],
+        checksums: Checksums,
+        rate: float,
+        tied: Sequence[str],
+    ) -> StagedTensors | Failure:
         if self._staged != session:
             self._shadow.stager.reset()
             self._tied.reset()
             self._staged = session
-        checksums = Checksums(dict(list(hashes.items())[self._rank :: self._world_size]))
         compared = self._tied.begin([stored.spec.name for stored in tensors], tied)
         chunk = ChunkIntake(self._shadow.stager, checksums, tensors, self._device, self._tied, compared)
         require_wanted = partial(self._require_wanted, session)
         limiter, began = RateLimiter(rate, require_wanted), False
         try:
-            with self._receivers.open(source, chunk.ordered(), chunk.as_rows, require_wanted) as parts:
+            with opened(chunk.ordered(), chunk.as_rows, require_wanted) as parts:
                 for part in parts:
                     require_wanted()
                     began = True

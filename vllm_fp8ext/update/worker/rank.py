@@ -32,6 +32,7 @@ from vllm_fp8ext.update.worker.digest import combine, digest
 from vllm_fp8ext.update.worker.finite_tensors import finite_tensors
 from vllm_fp8ext.update.worker.intake import Intake
 from vllm_fp8ext.update.worker.kv_scales import RankKv
+from vllm_fp8ext.update.worker.loads import Loads
 from vllm_fp8ext.update.worker.score_prompts import AttachAttention, score_prompts
 from vllm_fp8ext.update.worker.shadow import Shadow
 from vllm_fp8ext.update.worker.spec_cache import SpecCache
@@ -74,6 +75,7 @@ class Rank:
         self._specs = SpecCache()
         self._intake = Intake(shadow, rank, world_size, self._device)
         self._threads = WorkerThreads(self._device)
+        self.loads = Loads(shadow, self._intake, self._threads, self._device)
         self._swap_time = Stopwatch(self._device)
         self._tasks: dict[int, CooperativeTask] = {}
         self._canary_graph: CanaryGraph | None = None
