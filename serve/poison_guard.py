@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers 503 for a server whose engine is poisoned: nobody may take for an answer what no known weights have made.
+"""Answers 503 for a server whose engine is poisoned, or has no weights yet: such answers no known weights have made.
 
 An engine that has just been poisoned fails the requests that it has: their answers, 500, may come before this server
 knows why.
@@ -14,10 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.problems import problem
+from vllm_fp8ext.update.contract.update_errors import NO_WEIGHTS, not_generating
 
 _OPEN = ("/fp8ext/", "/metrics", "/version", "/openapi.json", "/docs", "/redoc")
 """Paths that a poisoned server still answers: all that heals it or looks at it."""
-
+_HEALTH = "/health"
+"""Path that a server without weights answers: trainers wait for it before they send any."""
 
 _REFRESH_SECONDS = 5.0
 """Longest time that a failed request waits to be told why."""
@@ -35,14 +37,15 @@ class PoisonGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reason = self._reason() if scope["type"] in ("http", "websocket") else None
-        if scope["type"] not in ("http", "websocket") or _is_open(scope):
+        if scope["type"] not in ("http", "websocket") or _is_open(scope, reason):
             await self._app(scope, receive, send)
         elif reason is None:
             await self._app(scope, receive, self._explained(scope, receive, send))
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1013, "reason": "poisoned"})
+            kind = not_generating(reason).kind
+            await send({"type": "websocket.close", "code": 1013, "reason": kind})
         else:
-            await problem(_refusal(reason))(scope, receive, send)
+            await problem(not_generating(reason))(scope, receive, send)
 
     def _explained(self, scope: Scope, receive: Receive, send: Send) -> Send:
         """`send`, but 503 for a 500 of an engine that was poisoned meanwhile."""
@@ -57,20 +60,13 @@ class PoisonGuard:
                 reason = self._reason()
                 if reason is not None:
                     refused = True
-                    await problem(_refusal(reason))(scope, receive, send)
+                    await problem(not_generating(reason))(scope, receive, send)
             if not refused:
                 await send(message)
 
         return send_explained
 
 
-def _is_open(scope: Scope) -> bool:
+def _is_open(scope: Scope, reason: str | None) -> bool:
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.startswith(_OPEN)
-
-
-def _refusal(reason: str) -> UpdateError:
-    message = f"the engine is poisoned until a full update is committed: {reason}"
-    # clients of the OpenAI API read the member `error`
-    openai: dict[str, Any] = {"message": message, "type": "poisoned", "param": None, "code": 503}
-    return UpdateError("poisoned", message, status=503, error=openai)
+    return path.startswith(_OPEN) or (reason == NO_WEIGHTS and path == _HEALTH)

@@ -44,7 +44,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         (415, "A compressed body"),
         (422, "The tensors, or the request, are not what the engine takes"),
         (500, "The engine failed"),
-        (503, "The engine is poisoned"),
+        (503, "The engine is poisoned, or has no weights"),
         (504, "The engine did not answer in time"),
         (507, "Out of memory, or the spool folder is full"),
     )

@@ -130,6 +130,15 @@ class Settings(BaseModel):
     native_update_seconds: float = Field(default=600.0, gt=0)
     """An update by vLLM's weight transfer to which nothing happens for this long is abandoned."""
 
+    dummy_weights: Literal["refuse", "serve"] = "refuse"
+    """What a server does that was started with `--load-format dummy`: `refuse` requests until a full update has come, or
+    `serve` random weights. With `staging` `none` no update comes, and random weights are served."""
+
+    load_weights_end: Literal["mark", "complete"] = "mark"
+    """When tensors that a trainer brings by `model.load_weights` are served: `mark` when it says that all have come, by
+    `finalize_layerwise_reload`, `process_weights_after_loading` or `finish_weight_update`; `complete` also as soon as every
+    tensor of the manifest has come, for trainers that never say so."""
+
     pause_deadline_seconds: float | None = Field(default=None, gt=0)
     """Longest pause that others ask for: then generation goes on. By default a pause has no end of its own."""
 

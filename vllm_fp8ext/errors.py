@@ -49,7 +49,8 @@ class ForeignLoadError(Fp8ExtError, RuntimeError):
         self.what = what
         super().__init__(
             f"blockfp8: {what} would write into the codes and scales of a served model, and was refused. New weights come by "
-            "an update: Client.push or fp8ext push over HTTP, or embedded(engine) in the engine's own process: docs/client.md"
+            "an update: Client.push or fp8ext push over HTTP, embedded(engine) in the engine's own process (docs/client.md), "
+            "or load_weights of the whole model in its workers (docs/trainers.md)"
         )
 
     def __reduce__(self) -> tuple[type["ForeignLoadError"], tuple[str]]:

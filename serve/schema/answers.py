@@ -101,7 +101,7 @@ class Weights(BaseModel):
     instance: str | None = Field(
         None, description="Random for each life of the engine: epochs begin at 0 in each."
     )
-    state: Literal["serving", "updating", "poisoned", "asleep"]
+    state: Literal["serving", "updating", "poisoned", "no-weights", "asleep"]
     poisoned: str | None
     update: str | None = Field(description="The open update.")
     previous_version: str | None = Field(

@@ -125,13 +125,43 @@ def ties(weights: Client, late: dict[str, Tensor]) -> Facts:
     return facts
 
 
+def loads(llm: LLM, weights: Client, early: Path, late: Path) -> Facts:
+    """A trainer loads weights by `model.load_weights` in the workers, then writes past every loader."""
+    manifest = Manifest.from_dict(weights.manifest())
+    names = sorted(dict(stored(late)))
+    for bucket in (names[::2], names[1::2]):
+        llm.collective_rpc("load", args=(str(late), bucket))
+    facts: Facts = {"before the end": weights.weights().epoch}
+    llm.collective_rpc("mark", args=("process_weights_after_loading",))
+    facts["served"] = [
+        weights.digests().digests == checkpoint_digests(late, manifest),
+        weights.verify().epoch,
+    ]
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(early)})
+    facts["reloaded"] = [
+        weights.digests().digests == checkpoint_digests(early, manifest),
+        weights.verify().epoch,
+    ]
+    llm.collective_rpc("write", args=("model.norm.weight",))
+    try:
+        weights.verify()
+    except UpdateError as error:
+        facts["written past all loaders"] = [error.kind, weights.weights().state]
+    llm.collective_rpc("load", args=(str(late), names), kwargs={"end": "finalize_layerwise_reload"})
+    facts["healed"] = [
+        weights.digests().digests == checkpoint_digests(late, manifest),
+        weights.weights().state,
+    ]
+    return facts
+
+
 def doors(llm: LLM, weights: Client, late: dict[str, Tensor]) -> Facts:
     """Others try to load weights into the served model."""
     before, sampled = weights.digests(), sample(llm)
     facts: Facts = {way: llm.collective_rpc("tried", args=(way,)) for way in ways}
     for call in (
-        lambda: llm.collective_rpc("update_weight", args=("model.norm.weight",)),
-        lambda: llm.collective_rpc("reload_weights"),
+        lambda: llm.collective_rpc("write_by_loader", args=("model.norm.weight",)),
+        lambda: llm.collective_rpc("update_weights", args=({},)),
     ):
         try:
             call()
@@ -169,6 +199,7 @@ def engine_scenario(
             facts["sampled"] = [sample(llm)]
             if family == "qwen3":
                 facts["doors"] = doors(llm, weights, tensors)
+                facts["loads"] = loads(llm, weights, early, late)
             else:
                 facts |= names(weights, late, tensors)
             if manifest.tied:

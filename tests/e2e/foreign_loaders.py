@@ -5,13 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from loading_worker import LoadingWorker
 
 
-class ForeignLoaders:
+class ForeignLoaders(LoadingWorker):
     """For `worker_extension_cls`."""
-
-    model_runner: Any
-    model_config: Any
 
     def tried(self, way: str) -> str | None:
         """What a way is refused with: the kind of error and its message; None where it was not."""
@@ -21,32 +19,52 @@ class ForeignLoaders:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def update_weight(self, name: str) -> None:
-        """OpenRLHF's and TRL's, one tensor a call; raises in the worker."""
-        shape = self.model_runner.model.get_parameter(name).shape
-        self.model_runner.model.load_weights(weights=[(name, torch.ones(shape, dtype=torch.bfloat16))])
+    def write_by_loader(self, name: str) -> None:
+        """Write by the loader of a parameter; raises in the worker."""
+        parameter = self.model_runner.model.get_parameter(name)
+        parameter.weight_loader(parameter, torch.ones(parameter.shape, dtype=torch.bfloat16))
 
 
 def _weights(extension: ForeignLoaders) -> list[tuple[str, torch.Tensor]]:
     return [("model.norm.weight", torch.ones(256, dtype=torch.bfloat16))]
 
 
-def _checkpoint_engine(extension: ForeignLoaders) -> None:
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-    process_weights_after_loading(extension.model_runner.model, extension.model_config, torch.device("cpu"))
-
-
-def _reload(extension: ForeignLoaders) -> None:
+def _inner_reload(extension: ForeignLoaders) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    initialize_layerwise_reload(extension.model_runner.get_model())
+    initialize_layerwise_reload(extension.model_runner.get_model().model)
 
 
-def _finalize(extension: ForeignLoaders) -> None:
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+def _inner_process(extension: ForeignLoaders) -> None:
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    finalize_layerwise_reload(extension.model_runner.get_model(), extension.model_config)
+    layers = extension.model_runner.get_model().model.layers
+    process_weights_after_loading(layers, extension.model_config, torch.device("cpu"))
+
+
+def _wrapped_process(extension: ForeignLoaders) -> None:
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    model = extension.model_runner.get_model().model
+    process_weights_after_loading(Wrapper(model), extension.model_config, torch.device("cpu"))
+
+
+class Wrapper:
+    """Passes on what is asked of a model, as vLLM's wrappers of CUDA graphs do."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def unwrap(self) -> Any:
+        return self._model
+
+
+def _method(extension: ForeignLoaders) -> None:
+    layer = extension.model_runner.model.model.layers[0].self_attn.qkv_proj
+    layer.quant_method.process_weights_after_loading(layer)
 
 
 def _weight_loader(extension: ForeignLoaders) -> None:
@@ -82,24 +100,21 @@ def _attention(extension: ForeignLoaders) -> None:
 
 
 ways: dict[str, Callable[[ForeignLoaders], Any]] = {
-    "model.load_weights": lambda e: e.model_runner.model.load_weights(_weights(e)),
     "class load_weights": lambda e: type(e.model_runner.model).load_weights(
         e.model_runner.model, _weights(e)
     ),
     "inner load_weights": lambda e: e.model_runner.get_model().model.load_weights(_weights(e)),
     "AutoWeightsLoader": _auto_loader,
-    "reload_weights": lambda e: e.reload_weights(),  # type: ignore[attr-defined]
-    "reload_weights of tensors": lambda e: e.reload_weights(weights_iterator=iter(_weights(e))),  # type: ignore[attr-defined]
-    "runner.reload_weights": lambda e: e.model_runner.reload_weights(),
     "kernel format": lambda e: e.model_runner.reload_weights(
         weights_iterator=iter(_weights(e)), is_checkpoint_format=False
     ),
     "init_weight_transfer_engine": lambda e: e.init_weight_transfer_engine({}),  # type: ignore[attr-defined]
-    "start_weight_update": lambda e: e.start_weight_update(),  # type: ignore[attr-defined]
+    "start_draft_weight_update": lambda e: e.start_draft_weight_update(),  # type: ignore[attr-defined]
     "update_weights": lambda e: e.update_weights({}),  # type: ignore[attr-defined]
-    "process_weights_after_loading": _checkpoint_engine,
-    "initialize_layerwise_reload": _reload,
-    "finalize_layerwise_reload": _finalize,
+    "initialize_layerwise_reload of a part": _inner_reload,
+    "process_weights_after_loading of a part": _inner_process,
+    "process_weights_after_loading of a wrapped part": _wrapped_process,
+    "quant_method.process_weights_after_loading": _method,
     "param.weight_loader": _weight_loader,
     "layer.weight_loader": _layer_loader,
     "default_weight_loader": _default_loader,

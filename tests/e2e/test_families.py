@@ -85,7 +85,7 @@ def test_other_loaders_are_refused_by_name(families: Families) -> None:
         for way, found in facts.items()
         if isinstance(found, list) and len(found) == 2 and way != "raised"
     }
-    assert len(ways) == 19
+    assert len(ways) == 16
     for way, ranks in ways.items():
         assert all(rank and rank.startswith("ForeignLoadError: blockfp8: ") for rank in ranks), (way, ranks)
         assert all("Client.push" in rank and "embedded(engine)" in rank for rank in ranks), way
@@ -95,3 +95,13 @@ def test_other_loaders_are_refused_by_name(families: Families) -> None:
     ]
     assert facts["untouched"] == [True, True, True]
     assert facts["pushed"]
+
+
+def test_load_weights_in_the_workers_is_an_update(families: Families) -> None:
+    """Of two ranks. What is written past every loader is found, and served no longer."""
+    facts = families("qwen3")["loads"]
+    epoch = facts["before the end"]
+    assert facts["served"] == [True, epoch + 1]
+    assert facts["reloaded"] == [True, epoch + 2]
+    assert facts["written past all loaders"] == ["weights-differ", "poisoned"]
+    assert facts["healed"] == [True, "serving"]

@@ -88,6 +88,15 @@ def test_tensors_come_in_any_calls_dtypes_and_layouts(
     assert loads.take().events == []
 
 
+def test_nothing_holds_what_was_loaded(loads: Loads) -> None:
+    """Trainers close the memory that their tensors lie in: that fails while anybody has a view of it."""
+    memory = bytearray(400)
+    bucket = [("norm", torch.frombuffer(memory, dtype=torch.bfloat16))]
+    loads.load(bucket)
+    del bucket
+    memory.clear()  # raises where somebody exports it
+
+
 def test_a_generator_may_yield_from_one_memory(rank: Rank, loads: Loads, tensors: dict[str, Tensor]) -> None:
     def lent() -> Iterator[tuple[str, Tensor]]:
         memory = torch.empty(SHAPES["w"], dtype=torch.bfloat16)

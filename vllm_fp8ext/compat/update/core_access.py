@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
@@ -26,6 +27,7 @@ from vllm_fp8ext.update.contract.kv_tokens import PROMPT_TOKENS
 from vllm_fp8ext.update.contract.labels import Label, first_label
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import RankReply, RankResult
+from vllm_fp8ext.update.contract.update_errors import not_generating
 
 FEATURE: str = "core"
 WHY: str = "Exchange weights between two steps: a plugin can't hold the scheduler."
@@ -252,12 +254,17 @@ class CoreAccess:
         """End every request with an error, and each one that comes, until `accept_requests`."""
         scheduler, core = self._core.scheduler, self._core
 
+        is_process = isinstance(core, EngineCoreProc)  # else it lives in its caller's
+
         def refuse(request: Any, *_: Any) -> None:
+            if not is_process:
+                raise not_generating(core.fp8ext_engine.committer.poisoned)
             core._send_error_outputs_to_client([request.request_id], request.client_index)
 
         core.add_request = refuse
         for request in scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR):
-            refuse(request)
+            if is_process:
+                refuse(request)
 
     def accept_requests(self) -> None:
         """Undo `refuse_requests`."""

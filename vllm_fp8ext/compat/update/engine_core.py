@@ -13,13 +13,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 
 from vllm_fp8ext.compat.features import adopt, is_available
-from vllm_fp8ext.compat.update import worker_replies
+from vllm_fp8ext.compat.update import load_calls, worker_replies
 from vllm_fp8ext.compat.update.core_access import CoreAccess
 from vllm_fp8ext.compat.update.engine_changes import CHANGE, EngineChanges
 from vllm_fp8ext.compat.update.heartbeat import answer_pulse
+from vllm_fp8ext.compat.update.unloaded_names import DUMMY
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.update.contract.results import encode
+from vllm_fp8ext.update.contract.update_errors import NO_WEIGHTS
 
 FEATURE: str = "core"
 WHY: str = (
@@ -44,6 +46,7 @@ def install() -> None:
     """Add our method to the engine core. Idempotent."""
     EngineCore.fp8ext = call
     setattr(EngineCore, CHANGE, wait_for_change)
+    load_calls.install()
     wrap(EngineCore, "_initialize_effective_attention_block_size", _wrap_initialize)
 
 
@@ -60,6 +63,10 @@ def _wrap_initialize(initialize: Any) -> Any:
         worker_replies.attach(self.model_executor)
         self.fp8ext_instance = secrets.token_hex(8)
         settings = Settings.parse(config.additional_config)
+        if settings.staging != "none":
+            load_calls.attach(self, _engine_of)
+            if config.load_config.load_format == DUMMY and settings.dummy_weights == "refuse":
+                _await_weights(self)
         if settings.kernels.slot_fast_path and is_available("slot_fast_path"):
             from vllm_fp8ext.compat.speed import slot_fast_path
 
@@ -70,6 +77,17 @@ def _wrap_initialize(initialize: Any) -> Any:
             output_interval.attach(self, settings.serving)
 
     return initialized
+
+
+def _await_weights(core: Any) -> None:
+    """Have a core that is being made refuse requests: the first one, or the first operation, makes its update engine."""
+    core.fp8ext_awaits_weights = True
+
+    def add_first_request(*arguments: Any, **named: Any) -> None:
+        _engine_of(core)
+        core.add_request(*arguments, **named)
+
+    core.add_request = add_first_request
 
 
 def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -95,12 +113,17 @@ def _engine_of(core: Any) -> Any:
     from vllm_fp8ext.update.engine.engine import UpdateEngine
 
     if not hasattr(core, "fp8ext_engine"):
+        awaits_weights = getattr(core, "fp8ext_awaits_weights", False)
+        if awaits_weights:
+            del core.add_request
         access = CoreAccess(core)
         core.fp8ext_engine, core.fp8ext_watchdog = UpdateEngine(access), access.watchdog
         core.fp8ext_changes = EngineChanges(core.fp8ext_engine.change)
         answer_pulse(core)
         if access.quantization == METHOD:
             _follow_asleep(core)
+        if awaits_weights:
+            core.fp8ext_engine.committer.await_weights(NO_WEIGHTS)
     return core.fp8ext_engine
 
 

@@ -1,34 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closes the ways by which others load weights into a served model.
+"""Leads what others load into a served model to an update, and closes every other way.
 
-They would write values of 16 bits into codes, or scales of 1.0 for the KV cache, and serving would go on. The served
-module tree gets loaders that refuse. Functions of vLLM that take a model or a parameter refuse those of a served model,
-and go on for others.
+They would write values of 16 bits into codes, or scales of 1.0 for the KV cache, and serving would go on. The model's
+`load_weights` stages tensors beside the served ones. Functions of vLLM that begin or end a reload of the model mark an
+update. All other loaders of the served module tree refuse, and so do functions of vLLM that take a part of it. For others
+they go on.
 """
 
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_fp8ext.errors import ForeignLoadError
+from vllm_fp8ext.update.worker.loads import Loads
 from vllm_fp8ext.update.worker.reachable_tensors import loadable_tensors
 
 FEATURE: str = "core"
-WHY: str = "Close other ways to load weights: they would write 16 bits into codes, and serving would go on."
+WHY: str = "Stage what others load: vLLM's loaders would write 16 bits into codes, and serving would go on."
 GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = (
     "vllm.model_executor.model_loader.utils:process_weights_after_loading(model)",
     "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload(model)",
     "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing(model)",
     "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_reload",
-    "vllm.model_executor.model_loader.reload.inplace:get_parameter_for_reload(model)",
     "vllm.model_executor.model_loader.weight_utils:default_weight_loader(param)",
     "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights(is_checkpoint_format)",
     "vllm.v1.worker.gpu_worker:Worker.init_weight_transfer_engine",
     "vllm.v1.worker.gpu_worker:Worker.start_weight_update",
     "vllm.v1.worker.gpu_worker:Worker.start_draft_weight_update",
@@ -44,7 +46,6 @@ _FUNCTIONS = (
     ("vllm.model_executor.model_loader.reload.layerwise", "initialize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload.layerwise", "finalize_layerwise_processing"),
     ("vllm.model_executor.model_loader.reload.layerwise", "finalize_layerwise_reload"),
-    ("vllm.model_executor.model_loader.reload.inplace", "get_parameter_for_reload"),
     ("vllm.model_executor.model_loader.weight_utils", "default_weight_loader"),
 )
 """Functions whose first argument is a model, or a parameter of one."""
@@ -58,7 +59,6 @@ _METHODS = (
 """Methods of modules that write what they get, or make weights anew."""
 
 _WORKER_METHODS = (
-    "reload_weights",
     "init_weight_transfer_engine",
     "start_weight_update",
     "start_draft_weight_update",
@@ -67,24 +67,77 @@ _WORKER_METHODS = (
 )
 """Methods of vLLM's workers: some write to parameters themselves, some wait for a trainer first."""
 
-_served: WeakSet[nn.Module] = WeakSet()
-"""Modules of served models."""
+_BEGINS = ("initialize_layerwise_reload", "start_weight_update")
+"""Functions and methods by which a caller says that an update of the whole model begins."""
+_ENDS = (
+    "process_weights_after_loading",
+    "finalize_layerwise_processing",
+    "finalize_layerwise_reload",
+    "finish_weight_update",
+)
+"""Those by which it says that all has come."""
+
+_served: WeakKeyDictionary[nn.Module, Loads | None] = WeakKeyDictionary()
+"""Modules of served models; whole models with what takes their weights, if anything does."""
 
 
-def close(worker: Any, model: nn.Module) -> None:
-    """Refuse from now on whatever would load weights into this model of a worker's. Idempotent."""
+def close(worker: Any, model: nn.Module, loads: Loads | None) -> None:
+    """Lead weights that somebody loads into a worker's model to `loads`, and refuse all else. Idempotent.
+
+    `model`: holds the models that the worker runs. Without `loads` everything is refused.
+    """
     for name in _WORKER_METHODS:
         if callable(getattr(worker, name, None)):
-            setattr(worker, name, _refusing(name))
+            setattr(worker, name, _marking(name, loads) or _refusing(name))
+    for owner in (worker, worker.model_runner):
+        if callable(getattr(owner, "reload_weights", None)):
+            owner.reload_weights = _reloading(owner.reload_weights, loads)
     for module in model.modules():
-        _served.add(module)
-        for name in _METHODS:
-            if callable(getattr(module, name, None)):
-                setattr(module, name, _refusing(f"{type(module).__name__}.{name}"))
+        _served[module] = None
+        for owner in (module, getattr(module, "quant_method", None)):
+            for name in _METHODS:
+                if callable(getattr(owner, name, None)):
+                    setattr(owner, name, _refusing(f"{type(owner).__name__}.{name}"))
     for tensor in loadable_tensors(model, ()).values():
         tensor.weight_loader = _refusing("weight_loader")
+    if loads is not None:
+        for module in list(model.children())[:1]:  # drafts are refused with live updates
+            _served[module] = loads
+            module.load_weights = _staging(loads)
     for module_name, name in _FUNCTIONS:
         _guard(module_name, name)
+
+
+def _staging(loads: Loads) -> Callable[..., set[str]]:
+    def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> set[str]:
+        return loads.load(weights)
+
+    return load_weights
+
+
+def _reloading(reload_weights: Callable[..., None], loads: Loads | None) -> Callable[..., None]:
+    """Return vLLM's reload, which loads tensors of a checkpoint by the model; as they are served none may come."""
+
+    def reload(
+        weights_iterator: Any = None, weights_path: Any = None, is_checkpoint_format: bool = True
+    ) -> None:
+        if loads is None or not is_checkpoint_format:
+            raise ForeignLoadError("reload_weights")
+        reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)
+
+    return reload
+
+
+def _marking(name: str, loads: Loads | None) -> Callable[..., None] | None:
+    """Return what marks the begin or the end of an update, for a function or method that does."""
+    if loads is None or name not in (*_BEGINS, *_ENDS):
+        return None
+    tell = loads.begin if name in _BEGINS else loads.end
+
+    def mark(*args: Any, **kwargs: Any) -> None:
+        tell(name)
+
+    return mark
 
 
 def _refusing(what: str) -> Callable[..., Any]:
@@ -93,6 +146,13 @@ def _refusing(what: str) -> Callable[..., Any]:
 
     refuse.refuses = True  # type: ignore[attr-defined]
     return refuse
+
+
+def _unwrapped(target: Any) -> Any:
+    """Return the model inside vLLM's wrappers of graphs, which are no modules and pass every attribute on."""
+    while not isinstance(target, nn.Module | Tensor) and hasattr(type(target), "unwrap"):
+        target = target.unwrap()
+    return target
 
 
 def _is_served(target: Any) -> bool:
@@ -109,10 +169,14 @@ def _guard(module_name: str, name: str) -> None:
         return
 
     @functools.wraps(original)
-    def guarded(target: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_served(target):
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        inner = _unwrapped(args[0] if args else kwargs.get("model", kwargs.get("param")))
+        if not _is_served(inner):
+            return original(*args, **kwargs)
+        mark = _marking(name, _served.get(inner)) if isinstance(inner, nn.Module) else None
+        if mark is None:
             raise ForeignLoadError(name)
-        return original(target, *args, **kwargs)
+        return mark()
 
     guarded.guards = original  # type: ignore[attr-defined]
     for holder in _holders(name, original):

@@ -19,6 +19,7 @@ from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -34,6 +35,7 @@ WHY: str = "Build the shadow, and learn which tensors an update must bring: vLLM
 GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = (
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights(model_config, model)",
+    "vllm.model_executor.model_loader.dummy_loader:DummyModelLoader.load_weights(model, model_config)",
 )
 USES: dict[str, tuple[str, ...]] = {
     "build the shadow": (
@@ -91,7 +93,17 @@ def recorded_checkpoint() -> Iterator[Recorded]:
 
         return get_all_weights
 
-    with wrapped(DefaultModelLoader, "get_all_weights", wrap_get_all_weights):
+    def wrap_load_weights(original: Any) -> Any:
+        def load_weights(self: Any, model: nn.Module, model_config: Any) -> None:
+            _keep_readable(model)
+            original(self, model, model_config)
+
+        return load_weights
+
+    with (
+        wrapped(DefaultModelLoader, "get_all_weights", wrap_get_all_weights),
+        wrapped(DummyModelLoader, "load_weights", wrap_load_weights),
+    ):
         yield recorded
 
 

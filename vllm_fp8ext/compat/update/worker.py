@@ -96,7 +96,8 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
                 attach_all(models, config)
         if live:
             self.fp8ext_rank = _build(worker, config, runner, recorded)
-        foreign_loaders.close(worker, _models(runner))
+        rank = getattr(self, "fp8ext_rank", None)
+        foreign_loaders.close(worker, _models(runner), rank.loads if rank is not None else None)
         return result
 
     runner.load_model = load
@@ -174,11 +175,14 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
     from vllm_fp8ext.compat.update.model import checkpoint_specs, initialize_shadow, require_no_copies
     from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
     from vllm_fp8ext.compat.update.tied_layers import is_tied, tie_alike
+    from vllm_fp8ext.compat.update.unloaded_names import DUMMY, expected_specs
     from vllm_fp8ext.compat.update.untried_layers import untried_layers
     from vllm_fp8ext.compat.update.weight_names import names_of
     from vllm_fp8ext.update.worker.rank import Rank
     from vllm_fp8ext.update.worker.shadow import Shadow
 
+    if config.load_config.load_format == DUMMY:
+        recorded.specs = expected_specs(config.model_config, runner.get_model())
     if not recorded.specs:
         logger.warning(
             "blockfp8: no live updates, because load format %r does not tell what it loaded",

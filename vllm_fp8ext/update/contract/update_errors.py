@@ -10,6 +10,19 @@ _SPELLED_OUT = 8
 PROBLEMS_LISTED = 100
 """Most problems that an answer lists: writing them all down would hold up every stream of tokens."""
 
+NO_WEIGHTS = "no weights have come since the start with load format dummy"
+"""Why an engine without weights generates nothing."""
+
+
+def not_generating(reason: str) -> UpdateError:
+    """Make the error of requests to an engine that generates nothing, for a reason."""
+    kind = "no-weights" if reason == NO_WEIGHTS else "poisoned"
+    is_what = "has no weights" if reason == NO_WEIGHTS else "is poisoned"
+    message = f"the engine {is_what} until a full update is committed: {reason}"
+    # clients of the OpenAI API read the member `error`
+    openai: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": 503}
+    return UpdateError(kind, message, status=503, error=openai)
+
 
 def refusal(problems: list[dict[str, Any]]) -> UpdateError:
     """For everything wrong with a chunk; its kind is the problems' when they agree."""

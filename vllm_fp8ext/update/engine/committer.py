@@ -335,6 +335,13 @@ class Committer:
         self.condemn(reason)
         raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)
 
+    def await_weights(self, reason: str) -> None:
+        """Serve nothing until a full update was staged and committed: there are no weights yet."""
+        self._core.stop()
+        self.poisoned = reason
+        logger.warning("fp8ext: %s: requests are refused until a full update is committed", reason)
+        self._core.refuse_requests()
+
     def condemn(self, reason: str) -> None:
         """Nobody knows what is served: stay paused, end every request, until a full update was staged and committed."""
         self._core.release()

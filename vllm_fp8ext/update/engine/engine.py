@@ -23,6 +23,7 @@ from vllm_fp8ext.update.contract.results import (
     ServedScales,
     UpdateState,
 )
+from vllm_fp8ext.update.contract.update_errors import not_generating
 from vllm_fp8ext.update.engine.audits import Audits
 from vllm_fp8ext.update.engine.chunk_staging import ChunkStaging
 from vllm_fp8ext.update.engine.commit_calls import CommitCalls
@@ -31,6 +32,7 @@ from vllm_fp8ext.update.engine.commits import Commits
 from vllm_fp8ext.update.engine.committer import Committer, Core
 from vllm_fp8ext.update.engine.jobs import Jobs
 from vllm_fp8ext.update.engine.kv_scales import KvEngine
+from vllm_fp8ext.update.engine.loads import LoadedUpdates
 from vllm_fp8ext.update.engine.native import NativeUpdates
 from vllm_fp8ext.update.engine.pauses import Pauses
 from vllm_fp8ext.update.engine.preparation import Preparation
@@ -83,6 +85,13 @@ class UpdateEngine:
             clock=clock,
             abandon=self.abandon,
         )
+        self.loads = LoadedUpdates(
+            *(core, self.committer, self.updates, self._model),
+            clock=clock,
+            handle=self.handle,
+            abandon=self.abandon,
+            busy=self._busy,
+        )
         self.pauses = Pauses(core, self.committer, clock)
         self._operations: dict[Operation, Callable[..., Result]] = {
             Operation.JOIN: self.join,
@@ -115,6 +124,14 @@ class UpdateEngine:
     @errors_as_results
     def handle(self, operation: str, arguments: dict[str, Any]) -> Result:
         """Run an `Operation`, with what it takes by name."""
+        self.tick()
+        called = Operation(operation)
+        if called.needs_weights and self.core.asleep():
+            raise UpdateError("asleep", f"can't {operation}: the weights are asleep, wake the engine first")
+        return self._operations[called](**arguments)
+
+    def tick(self) -> None:
+        """End what is over by now: updates, waits and pauses."""
         now = self._clock()
         for session in self.updates.sessions.values():
             if not self._preparation.under_way(session) and session.expire(now):
@@ -122,10 +139,12 @@ class UpdateEngine:
         self.committer.tick()
         self._check.tick()
         self.pauses.tick()
-        called = Operation(operation)
-        if called.needs_weights and self.core.asleep():
-            raise UpdateError("asleep", f"can't {operation}: the weights are asleep, wake the engine first")
-        return self._operations[called](**arguments)
+
+    def _busy(self) -> str | None:
+        """Say why the shadow must not be written now, beside an update that is open."""
+        if self._check.pending():
+            return "what was exchanged last is being confirmed"
+        return "a commit or a rollback waits for running requests" if self.committer.waits else None
 
     def join(self, chunk_bytes: int | None) -> Joined:
         """Know of one of several API server processes, which takes bodies of `chunk_bytes`."""
@@ -144,7 +163,9 @@ class UpdateEngine:
         if self.core.settings.staging != "none":
             self._model.manifest()
         committer, updating = self.committer, self.updates.under_way
-        state = "poisoned" if committer.poisoned else "updating" if updating else "serving"
+        state = "updating" if updating else "serving"
+        if committer.poisoned:
+            state = not_generating(committer.poisoned).kind
         return EngineStatus(
             **committer.live.served(),
             state="asleep" if self.core.asleep() else state,

@@ -325,6 +325,14 @@ class Session:
         self.revision += 1
         self.chunks.clear()
 
+    def restart(self, *, whole: bool) -> None:
+        """Forget what came: its sender begins again. `whole`: from now on every tensor must come."""
+        self.require_alterable("begin again")
+        self.state = State.OPEN
+        self.revision += 1
+        self.chunks.clear()
+        self.partial = self.partial and not whole
+
     def abandon(self) -> bool:
         """Give the update up. Idempotent; a committed one can't be. True when it ended now."""
         if self.state is State.COMMITTED:

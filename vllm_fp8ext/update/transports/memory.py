@@ -87,8 +87,12 @@ class TensorMemory:
         raw = self._raw[number][start : start + tensor.size]
         return raw.view(tensor.spec.torch_dtype).view(tensor.spec.shape)
 
+    def release(self) -> None:
+        """Hold the tensors no more: their owner may close what they lie in."""
+        self._raw.clear()
+
     def _numbers(self, starts: Tensor) -> Tensor:
-        last = len(self._raw) - 1  # of a tensor without elements at the end of all
+        last = len(self._begins) - 1  # of a tensor without elements at the end of all
         return torch.bucketize(starts, self._bounds[1:], right=True).clamp(max=last)
 
 

@@ -185,6 +185,7 @@ class Loads:
         )
         result = self._threads.take_result(job, None)
         self._intake.progress.pop(job, None)
+        memory.release()  # the staging thread keeps its last job
         if isinstance(result, Failure):
             call.failure = result
         elif isinstance(result, StagedTensors):
