@@ -409,7 +409,7 @@ def main() -> int:
             install_beside(options.venv.resolve(), "beside", "Triton and NCCL")
             install_beside(options.venv.resolve(), "vision", "torchvision")
         if options.beside:
-            install_beside(options.venv.resolve(), "trainers", "TRL")
+            install_beside(options.venv.resolve(), "trainers", "Trainers")
     except (SetupError, OSError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

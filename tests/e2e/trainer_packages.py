@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports classes of trainers from their own packages, which lie beside the environment without what they need for training.
+
+On a CPU the same bytes come through shared memory where a trainer shares memory of a GPU.
+"""
+
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TRAINERS = Path(sys.prefix) / "trainers"
+"""Where they lie, out of sight of vLLM."""
+
+
+def find(*packages: str) -> None:
+    """Make packages importable without running what their `__init__` imports."""
+    if str(TRAINERS) not in sys.path:
+        sys.path.append(str(TRAINERS))
+    for name in packages:
+        package = types.ModuleType(name)
+        package.__path__ = [str(TRAINERS.joinpath(*name.split(".")))]
+        sys.modules.setdefault(name, package)
+
+
+def without_cuda() -> None:
+    """Let calls that a CPU has no use for do nothing."""
+    if torch.cuda.is_available():
+        return
+    for name in ("synchronize", "ipc_collect", "empty_cache", "set_device"):
+        setattr(torch.cuda, name, lambda *args: None)
+    torch.accelerator.synchronize = lambda *args: None
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.current_stream = lambda *args: None  # type: ignore[assignment,return-value]
+    torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(uuid=DEVICE)  # type: ignore[assignment,return-value]
+
+
+DEVICE = "a-cpu"
+"""In place of the UUID of a GPU."""
+
+
+def from_file(path: str, dtype: str, size: int, *rest: Any) -> torch.Tensor:
+    """Rebuild a tensor of `size` elements from memory that a file stands for, as CUDA IPC does from a handle."""
+    return torch.from_file(path, shared=True, size=size, dtype=getattr(torch, dtype))
+
+
+def handle(path: Path, tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """Put a tensor into shared memory; returns a function and its arguments, of which the seventh is a device."""
+    path.write_bytes(b"\0" * max(tensor.nbytes, 1))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    from_file(str(path), dtype, tensor.numel()).copy_(tensor.reshape(-1))
+    return from_file, (str(path), dtype, tensor.numel(), None, None, None, None)
+
+
+def buckets(tensors: Sequence[tuple[str, torch.Tensor]], count: int) -> list[list[tuple[str, torch.Tensor]]]:
+    """Deal tensors to so many buckets."""
+    return [list(tensors[number::count]) for number in range(count)]
