@@ -44,7 +44,7 @@ def test_keywords_are_the_fields(client: Any, options: type[PushOptions]) -> Non
     [
         ({"chunk_bytes": 0}, "chunk_bytes: expected at least 1, found 0"),
         ({"chunks_in_flight": 0}, "chunks_in_flight: expected at least 1, found 0"),
-        ({"transport": "pigeon"}, "transport: expected http, .*files, found 'pigeon'"),
+        ({"transport": "pigeon"}, "transport: expected http, .*files.*, found 'pigeon'"),
         ({"running": "never"}, "running: .* found 'never'"),
         ({"base_epoch": -1}, "base_epoch: .* found -1"),
         ({"wait_seconds": 0.0}, "wait_seconds: .* found 0.0"),
@@ -59,7 +59,7 @@ def test_a_value_that_no_push_can_have(options: Any, wrong: dict[str, Any], mess
 
 def test_tensors_of_this_process_go_to_one_server() -> None:
     assert ClientPushOptions(transport="ipc").transport == "ipc"
-    with pytest.raises(ValueError, match="transport: expected http, nccl, files, found 'ipc'"):
+    with pytest.raises(ValueError, match=r"transport: expected http, nccl, files.*, found 'ipc'"):
         ReplicasPushOptions(transport="ipc")
 
 
