@@ -131,7 +131,7 @@ class Settings(BaseModel):
     """An update by vLLM's weight transfer to which nothing happens for this long is abandoned."""
 
     dummy_weights: Literal["refuse", "serve"] = "refuse"
-    """What a server does that was started with `--load-format dummy`: `refuse` requests until a full update has come, or
+    """Answer of a server that was started with `--load-format dummy`: `refuse` requests until a full update has come, or
     `serve` random weights. With `staging` `none` no update comes, and random weights are served."""
 
     load_weights_end: Literal["mark", "complete"] = "mark"

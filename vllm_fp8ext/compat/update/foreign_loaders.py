@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leads what others load into a served model to an update, and closes every other way.
+"""Leads what others load into a served model to an update.
 
 They would write values of 16 bits into codes, or scales of 1.0 for the KV cache, and serving would go on. The model's
 `load_weights` stages tensors beside the served ones. Functions of vLLM that begin or end a reload of the model mark an
@@ -68,14 +68,14 @@ _WORKER_METHODS = (
 """Methods of vLLM's workers: some write to parameters themselves, some wait for a trainer first."""
 
 _BEGINS = ("initialize_layerwise_reload", "start_weight_update")
-"""Functions and methods by which a caller says that an update of the whole model begins."""
+"""Functions and methods by which a caller begins an update of the whole model."""
 _ENDS = (
     "process_weights_after_loading",
     "finalize_layerwise_processing",
     "finalize_layerwise_reload",
     "finish_weight_update",
 )
-"""Those by which it says that all has come."""
+"""Functions and methods by which a caller says that all has come."""
 
 _served: WeakKeyDictionary[nn.Module, Loads | None] = WeakKeyDictionary()
 """Modules of served models; whole models with what takes their weights, if anything does."""
@@ -129,7 +129,7 @@ def _reloading(reload_weights: Callable[..., None], loads: Loads | None) -> Call
 
 
 def _marking(name: str, loads: Loads | None) -> Callable[..., None] | None:
-    """Return what marks the begin or the end of an update, for a function or method that does."""
+    """Return what marks the begin or the end of an update in place of a function."""
     if loads is None or name not in (*_BEGINS, *_ENDS):
         return None
     tell = loads.begin if name in _BEGINS else loads.end
@@ -149,7 +149,10 @@ def _refusing(what: str) -> Callable[..., Any]:
 
 
 def _unwrapped(target: Any) -> Any:
-    """Return the model inside vLLM's wrappers of graphs, which are no modules and pass every attribute on."""
+    """Return the model inside vLLM's wrappers of graphs.
+
+    They are no modules, and pass every attribute on.
+    """
     while not isinstance(target, nn.Module | Tensor) and hasattr(type(target), "unwrap"):
         target = target.unwrap()
     return target

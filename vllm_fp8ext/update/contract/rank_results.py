@@ -50,7 +50,7 @@ class StagedTensors:
 
 
 class LoadKind(StrEnum):
-    """What a call on a model told of an update that somebody else's loader brings."""
+    """Kind of a call on the served model, by which somebody else loads weights."""
 
     BEGIN = "begin"
     """An update begins: what came before belongs to none."""

@@ -76,7 +76,7 @@ class LoadedUpdates:
         self._id = uuid.uuid4().hex
         """Id of the update that is open, or will be."""
         self._told: tuple[Any, ...] | None = None
-        """What the ranks were told last."""
+        """Id and refusal that the ranks were told last."""
         self._unavailable = False
         """True if the ranks take no updates: they refuse to load."""
         self._failure: str | None = None

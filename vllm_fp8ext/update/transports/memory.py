@@ -67,7 +67,10 @@ class BufferMemory:
 
 
 class TensorMemory:
-    """Holds contiguous tensors of this process, all on one device, whose bytes are counted through one after the other."""
+    """Holds contiguous tensors of this process, on one device.
+
+    Their bytes are counted through, one tensor after the other.
+    """
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
         self.device = device

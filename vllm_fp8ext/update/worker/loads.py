@@ -34,7 +34,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class _Call:
-    """What one `load_weights` has brought."""
+    """Tensors that one `load_weights` has brought, and what became of them."""
 
     tensors: list[tuple[str, tuple[int, ...], str]] = field(default_factory=list)
     bytes: int = 0
@@ -235,7 +235,7 @@ def _batches(weights: Iterable[Named], copy_to: torch.device | None) -> Iterator
 
 
 def _beside(name: str, tensor: Any) -> str | None:
-    """Return the name of the codes that come with these scales, or of the scales that come with these codes."""
+    """Return the name of the codes beside these scales, or of the scales beside these codes."""
     if name.endswith(SCALES):
         return name.removesuffix(SCALES)
     is_codes = isinstance(tensor, Tensor) and str(tensor.dtype) == f"torch.{CODES_DTYPE}"
