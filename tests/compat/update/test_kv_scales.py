@@ -13,6 +13,7 @@ import pytest
 import torch
 from forked_python.processes import run
 
+from vllm_fp8ext.compat.update.kv_scales import owners_of_kv
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.attention.kv_cache import next_scales
 from vllm_fp8ext.kv_settings import KvScaleSettings
@@ -204,3 +205,16 @@ def test_scales_of_heads_are_one_each_or_one_for_all() -> None:
         parameter.weight_loader(parameter, torch.tensor([0.5]))
     chosen.process_weights_after_loading(module)
     assert module._k_scale.tolist() == module._q_scale.tolist() == [0.5] * 4
+
+
+def test_layers_that_read_others_k_and_v_are_rescaled_once() -> None:
+    owner, reader = (
+        SimpleNamespace(kv_sharing_target_layer_name=None),
+        SimpleNamespace(kv_sharing_target_layer_name="a"),
+    )
+    assert owners_of_kv({"a": owner, "b": reader}, "calibrate") == {"a": owner}
+    assert owners_of_kv({"a": owner}, "history") == {"a": owner}
+    with pytest.raises(
+        ConfigError, match="kv_scales history: 1 layers of this model read K and V of other layers"
+    ):
+        owners_of_kv({"a": owner, "b": reader}, "history")

@@ -19,7 +19,7 @@ REMOVE_WHEN: str = "vLLM's FP8 KV cache takes new scales at run time"
 
 
 class CachedCodes:
-    """The KV cache of one rank. `layers`: its attention layers by name."""
+    """The KV cache of one rank. `layers`: its attention layers by name, those that write K and V."""
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._layers = layers
@@ -39,7 +39,11 @@ class CachedCodes:
         """
         total = RescaleCounts()
         for group in (HeldBlocks(**fields) for fields in held):
-            layers = [self._cached(name, ratios[name]) for name in group.layers if name in ratios]
+            layers = [
+                self._cached(name, ratios[name])
+                for name in group.layers
+                if name in ratios and name in self._layers
+            ]
             if layers:
                 total += rescale_kv(layers, group.rows(layers[0].k))
         return vars(total)

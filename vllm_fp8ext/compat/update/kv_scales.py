@@ -9,6 +9,7 @@ from torch import nn
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 
+from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kv_settings import KvScaleSettings
 from vllm_fp8ext.kv_types import RankScales
 from vllm_fp8ext.layers.kv_cache_method import FORMATS, share_of
@@ -19,6 +20,9 @@ WHY: str = "Serve KV-cache scales that change with the weights: vLLM reads them 
 GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = ()
 USES: dict[str, tuple[str, ...]] = {
+    "rescale K and V that several layers read once": (
+        "vllm.model_executor.layers.attention:Attention.kv_sharing_target_layer_name",
+    ),
     "change every copy of a KV-cache scale": (
         "vllm.model_executor.layers.attention.attention:set_default_quant_scales(layer, register_buffer)",
     ),
@@ -40,6 +44,23 @@ def kv_scales_of(
 def attention_layers(model: nn.Module) -> list[Any]:
     """Attention layers that cache in FP8, in the order of the model."""
     return [m for m in model.modules() if isinstance(m, Attention) and m.kv_cache_dtype in FORMATS]
+
+
+def owners_of_kv(layers: Mapping[str, Any], policy: str) -> dict[str, Any]:
+    """Return the layers that write K and V, of which others may read some: these read them with scales of their own.
+
+    Calibration gives both the same scales, since it observes the same K and V.
+
+    Raises:
+        ConfigError: another policy, which could give them different ones.
+    """
+    owners = {name: layer for name, layer in layers.items() if layer.kv_sharing_target_layer_name is None}
+    if len(owners) < len(layers) and policy not in ("calibrate", "static"):
+        raise ConfigError(
+            f"kv_scales {policy}: {len(layers) - len(owners)} layers of this model read K and V of other layers, and their "
+            "scales could become others; expected kv_scales calibrate or static"
+        )
+    return owners
 
 
 def gather(mine: RankScales) -> list[RankScales]:

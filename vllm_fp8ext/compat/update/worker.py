@@ -243,7 +243,7 @@ def _kv_cache(model: Any, shadow: Any, config: VllmConfig, device: torch.device)
     """The FP8 KV cache's scales, computed before anything is cached; None without one."""
     from vllm_fp8ext.compat.update.kv_recorder import KvRecorder
     from vllm_fp8ext.compat.update.kv_rescale import CachedCodes
-    from vllm_fp8ext.compat.update.kv_scales import attention_layers, gather, kv_scales_of
+    from vllm_fp8ext.compat.update.kv_scales import attention_layers, gather, kv_scales_of, owners_of_kv
     from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
     from vllm_fp8ext.update.contract.kv_request import check_prompts
     from vllm_fp8ext.update.contract.kv_tokens import choose
@@ -257,7 +257,7 @@ def _kv_cache(model: Any, shadow: Any, config: VllmConfig, device: torch.device)
     layers = {layer.layer_name: layer for layer in attention_layers(model)}
     scales = kv_scales_of(layers, settings, of.get_total_num_kv_heads(), device)
     recorder = KvRecorder(layers, settings.record_every) if settings.policy == "history" else None
-    kv = RankKv(scales, settings, CachedCodes(layers), recorder)
+    kv = RankKv(scales, settings, CachedCodes(owners_of_kv(layers, settings.policy)), recorder)
     if settings.policy != "static":
         try:
             check_prompts(settings.prompts or (), settings, vocabulary, longest)
