@@ -46,7 +46,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
         "--ec-transfer-config: outputs of other weights' encoders",
     ),
-    "pooling": ({"runner": "pooling"}, "a pooling model: it has no logits"),
+    "pooling with prompts": (
+        {"runner": "pooling", "additional_config": {"fp8ext": {"canary": {"prompts": [[1, 2]]}}}},
+        "a canary's prompts for a pooling model: it has no logits",
+    ),
     "MLA": ({"model": "mla"}, "multi-head latent attention (MLA): its weights are rebuilt"),
     "MLA without updates": (
         {"model": "mla", "additional_config": {"fp8ext": {"staging": "none"}}},

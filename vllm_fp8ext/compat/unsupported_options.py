@@ -84,8 +84,8 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons.append(
             "--ec-transfer-config: outputs of other weights' encoders could come through a connector"
         )
-    if config.model_config.runner_type == "pooling":
-        reasons.append("a pooling model: it has no logits to try an update on")
+    if config.model_config.runner_type == "pooling" and settings.canary is not None:
+        reasons.append("a canary's prompts for a pooling model: it has no logits to score them by")
     offload = getattr(config, "offload_config", None)
     if offload is not None and _offloads(offload):
         reasons.append("CPU offload: offloaded weights have no address to exchange")
