@@ -32,6 +32,7 @@ COLUMNS = {
         *("untouched by refusals", "served as before"),
     ),
     "partial": ("partial",),
+    "images": ("images are seen", "images of a cold start"),
     "states": (
         *("states are cached", "cached states stay in their epoch", "cached states do not come back"),
         *("recompute makes states anew", "keep goes on from older states"),

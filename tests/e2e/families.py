@@ -19,7 +19,7 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 2048,
 }
 ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 

@@ -14,8 +14,8 @@ from .scenarios import run_scenario
 from .vision import has_torchvision
 from .zoo_models import KINDS, ZOO
 
-REPRESENTATIVES = {"qwen3_moe", "qwen3_5", "granite_h"}
-"""Families that `make test` has; dense ones and towers are in other tests there."""
+REPRESENTATIVES = {"qwen3_next", "qwen3_reward", "qwen2_5_vl"}
+"""Families that `make test` has; dense ones and mixtures of experts are in other tests there."""
 
 Rows = Callable[[str], dict[str, Any]]
 

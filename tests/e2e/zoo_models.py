@@ -4,13 +4,23 @@
 A family is a line in `ZOO`: its name, its kind, and the classes and sizes that make it. Nothing here imports vLLM.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from families import ENDS, TEXT, gemma3, paligemma, qwen2_5_vl
+from zoo_processors import (
+    IMAGE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    write_qwen_vl,
+    write_tokenizer,
+)
 
 DENSE, EXPERTS, HYBRID, TOWER = "dense", "experts", "hybrid", "tower"
 """Kinds: by what a layer has beside attention and one MLP."""
@@ -43,6 +53,10 @@ class Family:
     refused: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """What the engine is started with beside the usual."""
+    processor: Callable[[Path], None] | None = None
+    """What writes a tokenizer, or more, beside the checkpoint."""
+    image: list[int] | None = None
+    """Tokens of a prompt with an image."""
 
     def make(self) -> Any:
         """Make the model, its weights as transformers initializes them."""
@@ -50,7 +64,7 @@ class Family:
             return self.architecture()
         made = getattr(transformers, self.architecture)
         base = PLAIN if self.without_head_dim else TEXT
-        return made(made.config_class(**{**base, **ENDS, "max_position_embeddings": 2048, **self.sizes}))
+        return made(made.config_class(**{**base, **ENDS, **self.sizes}))
 
     def write(self, folder: Path, seed: int) -> dict[str, torch.Tensor]:
         """Write a checkpoint of random BF16 weights; returns the model's own tensors by transformers' names."""
@@ -60,7 +74,12 @@ class Family:
             mean = 1.0 if parameter.dim() == 1 and not name.endswith(("bias", "A_log")) else 0.0
             torch.nn.init.normal_(parameter, mean, 0.05)
         model.save_pretrained(folder)
+        if self.processor is not None:
+            self.processor(folder)
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+FP8_KV = {"kv_cache_dtype": "fp8", "additional_config": {"fp8ext": {"kv_scales": "calibrate"}}}
 
 
 def _dense() -> list[Family]:
@@ -236,6 +255,55 @@ def _experts() -> list[Family]:
     ]
 
 
+AN_IMAGE = [5, 6, VISION_START, IMAGE, VISION_END, 7, 8]
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+"""Sizes of Gated DeltaNet beside attention."""
+VISION_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+
+
+def _qwen3_tower(**more: Any) -> dict[str, Any]:
+    sizes = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 16}
+    return {**sizes, "out_hidden_size": 256, "num_position_embeddings": 256, **more}
+
+
+def _qwen3_vl() -> Any:
+    rope = {
+        "rope_type": "default",
+        "mrope_section": [8, 12, 12],
+        "mrope_interleaved": True,
+        "rope_theta": 1e4,
+    }
+    config = transformers.Qwen3VLConfig(
+        text_config={**TEXT, **ENDS, "rope_parameters": rope, **NO_TIE},
+        vision_config=_qwen3_tower(deepstack_visual_indexes=[0]),
+        **VISION_TOKENS,
+        **NO_TIE,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen3_5_vl() -> Any:
+    config = transformers.Qwen3_5Config(
+        text_config={**TEXT, **ENDS, **DELTA, **NO_TIE},
+        vision_config=_qwen3_tower(),
+        **VISION_TOKENS,
+        **NO_TIE,
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
 def _towers() -> list[Family]:
     return [
         Family(name="paligemma", known_as="PaliGemma", kind=TOWER, architecture=paligemma),
@@ -248,20 +316,42 @@ def _towers() -> list[Family]:
             kind=TOWER,
             architecture=qwen2_5_vl,
             needs_torchvision=True,
+            processor=write_qwen_vl,
+            image=AN_IMAGE,
+        ),
+        Family(
+            name="qwen3_vl",
+            known_as="Qwen3-VL",
+            kind=TOWER,
+            architecture=_qwen3_vl,
+            needs_torchvision=True,
+            processor=partial(write_qwen_vl, processor="Qwen3VLProcessor", patch=16),
+            image=AN_IMAGE,
+        ),
+        Family(
+            name="qwen3_5_vl",
+            known_as="Qwen3.5, as released",
+            kind=TOWER,
+            architecture=_qwen3_5_vl,
+            needs_torchvision=True,
+            processor=partial(write_qwen_vl, processor="Qwen3VLProcessor", patch=16),
+            image=AN_IMAGE,
         ),
     ]
 
 
 def _hybrids() -> list[Family]:
-    delta = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-        "layer_types": ["linear_attention", "full_attention"],
-    }
     routed = {**SOME_EXPERTS, "shared_expert_intermediate_size": 128}
+    shared = {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 64,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 128,
+        "sliding_window": 64,
+    }
     # vLLM's CPU build can't cache states of Mamba2 inside a prompt: the engine ends
     uncached = {"enable_prefix_caching": False}
     mamba = {
@@ -277,7 +367,7 @@ def _hybrids() -> list[Family]:
             known_as="Qwen3-Next",
             kind=HYBRID,
             architecture="Qwen3NextForCausalLM",
-            sizes={**NO_TIE, **delta, **routed},
+            sizes={**NO_TIE, **DELTA, **routed},
         ),
         Family(
             name="qwen3_5",
@@ -285,7 +375,7 @@ def _hybrids() -> list[Family]:
             kind=HYBRID,
             needs_torchvision=True,
             architecture="Qwen3_5ForCausalLM",
-            sizes={**NO_TIE, **delta},
+            sizes={**NO_TIE, **DELTA},
         ),
         Family(
             name="qwen3_5_moe",
@@ -293,7 +383,7 @@ def _hybrids() -> list[Family]:
             kind=HYBRID,
             needs_torchvision=True,
             architecture="Qwen3_5MoeForCausalLM",
-            sizes={**NO_TIE, **delta, **routed},
+            sizes={**NO_TIE, **DELTA, **routed},
         ),
         Family(
             name="nemotron_h",
@@ -342,16 +432,23 @@ def _hybrids() -> list[Family]:
             known_as="Gemma 4 E, text",
             kind=HYBRID,
             architecture="Gemma4ForCausalLM",
-            sizes={
-                "num_hidden_layers": 4,
-                "num_kv_shared_layers": 2,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "num_global_key_value_heads": 2,
-                "global_head_dim": 64,
-                "vocab_size_per_layer_input": 128,
-                "hidden_size_per_layer_input": 128,
-                "sliding_window": 64,
-            },
+            sizes=shared,
+        ),
+        Family(
+            name="gemma4_e_fp8_kv",
+            known_as="Gemma 4 E, text, FP8 KV cache",
+            kind=HYBRID,
+            architecture="Gemma4ForCausalLM",
+            sizes=shared,
+            options=FP8_KV,
+        ),
+        Family(
+            name="qwen3_next_fp8_kv",
+            known_as="Qwen3-Next, FP8 KV cache",
+            kind=HYBRID,
+            architecture="Qwen3NextForCausalLM",
+            sizes={**NO_TIE, **DELTA, **routed},
+            options=FP8_KV,
         ),
         Family(
             name="lfm2",
@@ -375,6 +472,7 @@ def _pooling() -> list[Family]:
             name="qwen3_reward",
             known_as="reward models on Qwen3 (Skywork-Reward-V2)",
             kind=POOLING,
+            processor=write_tokenizer,
             architecture="Qwen3ForSequenceClassification",
             sizes={"num_labels": 1},
         ),
@@ -382,6 +480,7 @@ def _pooling() -> list[Family]:
             name="llama_reward",
             known_as="reward models on Llama 3",
             kind=POOLING,
+            processor=write_tokenizer,
             architecture="LlamaForSequenceClassification",
             sizes={"num_labels": 1},
         ),
@@ -389,6 +488,7 @@ def _pooling() -> list[Family]:
             name="qwen2_classes",
             known_as="classifiers on Qwen2.5",
             kind=POOLING,
+            processor=write_tokenizer,
             architecture="Qwen2ForSequenceClassification",
             sizes={"num_labels": 3},
             without_head_dim=True,

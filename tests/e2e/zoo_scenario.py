@@ -17,6 +17,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
+import PIL.Image
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams
@@ -34,7 +35,8 @@ PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
 
 
 def engine_on(folder: Path, family: Family) -> LLM:
-    options: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0, "video": 0}} | family.options
+    images = int(family.image is not None)
+    options: dict[str, Any] = {"limit_mm_per_prompt": {"image": images, "video": 0}} | family.options
     if family.kind == POOLING:
         options["runner"] = "pooling"
     return LLM(
@@ -44,7 +46,7 @@ def engine_on(folder: Path, family: Family) -> LLM:
         enforce_eager=True,
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=64 << 20,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=family.processor is None,
         **options,
     )
 
@@ -66,6 +68,21 @@ def sampled(output: Any) -> list[Any]:
     ids = list(output.outputs[0].token_ids)
     steps = zip(ids, output.outputs[0].logprobs or [], strict=True)
     return [ids, [step[token].logprob for token, step in steps], output.num_cached_tokens]
+
+
+def see(llm: LLM, family: Family) -> list[Any]:
+    """What the engine says of two images, each of which it is asked for once more, as others of the same prompt are."""
+    if family.image is None:
+        return []
+    wanted = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0)
+    found = []
+    for color in ("red", "blue", "red"):
+        image = PIL.Image.linear_gradient("L").resize((64, 96)).convert("RGB")
+        image.paste(color, (0, 0, 32, 48))
+        asked: Any = {"prompt_token_ids": family.image, "multi_modal_data": {"image": image}}
+        (output,) = llm.generate([asked], wanted, use_tqdm=False)
+        found.append(sampled(output))
+    return found
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -135,7 +152,8 @@ def states(llm: LLM, weights: Client, late: dict[str, Tensor], cold_long: list[A
     A request's first token by the new weights is the first one whose log-probability is another than without an update. With
     `recompute` it goes on as a new request does whose prompt has the tokens so far; with `keep`, from older states, not so.
     """
-    cold, again = sample(llm, [LONG]), sample(llm, [LONG])
+    # vLLM may cache states only where a second request has begun alike
+    cold, _, again = (sample(llm, [LONG]) for _ in range(3))
     cached = llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
     print("found in the cache:", cold[0][2], again[0][2], flush=True)
     facts: Facts = {"states are cached": not cold[0][2] and again[0][2] > 0} if cached else {}
@@ -170,7 +188,7 @@ def row(family: Family, folder: Path, facts: Facts) -> None:
     cold_llm = engine_on(late, family)
     try:
         cold = sample(cold_llm)
-        cold_long = sample(cold_llm, [LONG])
+        cold_long, cold_images = sample(cold_llm, [LONG]), see(cold_llm, family)
     finally:
         cold_llm.llm_engine.engine_core.shutdown()
     del cold_llm
@@ -181,15 +199,19 @@ def row(family: Family, folder: Path, facts: Facts) -> None:
             tensors = dict(stored(late))
             expected = checkpoint_digests(late, manifest)
             facts["started"] = weights.digests().digests == checkpoint_digests(early, manifest)
-            begun = sample(llm)
+            begun, images = sample(llm), see(llm, family)
+            if images:
+                facts["images are seen"] = images[0] != images[1] and same_floats(images[:1], images[2:])
             facts["generates"] = same_floats(begun, sample(llm)) and begun != cold
             facts |= bad_input(weights, tensors)
             facts["served as before"] = same_floats(begun, sample(llm))
             weights.push(tensors, version="late")
             facts["digests of a cold start"] = weights.digests().digests == expected
             facts["floats of a cold start"] = same_floats(cold, sample(llm))
+            if images:
+                facts["images of a cold start"] = same_floats(cold_images, see(llm, family))
             weights.rollback()
-            facts["rolled back"] = same_floats(begun, sample(llm))
+            facts["rolled back"] = same_floats(begun, sample(llm)) and same_floats(images, see(llm, family))
             if family.kind == HYBRID:
                 facts |= states(llm, weights, tensors, cold_long)
             partial(weights, tensors)
