@@ -42,10 +42,14 @@ PROMPTS = 16
 ENGINES = ("fp8_per_block", "blockfp8")
 MODELS = ("Qwen3-8B", "Qwen3-1.7B", "Qwen3-32B", "Qwen3-30B-A3B")
 CACHES = ("fp8", "auto")
-FEW_ROWS = (1, 8, 32, 128)
-"""Requests of Qwen3-8B with an FP8 KV cache, in the table of `README.md`."""
 BUSY = ("bf16", "blockfp8")
 """Engines that were profiled."""
+SERVERS = {"bf16": "BF16", "fp8_per_block": "vLLM's `fp8_per_block`", "blockfp8": "`blockfp8`"}
+SERVED_ROUTES = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "generate": "/inference/v1/generate",
+}
 Case = dict[str, Any]
 Cases = list[Case]
 
@@ -63,6 +67,9 @@ def tables() -> dict[Path, dict[str, str]]:
     kernels, rollout = _cases("kernels"), _engine_cases()
     return {
         DOCS / "performance.md": {
+            "served": _served_rates(_cases("served")),
+            "served_shares": _served_shares(_cases("served")),
+            "served_gaps": _served_gaps(_cases("served")),
             "decode": _decode(kernels),
             "prefill": _prefill(kernels),
             "weights": _weights(kernels),
@@ -74,7 +81,9 @@ def tables() -> dict[Path, dict[str, str]]:
             "busy": _busy(_cases("profile"), rollout),
             "step_reuse": _step_reuse(_cases("steady_steps")),
         },
-        ROOT / "README.md": {"Qwen3-8B": _speeds([case for case in rollout if case["requests"] in FEW_ROWS])},
+        ROOT / "README.md": {
+            "served": _served_rates(_cases("served")),
+        },
         DOCS / "against-fp8_per_block.md": {"ratios": _ratios(rollout)},
     }
 
@@ -208,20 +217,6 @@ def _rollout(cases: Cases) -> str:
         )
     steps_title = f"ms per step: BF16, {', '.join(ENGINES)}"
     return table(["model", "KV cache", "requests × in/out", "BF16 tok/s", *ENGINES, steps_title], rows)
-
-
-def _speeds(cases: Cases) -> str:
-    """Tokens per second of Qwen3-8B with an FP8 KV cache."""
-    return _engines(
-        cases,
-        [("Qwen3-8B", "fp8")],
-        ["BF16", "vLLM's `fp8_per_block`", "`blockfp8`"],
-        lambda bf16, stock, ours: [
-            f"{bf16['tokens_per_s']:,.0f}",
-            f"{stock['tokens_per_s']:,.0f} ({stock['ratio_bf16']:.2f}×)",
-            f"**{ours['tokens_per_s']:,.0f} ({ours['ratio_bf16']:.2f}×)**",
-        ],
-    )
 
 
 def _ratios(cases: Cases) -> str:
@@ -407,6 +402,62 @@ def _rollout_picture(cases: Cases) -> None:
     figure.supxlabel("requests, tokens in/out", y=0.07, fontsize=8)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(IMAGES / "rollout.svg", metadata={"Date": None})
+
+
+def _served_rates(cases: Cases) -> str:
+    """Output tokens per second, and how many times as fast as BF16; in bold the fastest of what is asked."""
+    rows = []
+    for (requests, words), of_variant in _by_request(cases).items():
+        best = max(case["tokens_per_s"] for case in of_variant.values())
+        cells = []
+        for variant in SERVERS:
+            case = of_variant.get(variant)
+            if case is None:
+                cells.append("–")
+                continue
+            ratio = "" if variant == "bf16" else f" ({case['ratio_bf16']:.2f}×)"
+            text = f"{case['tokens_per_s']:,.0f}{ratio}"
+            cells.append(f"**{text}**" if case["tokens_per_s"] == best else text)
+        rows.append([str(requests), words, *cells])
+    return table(["requests", "asked for", *SERVERS.values()], rows)
+
+
+def _served_gaps(cases: Cases) -> str:
+    """Milliseconds between two parts of a stream, and tokens of a part."""
+    rows = []
+    for (requests, words), of_variant in _by_request(cases).items():
+        for variant, name in SERVERS.items():
+            case = of_variant.get(variant)
+            if case is not None and case["streamed"]:
+                times = [f"{1e3 * case[key]:.1f} ms" for key in ("itl_p50", "itl_p99")]
+                rows.append([str(requests), words, name, f"{case['tokens_per_part']:.1f}", *times])
+    return table(["requests", "asked for", "server", "tokens a part", "median gap", "99th percentile"], rows)
+
+
+def _served_shares(cases: Cases) -> str:
+    """Of the rate without logprobs, not streamed."""
+    rows = []
+    for (requests, words), of_variant in _by_request(cases).items():
+        ratios = [of_variant.get(variant, {}).get("ratio_without_logprobs") for variant in SERVERS]
+        if any(ratio not in (None, 1.0) for ratio in ratios):
+            shown = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios]
+            rows.append([str(requests), words, *shown])
+    return table(["requests", "asked for", *SERVERS.values()], rows)
+
+
+def _by_request(cases: Cases) -> dict[tuple[int, str], dict[str, Case]]:
+    cells: dict[tuple[int, str], dict[str, Case]] = {}
+    for case in cases:
+        cells.setdefault((case["requests"], _request_words(case)), {})[case["variant"]] = case
+    return cells
+
+
+def _request_words(case: Case) -> str:
+    words = ["no logprobs" if case["logprobs"] is None else f"`logprobs: {case['logprobs']}`"]
+    words += ["streamed"] if case["streamed"] else []
+    words += [f"`n: {case['samples_per_prompt']}`"] if case["one_request"] else []
+    words += [f"`{SERVED_ROUTES[case['route']]}`"] if case["route"] != "completions" else []
+    return ", ".join(words)
 
 
 if __name__ == "__main__":
