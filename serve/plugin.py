@@ -53,9 +53,10 @@ class Fp8ExtEndpoints:
             take_basic_passwords(basic_password)
         key = key_of(os.environ.get(ADMIN_KEY))
         admin_key = AdminKey(key) if key else None
+        healing = frozenset[str]()
         if blockfp8:
             self._access = NativeAccess(admin_key)
-            mount_native_routes(app, self._backend, self._access)
+            healing = mount_native_routes(app, self._backend, self._access)
         if admin_key is None:
             logger.warning(
                 "fp8ext: no weight-update routes, because %s is not set; set it to a secret to have them",
@@ -66,7 +67,10 @@ class Fp8ExtEndpoints:
         app.include_router(router(admin_key, self._backend))
         app.add_middleware(KeyGuard, key=admin_key, refused=refused)
         app.add_middleware(
-            PoisonGuard, reason=lambda: self._backend.poisoned, refresh=self._backend.refresh_status
+            PoisonGuard,
+            reason=lambda: self._backend.poisoned,
+            refresh=self._backend.refresh_status,
+            healing=healing,
         )
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:

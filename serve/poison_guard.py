@@ -7,7 +7,7 @@ knows why.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,18 +26,26 @@ _REFRESH_SECONDS = 5.0
 
 
 class PoisonGuard:
-    """ASGI middleware; `reason` tells why the engine is poisoned, or None, as `refresh` has found last."""
+    """ASGI middleware; `reason` tells why the engine is poisoned, or None, as `refresh` has found last.
+
+    `healing`: paths by which weights come otherwise, which stay open.
+    """
 
     def __init__(
-        self, app: ASGIApp, reason: Callable[[], str | None], refresh: Callable[[], Awaitable[Any]]
+        self,
+        app: ASGIApp,
+        reason: Callable[[], str | None],
+        refresh: Callable[[], Awaitable[Any]],
+        healing: Collection[str] = (),
     ) -> None:
+        self._healing = healing
         self._app = app
         self._reason = reason
         self._refresh = refresh
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reason = self._reason() if scope["type"] in ("http", "websocket") else None
-        if scope["type"] not in ("http", "websocket") or _is_open(scope, reason):
+        if scope["type"] not in ("http", "websocket") or self._is_open(scope, reason):
             await self._app(scope, receive, send)
         elif reason is None:
             await self._app(scope, receive, self._explained(scope, receive, send))
@@ -66,7 +74,7 @@ class PoisonGuard:
 
         return send_explained
 
-
-def _is_open(scope: Scope, reason: str | None) -> bool:
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.startswith(_OPEN) or (reason == NO_WEIGHTS and path == _HEALTH)
+    def _is_open(self, scope: Scope, reason: str | None) -> bool:
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        health = reason == NO_WEIGHTS and path == _HEALTH
+        return path.startswith(_OPEN) or path in self._healing or health

@@ -31,6 +31,7 @@ class ControlRoutes:
             "/sleep": self.sleep,
             "/wake_up": self.wake_up,
             "/reset_prefix_cache": self.reset_prefix_cache,
+            "/collective_rpc": self.collective_rpc,
         }
 
     @property
@@ -105,6 +106,30 @@ class ControlRoutes:
             flag(request, "reset_running_requests", False), flag(request, "reset_external", False)
         )
         return {"success": bool(success)}
+
+    async def collective_rpc(self, request: Request) -> Any:
+        """Call a method of the worker extension on every worker.
+
+        Weights that it loads are an update, which has been served, or refused, when this answers. It has no time limit.
+
+        Raises:
+            UpdateError: `invalid-request`: no public method; `no-worker-extension`.
+        """
+        client = _client(request)
+        body = await body_of(request, "RpcBody", self._backend.bodies)
+        if client.vllm_config.parallel_config.worker_extension_cls in (None, ""):
+            message = "/collective_rpc: expected a server with --worker-extension-cls, whose methods it calls"
+            raise UpdateError("no-worker-extension", message)
+        call = client.collective_rpc(body["method"], None, tuple(body["args"]), body["kwargs"])
+        results: list[Any] = []
+
+        async def wait() -> dict[str, Any]:
+            results.extend(await call)
+            return {}
+
+        await run_to_end(wait())
+        self._backend.refresh_status_soon()
+        return {"results": [r if r is None or isinstance(r, dict | list) else str(r) for r in results]}
 
     async def server_info(self, request: Request) -> Any:
         """Tell how the server was started, as far as trainers ask."""

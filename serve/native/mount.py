@@ -26,8 +26,8 @@ _OPEN_MODULES = ("vllm.entrypoints.serve.dev", "vllm.entrypoints.rl")
 """Modules whose routes need no key and can change what is served."""
 
 
-def mount(app: FastAPI, backend: Backend, access: NativeAccess) -> None:
-    """Add the routes, each behind `access`, and close all others of vLLM's dev mode."""
+def mount(app: FastAPI, backend: Backend, access: NativeAccess) -> frozenset[str]:
+    """Add the routes, each behind `access`, and close all others of vLLM's dev mode; return their paths."""
     routes = [dialect(backend) for dialect in DIALECTS]
     ours: set[tuple[str, str]] = set()
     for method, listed in (
@@ -39,6 +39,7 @@ def mount(app: FastAPI, backend: Backend, access: NativeAccess) -> None:
                 ours.add((path, method))
                 _add(app, path, method, guarded(endpoint, access, backend.metrics.refused))
     _close_others(app, ours)
+    return frozenset(path for path, _ in ours)
 
 
 def _add(app: FastAPI, path: str, method: str, endpoint: Endpoint) -> None:

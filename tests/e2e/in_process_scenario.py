@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 sys.path.insert(0, str(Path(__file__).parent))
 
 from llm_scenario import OPTIONS, sample
@@ -46,12 +45,14 @@ def refused(llm: LLM) -> str:
 
 
 def main(out: Path) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     folder = out.parent / "model"
     folder.mkdir()
     for file in EARLY.glob("*.json"):
         shutil.copy(file, folder)
     settings = {"fp8ext": {"load_weights_end": "complete"}}
-    llm = LLM(**{**OPTIONS, "model": str(folder)}, load_format="dummy", additional_config=settings)
+    options = {**OPTIONS, "model": str(folder), "distributed_executor_backend": "uni"}
+    llm = LLM(**options, load_format="dummy", additional_config=settings)
     client = llm.llm_engine.engine_core
     core, model = client.engine_core, llm.llm_engine.model_executor.driver_worker.model_runner.model
     facts: dict[str, Any] = {"start": [told(core, "status")["state"], refused(llm)]}

@@ -396,13 +396,21 @@ def test_what_trl_reads_of_a_server(single_native: Server) -> None:
     assert single_native.key not in reply.text
 
 
-@pytest.mark.parametrize(
-    "path", ["/collective_rpc", "/weight_checker", "/reset_mm_cache", "/reset_encoder_cache"]
-)
+@pytest.mark.parametrize("path", ["/weight_checker", "/reset_mm_cache", "/reset_encoder_cache"])
 def test_the_rest_of_dev_mode_is_closed(single_native: Server, path: str) -> None:
     with Trainer(single_native) as trainer:
         assert trainer.post(path, {"method": "x"}).status_code == 403
     assert "VLLM_SERVER_DEV_MODE: weight routes are ours" in single_native.log.read_text(errors="replace")
+
+
+def test_workers_are_called_by_their_extension_alone(single_native: Server) -> None:
+    with Trainer(single_native) as trainer:
+        for method, kind in (
+            ("x", "no-worker-extension"),
+            ("_x", "invalid-request"),
+            ("fp8ext", "invalid-request"),
+        ):
+            assert trainer.post("/collective_rpc", {"method": method}).json()["error"]["type"] == kind
 
 
 def test_nobody_comes_in_without_the_key(single_native: Server) -> None:

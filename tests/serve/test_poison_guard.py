@@ -17,6 +17,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.poison_guard import PoisonGuard
 from vllm_fp8ext.serve.problems import MEDIA_TYPE
 from vllm_fp8ext.serve.schema import PROBLEM, Problem
+from vllm_fp8ext.update.contract.update_errors import NO_WEIGHTS
 
 OPEN = ("/fp8ext/v1/weights", "/metrics", "/version", "/openapi.json", "/docs", "/redoc")
 CLOSED = ("/v1/completions", "/v1/models", "/health", "/", "/fp8ext", "/x/fp8ext/v1/weights", "/v1/metrics")
@@ -64,7 +65,12 @@ def app(engine: Engine) -> FastAPI:
     async def anything(path: str) -> str:
         return path
 
-    app.add_middleware(PoisonGuard, reason=lambda: engine.poisoned, refresh=engine.look)
+    app.add_middleware(
+        PoisonGuard,
+        reason=lambda: engine.poisoned,
+        refresh=engine.look,
+        healing=frozenset({"/start_weight_update"}),
+    )
     return app
 
 
@@ -110,6 +116,20 @@ def test_everything_else_is_refused(app: FastAPI, engine: Engine, method: str, p
     assert "rank 1: copy failed" in result.detail
     engine.poisoned = None
     assert asked(app, method, path).status_code == 200
+
+
+def test_a_server_without_weights_is_healthy_and_refuses_all_else(app: FastAPI, engine: Engine) -> None:
+    engine.poisoned = NO_WEIGHTS
+    assert asked(app, "GET", "/health").status_code == 200
+    assert asked(app, "POST", "/start_weight_update").status_code == 200
+    response = asked(app, "POST", "/v1/completions")
+    assert (response.status_code, response.json()["type"]) == (503, PROBLEM + "no-weights")
+    assert response.json()["error"]["type"] == "no-weights"
+
+
+def test_weights_come_by_other_ways_to_a_poisoned_server(app: FastAPI, engine: Engine) -> None:
+    engine.poisoned = "rank 1: copy failed"
+    assert asked(app, "POST", "/start_weight_update").status_code == 200
 
 
 def test_a_client_of_the_openai_api_reads_why(app: FastAPI, engine: Engine) -> None:

@@ -129,7 +129,7 @@ def _reloading(reload_weights: Callable[..., None], loads: Loads | None) -> Call
 
 
 def _marking(name: str, loads: Loads | None) -> Callable[..., None] | None:
-    """Return what marks the begin or the end of an update in place of a function."""
+    """Return what marks begin or end of an update in a function's place."""
     if loads is None or name not in (*_BEGINS, *_ENDS):
         return None
     tell = loads.begin if name in _BEGINS else loads.end

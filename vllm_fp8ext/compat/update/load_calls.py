@@ -36,7 +36,8 @@ def attach(core: Any, engine_of: Callable[[Any], Any]) -> None:
     """Have a core whose model takes updates hear of calls. `engine_of`: makes its update engine."""
     calls = core.fp8ext_load_calls = LoadCalls(core, engine_of)
     if isinstance(core.model_executor, UniProcExecutor):
-        rank = getattr(core.model_executor.driver_worker, "fp8ext_rank", None)
+        worker = getattr(core.model_executor, "driver_worker", None)
+        rank = getattr(worker, "fp8ext_rank", None)
         if rank is not None:
             rank.loads.around = calls.collected
 

@@ -235,7 +235,7 @@ def _batches(weights: Iterable[Named], copy_to: torch.device | None) -> Iterator
 
 
 def _beside(name: str, tensor: Any) -> str | None:
-    """Return the name of the codes beside these scales, or of the scales beside these codes."""
+    """Return the name of codes beside scales, or of scales beside codes."""
     if name.endswith(SCALES):
         return name.removesuffix(SCALES)
     is_codes = isinstance(tensor, Tensor) and str(tensor.dtype) == f"torch.{CODES_DTYPE}"
