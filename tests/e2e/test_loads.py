@@ -100,7 +100,7 @@ def test_what_is_written_past_all_loaders_is_found_and_not_served(seen: Seen, ra
 def test_an_engine_without_weights_in_its_trainers_process(tmp_path: Path) -> None:
     """Its names come from transformers. An update is served with its last tensor."""
     facts = run_scenario("in_process_scenario.py", tmp_path, seconds=SECONDS)
-    assert facts["start"] == ["no-weights", "no-weights"]
+    assert facts["start"] == ["no-weights", []]
     assert facts["names"]
     assert facts["early"][:3] == [0, 1, True]
     assert facts["late"][:3] == [1, 2, True]

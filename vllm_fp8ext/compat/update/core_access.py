@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
@@ -21,13 +20,13 @@ from vllm_fp8ext.compat.update.kv_epochs import KvEpochs
 from vllm_fp8ext.compat.update.next_step import time_next_step
 from vllm_fp8ext.compat.update.prefix_cache import EpochPrefixCache
 from vllm_fp8ext.compat.update.recent_tokens import RecentTokens
+from vllm_fp8ext.compat.update.refused_requests import RefusedRequests
 from vllm_fp8ext.compat.update.watchdog import Watchdog
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.update.contract.kv_tokens import PROMPT_TOKENS
 from vllm_fp8ext.update.contract.labels import Label, first_label
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import RankReply, RankResult
-from vllm_fp8ext.update.contract.update_errors import not_generating
 
 FEATURE: str = "core"
 WHY: str = "Exchange weights between two steps: a plugin can't hold the scheduler."
@@ -98,6 +97,7 @@ class CoreAccess:
         self.compiled: list[dict[str, int]] = []
         """Counts by rank of what its process had compiled when it was last called."""
         self._add_request = core.add_request
+        self._refused: RefusedRequests | None = None
         self._set_pause_state = core.scheduler.set_pause_state
         self._wishes: list[PauseState] = []
         self._recent: RecentTokens | None = None
@@ -254,17 +254,18 @@ class CoreAccess:
         """End every request with an error, and each one that comes, until `accept_requests`."""
         scheduler, core = self._core.scheduler, self._core
 
-        is_process = isinstance(core, EngineCoreProc)  # else it lives in its caller's
+        if self._refused is None and hasattr(core, "step_fn") and not hasattr(core, "output_queue"):
+            self._refused = RefusedRequests(core)
 
         def refuse(request: Any, *_: Any) -> None:
-            if not is_process:
-                raise not_generating(core.fp8ext_engine.committer.poisoned)
-            core._send_error_outputs_to_client([request.request_id], request.client_index)
+            if self._refused is not None:
+                self._refused.add(request.request_id)
+            else:
+                core._send_error_outputs_to_client([request.request_id], request.client_index)
 
         core.add_request = refuse
         for request in scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR):
-            if is_process:
-                refuse(request)
+            refuse(request)
 
     def accept_requests(self) -> None:
         """Undo `refuse_requests`."""
