@@ -31,6 +31,10 @@ from .plugins import variables
 
 KINDS = ("exception", "out of memory", "kill -9", "hang")
 POINTS = ("open", "chunk", "staging", "prepare", "commit", "verify", "rollback")
+NATIVE_KINDS = ("exception", "kill -9", "hang")
+NATIVE_POINTS = ("init", "open", "chunk", "staging", "prepare", "commit", "verify")
+"""In `init_weight_transfer_engine`, `start_weight_update`, `update_weights` before and after it receives, and in the three
+steps of `finish_weight_update`."""
 DEADLINE_SECONDS = 10.0
 """Of the servers here: a hang is noticed after this long."""
 GRACE_SECONDS = 15.0
@@ -75,13 +79,11 @@ CELLS = tuple(
     for kind in KINDS
     for lasting in ((False, True) if kind == "exception" and point in ("commit", "rollback") else (False,))
 )
-NATIVE_CELLS = (
-    Cell("exception", "open", 1, native=True),
-    Cell("exception", "chunk", 1, native=True),
-    Cell("exception", "staging", 2, native=True),
-    Cell("out of memory", "commit", 1, native=True),
-    Cell("exception", "verify", 1, native=True),
-    Cell("kill -9", "staging", 2, native=True),
+NATIVE_CELLS = tuple(
+    Cell(kind, point, ranks, native=True)
+    for ranks in (1, 2)
+    for point in NATIVE_POINTS
+    for kind in NATIVE_KINDS
 )
 
 
@@ -109,6 +111,8 @@ class FaultyServer(Server):
         name = f"tp{ranks}-{time.monotonic_ns()}"
         self.fault = folder / f"{name}.json"
         self.ranks, self.experts = ranks, experts
+        self.patience = deadline_seconds + GRACE_SECONDS
+        """Seconds within which whatever happens has happened."""
         self.early, self.late = (mixture.EARLY, mixture.LATE) if experts else (EARLY, LATE)
         arguments = SMALL
         if ranks > 1:
@@ -144,14 +148,14 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
     answer = call()
     assert cell.lasting or not server.fault.exists(), f"{cell}: the fault did not strike ({answer})"
     if cell.expected == DEAD:
-        code = server.process.wait(DEADLINE_SECONDS + GRACE_SECONDS)
+        code = server.process.wait(server.patience)
         assert code != 0, f"{cell}: the server ended with code 0"
     elif cell.expected == POISONED:
         _require_poisoned(server)
         server.fault.unlink(missing_ok=True)
     else:
         assert _state(server) == before, f"{cell}: what is served has changed"
-    stream.wait(DEADLINE_SECONDS + GRACE_SECONDS)
+    stream.wait(server.patience)
     answered = time.monotonic() - begun
     if cell.expected == DEAD:
         require_nothing_left(server)
@@ -162,7 +166,8 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
 
 
 def _fault(cell: Cell) -> dict[str, Any]:
-    point = "exchange" if cell.point in ("commit", "rollback") else cell.point
+    renamed = {"commit": "exchange", "rollback": "exchange", "init": "chunk"}
+    point = renamed.get(cell.point, cell.point)
     rank = 0 if cell.point == "open" else cell.ranks - 1
     # `finish_weight_update` prepares as well, which takes one fingerprint
     skip = int(cell.native and cell.point == "verify")
@@ -172,6 +177,8 @@ def _fault(cell: Cell) -> dict[str, Any]:
 def _ready_native(server: FaultyServer, cell: Cell) -> Callable[[], str]:
     """Bring an update by vLLM's weight transfer to the broken point; the call that is to break, and what it is answered."""
     trainer = Trainer(server)
+    if cell.point == "init":
+        return lambda: _native_answer(trainer, trainer.try_init)
     trainer.init()
     if cell.point == "open":
         return lambda: _native_answer(trainer, lambda: trainer.post("/start_weight_update"))
@@ -219,13 +226,11 @@ def _request(server: FaultyServer, cell: Cell) -> tuple[str, str, bytes | None]:
         return "POST", f"/updates/{id}/commit", None
 
 
-def _answer(server: Server, method: str, path: str, body: bytes | None) -> str:
+def _answer(server: FaultyServer, method: str, path: str, body: bytes | None) -> str:
     headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
     url = f"{server.url}/fp8ext/v1{path}"
     try:
-        reply = httpx.request(
-            method, url, content=body, headers=headers, timeout=DEADLINE_SECONDS + GRACE_SECONDS
-        )
+        reply = httpx.request(method, url, content=body, headers=headers, timeout=server.patience)
     except httpx.TimeoutException:
         raise AssertionError(f"{method} {path}: no answer") from None
     except httpx.HTTPError:

@@ -4,6 +4,7 @@
 import contextlib
 import json
 import socket
+import threading
 from typing import Any, Self
 
 import httpx
@@ -72,6 +73,17 @@ class Trainer:
         with Beside(lambda: self.call("/init_weight_transfer_engine", {"init_info": info})) as answer:
             self.group = open_trainer_endpoint(info)
         assert answer.result == {"message": "Weight transfer initialized"}
+
+    def try_init(self) -> httpx.Response:
+        """Initialize; the group is made beside, for as long as the others do not come to it."""
+        info = self.init_info()
+
+        def endpoint() -> None:
+            with contextlib.suppress(Exception):
+                self.group = open_trainer_endpoint(info)
+
+        threading.Thread(target=endpoint, daemon=True).start()
+        return self.post("/init_weight_transfer_engine", {"init_info": info})
 
     def send(self, tensors: dict[str, Tensor], **lies: Any) -> httpx.Response:
         told = {

@@ -29,7 +29,7 @@ from .fault_cells import (
 )
 
 REPRESENTATIVES = {
-    *NATIVE_CELLS,
+    Cell("exception", "chunk", 2, native=True),
     Cell("exception", "open", 1),
     Cell("exception", "chunk", 1),
     Cell("out of memory", "prepare", 1),
