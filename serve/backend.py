@@ -47,6 +47,7 @@ class Backend:
         self.largest_bytes = 0
         """Bytes of the largest tensor in any dtype and form: a bucket of one tensor may have as many."""
         self.receive_seconds = 0.0
+        self.read_pickles = False
         self.allowed_dirs = AllowedDirs()
         self.bodies = BodyProcess()
         self.poisoned: str | None = None
@@ -79,6 +80,7 @@ class Backend:
         self._cleanup.callback(self.spool.close)
         self._cleanup.callback(self.bodies.close)
         self.receive_bytes, self.receive_seconds = settings.receive_bytes, settings.upload_idle_seconds
+        self.read_pickles = settings.native_pickled_handles
         self.allowed_dirs = AllowedDirs(settings.allowed_dirs)
 
     @property

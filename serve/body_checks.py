@@ -50,8 +50,8 @@ class Limits:
         return cls(
             json_bytes=min(json_bytes, _JSON_BYTES),
             values=values,
-            objects=2 * tensors,
-            lists=4 * tensors,
+            objects=_TENSOR_OBJECTS * tensors,
+            lists=_TENSOR_LISTS * tensors,
             header_bytes=header_bytes,
             tensors=tensors,
         )
@@ -75,6 +75,8 @@ class Limits:
 
 _TOKENS, _TOKEN_BYTES = 64 * 4096 + (1 << 16), 16
 _TENSOR_VALUES, _TENSOR_BYTES = 16, 512
+_TENSOR_OBJECTS, _TENSOR_LISTS = 10, 10
+"""A handle on each of 8 GPUs, with a shape and strides."""
 _HEADER_BYTES, _JSON_BYTES = 16 << 20, 64 << 20
 
 

@@ -63,6 +63,7 @@ def test_what_json_can_say_is_taken() -> None:
         "canary": {"prompts": [[1, 2, 3], [4, 5]], "max_perplexity": 20},
         "trusted_clients": ["127.0.0.1/32"],
         "native_complete": True,
+        "native_pickled_handles": True,
         "native_update_seconds": 30.0,
         "pause_deadline_seconds": 5.0,
         "untried_layers": "refuse",

@@ -158,6 +158,7 @@ def test_wheel_holds_what_its_programs_and_trainers_use_and_nothing_else(wheel: 
     roots = {"vllm_fp8ext.cli", "vllm_fp8ext.register", "vllm_fp8ext.serve.plugin"}
     trainers = {"vllm_fp8ext.serve.client", "vllm_fp8ext.serve.embedded", "vllm_fp8ext.kv_trainer"}
     trainers |= {"vllm_fp8ext.serve.adapters", "vllm_fp8ext.serve.adapters.trl"}
+    trainers |= {"vllm_fp8ext.serve.adapters.vllm"}
     trainers |= {f"vllm_fp8ext.trainer.{name}" for name in ("correction", "mismatch_plot", "trl_adapter")}
     reached = modules.reached(*roots, *trainers, *programs)
     assert reached - modules.trees.keys() == set(), "used, but not in the wheel"

@@ -127,6 +127,10 @@ class Settings(BaseModel):
     """Updates by vLLM's own weight transfer must bring every tensor, as others do. By default what does not come keeps its
     served weights."""
 
+    native_pickled_handles: bool = False
+    """CUDA IPC handles may come pickled, as vLLM's own HTTP client sends them. They are read as data: nothing of a pickle is
+    executed."""
+
     native_update_seconds: float = Field(default=600.0, gt=0)
     """An update by vLLM's weight transfer to which nothing happens for this long is abandoned."""
 

@@ -44,7 +44,8 @@ class TransferRoutes:
 
     @property
     def _transfer(self) -> NativeTransfer:
-        return NativeTransfer(self._backend.engine, self._backend.receive_seconds)
+        backend = self._backend
+        return NativeTransfer(backend.engine, backend.receive_seconds, read_pickles=backend.read_pickles)
 
     async def init(self, request: Request) -> Any:
         """Join a trainer's group."""

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates by vLLM's own weight transfer end by themselves, and with them pauses."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from shared_exports import shared_exports
 
 from vllm_fp8ext.config import Settings
-from vllm_fp8ext.errors import Failure
+from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
-from vllm_fp8ext.update.contract.rank_results import Accepted, RankResult, StagedTensors
-from vllm_fp8ext.update.contract.results import Done, EngineStatus, JobStarted
+from vllm_fp8ext.update.contract.native_handles import plain
+from vllm_fp8ext.update.contract.rank_results import Accepted, RankProgress, RankResult, StagedTensors
+from vllm_fp8ext.update.contract.results import Done, EngineStatus, Finishing, JobStarted
 from vllm_fp8ext.update.engine.engine import UpdateEngine
-from vllm_fp8ext.update.engine.native import NCCL
+from vllm_fp8ext.update.engine.native import IPC, NCCL
 from vllm_fp8ext.update.engine.timestamp import Moment
 
 from .test_engine import IdleCore
@@ -176,3 +179,111 @@ def test_versions_that_can_not_be_are_refused() -> None:
     engine = engine_of(TransferCore(), Clock())
     for version in ("", "a\x1fb", "x" * 257, 7):
         assert failure(engine.handle("native_relabel", {"version": version})).kind == "invalid-request"
+
+
+class SlowCore(TransferCore):
+    """Its ranks go on with what they were told until `done`."""
+
+    done = False
+
+    def ranks(self, method: str, *arguments: Any) -> list[RankResult]:
+        if method == "poll" and not self.done:
+            return [RankProgress()]
+        return super().ranks(method, *arguments)
+
+
+INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+TWO_BROADCASTS = {"names": ["w", "v"], "dtype_names": ["bfloat16"] * 2, "shapes": [[2], [3]]}
+
+
+def joined(engine: UpdateEngine, core: SlowCore) -> None:
+    core.done = True
+    joining = engine.handle("native_init", {"info": INIT | {"packed": True, "packed_buffer_size_bytes": 1}})
+    assert engine.handle("poll", {"job": job(joining)}) == Done()
+    core.done = False
+
+
+def test_an_update_that_has_ended_leaves_the_next_trainers_group_alone() -> None:
+    """What it was still to receive comes no more: its ranks would take it from, or leave, the new group."""
+    core, clock = SlowCore(), Clock()
+    engine = engine_of(core, clock)
+    joined(engine, core)
+    engine.handle("native_start", {})
+    receiving = job(engine.handle("native_update", {"info": TWO_BROADCASTS}))
+    engine.handle("native_failed", {"reason": UpdateError("engine-timeout", "too late").as_dict()})
+    joined(engine, core)
+    engine.handle("native_start", {})
+    core.received.clear()
+    core.done = True
+    failure(engine.handle("poll", {"job": receiving}))
+    assert core.received == []
+    assert status(engine).state == "updating"
+
+
+def test_two_calls_do_not_bring_tensors_at_the_same_time() -> None:
+    core, clock = SlowCore(), Clock()
+    engine = engine_of(core, clock)
+    joined(engine, core)
+    engine.handle("native_start", {})
+    info = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
+    receiving = job(engine.handle("native_update", {"info": info}))
+    for operation, arguments in (("native_update", {"info": info}), ("native_finishing", {})):
+        assert failure(engine.handle(operation, arguments)).kind == "staging"
+    core.done = True
+    assert engine.handle("poll", {"job": receiving}) == Done()
+    assert isinstance(engine.handle("native_finishing", {}), Finishing)
+
+
+class HalfCore(SlowCore):
+    """Two ranks, the last of which can't begin what both are told while `fails`."""
+
+    fails = False
+
+    def ranks(self, method: str, *arguments: Any) -> list[RankResult]:
+        [first] = super().ranks(method, *arguments)
+        failed = Failure(kind="internal", message="an injected fault", status=500)
+        return [first, failed if self.fails and method == "stage" and arguments[3] else first]
+
+
+def test_ranks_leave_a_group_in_which_one_of_them_is_behind() -> None:
+    """The other one has received what this one has not."""
+    core, clock = HalfCore(), Clock()
+    engine = engine_of(core, clock)
+    engine._model._manifest = replace(engine._model.manifest(), world_size=2)
+    info = {"info": INIT | {"world_size": 3}}
+    core.done = True
+    assert engine.handle("poll", {"job": job(engine.handle("native_init", info))}) == Done()
+    engine.handle("native_start", {})
+    core.received.clear()
+    core.fails = True
+    update = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
+    receiving = engine.handle("native_update", {"info": update})
+    assert failure(engine.handle("poll", {"job": job(receiving)})).kind == "internal"
+    natives = [arguments[2]["native"] for method, arguments in core.received if method == "stage"]
+    assert natives == [1, 0]
+    engine.handle("native_start", {})
+    assert failure(engine.handle("native_update", {"info": update})).kind == "not-initialized"
+
+
+def test_handles_reach_the_ranks_as_plain_data() -> None:
+    core, clock = TransferCore(), Clock()
+    core.weight_transfer = IPC
+    engine = engine_of(core, clock)
+    assert engine.handle("native_init", {"info": {"packed": True}}) == Done()
+    engine.handle("native_start", {})
+    with shared_exports() as exports:
+        handles = plain({"cpu": exports.reduce(exports.buffer(4))[1]})
+    told = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2]], "ipc_handles": handles}
+    reading = engine.handle("native_update", {"info": {**told, "tensor_sizes": [4]}})
+    assert engine.handle("poll", {"job": job(reading)}) == Done()
+    [(method, arguments)] = core.received
+    assert (method, arguments[2]["transport"], arguments[3]) == (
+        "stage",
+        "native_ipc",
+        [["w", [2], "bfloat16", 0, 4]],
+    )
+    core.received.clear()
+    assert isinstance(engine.handle("native_finishing", {}), Finishing)
+    assert [method for method, _ in core.received] == ["close_sources"]
+    engine.handle("native_update", {"info": {**told, "tensor_sizes": [5]}})
+    assert failure(engine.handle("native_finishing", {})).kind == "no-update"

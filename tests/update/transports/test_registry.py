@@ -9,11 +9,13 @@ import pytest
 
 from vllm_fp8ext.serve.client.options import Transport
 from vllm_fp8ext.serve.client.transports.registry import SENDERS
+from vllm_fp8ext.update.contract.native_handles import ExportedTensor
 from vllm_fp8ext.update.contract.regular_file import Stamp
 from vllm_fp8ext.update.transports.files.message import FileSource
 from vllm_fp8ext.update.transports.http.message import UploadSource
 from vllm_fp8ext.update.transports.ipc.message import IpcSource
 from vllm_fp8ext.update.transports.native.message import NativeSource
+from vllm_fp8ext.update.transports.native_ipc.message import NativeIpcSource
 from vllm_fp8ext.update.transports.nccl.message import BroadcastSource
 from vllm_fp8ext.update.transports.receiver import RankDevice, Receiver, Receivers
 from vllm_fp8ext.update.transports.registry import TRANSPORTS, source_from_dict
@@ -36,6 +38,24 @@ SOURCES: dict[str, Source] = {
         moves=((1, 2, 3),),
         bytes=96,
         seconds=60.0,
+    ),
+    "native_ipc": NativeIpcSource(
+        gpus={
+            "GPU-1": [
+                ExportedTensor(
+                    handle="AAAA",
+                    storage_bytes=64,
+                    storage_offset=512,
+                    counter="/torch_1_2_3",
+                    counter_offset=4,
+                    event="AAAA",
+                    wait=True,
+                    start=8,
+                    size=16,
+                )
+            ]
+        },
+        packed=False,
     ),
     "nccl": BroadcastSource("gloo", "host:1/name", 3, 1, 64, "00" * 8, 60.0),
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_fp8ext.compat.update.engine_client import EngineCalls
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.update.contract.native_handles import typed
 from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.contract.results import EngineStatus, Finishing, UpdateState
 
@@ -22,11 +23,13 @@ class NativeTransfer:
     """The transfer of one engine. What is refused raises `UpdateError`, and what is served stays.
 
     `broadcast_seconds`: longest time that ranks wait for a broadcast, in which a call may seem to stand still.
+    `read_pickles`: handles may come pickled.
     """
 
-    def __init__(self, engine: EngineCalls, broadcast_seconds: float) -> None:
+    def __init__(self, engine: EngineCalls, broadcast_seconds: float, *, read_pickles: bool = False) -> None:
         self._engine = engine
         self._broadcast_seconds = broadcast_seconds
+        self._read_pickles = read_pickles
 
     async def init(self, info: Any) -> None:
         """Join a trainer's group (`NativeUpdates.init`)."""
@@ -42,6 +45,11 @@ class NativeTransfer:
 
     async def update(self, info: Any) -> None:
         """Receive and stage tensors."""
+        try:
+            info = typed(info, read_pickles=self._read_pickles)
+        except UpdateError as error:
+            await self._engine(Operation.NATIVE_FAILED, reason=error.as_dict())
+            raise
         started, begun = await self._engine(Operation.NATIVE_UPDATE, info=info), time.monotonic()
         while True:
             try:

@@ -100,7 +100,10 @@ def _blocking(original: Any, call: Callable[..., Coroutine[Any, Any, Any]]) -> A
 
 def _transfer(client: Any) -> NativeTransfer:
     settings = Settings.parse(client.vllm_config.additional_config)
-    return NativeTransfer(_Calls(client, settings.deadline_seconds), settings.upload_idle_seconds)
+    return NativeTransfer(
+        *(_Calls(client, settings.deadline_seconds), settings.upload_idle_seconds),
+        read_pickles=settings.native_pickled_handles,
+    )
 
 
 async def _finish(transfer: NativeTransfer, version: str | None) -> None:

@@ -189,6 +189,14 @@ def require_version(version: Any) -> str:
     return version
 
 
+def spec_bytes(spec: TensorSpec) -> int:
+    """Return the bytes of a tensor's elements, one after the other."""
+    size = ITEM_BYTES[spec.dtype]
+    for extent in spec.shape:
+        size *= extent
+    return size
+
+
 def invalid(message: str) -> UpdateError:
     """Make the error of a call that can't be understood."""
     return UpdateError("invalid-request", message, status=422)

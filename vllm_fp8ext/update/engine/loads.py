@@ -33,7 +33,7 @@ from vllm_fp8ext.update.contract.rank_results import (
 from vllm_fp8ext.update.contract.results import JobStarted, Progress, Result, Waiting
 from vllm_fp8ext.update.contract.update_errors import refusal
 from vllm_fp8ext.update.engine.committer import Committer, Core
-from vllm_fp8ext.update.engine.native import merged
+from vllm_fp8ext.update.engine.native_tensors import merged
 from vllm_fp8ext.update.engine.served_model import ServedModel
 from vllm_fp8ext.update.engine.session import Session
 from vllm_fp8ext.update.engine.timestamp import Moment

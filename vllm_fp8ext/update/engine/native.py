@@ -9,34 +9,24 @@ An update that fails ends at once, and what is served stays. Until the next one 
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.log_text import shown
 from vllm_fp8ext.update.contract import native_info
-from vllm_fp8ext.update.contract.manifest import TensorSpec
-from vllm_fp8ext.update.contract.native_info import NcclInit
+from vllm_fp8ext.update.contract.native_info import IpcInit
 from vllm_fp8ext.update.contract.operations import RankMethod
-from vllm_fp8ext.update.contract.rank_results import failures
 from vllm_fp8ext.update.contract.results import Done, Finishing, Result
-from vllm_fp8ext.update.contract.update_errors import refusal
 from vllm_fp8ext.update.engine.chunk_staging import ChunkStaging
 from vllm_fp8ext.update.engine.committer import Committer, Core
-from vllm_fp8ext.update.engine.jobs import Flow, Jobs, OnRanks
+from vllm_fp8ext.update.engine.jobs import Flow, Jobs
+from vllm_fp8ext.update.engine.native_tensors import NativeTensors, TrainerGroup, merged, on_ranks
 from vllm_fp8ext.update.engine.served_model import ServedModel
 from vllm_fp8ext.update.engine.session import Session
 from vllm_fp8ext.update.engine.timestamp import Moment
 from vllm_fp8ext.update.engine.updates import OpenRequest, Updates
-from vllm_fp8ext.update.transports.native.message import (
-    NativeSource,
-    batches,
-    native_source,
-    placed,
-    spec_bytes,
-)
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -70,15 +60,18 @@ class NativeUpdates:
         self._committer = committer
         self._updates = updates
         self._model = model
-        self._staging = chunks
         self._clock = clock
         self._abandon = abandon
         self._settings = core.settings
-        self._init: NcclInit | None = None
+        self._tensors = NativeTensors(core, chunks, clock)
+        self._group: TrainerGroup | None = None
+        self._handles: IpcInit | None = None
+        """How a trainer on this machine hands tensors over."""
         self._groups = 0
         """Number of groups that ranks were told to join."""
+        self._receiving: str | None = None
+        """Id of the update to which an `update` is bringing tensors."""
         self._id: str | None = None
-        self._chunks = 0
         self._failure: str | None = None
         """Reason why the last update ended without a commit."""
         self._paused_before = False
@@ -88,15 +81,17 @@ class NativeUpdates:
         """Join a trainer's group; a job. A trainer that comes anew ends the update that it, or another, left open.
 
         Raises:
-            UpdateError: `no-transfer-engine`, `not-served`, `update-open` (of `/fp8ext/v1`), `invalid-request`,
+            UpdateError: `no-transfer-engine`, `update-open` (of `/fp8ext/v1`), `invalid-request`,
                 `transfer-timeout`, `transfer-failed`.
         """
         self._require_backend()
         world_size = self._model.manifest().world_size
         if self._core.weight_transfer == IPC:
-            native_info.ipc_init(info)
-            message = "the backend ipc is not served yet: expected nccl, or this package's client with transport ipc"
-            raise UpdateError("not-served", message)
+            handles = native_info.ipc_init(info)
+            self._end("a trainer has initialized the transfer anew")
+            self._require_no_other()
+            self._handles = handles
+            return Done()
         nccl = native_info.nccl_init(info, world_size)
         limit = self._settings.receive_bytes
         if nccl.packed and nccl.packed_buffer_size_bytes > limit:
@@ -106,12 +101,13 @@ class NativeUpdates:
             )
         self._end("a trainer has initialized the transfer anew")
         self._require_no_other()
-        self._init, self._groups = None, self._groups + 1
-        return self._jobs.start(self._join(nccl))
+        self._group, self._groups = None, self._groups + 1
+        return self._jobs.start(self._join(TrainerGroup(number=self._groups, init=nccl)))
 
-    def _join(self, init: NcclInit) -> Flow[Result]:
-        yield from _on_ranks(_JOINING, self._source(init))
-        self._init = init
+    def _join(self, group: TrainerGroup) -> Flow[Result]:
+        yield from on_ranks(_JOINING, self._tensors.source(group))
+        if group.number == self._groups:
+            self._group = group
         return Done()
 
     def shutdown(self) -> Result:
@@ -124,11 +120,11 @@ class NativeUpdates:
         if self._session() is not None:
             message = "can't release the trainer's connection during a weight update: finish it before"
             raise UpdateError("update-open", message)
-        init, self._init = self._init, None
-        return Done() if init is None else self._jobs.start(self._leave(init))
+        group, self._group, self._handles = self._group, None, None
+        return Done() if group is None else self._jobs.start(self._leave(group))
 
-    def _leave(self, init: NcclInit) -> Flow[Result]:
-        yield from _on_ranks(_JOINING, replace(self._source(init), native=0))
+    def _leave(self, group: TrainerGroup) -> Flow[Result]:
+        yield from on_ranks(_JOINING, replace(self._tensors.source(group), native=0))
         return Done()
 
     def start(self) -> Result:
@@ -153,7 +149,7 @@ class NativeUpdates:
         session = self._updates.open(self._model.manifest(), request)
         session.lifetime = self._settings.native_update_seconds
         session.touch(self._clock())
-        self._id, self._chunks, self._failure = session.id, 0, None
+        self._id, self._failure = session.id, None
         self._paused_before = self._core.paused()
         return Done()
 
@@ -163,55 +159,39 @@ class NativeUpdates:
         What was announced is received all the same, where that can be measured: a trainer would wait for ever.
 
         Raises:
-            UpdateError: `no-update`, `not-initialized`, or what is wrong.
+            UpdateError: `no-update`, `staging`, `not-initialized`, or what is wrong.
         """
         session = self._require_session("update_weights")
+        if self._receiving == session.id:
+            raise UpdateError("staging", "update_weights: another update_weights is still under way")
         return self._jobs.start(self._update(session, info))
 
     def _update(self, session: Session, info: Any) -> Flow[Result]:
+        self._receiving = session.id
         try:
-            if self._init is None:
+            group, handles = self._group, self._handles
+            if handles is not None:
+                received = yield from self._tensors.read(session, handles, info)
+            elif group is not None:
+                received = yield from self._tensors.receive(session, group, info)
+            else:
                 message = "update_weights: expected init_weight_transfer_engine before, found no trainer"
                 raise UpdateError("not-initialized", message)
-            errors = yield from self._receive(session, self._init, info)
-            if errors:
-                raise merged(errors)
+            if received.lost and group is not None and group is self._group:
+                self._group = None
+                yield from self._leave(group)
+            if received.errors:
+                raise merged(received.errors)
         except UpdateError as error:
             self._fail(session, error)
             raise
+        except Exception as error:
+            self._fail(session, UpdateError("internal", f"{type(error).__name__}: {error}", status=500))
+            raise
+        finally:
+            if self._receiving == session.id:
+                self._receiving = None
         return Done()
-
-    def _receive(self, session: Session, init: NcclInit, info: Any) -> Flow[list[UpdateError]]:
-        """Receive all that was announced, and stage it unless something is wrong; ends with all that is."""
-        told = native_info.announced(native_info.own_part(info, session.manifest.world_size))
-        init = _overridden(init, told)
-        specs = [replace(spec, name=session.manifest.unwrapped(spec.name)) for spec in told.specs]
-        sizes = [spec_bytes(spec) for spec in specs]
-        refused = _refused(session, specs)
-        errors = [] if refused is None else [refused]
-        for parts, tensors in batches(specs, sizes, init.bucket_bytes, self._settings.receive_bytes):
-            source = self._source(init, parts)
-            try:
-                call = None if errors else self._prepare(session, source, tensors)
-            except UpdateError as error:
-                errors.append(error)
-                call = None
-            try:
-                if call is None:
-                    yield from _on_ranks(session.id, source)
-                else:
-                    yield from self._staging.run(session, f"native-{self._chunks}", call)
-            except UpdateError as error:
-                errors.append(error)
-        return errors
-
-    def _prepare(self, session: Session, source: NativeSource, specs: list[TensorSpec]) -> OnRanks:
-        batch = placed(source, specs)
-        listed = [[t.spec.name, list(t.spec.shape), t.spec.dtype, t.start, t.size] for t in batch.tensors]
-        self._chunks += 1
-        chunk, size = f"native-{self._chunks}", sum(source.parts)
-        call, _ = self._staging.prepare(session, chunk, batch.source.as_dict(), listed, size)
-        return call
 
     def finishing(self, version: Any = None) -> Result:
         """Look at what came, and name it `version`: the update is about to be committed, by its id.
@@ -220,7 +200,7 @@ class NativeUpdates:
             UpdateError: `no-update`, `staging`, `incomplete`, `invalid-request`.
         """
         session = self._require_session("finish_weight_update")
-        if session.busy:
+        if session.busy or self._receiving == session.id:
             raise UpdateError("staging", "finish_weight_update: an update_weights is still under way")
         session.require_alterable("finish")
         try:
@@ -230,6 +210,7 @@ class NativeUpdates:
         except UpdateError as error:
             self._fail(session, error)
             raise
+        self._give_back()
         manifest, came = session.manifest, session.staged_names()
         kept = sorted(manifest.tensors.keys() - came)
         if kept:
@@ -282,8 +263,14 @@ class NativeUpdates:
             self._failure = failure
         if session.alterable:
             self._abandon(session.id)
+            self._give_back()
         if session.id == self._id:
             self._id = None
+
+    def _give_back(self) -> None:
+        """Let go of a trainer's packed buffer, which stays open for one update."""
+        if self._handles is not None and self._handles.packed:
+            self._core.ranks(RankMethod.CLOSE_SOURCES)
 
     def _session(self) -> Session | None:
         """Return the update of this protocol that has not ended."""
@@ -312,61 +299,3 @@ class NativeUpdates:
         if other is not None:
             message = f"update {other.id} (version {other.version}) is open: one at a time"
             raise UpdateError("update-open", message, open=other.id)
-
-    def _source(self, init: NcclInit, parts: Sequence[int] = ()) -> NativeSource:
-        backend = "gloo" if self._core.device_type == "cpu" else "nccl"
-        return native_source(init, self._groups, backend, self._settings.upload_idle_seconds, parts)
-
-
-def _on_ranks(id: str, source: NativeSource) -> Flow[None]:
-    """Have the ranks take part in broadcasts of which nothing is staged.
-
-    Raises:
-        UpdateError: of the first rank that could not.
-    """
-    results = yield OnRanks(RankMethod.STAGE, id, source.as_dict(), [], {}, 0.0, [])
-    failed = failures(results)
-    if failed:
-        raise failed[0].error
-
-
-def _overridden(init: NcclInit, told: native_info.Announced) -> NcclInit:
-    """Return how these tensors come: trainers of vLLM before 0.28 say it with each call."""
-    wire = dict(told.wire)
-    names = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
-    native_info.require_wire(wire, names)
-    if not wire:
-        return init
-    size = wire.get("packed_buffer_size_bytes", init.packed_buffer_size_bytes)
-    if (
-        type(wire.get("packed", False)) is not bool
-        or type(size) is not int
-        or not 0 < size <= native_info.MOST_BUCKET_BYTES
-    ):
-        raise native_info.invalid(
-            f"update_info: expected packed as a boolean and its size in bytes, found {wire!r:.200}"
-        )
-    return replace(init, packed=wire.get("packed", init.packed), packed_buffer_size_bytes=size)
-
-
-def _refused(session: Session, specs: Sequence[TensorSpec]) -> UpdateError | None:
-    """Return the error of tensors of one call that can be told before they come."""
-    manifest = session.manifest
-    canonical = [replace(spec, name=manifest.canonical(spec.name)) for spec in specs]
-    problems = manifest.problems(canonical, session.expert_layout)
-    brought = Counter(manifest.parts(spec.name for spec in canonical))
-    earlier = {name for chunk in session.chunks.values() for name in chunk.names}
-    problems += [
-        {"kind": "duplicate-tensor", "tensor": name}
-        for name, count in sorted(brought.items())
-        if (count > 1 or name in earlier) and not manifest.ignores(name)
-    ]
-    return refusal(problems) if problems else None
-
-
-def merged(errors: Sequence[UpdateError]) -> UpdateError:
-    """Return one error for all: everything that is wrong with tensors, or the first."""
-    problems = [problem for error in errors for problem in error.details.get("problems", ())]
-    if len(errors) > 1 and all("problems" in error.details for error in errors):
-        return refusal(problems)
-    return errors[0]

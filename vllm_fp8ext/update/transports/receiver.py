@@ -75,6 +75,9 @@ class Receiver(ABC, Generic[S]):
     def close_deferred(self) -> None:
         """Close what sources have left open, since nobody had to wait for it."""
 
+    def close_shared(self) -> None:
+        """Close what chunks of one update share. Other threads may call it, while no chunk is being received."""
+
 
 class Receivers:
     """Opens the sources of one rank, whatever transport they are of.
@@ -112,6 +115,11 @@ class Receivers:
         """Close what sources have left open, since nobody had to wait for it."""
         for receiver in self._receivers.values():
             receiver.close_deferred()
+
+    def close_shared(self) -> None:
+        """Close what chunks of one update share."""
+        for receiver in list(self._receivers.values()):
+            receiver.close_shared()
 
     def _receiver(self, name: str) -> Receiver[Any]:
         if name not in self._receivers:

@@ -4,12 +4,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_fp8ext.update.transports import files, http, ipc, native, nccl
+from vllm_fp8ext.update.transports import files, http, ipc, native, native_ipc, nccl
 from vllm_fp8ext.update.transports.transport import Source, Transport
 
 TRANSPORTS: Mapping[str, Transport] = {
     transport.name: transport
-    for transport in (http.TRANSPORT, files.TRANSPORT, ipc.TRANSPORT, nccl.TRANSPORT, native.TRANSPORT)
+    for transport in (
+        *(http.TRANSPORT, files.TRANSPORT, ipc.TRANSPORT, nccl.TRANSPORT),
+        *(native.TRANSPORT, native_ipc.TRANSPORT),
+    )
 }
 """Every transport by its name."""
 

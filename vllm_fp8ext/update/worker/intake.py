@@ -67,6 +67,10 @@ class Intake:
         """Close what a chunk has left open."""
         self._receivers.close_deferred()
 
+    def close_shared(self) -> None:
+        """Close what chunks of one update share. Other threads may call it between chunks."""
+        self._receivers.close_shared()
+
     def copy_unsent(self, session: str, names: list[str]) -> Accepted:
         """Copy served weights into the shadow wherever no tensor of these writes."""
         self._require_wanted(session)

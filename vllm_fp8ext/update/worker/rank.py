@@ -299,6 +299,7 @@ class Rank:
     def close_sources(self) -> Accepted:
         """Close what chunks have left open: a trainer's memory becomes free with that."""
         self._threads.run_cleanups()
+        self._intake.close_shared()
         return Accepted()
 
     @errors_as_results

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 from vllm_fp8ext.update.contract.manifest import TensorSpec
-from vllm_fp8ext.update.contract.native_info import ITEM_BYTES, NcclInit
+from vllm_fp8ext.update.contract.native_info import ITEM_BYTES, NcclInit, spec_bytes
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
 from vllm_fp8ext.update.transports.transport import Source
 
@@ -122,11 +122,3 @@ def placed(source: NativeSource, specs: Sequence[TensorSpec]) -> Batch:
             end = at + size
         tensors.append(StoredTensor(spec, at, size))
     return Batch(source=replace(source, moves=tuple(moves), bytes=end), tensors=tensors)
-
-
-def spec_bytes(spec: TensorSpec) -> int:
-    """Return the bytes of a tensor's elements, one after the other."""
-    size = ITEM_BYTES[spec.dtype]
-    for extent in spec.shape:
-        size *= extent
-    return size
