@@ -59,6 +59,28 @@ class Fused:
         }
 
 
+def stacked_problem(
+    expected: tuple[int, ...], sent: tuple[int, ...], own: ExpertLayout, told: ExpertLayout | None
+) -> dict[str, str] | None:
+    """Describe what is wrong with experts that the checkpoint has fused, or return None.
+
+    `expected`: the shape that they have there, in the layout `own`; `sent`: that of what is sent, the same or its last two
+    dimensions in the other order, in the layout `told`, where the client tells.
+    """
+    other: ExpertLayout = "in_out" if own == "out_in" else "out_in"
+    square = expected[1] == expected[2]
+    lies = own if square or sent == expected else other
+    if told == lies or (told is None and not square):
+        return None
+    detail = f"its shape is the same both ways: say expert_layout, and send it as {own}"
+    return {
+        "kind": "wrong-layout",
+        "expected": lies,
+        "found": told or "not told",
+        "detail": detail if square else f"its shape is that of {lies}",
+    }
+
+
 def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused]:
     """Return the fused tensors that may come, by name, of tensors with these shapes. Their names end with
     `.experts.gate_up_proj` and `.experts.down_proj`."""

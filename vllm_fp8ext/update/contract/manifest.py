@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.numerics.layout import BLOCK, blocks
-from vllm_fp8ext.update.contract.fused import TAKEN_LAYOUT, TRANSPOSED, ExpertLayout, Fused, fused_experts
+from vllm_fp8ext.update.contract.fused import (
+    TAKEN_LAYOUT,
+    TRANSPOSED,
+    ExpertLayout,
+    Fused,
+    fused_experts,
+    is_fused,
+    stacked_problem,
+)
 from vllm_fp8ext.update.contract.kv_names import is_kv_scale
 from vllm_fp8ext.update.contract.name_hints import Hints
 
@@ -75,8 +83,10 @@ class ShardSlice:
     """Part of one checkpoint tensor that one rank serves, and its place there.
 
     `source`: start and stop in each dimension of the checkpoint tensor. `origin`: its first element in the parameter
-    `target` of shape `target_shape`. `quantized`: served as codes with one scale per 128x128 block of the parameter, whose
-    blocks start at the parameter's origin; otherwise as values of `dtype`.
+    `target` of shape `target_shape`, which may have fewer dimensions, or more: the first ones of the other are of one element
+    then, such as one expert of many. `quantized`: served as codes with one scale per 128x128 block of the parameter, whose
+    blocks start at the parameter's origin; otherwise as values of `dtype`. `transposed`: the tensor's last two dimensions are
+    the parameter's in the other order.
     """
 
     rank: int
@@ -86,6 +96,16 @@ class ShardSlice:
     origin: tuple[int, ...]
     quantized: bool
     dtype: str
+    transposed: bool = False
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Elements in each dimension of the parameter."""
+        sizes = [stop - start for start, stop in self.source]
+        if self.transposed:
+            sizes[-2:] = reversed(sizes[-2:])
+        lacking = len(self.origin) - len(sizes)
+        return (1,) * lacking + tuple(sizes[max(-lacking, 0) :])
 
 
 @dataclass(frozen=True)
@@ -109,6 +129,16 @@ class Manifest:
     def fused(self) -> dict[str, Fused]:
         """Tensors that may come instead of all the matrices in them, by name."""
         return fused_experts({name: spec.shape for name, spec in self.tensors.items()})
+
+    @cached_property
+    def stacked(self) -> dict[str, ExpertLayout]:
+        """How fused experts lie in the checkpoint that the engine was started on, by name. They may come in the other
+        layout, too, where their shape tells."""
+        return {
+            name: "in_out" if any(piece.transposed for piece in self.pieces.get(name, ())) else "out_in"
+            for name, spec in self.tensors.items()
+            if len(spec.shape) == 3 and is_fused(name)
+        }
 
     @cached_property
     def _wholes(self) -> dict[str, str]:
@@ -215,7 +245,11 @@ class Manifest:
                 if meant:
                     problems[-1]["detail"] = f"is {meant} meant?"
                 continue
-            if spec.shape != known:
+            stacked = self.stacked.get(spec.name)
+            if stacked and spec.shape in (known, (known[0], known[2], known[1])):
+                wrong = stacked_problem(known, spec.shape, stacked, expert_layout)
+                problems += [{"tensor": spec.name, **wrong}] if wrong else []
+            elif spec.shape != known:
                 shapes = {"expected": list(known), "found": list(spec.shape)}
                 problems.append({"kind": "wrong-shape", "tensor": spec.name, **shapes})
                 if spec.name in self.fused and spec.shape == (known[0], known[2], known[1]):
@@ -349,7 +383,7 @@ def _shown(spec: TensorSpec | None) -> str:
 def _aligned(shape: tuple[int, ...], piece: ShardSlice) -> bool:
     """Tell whether a slice consists of whole blocks of its tensor and of its parameter."""
     sides = (shape, piece.source, piece.target_shape, piece.origin)
-    if not piece.quantized or any(len(side) != 2 for side in sides):
+    if not piece.quantized or piece.transposed or any(len(side) != 2 for side in sides):
         return False
     for size, (start, stop), origin, room in zip(
         shape, piece.source, piece.origin, piece.target_shape, strict=True
@@ -374,4 +408,5 @@ def _shard_slice(data: Mapping[str, Any]) -> ShardSlice:
         origin=tuple(data["origin"]),
         quantized=data["quantized"],
         dtype=data["dtype"],
+        transposed=data.get("transposed", False),
     )

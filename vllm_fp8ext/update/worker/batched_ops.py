@@ -67,9 +67,10 @@ class BatchItem:
 def batch_item(spec: TensorSpec, step: Step) -> BatchItem | None:
     """Return a step of a tensor as an item of a batch; None where it has to run by itself.
 
-    That is a step that fills a strip, converts values, or lies where no kernel reads or writes 16 bytes at a time.
+    That is a step that fills a strip, converts or transposes values, or lies where no kernel reads or writes 16 bytes at a
+    time.
     """
-    if isinstance(step, FillStrip):
+    if isinstance(step, FillStrip) or (not isinstance(step, CopyCodes) and step.transposed):
         return None
     shape, dtype = spec.shape, spec.torch_dtype
     starts = [start for start, _ in step.source]
@@ -80,9 +81,10 @@ def batch_item(spec: TensorSpec, step: Step) -> BatchItem | None:
         room = step.destination
         as_it_is = dtype == room.dtype and dtype.is_floating_point and shape[1:] == room.shape[1:]
         return BatchItem(step, dtype, room, (offset,)) if as_it_is and copy_batched.takes(room) else None
-    stop = step.start + step.source[0][1] - starts[0]
+    top, bottom = step.source[-2]
+    stop = step.start + bottom - top
     target = step.target
-    place = Destination(target.codes[step.start : stop], target.scales_of(step.start, stop), shape[1])
+    place = Destination(target.codes[step.start : stop], target.scales_of(step.start, stop), shape[-1])
     if not place.takes(dtype):
         return None
     if isinstance(step, QuantizeBlocks):

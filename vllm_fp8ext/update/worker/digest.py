@@ -55,7 +55,7 @@ def digest(piece: ShardSlice, values: Tensor, scales: Tensor | None) -> str:
     sha = hashlib.sha256(_bytes(destination_of(values, piece)))
     if scales is not None:
         first = piece.origin[0]
-        last = first + piece.source[0][1] - piece.source[0][0]
+        last = first + piece.extents[0]
         sha.update(_bytes(scales[first // BLOCK : -(-last // BLOCK)]))
     return sha.hexdigest()
 
@@ -255,7 +255,8 @@ def _target_digests(
         scale_format = cast("ScaleFormat", manifest.scale_format)
         quantized[first.target] = QuantizedTarget(values, scales, dtype, scale_format)
     pieces = {name: tuple(parts) for name, parts in group.items()}
-    stager = Stager(pieces, quantized, {first.target: values})
+    stacked = {name: manifest.tensors[name].shape for name in group if name in manifest.stacked}
+    stager = Stager(pieces, quantized, {first.target: values}, stacked=stacked)
     for name in group:
         tensor = index[name].read()
         block_scales = index[scale_name(name)].read() if tensor.dtype == FP8_DTYPE else None

@@ -110,7 +110,8 @@ class _ParameterIndex:
 class _CopyRecorder(TorchDispatchMode):
     """Records `copy_` from views of known sources into known storages instead of doing it.
 
-    A whole source may be cloned, or converted to the dtype of its destination, first: `copy_` does the same.
+    A whole source may be converted to the dtype of its destination first: `copy_` does the same. Copies of views that are
+    made on the way stand for these views. A source that is set to zero has no part in what it is copied to.
     """
 
     def __init__(self, parameter_index: _ParameterIndex, sources: Mapping[str, Tensor]) -> None:
@@ -121,20 +122,37 @@ class _CopyRecorder(TorchDispatchMode):
         self._whole_sources = sources
         self._converted: list[Tensor] = []
         """Converted sources, held so that no other tensor gets the storage of one."""
+        self._clones: dict[int, tuple[Tensor, Tensor]] = {}
+        """Copies of views, and these views, by the storage of the copy."""
+        self._zeroed: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+        if func is torch.ops.aten._to_copy.default:
             return self._convert(args[0], func(*args, **(kwargs or {})))
+        if func is torch.ops.aten.clone.default:
+            return self._clone(args[0], func(*args, **(kwargs or {})))
         if func is not torch.ops.aten.copy_.default:
+            changed = args[0] if func._schema.is_mutable and args else None
+            if isinstance(changed, Tensor) and _storage(changed) in self.sources:
+                if func is not torch.ops.aten.zero_.default:
+                    raise ConfigError("the model's loader computes on it instead of copying it")
+                self._zeroed.add(_storage(changed))
             return func(*args, **(kwargs or {}))
         destination, source = args[0], args[1]
-        if destination in self.parameter_index:
+        if destination in self.parameter_index and _storage(source) not in self._zeroed:
+            if _storage(source) in self._clones:
+                source = _original(source, *self._clones[_storage(source)])
             name = self.sources.get(_storage(source))
             converted = name is not None and source.dtype != self._whole_sources[name].dtype
             if name is None or (converted and source.dtype != destination.dtype):
                 raise ConfigError("the model's loader computes on it instead of copying it")
             self.copies[name].append((source, destination))
         return destination
+
+    def _clone(self, view: Tensor, result: Tensor) -> Tensor:
+        if _storage(view) in self.sources:
+            self._clones[_storage(result)] = result, view
+        return result
 
     def _convert(self, source: Tensor, result: Tensor) -> Tensor:
         name = self.sources.get(_storage(source))
@@ -146,6 +164,15 @@ class _CopyRecorder(TorchDispatchMode):
             self._converted.append(result)
             self.sources[_storage(result)] = name
         return result
+
+
+def _original(part: Tensor, copy: Tensor, view: Tensor) -> Tensor:
+    """Return the part of a view that a part of a copy of it is."""
+    transposed = part.dim() > 1 and part.stride(-2) < part.stride(-1)
+    box = _box(part.transpose(-1, -2) if transposed else part, copy)
+    original = view[tuple(slice(*extent) for extent in box)]
+    original = original[(0,) * (original.dim() - part.dim())]
+    return original.transpose(-1, -2) if transposed else original
 
 
 def _same_layout(view: Tensor, whole: Tensor) -> bool:
@@ -163,7 +190,9 @@ def _shard_slice(
 ) -> ShardSlice:
     if source.shape != destination.shape:
         raise ConfigError(f"shape {list(source.shape)} is broadcast to {list(destination.shape)}")
-    source_box, target_box = _box(source, whole), _box(destination, parameter)
+    transposed = whole.dim() > 2 and source.dim() > 1 and source.stride(-2) < source.stride(-1)
+    source_box = _box(source.transpose(-1, -2) if transposed else source, whole)
+    target_box = _box(destination, parameter)
     if path in quantized and (len(target_box) != 2 or target_box[1] != (0, parameter.shape[1])):
         raise ConfigError("a part of the columns of a quantized layer comes alone")
     return ShardSlice(
@@ -174,6 +203,7 @@ def _shard_slice(
         origin=tuple(start for start, _ in target_box),
         quantized=path in quantized,
         dtype=str(parameter.dtype).removeprefix("torch."),
+        transposed=transposed,
     )
 
 
@@ -186,6 +216,7 @@ def _merged(pieces: Iterable[ShardSlice]) -> tuple[ShardSlice, ...]:
         if (
             last
             and rows
+            and len(piece.source) == len(piece.origin)
             and (last.target, last.source[1:], last.origin[1:])
             == (piece.target, piece.source[1:], piece.origin[1:])
             and last.source[0][1] == piece.source[0][0]
@@ -198,9 +229,11 @@ def _merged(pieces: Iterable[ShardSlice]) -> tuple[ShardSlice, ...]:
 
 
 def _box(view: Tensor, whole: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return start and stop per dimension of a view; the tensor's rows are contiguous."""
-    if view.dim() != whole.dim():
+    """Return start and stop per dimension of a view; the tensor's rows are contiguous. A view may lack first dimensions, of
+    which it has one element."""
+    if view.dim() > whole.dim() or (not view.dim() and whole.dim()):
         raise ConfigError(f"shape {list(whole.shape)} is reshaped to {list(view.shape)}")
+    view = view[(None,) * (whole.dim() - view.dim())]
     rest = view.storage_offset() - whole.storage_offset()
     steps = torch.empty(whole.shape, device="meta").stride() if whole.is_contiguous() else whole.stride()
     box = []

@@ -66,7 +66,8 @@ class Shadow:
             for path, tensor in plain.items():
                 tensor.data = tensor_at(live, path).data
         values = {path: tensor.data for path, tensor in plain.items()}
-        self.stager = Stager(pieces, quantized, values, self.manifest.tied)
+        stacked = {name: self.manifest.tensors[name].shape for name in self.manifest.stacked}
+        self.stager = Stager(pieces, quantized, values, self.manifest.tied, stacked)
         self._weight_paths = tensor_paths(targets, self._matrices)
         self._groups, pairs = swap_pairs(live, shadow, self._weight_paths, inplace)
         self._constants: dict[str, Tensor] = {}

@@ -33,7 +33,8 @@ class Stager:
     """Stages tensors by checkpoint name into one rank's parameters.
 
     `quantized`, `plain`: by the targets of pieces, the parameters. `tied`: by the name of an output layer that goes where the
-    embedding goes, the embedding's.
+    embedding goes, the embedding's. `stacked`: shapes of fused experts, which may come with their last two dimensions in the
+    other order.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class Stager:
         quantized: Mapping[str, QuantizedTarget],
         plain: Mapping[str, Tensor],
         tied: Mapping[str, str] | None = None,
+        stacked: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.tied = tied or {}
         self.pieces = {**pieces, **{head: pieces[embedding] for head, embedding in self.tied.items()}}
         self.quantized = quantized
         self.plain = plain
+        self._stacked = stacked or {}
 
     def reset(self) -> None:
         """Forget all partly filled blocks: a new update begins."""
@@ -60,6 +63,8 @@ class Stager:
         until it comes again.
         """
         table.add_tensor(rows.name)
+        if self._is_turned(rows.name, rows.values.shape):
+            rows = replace(rows, values=rows.values.transpose(1, 2))
         for step in self._steps(rows.name, (rows.first, rows.first + rows.count), rows.values.dtype):
             step.run(rows, table)
 
@@ -126,7 +131,13 @@ class Stager:
 
         return StagingPlans(self._all_steps)
 
+    def _is_turned(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Tell whether fused experts come in the other layout."""
+        return name in self._stacked and tuple(shape[1:]) != self._stacked[name][1:]
+
     def _all_steps(self, spec: TensorSpec) -> Iterable[Step]:
+        if self._is_turned(spec.name, spec.shape):
+            return ()  # it has to come as rows
         rows = spec.shape[0] if spec.shape else 1
         return self._steps(spec.name, (0, rows), spec.torch_dtype)
 

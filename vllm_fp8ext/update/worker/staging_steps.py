@@ -48,33 +48,46 @@ class StagingInput:
         rows = slice(top - self.first, bottom - self.first)
         return self.values[(rows, *(slice(*extent) for extent in others))]
 
+    def matrix_in(self, box: Box, *, transposed: bool) -> Tensor:
+        """Return a box of one matrix as `[rows, columns]` of a parameter.
+
+        The elements of a row lie together.
+        """
+        values = self.within(box)
+        values = values.reshape(values.shape[-2:])
+        values = values.t() if transposed else values
+        return values if values.stride(-1) == 1 else values.contiguous()
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizeBlocks:
-    """Quantize whole block rows into `target`, from its row `start` on."""
+    """Quantize whole block rows into `target`, from its row `start` on. `transposed`: they are columns of the tensor."""
 
     source: Box
     target: QuantizedTarget
     start: int
+    transposed: bool = False
 
     def run(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the step."""
-        values = rows.within(self.source).to(self.target.dtype)
+        values = rows.matrix_in(self.source, transposed=self.transposed).to(self.target.dtype)
         table.add_blocks(rows.name, self.target.quantize(self.start, values))
 
 
 @dataclass(frozen=True, slots=True)
 class FillStrip:
-    """Fill a part of one block row of `target`, from its row `start` on. `tensor_rows`: as of `QuantizedTarget.fill`."""
+    """Fill a part of one block row of `target`, from its row `start` on. `tensor_rows`: as of `QuantizedTarget.fill`;
+    `transposed`: as of `QuantizeBlocks`."""
 
     source: Box
     target: QuantizedTarget
     start: int
     tensor_rows: tuple[int, int]
+    transposed: bool = False
 
     def run(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the step, and the quantization of the block row when it is complete."""
-        values = rows.within(self.source).to(self.target.dtype)
+        values = rows.matrix_in(self.source, transposed=self.transposed).to(self.target.dtype)
         waiting, sums = self.target.fill(self.start, values, self.tensor_rows)
         table.add_values(rows.name, waiting)
         if sums is not None:
@@ -112,20 +125,26 @@ class CopyCodes:
 
 @dataclass(frozen=True, slots=True)
 class CopyValues:
-    """Copy values into `destination`, a part of a parameter or buffer, in its dtype."""
+    """Copy values into `destination`, a part of a parameter or buffer, in its dtype. `transposed`: the last two dimensions
+    are the tensor's in the other order."""
 
     source: Box
     destination: Tensor
+    transposed: bool = False
+
+    def _values(self, rows: StagingInput) -> Tensor:
+        values = rows.within(self.source)
+        return (values.transpose(-1, -2) if self.transposed else values).reshape(self.destination.shape)
 
     def run(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the step."""
-        self.destination.copy_(rows.within(self.source), non_blocking=True)
+        self.destination.copy_(self._values(rows), non_blocking=True)
         if self.destination.is_floating_point():
             table.add_values(rows.name, self.destination)
 
     def compare(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the comparison with the destination's bytes, instead of the copy."""
-        differs = ~same_bytes(rows.within(self.source), self.destination)
+        differs = ~same_bytes(self._values(rows), self.destination)
         table.add_flags(rows.name, COMPARED, differs[None])
 
 
@@ -145,7 +164,7 @@ def steps_of(
         return
     target = quantized.get(part.target)
     if target is None:
-        yield CopyValues(part.source, destination_of(plain[part.target], part))
+        yield CopyValues(part.source, destination_of(plain[part.target], part), part.transposed)
     elif dtype == FP8_DTYPE:
         yield CopyCodes(part.source, target, part.origin[0])
     else:
@@ -157,26 +176,26 @@ def _quantizing(part: ShardSlice, target: QuantizedTarget, tensor_rows: tuple[in
     start, stop = _rows_of(part)
     begin = -(-start // BLOCK) * BLOCK
     end = stop if stop == target.codes.shape[0] else stop // BLOCK * BLOCK
-    shift = part.source[0][0] - start
+    axis = len(part.source) - (1 if part.transposed else 2)
+    shift = part.source[axis][0] - start
 
     def source(first: int, last: int) -> Box:
-        return ((first + shift, last + shift), *part.source[1:])
+        return (*part.source[:axis], (first + shift, last + shift), *part.source[axis + 1 :])
 
     if begin < end:
-        yield QuantizeBlocks(source(begin, end), target, begin)
+        yield QuantizeBlocks(source(begin, end), target, begin, part.transposed)
     for first, last in ((start, min(begin, stop)), (max(end, begin, start), stop)):
         if first < last:
-            yield FillStrip(source(first, last), target, first, tensor_rows)
+            yield FillStrip(source(first, last), target, first, tensor_rows, part.transposed)
 
 
 def _rows_of(piece: ShardSlice) -> tuple[int, int]:
     """Start and stop of the rows that a piece fills in its parameter."""
-    start, stop = piece.source[0]
-    return piece.origin[0], piece.origin[0] + stop - start
+    return piece.origin[0], piece.origin[0] + piece.extents[0]
 
 
 def _clipped(piece: ShardSlice, first: int, last: int) -> ShardSlice | None:
-    """The part of a piece that lies in rows `first` to `last` of its tensor."""
+    """The part of a piece that lies in rows `first` to `last` of its tensor: of one matrix of many, all or nothing."""
     if not piece.source:
         return piece
     (start, stop), *others = piece.source
@@ -185,11 +204,13 @@ def _clipped(piece: ShardSlice, first: int, last: int) -> ShardSlice | None:
         return None
     if (top, bottom) == (start, stop):
         return piece
-    origin = (piece.origin[0] + top - start, *piece.origin[1:])
-    return replace(piece, source=((top, bottom), *others), origin=origin)
+    axis = len(piece.origin) - len(piece.source)  # which dimension of the parameter the rows are
+    origin = [*piece.origin]
+    origin[axis] += top - start
+    return replace(piece, source=((top, bottom), *others), origin=tuple(origin))
 
 
 def destination_of(parameter: Tensor, piece: ShardSlice) -> Tensor:
     """Return the part of a parameter that a piece fills."""
-    extents = zip(piece.origin, piece.source, strict=True)
-    return parameter[tuple(slice(origin, origin + stop - start) for origin, (start, stop) in extents)]
+    extents = zip(piece.origin, piece.extents, strict=True)
+    return parameter[tuple(slice(origin, origin + size) for origin, size in extents)]
