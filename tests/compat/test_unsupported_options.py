@@ -50,18 +50,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"runner": "pooling", "additional_config": {"fp8ext": {"canary": {"prompts": [[1, 2]]}}}},
         "a canary's prompts for a pooling model: it has no logits",
     ),
-    "MLA": ({"model": "mla"}, "multi-head latent attention (MLA): its weights are rebuilt"),
-    "MLA without updates": (
-        {"model": "mla", "additional_config": {"fp8ext": {"staging": "none"}}},
-        "blockfp8 can't be combined with:\n  multi-head latent attention (MLA)",
-    ),
-    "MLA that can be expanded": (
-        {"model": "mla"},
-        "the environment variable VLLM_MLA_DISABLE=1 expands the attention",
-    ),
-    "MLA that can't be expanded": (
+    "latent attention with an indexer": (
         {"model": "mla", "hf_overrides": {"index_topk": 64}},
-        "sparse attention (index_topk) needs it: no setting of blockfp8 serves this model",
+        "sparse latent attention (index_topk): new weights could not be tried without its indexer",
+    ),
+    "latent attention whose weights AMX packs away": (
+        {"model": "mla", "amx": True},
+        "expected --attention-backend CPU_MLA; or the environment variable VLLM_MLA_DISABLE=1, which expands",
+    ),
+    "latent attention on ranks that share out tokens": (
+        {"model": "mla", "attention_backend": "CPU_MLA", "dcp": 2},
+        "--decode-context-parallel-size > 1 with latent attention (MLA): each rank copies the others' weights",
     ),
     "dev mode": (
         {"VLLM_SERVER_DEV_MODE": "1"},
@@ -108,7 +107,15 @@ TAKEN: dict[str, dict[str, Any]] = {
         "kv_cache_dtype": "fp8",
         "additional_config": {"fp8ext": {"kv_scales": "calibrate"}},
     },
-    "MLA, expanded": {"model": "mla", "VLLM_MLA_DISABLE": "1"},
+    "latent attention": {"model": "mla", "attention_backend": "CPU_MLA"},
+    "latent attention by a CPU without AMX": {"model": "mla", "amx": False},
+    "latent attention, expanded": {"model": "mla", "VLLM_MLA_DISABLE": "1", "amx": True},
+    "latent attention with an indexer, without updates": {
+        "model": "mla",
+        "attention_backend": "CPU_MLA",
+        "hf_overrides": {"index_topk": 64},
+        "additional_config": {"fp8ext": {"staging": "none"}},
+    },
     "LoRA without updates": {
         "enable_lora": True,
         "additional_config": {"fp8ext": {"staging": "none"}},
@@ -117,20 +124,25 @@ TAKEN: dict[str, dict[str, Any]] = {
 
 SCRIPT = """
 import json, os, sys
+import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
+has_amx = torch.cpu._is_amx_tile_supported()
 answers = {}
 for name, options in json.load(sys.stdin).items():
-    later = {key: options.pop(key) for key in ("_api_process_count", "enable_eplb") if key in options}
+    aside = ("_api_process_count", "enable_eplb", "amx", "dcp")
+    later = {key: options.pop(key) for key in aside if key in options}
+    torch.cpu._is_amx_tile_supported = lambda later=later: later.get("amx", has_amx)
     os.environ.update({key: options.pop(key) for key in list(options) if key.isupper()})
     try:
         args = AsyncEngineArgs(quantization="blockfp8", max_model_len=256, **options)
         if "_api_process_count" in later:
             args._api_process_count = later["_api_process_count"]
         config = args.create_engine_config()
-        if "enable_eplb" in later:  # vLLM itself takes it on GPUs only
+        if {"enable_eplb", "dcp"} & later.keys():  # vLLM itself takes them on GPUs only
             from vllm_fp8ext.compat.unsupported_options import refuse_unsupported
             from vllm_fp8ext.config import Settings
-            config.parallel_config.enable_eplb = True
+            config.parallel_config.enable_eplb = later.get("enable_eplb", False)
+            config.parallel_config.decode_context_parallel_size = later.get("dcp", 1)
             refuse_unsupported(config, Settings.parse(config.additional_config))
         answers[name] = ""
     except Exception as error:

@@ -31,8 +31,12 @@ from routing import FOLLOWED, followed, taken
 PROMPTS = [[3 + (7 * i + 11 * row) % 120 for i in range(24)] for row in range(3)]
 
 
-def engine_on(model: str, staging: str, ranks: int, share_out: bool) -> AsyncLLM:
+def engine_on(
+    model: str, staging: str, ranks: int, share_out: bool, expanded: bool, ignore: list[str]
+) -> AsyncLLM:
+    """`expanded`: latent attention is served as plain attention."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "auto" if ranks == 1 else "0|1"
+    os.environ["VLLM_MLA_DISABLE"] = str(int(expanded))
     options: dict[str, Any] = {"tensor_parallel_size": ranks, "enable_expert_parallel": share_out}
     options["distributed_executor_backend"] = "uni" if ranks == 1 else "mp"
     return AsyncLLM.from_engine_args(
@@ -44,10 +48,17 @@ def engine_on(model: str, staging: str, ranks: int, share_out: bool) -> AsyncLLM
             kv_cache_memory_bytes=32 << 20,
             skip_tokenizer_init=True,
             worker_extension_cls=FOLLOWED,
-            additional_config={"fp8ext": {"staging": staging}},
+            attention_backend=None if expanded else latent_backend(model),
+            additional_config={"fp8ext": {"staging": staging, "ignore": ignore}},
             **options,
         )
     )
+
+
+def latent_backend(model: str) -> str | None:
+    """Attention of a model with a latent: a CPU with AMX would take one that packs its weights away."""
+    latent = json.loads((Path(model) / "config.json").read_text()).get("kv_lora_rank")
+    return "CPU_MLA" if latent else None
 
 
 async def answers(engine: AsyncLLM, name: str, prompts: list[list[int]] = PROMPTS) -> list[Any]:
@@ -150,10 +161,17 @@ async def updated(
 
 
 async def scenario(
-    served: str, early: str, late: str, staging: str, ranks: int, share_out: bool
+    served: str,
+    early: str,
+    late: str,
+    staging: str,
+    ranks: int,
+    share_out: bool,
+    expanded: bool,
+    ignore: list[str],
 ) -> dict[str, Any]:
     """`served`: the early checkpoint, in the form in which an engine starts on it. `share_out`: expert parallelism."""
-    engine = engine_on(served, staging, ranks, share_out)
+    engine = engine_on(served, staging, ranks, share_out, expanded, ignore)
     await followed(engine)
     facts: dict[str, Any] = {"early": await sampled(engine, "early")}
     async with embedded(engine) as weights:
@@ -166,6 +184,5 @@ async def scenario(
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_MLA_DISABLE"] = "1"  # DeepSeek's attention, expanded
     settings = json.loads(Path(sys.argv[2]).read_text())
     Path(sys.argv[1]).write_text(json.dumps([asyncio.run(scenario(**setting)) for setting in settings]))

@@ -14,10 +14,14 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
     MixtralConfig,
@@ -55,10 +59,13 @@ SHAPE: dict[str, Any] = {
 HEADS = {"head_dim": 64, "moe_intermediate_size": WIDTH}
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "in place": ("qwen3", {"staging": "inplace"}),
+    "in place": ("deepseek", {"staging": "inplace"}),
     "a shared expert with a gate, from FP8": ("qwen2", {"served": "early-fp8"}),
     "Mixtral": ("mixtral", {}),
     "DeepSeek-V3": ("deepseek", {}),
+    "DeepSeek-V3, expanded": ("deepseek", {"expanded": True}),
+    "DeepSeek-V2, up-projections in 16 bits": ("deepseek2", {"ignore": ["*.kv_b_proj"]}),
+    "GLM-4.7-Flash on two ranks": ("glm4lite", {"ranks": 2}),
     "a model that Transformers defines": ("hunyuan", {}),
     "two ranks": ("glm4", {"ranks": 2}),
     "two ranks that share out experts": ("qwen3", {"ranks": 2, "share_out": True}),
@@ -68,7 +75,14 @@ REPRESENTATIVES = {"in place", "two ranks that share out experts"}
 SECONDS = 900
 """For an engine, which shares what others leave of the machine."""
 pytestmark = pytest.mark.timeout(SECONDS + 60)
-DEFAULTS = {"served": "early", "staging": "shadow", "ranks": 1, "share_out": False}
+DEFAULTS = {
+    "served": "early",
+    "staging": "shadow",
+    "ranks": 1,
+    "share_out": False,
+    "expanded": False,
+    "ignore": [],
+}
 
 
 def model(kind: str) -> PreTrainedModel:
@@ -90,11 +104,17 @@ def model(kind: str) -> PreTrainedModel:
     if kind == "glm4":
         made = Glm4MoeForCausalLM(Glm4MoeConfig(**SHAPE, **HEADS, **groups, **layers))
     else:
-        ranks = {"q_lora_rank": 128, "kv_lora_rank": 128}
+        ranks = {"q_lora_rank": 128, "kv_lora_rank": 512}  # the only latent that the CPU's attention takes
         heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
-        scores = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_intermediate_size": WIDTH}
-        config = DeepseekV3Config(**SHAPE | heads, **ranks, **groups, **layers, **scores)
-        made = DeepseekV3ForCausalLM(config)
+        latent = SHAPE | heads | ranks | layers | {"moe_intermediate_size": WIDTH}
+        scores = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        if kind == "deepseek2":
+            few = {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+            made = DeepseekV2ForCausalLM(DeepseekV2Config(**latent | few))
+        elif kind == "glm4lite":
+            made = Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**latent, **groups))
+        else:
+            made = DeepseekV3ForCausalLM(DeepseekV3Config(**latent, **groups, **scores))
     for name, bias in made.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.uniform_(0, 0.2)
@@ -206,7 +226,10 @@ def test_one_bad_matrix_of_one_expert_refuses_an_update(setting: str, facts: dic
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "ranks"), [("Mixtral", 1), ("two ranks", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("Mixtral", 1), ("two ranks", 2), ("DeepSeek-V3", 1), ("GLM-4.7-Flash on two ranks", 2)],
+)
 def test_a_plan_knows_what_a_shadow_takes(scenarios: Seen, checkpoints: Seen, name: str, ranks: int) -> None:
     model = read_model(str(checkpoints(SETTINGS[name][0]) / "early"))
     planned = weight_memory(model, ranks, fp8=True)

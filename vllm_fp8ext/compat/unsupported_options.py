@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
@@ -29,6 +30,13 @@ USES: dict[str, tuple[str, ...]] = {
 }
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM asks a quantization method whether it takes a configuration"
+
+
+EXPANDED = (
+    "or the environment variable VLLM_MLA_DISABLE=1, which expands the attention of models that vLLM can run so "
+    "(DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash), for much more KV cache"
+)
+"""The setting that serves latent attention as plain attention."""
 
 
 def install() -> None:
@@ -90,7 +98,11 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
     if offload is not None and _offloads(offload):
         reasons.append("CPU offload: offloaded weights have no address to exchange")
     if config.model_config.use_mla:
-        never.append(f"multi-head latent attention (MLA): {_without_mla(config.model_config.hf_text_config)}")
+        reasons += _unsupported_latent(config)
+        if config.attention_config.use_prefill_query_quantization and cache_dtype.startswith("fp8"):
+            never.append(
+                "use_prefill_query_quantization with latent attention (MLA): what is cached would be read without its scales"
+            )
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0") and not _names_this_plugin():
         never.append(
             "VLLM_SERVER_DEV_MODE=1 without VLLM_PLUGINS=fp8ext: it opens weight routes that need no key, which "
@@ -131,15 +143,25 @@ def _names_this_plugin() -> bool:
     return "fp8ext" in (os.environ.get("VLLM_PLUGINS") or "").split(",")
 
 
-def _without_mla(model: Any) -> str:
-    """Why it is not served, and which setting serves the model."""
-    why = "its weights are rebuilt after loading in a way of its own"
-    if getattr(model, "index_topk", None):
-        return f"{why}, and sparse attention (index_topk) needs it: no setting of blockfp8 serves this model"
-    return (
-        f"{why}; the environment variable VLLM_MLA_DISABLE=1 expands the attention of models that vLLM can run so "
-        "(DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash), for much more KV cache"
-    )
+def _unsupported_latent(config: Any) -> list[str]:
+    """Say why an update could not follow latent attention, and which setting serves the model."""
+    problems = []
+    if getattr(config.model_config.hf_text_config, "index_topk", None):
+        problems.append(
+            "sparse latent attention (index_topk): new weights could not be tried without its indexer, and no other "
+            "attention has one"
+        )
+    if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
+        problems.append(
+            "--decode-context-parallel-size > 1 with latent attention (MLA): each rank copies the others' weights"
+        )
+    backend = getattr(config.attention_config.backend, "name", None)
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported() and backend != "CPU_MLA":
+        problems.append(
+            "latent attention (MLA) by AMX, which packs its weights away: expected --attention-backend CPU_MLA; "
+            f"{EXPANDED}"
+        )
+    return problems
 
 
 def _offloads(offload: Any) -> bool:

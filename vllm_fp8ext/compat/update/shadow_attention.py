@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs attention of a model that no engine schedules: plain, causal, over one prompt at a time.
 
-vLLM's own `Attention.forward` finds the layer, its KV cache and its metadata by name in the process-wide forward context,
-which belongs to the live model.
+Latent attention expands keys and values, as vLLM does for prompts. vLLM's own `Attention.forward` finds the layer, its KV
+cache and its metadata by name in the process-wide forward context, which belongs to the live model.
 """
 
 import types
@@ -12,21 +12,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_fp8ext.compat.update.shadow_recurrence import is_known, recur_plainly
+from vllm_fp8ext.layers.latent_attention import split_heads, up_projection
 
 FEATURE: str = "core"
 WHY: str = "Try new weights before they are served: vLLM runs one model a process."
 GAIN: str = "correctness, not speed"
-REPLACES: tuple[str, ...] = ("vllm.model_executor.layers.attention:Attention.forward(query, key, value)",)
+REPLACES: tuple[str, ...] = (
+    "vllm.model_executor.layers.attention:Attention.forward(query, key, value)",
+    "vllm.model_executor.layers.attention:MLAAttention.forward(q, kv_c_normed, k_pe)",
+)
 USES: dict[str, tuple[str, ...]] = {
     "try new weights before they are served": (
         "vllm.model_executor.layers.attention:Attention.sliding_window",
         "vllm.model_executor.layers.attention:Attention.kv_sharing_target_layer_name",
     ),
+    "run latent attention of new weights": ("vllm.model_executor.layers.attention:MLAAttention.use_sparse",),
     "know layers that are not plain attention": ("vllm.v1.attention.backend:AttentionType.DECODER",),
 }
 UPSTREAM: str = "none known"
@@ -46,6 +51,8 @@ def layers_without_forward(model: nn.Module) -> list[str]:
 
 
 def _beyond(module: nn.Module) -> str | None:
+    if isinstance(module, MLAAttention):
+        return _beyond_latent(module)
     if not isinstance(module, Attention):
         unknown = isinstance(module, AttentionLayerBase) and not is_known(module)
         return type(module).__name__ if unknown else None
@@ -54,6 +61,12 @@ def _beyond(module: nn.Module) -> str | None:
     if getattr(module.impl, "alibi_slopes", None) is not None:
         return "ALiBi"
     return None
+
+
+def _beyond_latent(layer: Any) -> str | None:
+    if layer.use_sparse:
+        return "sparse latent attention (an indexer)"
+    return "latent attention with windows" if layer.sliding_window else None
 
 
 def attend_plainly(
@@ -68,8 +81,8 @@ def attend_plainly(
     prompts that stand one after the other, none of which sees another.
     """
 
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    shared = {layer.kv_sharing_target_layer_name for layer in layers} - {None}
+    layers = [module for module in model.modules() if isinstance(module, Attention | MLAAttention)]
+    shared = {getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers} - {None}
     kept: dict[str, tuple[Tensor, Tensor]] = {}
     """Keys and values of this pass that other layers read, by layer."""
 
@@ -90,9 +103,44 @@ def attend_plainly(
         after()
         return out.reshape(out.shape[0], -1)
 
+    def latent_forward(self: Any, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, *_: Any, **__: Any) -> Tensor:
+        if see is not None:
+            see(self.layer_name, *_cached(self, q, kv_c_normed, k_pe))
+        parts = zip(
+            *(part.split(list(lengths or [len(part)])) for part in (q, *_expanded(self, kv_c_normed, k_pe))),
+            strict=True,
+        )
+        out = torch.cat([causal_attention(*part, scale=self.scale) for part in parts])
+        after()
+        return out.reshape(out.shape[0], -1)
+
     for layer in layers:
-        layer.forward = types.MethodType(forward, layer)
+        layer.forward = types.MethodType(
+            latent_forward if isinstance(layer, MLAAttention) else forward, layer
+        )
     recur_plainly(model, after, lengths)
+
+
+def _expanded(layer: Any, latent_TL: Tensor, rope_T1R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys `[T, H, P + R]` and values `[T, H, V]` of a latent."""
+    heads, width = layer.num_heads, layer.qk_nope_head_dim + layer.v_head_dim
+    both = layer.kv_b_proj(latent_TL)[0].view(-1, heads, width)
+    keys, values = both.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
+    return torch.cat([keys, rope_T1R.expand(-1, heads, -1)], -1), values
+
+
+def _cached(layer: Any, query_THD: Tensor, latent_TL: Tensor, rope_T1R: Tensor) -> tuple[Tensor, ...]:
+    """Return the query in the latent space, and the cached rows, which decoding multiplies.
+
+    They are `[T, H, L + R]` and `[T, 1, L + R]`.
+
+    The cache has one row, which is key and, in its first L columns, value: it is told as both, so that both have one scale.
+    """
+    keys, _ = split_heads(up_projection(layer.kv_b_proj, query_THD.dtype), layer)
+    plain, rope = query_THD.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
+    absorbed = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
+    row = torch.cat([latent_TL[:, None], rope_T1R.view(len(latent_TL), 1, -1)], -1)
+    return torch.cat([absorbed, rope], -1), row, row
 
 
 def _attended(layer: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
