@@ -25,7 +25,9 @@ USES: dict[str, tuple[str, ...]] = {
     "know which KV heads' scales are a rank's": ("vllm.config.model:ModelConfig.get_total_num_kv_heads",),
 }
 
-BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+LATENT_BACKENDS = ("FLASHMLA", "TRITON_MLA")
+"""Backends of latent attention (MLA) that do so: one row of each token is key and value, with the scale of K."""
+BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", *LATENT_BACKENDS)
 """Attention backends with a known cache that read scales anew in every step.
 
 They do so inside CUDA graphs too.
@@ -123,6 +125,10 @@ def _require_backend(layer: Any, settings: KvScaleSettings) -> None:
     if settings.granularity == "head" and backend not in PER_HEAD:
         raise ConfigError(
             f"kv_scales granularity head: expected attention by {', '.join(PER_HEAD)}, found {backend}"
+        )
+    if settings.policy == "history" and backend in LATENT_BACKENDS:
+        raise ConfigError(
+            "kv_scales history: traffic of latent attention (MLA) is not recorded; expected calibrate, provided or static"
         )
     if settings.policy != "static" and backend not in BACKENDS:
         raise ConfigError(

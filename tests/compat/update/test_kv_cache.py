@@ -10,8 +10,11 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, compute_layout_strides
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_fp8ext.compat.update.kv_cache import HeldBlocks, key_value_views
+from vllm_fp8ext.compat.update.kv_cache import HeldBlocks, key_value_views, latent_views
+from vllm_fp8ext.compat.update.kv_rescale import CachedCodes
 from vllm_fp8ext.errors import ConfigError
+from vllm_fp8ext.kernels.attention.rescale_kv import rescaled
+from vllm_fp8ext.layers.kv_cache_method import LATENT_BACKENDS
 
 
 def layer_of(backend: str, cache: torch.Tensor, heads: int, width: int) -> Any:
@@ -47,8 +50,27 @@ def test_every_layout_of_vllm_is_split_into_heads(backend: str, layout: KVCacheL
 def test_other_backends_are_refused() -> None:
     assert FlashAttentionBackend.get_name() == "FLASH_ATTN"
     layer = layer_of("FLASHINFER", torch.zeros(1, 1, 16, 64, dtype=torch.uint8), 1, 32)
-    with pytest.raises(ConfigError, match="FLASH_ATTN, TRITON_ATTN, CPU_ATTN, found FLASHINFER"):
+    with pytest.raises(ConfigError, match=r"FLASH_ATTN, TRITON_ATTN, CPU_ATTN, .*, found FLASHINFER"):
         key_value_views(layer)
+
+
+@pytest.mark.parametrize("backend", LATENT_BACKENDS)
+def test_rows_of_latent_attention_are_rescaled_whole(backend: str) -> None:
+    """By the ratio of K alone: a row is key and value."""
+    cache = torch.arange(4 * 16 * 576).remainder(126).to(torch.uint8).view(4, 16, 576)
+    layer = layer_of(backend, cache.clone(), 1, 576)
+    held = {"layers": ("layer",), "block_size": 32, "blocks": (1,)}
+    found = CachedCodes({"layer": layer}).rescale({"layer": {"k": [0.5], "v": [1.0]}}, [held])
+    expected, _ = rescaled(cache[2:], torch.tensor(0.5))
+    assert torch.equal(layer.kv_cache[2:], expected)
+    assert torch.equal(layer.kv_cache[:2], cache[:2])
+    assert found["codes"] == 2 * 16 * 576
+
+
+def test_a_latent_cache_of_another_shape_is_refused() -> None:
+    layer = layer_of("FLASHMLA", torch.zeros(1, 16, 656, dtype=torch.uint8), 1, 576)
+    with pytest.raises(ConfigError, match=r"expected a cache of bytes \[blocks, block_size, 576\]"):
+        latent_views(layer)
 
 
 def test_kernel_blocks_are_parts_of_a_block() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.layers.kv_cache_method import BACKENDS, FORMATS
+from vllm_fp8ext.layers.kv_cache_method import BACKENDS, FORMATS, LATENT_BACKENDS
 
 FEATURE: str = "core"
 WHY: str = "Rewrite cached K and V when their scales change: vLLM tells no plugin where they lie."
@@ -52,6 +52,10 @@ class HeldBlocks:
         return [block * each + part for block in self.blocks for part in range(each)]
 
 
+_PART = 32
+"""Columns of a latent's row that are rewritten as one head."""
+
+
 def require_known_cache(layer: Attention) -> None:
     """Raise `ConfigError` when a layer's backend lays out an E4M3 cache in unknown ways."""
     name = layer.attn_backend.get_name()
@@ -64,7 +68,7 @@ def require_known_cache(layer: Attention) -> None:
         raise ConfigError(
             f"{layer.layer_name}: expected a KV cache of dtype fp8 (E4M3), found {layer.kv_cache_dtype}"
         )
-    if layer.head_size != layer.head_size_v:
+    if name not in LATENT_BACKENDS and layer.head_size != layer.head_size_v:
         raise ConfigError(
             f"{layer.layer_name}: expected heads of K and V of one size, found {layer.head_size} and {layer.head_size_v}"
         )
@@ -93,6 +97,25 @@ def key_value_views(layer: Attention) -> tuple[Tensor, Tensor]:
         return key.transpose(1, 2), value.transpose(1, 2)
     key, value = cache.transpose(1, 2).split(width, dim=-1)
     return key, value
+
+
+def latent_views(layer: Any) -> tuple[Tensor, Tensor]:
+    """View the two halves of a latent's rows, which have the scale of K.
+
+    Each is `[blocks, block_size, parts, 32]` bytes.
+
+    Raises:
+        ConfigError: `require_known_cache`, or a cache of another shape.
+    """
+    require_known_cache(layer)
+    cache, width = layer.kv_cache, layer.head_size
+    if cache.dim() != 3 or cache.shape[2] != width or width % (2 * _PART) or cache.itemsize != 1:
+        raise ConfigError(
+            f"{layer.layer_name}: expected a cache of bytes [blocks, block_size, {width}], a multiple of {2 * _PART}, found "
+            f"{cache.dtype} {list(cache.shape)}"
+        )
+    first, second = cache.unflatten(2, (-1, _PART)).chunk(2, dim=2)
+    return first, second
 
 
 def held_blocks(core: Any) -> list[HeldBlocks]:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from vllm_fp8ext.compat.update.kv_cache import HeldBlocks, key_value_views
+from vllm_fp8ext.compat.update.kv_cache import HeldBlocks, key_value_views, latent_views
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, RescaleCounts, rescale_kv, warm_up
+from vllm_fp8ext.layers.kv_cache_method import LATENT_BACKENDS
 
 FEATURE: str = "core"
 WHY: str = "Keep cached K and V right when their scales change: vLLM's scales never do."
@@ -50,6 +51,10 @@ class CachedCodes:
 
     def _cached(self, name: str, ratios: Mapping[str, list[float]]) -> CachedLayer:
         layer = self._layers[name]
+        if layer.attn_backend.get_name() in LATENT_BACKENDS:
+            first, second = latent_views(layer)
+            ratio = torch.tensor(ratios["k"]).expand(first.shape[2])
+            return CachedLayer(first, second, ratio, ratio)
         key, value = key_value_views(layer)
         by_head = (torch.tensor(ratios[kind]).expand(layer.num_kv_heads) for kind in ("k", "v"))
         return CachedLayer(key, value, *by_head)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kv_settings import KvScaleSettings
@@ -43,7 +43,8 @@ def kv_scales_of(
 
 def attention_layers(model: nn.Module) -> list[Any]:
     """Attention layers that cache in FP8, in the order of the model."""
-    return [m for m in model.modules() if isinstance(m, Attention) and m.kv_cache_dtype in FORMATS]
+    kinds = Attention | MLAAttention
+    return [m for m in model.modules() if isinstance(m, kinds) and m.kv_cache_dtype in FORMATS]
 
 
 def owners_of_kv(layers: Mapping[str, Any], policy: str) -> dict[str, Any]:
