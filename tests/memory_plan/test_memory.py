@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from vllm_fp8ext.bench.generated import SHAPES
 from vllm_fp8ext.config import GIB
@@ -65,6 +65,22 @@ def test_kv_bytes_of_one_token(qwen8b: Model) -> None:
     result = by_kind(rows(qwen8b, H200))
     assert result["bf16", False, "bf16"].kv_bytes_per_token == 36 * 2 * 8 * 128 * 2
     assert result["bf16", False, "fp8"].kv_bytes_per_token == 36 * 2 * 8 * 128
+
+
+def test_latent_attention() -> None:
+    """DeepSeek-V3's shape: 576 elements of each token and layer on every rank, and up-projections in 16 bits beside FP8."""
+    model = shapes(DeepseekV3Config(num_hidden_layers=4), "DeepSeek-V3")
+    heads, rank = 128 * (128 + 128), 512
+    for tp in (1, 8):
+        found = by_kind(rows(model, replace(H200, tp=tp, context=1024)))
+        assert found["bf16", False, "bf16"].kv_bytes_per_token == 4 * 576 * 2
+        assert found["fp8", False, "fp8"].kv_bytes_per_token == 4 * 576
+        twin = found["fp8", True, "fp8"]
+        assert twin.weight_bytes - twin.twin_bytes == 4 * heads * rank * 2 // tp
+    (projection,) = (
+        p for p in model.parameters if p.name.endswith("layers.0.self_attn.kv_a_proj_with_mqa.weight")
+    )
+    assert (projection.role, projection.shape) == (Role.LATENT_PROJECTION, (576, 7168))
 
 
 def test_a_named_size_of_the_cache_gives_its_blocks(qwen8b: Model) -> None:

@@ -165,7 +165,7 @@ def test_windows() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.DeepseekV3Config(), "multi-head latent attention"),
+        (transformers.DeepseekV32Config(), "sparse attention"),
         (transformers.Qwen3NextConfig(), "neither full nor sliding-window attention: linear_attention"),
         (transformers.MambaConfig(), "its config names no attention heads"),
         (transformers.T5Config(), "it has an encoder"),

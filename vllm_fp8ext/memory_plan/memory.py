@@ -11,11 +11,12 @@ from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.numerics.layout import BLOCK, blocks
 from vllm_fp8ext.layers.unquantized_layers import unfit
-from vllm_fp8ext.memory_plan.model import Model, Parameter, Role
+from vllm_fp8ext.memory_plan.model import UP_PROJECTION, Model, Parameter, Role
 
 SIXTEEN_BITS = 2
 SCALE_BYTES = 4
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+QUANTIZED = (Role.PROJECTION, Role.KV_PROJECTION, Role.LATENT_PROJECTION)
 ROW_PARALLEL = frozenset(
     {"o_proj", "down_proj", "dense", "out_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h"}
 )
@@ -108,6 +109,8 @@ def check(model: Model, serving: Serving) -> None:
 def _row(model: Model, serving: Serving, weights: str, staging: str | None, kv: str) -> Row:
     weight_bytes = weight_memory(model, serving.tp, fp8=weights == "fp8")
     shadow = weight_bytes if staging == "shadow" else 0
+    if weights == "fp8":
+        weight_bytes += absorbed_memory(model, serving.tp)
     page = page_bytes(model, serving, fp8=kv == "fp8")
     groups = layer_groups(model.windows)
     block = page * max(len(group) for group in groups)
@@ -146,12 +149,21 @@ def weight_memory(model: Model, tp: int, *, fp8: bool) -> int:
     return sum(_parameter_memory(parameter, named, model, tp, fp8=fp8) for parameter in model.parameters)
 
 
+def absorbed_memory(model: Model, tp: int) -> int:
+    """Return the bytes of up-projections that latent attention keeps in 16 bits beside FP8.
+
+    They are of one rank. A shadow has none.
+    """
+    up = (parameter for parameter in model.parameters if parameter.name.endswith(f"{UP_PROJECTION}.weight"))
+    return sum(parameter.size // tp * SIXTEEN_BITS for parameter in up)
+
+
 def _parameter_memory(
     parameter: Parameter, named: Mapping[str, Parameter], model: Model, tp: int, *, fp8: bool
 ) -> int:
     parts = _ranks(parameter, model, tp)
     size = -(-parameter.size // parts)
-    if not fp8 or parameter.role not in (Role.PROJECTION, Role.KV_PROJECTION):
+    if not fp8 or parameter.role not in QUANTIZED:
         return size * SIXTEEN_BITS
     if len(parameter.shape) == 3:
         return _experts_memory(parameter, tp)
@@ -163,7 +175,8 @@ def _parameter_memory(
 
 def _ranks(parameter: Parameter, model: Model, tp: int) -> int:
     """Among how many ranks a parameter is divided."""
-    return {Role.KEPT: 1, Role.KV_PROJECTION: min(tp, model.kv_heads)}.get(parameter.role, tp)
+    alone = {Role.KEPT: 1, Role.LATENT_PROJECTION: 1, Role.KV_PROJECTION: min(tp, model.kv_heads)}
+    return alone.get(parameter.role, tp)
 
 
 def _served_shape(
@@ -190,7 +203,9 @@ def _experts_memory(parameter: Parameter, tp: int) -> int:
 
 
 def page_bytes(model: Model, serving: Serving, *, fp8: bool) -> int:
-    """K and V of one layer and one block of tokens, on one rank."""
+    """K and V, or the latent, of one layer and one block, on one rank."""
+    if model.latent:
+        return model.latent * serving.block_size * (1 if fp8 else SIXTEEN_BITS)
     heads = max(1, model.kv_heads // serving.tp)
     return 2 * heads * model.head_dim * serving.block_size * (1 if fp8 else SIXTEEN_BITS)
 

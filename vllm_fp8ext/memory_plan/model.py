@@ -16,6 +16,10 @@ from typing import Any
 from vllm_fp8ext.errors import ConfigError
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_LATENT = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
+"""Projections into the latents of multi-head latent attention."""
+UP_PROJECTION = "kv_b_proj"
+"""The projection from the cached latent. Requests decode with a copy of it in 16 bits."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SCALED = frozenset(
     {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
@@ -30,6 +34,8 @@ class Role(Enum):
     """Quantized, divided among the ranks."""
     KV_PROJECTION = "kv_projection"
     """The same, but a rank never has less than one KV head."""
+    LATENT_PROJECTION = "latent_projection"
+    """Quantized, on every rank."""
     EMBEDDING = "embedding"
     """16 bits, divided."""
     KEPT = "kept"
@@ -69,6 +75,8 @@ class Model:
     """0 for dense models."""
     vocabulary: int
     max_context: int
+    latent: int = 0
+    """Elements per token and layer that multi-head latent attention caches, on every rank; 0: K and V are cached."""
 
 
 def read_model(where: str) -> Model:
@@ -134,19 +142,21 @@ def _built(config: Any, name: str) -> Model:
     heads = int(config.num_attention_heads)
     experts = int(getattr(config, "num_experts_per_tok", 0) or 0)
     hidden = int(config.hidden_size)
+    latent = int(getattr(config, "kv_lora_rank", 0) or 0)
     width = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
     shape = Model(
         name=name,
         parameters=tuple(_parameters(model)),
         windows=_windows(config),
         heads=heads,
-        kv_heads=_kv_heads(config) or heads,
+        kv_heads=1 if latent else _kv_heads(config) or heads,
         head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
         hidden=hidden,
         width=experts * int(getattr(config, "moe_intermediate_size", None) or width) if experts else width,
         experts_per_token=experts,
         vocabulary=int(config.vocab_size),
         max_context=_max_context(config),
+        latent=latent + int(config.qk_rope_head_dim) if latent else 0,
     )
     rows = shape.kv_heads * shape.head_dim
     for parameter in shape.parameters:
@@ -174,8 +184,8 @@ def _refuse(config: Any) -> None:
         reason = "it has parts beside the language model"
     elif getattr(config, "is_encoder_decoder", False):
         reason = "it has an encoder"
-    elif getattr(config, "kv_lora_rank", None):
-        reason = "it has multi-head latent attention, which blockfp8 does not serve yet"
+    elif getattr(config, "index_topk", None):
+        reason = "it has sparse attention, whose indexer has a cache of its own"
     elif not getattr(config, "num_attention_heads", None):
         reason = "its config names no attention heads"
     elif others := kinds - {_FULL, _SLIDING}:
@@ -219,6 +229,8 @@ def _parameters(model: Any) -> Iterator[Parameter]:
             or isinstance(modules[path], Embedding)
         ):
             role = Role.KEPT
+        elif owner in _LATENT:
+            role = Role.LATENT_PROJECTION
         else:
             role = Role.KV_PROJECTION if owner in ("k_proj", "v_proj") else Role.PROJECTION
         yield Parameter(name=name, shape=tuple(tensor.shape), role=role)
