@@ -11,16 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from forked_python.processes import run
 from safetensors.torch import load_file, save_file
 from transformers import (
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     PreTrainedModel,
@@ -30,8 +25,6 @@ from transformers import (
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import SMALL
 from vllm_fp8ext.update.contract.checkpoint_files import INDEX
-
-from .mixture import EARLY as MIXTURE
 
 Outcomes = tuple[dict[str, Any], dict[str, str]]
 
@@ -51,40 +44,26 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ignored experts": (
         {"load_format": "dummy", "additional_config": {"fp8ext": {"ignore": ["*.experts"]}}},
-        "blockfp8 serves all experts in FP8: expected ignore without model.layers.0.mlp.experts",
+        "a block-FP8 checkpoint has no experts in 16 bits: expected ignore without model.layers.0.mlp.experts",
     ),
     "one ignored expert": (
         {
             "load_format": "dummy",
             "additional_config": {"fp8ext": {"ignore": ["model.layers.0.mlp.experts.1.*"]}},
         },
-        "blockfp8 serves all experts in FP8: expected ignore without model.layers.0.mlp.experts.1.gate_proj",
+        "blockfp8 serves all experts of a layer alike: expected ignore without model.layers.0.mlp.experts.1.gate_proj",
     ),
     "mixture of experts": (
         {"load_format": "dummy"},
         "each rank must have whole blocks of an expert, found 192 of its columns",
     ),
-    "experts with biases": (
-        {},
-        "blockfp8 does not serve experts with the activation swigluoai, biases in FP8 yet (model.layers.0.mlp.experts)",
-    ),
-    "experts whose input is weighted": (
-        {},
-        "blockfp8 does not serve experts whose input is weighted in FP8 yet (model.layers.0.feed_forward.experts)",
-    ),
-    "a bias of another shape": (
-        {},
-        "mlp.moe_statics.e_score_correction_bias: shape [1, 4] is reshaped to [4]",
-    ),
     "transposed projections": (
         {},
         "transformer.h.0.attn.c_attn.weight: a view of shape [256, 768] is permuted",
     ),
-    "fused experts": (
+    "projections whose rows are permuted": (
         {},
-        "this model's weights can't be updated live:\n"
-        "  model.layers.0.mlp.experts.down_proj: shape [8, 256, 128] is reshaped to [256, 128]\n"
-        "  model.layers.0.mlp.experts.gate_up_proj: shape [8, 256, 256] is reshaped to [128, 256]",
+        "model.layers.0.self_attn.q_proj.weight: a view of shape [4, 2, 32, 256] is permuted or strided",
     ),
     "stale copy": (
         {},
@@ -98,13 +77,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 """Engines alone, each in a process of its own that is forked from one where vLLM was imported."""
-NAMED = (
-    "experts with biases",
-    "experts whose input is weighted",
-    "a bias of another shape",
-    "transposed projections",
-    "fused experts",
-)
+NAMED = ("transposed projections", "projections whose rows are permuted")
 """Those whose refusal names settings with which the model is served."""
 
 SCRIPT = """
@@ -154,19 +127,12 @@ SHAPE: dict[str, Any] = {
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By case, a small model of a family that is not served by default."""
     folder = tmp_path_factory.mktemp("families")
-    some = {"num_experts_per_tok": 2, "num_local_experts": 4, "head_dim": 64}
-    oss = GptOssConfig(**SHAPE, **some, layer_types=["sliding_attention", "full_attention"])
-    llama = Llama4TextConfig(
-        **SHAPE, **some | {"num_experts_per_tok": 1}, intermediate_size_mlp=256, interleave_moe_layer_step=1
-    )
-    parts = {"moe_k": 2, "moe_num_experts": 4, "moe_intermediate_size": 128, "moe_num_shared_experts": 1}
-    ernie = Ernie4_5_MoeConfig(**SHAPE, **parts, moe_layer_start_index=1, moe_layer_end_index=1)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}
+    llama = Llama4TextConfig(**SHAPE, **experts, head_dim=64, intermediate_size_mlp=256)
     gpt2 = GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=128, n_positions=512)
     return {
-        "experts with biases": written(GptOssForCausalLM(oss), folder / "oss"),
-        "experts whose input is weighted": written(Llama4ForCausalLM(llama), folder / "llama"),
-        "a bias of another shape": written(Ernie4_5_MoeForCausalLM(ernie), folder / "ernie"),
         "transposed projections": written(GPT2LMHeadModel(gpt2), folder / "gpt2"),
+        "projections whose rows are permuted": written(Llama4ForCausalLM(llama), folder / "llama4"),
     }
 
 
@@ -180,24 +146,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3MoeConfig(**shape, **heads, **experts, architectures=["Qwen3MoeForCausalLM"])
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
     config.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny mixture with the experts of each layer in two tensors."""
-    folder = tmp_path_factory.mktemp("fused")
-    shutil.copytree(MIXTURE, folder, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    for layer in range(2):
-        experts = f"model.layers.{layer}.mlp.experts"
-        gates, ups, downs = (
-            torch.stack([tensors.pop(f"{experts}.{number}.{name}_proj.weight") for number in range(8)])
-            for name in ("gate", "up", "down")
-        )
-        tensors[f"{experts}.gate_up_proj"] = torch.cat([gates, ups], 1)
-        tensors[f"{experts}.down_proj"] = downs
-    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -221,7 +169,6 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(
     block_fp8: Path,
     mixture: Path,
-    fused: Path,
     stale: Path,
     families: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
@@ -233,7 +180,6 @@ def outcomes(
         "mixture of experts": mixture,
         "ignored experts": mixture,
         "one ignored expert": mixture,
-        "fused experts": fused,
         "stale copy": stale,
         "stale copy, no updates": stale,
     }

@@ -14,8 +14,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "prepare_attn": ("mixed_full_cudagraph", "decode_step_reuse"),
     # the launch is tried on buffers that no graph of the sampler holds yet
     "capture_model": ("decode_step_reuse", "sampling_cudagraph"),
-    # what is recorded of a checkpoint is recorded of a tensor that comes twice, too
-    "get_all_weights": ("model", "repeated_tensors"),
+    # a checkpoint is recorded as it is loaded; what is recorded of a checkpoint is recorded of a tensor that comes twice, too
+    "get_all_weights": ("mxfp4_checkpoints", "model", "repeated_tensors"),
     # what a request held is forgotten before it is hashed again
     "get_computed_blocks": ("prefix_cache", "kv_epochs"),
     # messages are merged as they are once they are unpacked

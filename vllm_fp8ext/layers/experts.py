@@ -57,6 +57,17 @@ def _not_served(which: str, name: str) -> ConfigError:
     return ConfigError(f"blockfp8 does not serve experts {which} in FP8 yet ({name}): expected {IN_16_BITS}")
 
 
+def not_defined(moe: FusedMoEConfig) -> str | None:
+    """Say what of experts has no definition in FP8 yet; None if all has."""
+    activation = moe.activation.value
+    odd = [
+        *([f"the activation {activation}"] if activation not in ACTIVATIONS else []),
+        *(["biases"] if moe.has_bias else []),
+        *(["a limited SwiGLU"] if moe.swiglu_limit is not None else []),
+    ]
+    return ", ".join(odd) or None
+
+
 class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
     """The routed experts of one layer. `serialized`: the checkpoint holds codes and scales; `shadow`: lay them out for a
     shadow (`BlockFp8LinearMethod`).
@@ -81,14 +92,9 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         self.route: ExpertRoute | None = None
         self.shadow = shadow
         self.uses_meta_device = not (self.serialized or shadow)
-        activation = moe.activation.value
-        odd = [
-            *([f"the activation {activation}"] if activation not in ACTIVATIONS else []),
-            *(["biases"] if moe.has_bias else []),
-            *(["a limited SwiGLU"] if moe.swiglu_limit is not None else []),
-        ]
+        odd = not_defined(moe)
         if odd:
-            raise _not_served(f"with {', '.join(odd)}", prefix)
+            raise _not_served(f"with {odd}", prefix)
 
     @property
     def supports_eplb(self) -> bool:

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.numerics.reference import BLOCK
-from vllm_fp8ext.layers.experts import IN_16_BITS, BlockFp8ExpertsMethod
+from vllm_fp8ext.layers.experts import BlockFp8ExpertsMethod, not_defined
+from vllm_fp8ext.layers.kept_experts import ASKED, KeptExpertsMethod
 from vllm_fp8ext.layers.kv_cache_method import KvCacheMethod
 from vllm_fp8ext.layers.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
 from vllm_fp8ext.layers.unquantized_layers import (
@@ -28,6 +29,7 @@ from vllm_fp8ext.layers.unquantized_layers import (
     in_encoder,
     unfit,
 )
+from vllm_fp8ext.log import log_once
 
 FEATURE: str = "core"
 USES: dict[str, tuple[str, ...]] = {
@@ -58,6 +60,8 @@ USES: dict[str, tuple[str, ...]] = {
 
 logger = logging.getLogger("vllm.fp8ext")
 
+MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
+"""Names of the quantization whose experts are dequantized as they are loaded."""
 MATRICES = ("", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
 """Suffixes behind the number of an expert, in names by which one may be ignored."""
 
@@ -97,16 +101,23 @@ class BlockFp8Config(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take a block-FP8 checkpoint when the user asked for blockfp8; never change anybody else's choice."""
+        """Take a block-FP8 checkpoint, or gpt-oss's MXFP4, when the user asked for blockfp8; never change anybody else's
+        choice."""
         if user_quant != METHOD:
             return None
-        return METHOD if _is_block_fp8(hf_quant_cfg) else None
+        known = _is_block_fp8(hf_quant_cfg) or (
+            hf_quant_cfg.get("quant_method") in MXFP4 and getattr(hf_config, "model_type", None) == "gpt_oss"
+        )
+        return METHOD if known else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "BlockFp8Config":
+        if config.get("quant_method") in MXFP4:
+            return cls()
         if not _is_block_fp8(config):
             raise ConfigError(
-                "blockfp8 takes BF16, FP16, FP32 or 128x128 block-FP8 checkpoints; this one's quantization_config says "
+                "blockfp8 takes BF16, FP16, FP32 or 128x128 block-FP8 checkpoints, and gpt-oss's in MXFP4; this one's "
+                "quantization_config says "
                 f"quant_method={config.get('quant_method')!r}, weight_block_size={config.get('weight_block_size')!r}"
             )
         kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
@@ -120,12 +131,7 @@ class BlockFp8Config(QuantizationConfig):
         settings = Settings.parse(config.additional_config)
         if isinstance(layer, RoutedExperts):
             return self._experts_method(settings, layer, prefix)
-        if isinstance(layer, MLAAttention):
-            raise ConfigError(
-                f"blockfp8 does not serve multi-head latent attention (MLA) yet, which vLLM takes for {prefix} whatever "
-                "VLLM_MLA_DISABLE says: no setting of blockfp8 serves this model"
-            )
-        if isinstance(layer, Attention):
+        if isinstance(layer, Attention | MLAAttention):
             return self._kv_cache_method(settings, layer.kv_cache_dtype)
         if isinstance(layer, VocabParallelEmbedding):
             return KeptEmbeddingMethod()
@@ -162,16 +168,33 @@ class BlockFp8Config(QuantizationConfig):
         experts = prefix.removesuffix(".routed_experts")
         if settings.staging == "none" and any(self._ignored(name, settings) for name in (prefix, experts)):
             return UnquantizedFusedMoEMethod(layer.moe_config)
+        reason = self._experts_kept_because(settings, layer, prefix)
+        if reason and not self.serialized:
+            log_once(f"blockfp8 keeps experts in 16 bits: {reason}")
+            return KeptExpertsMethod(layer.moe_config, prefix, reason, shadow=self.shadow)
+        if reason == ASKED:
+            raise ConfigError(
+                f"a block-FP8 checkpoint has no experts in 16 bits: expected ignore without {experts}"
+            )
         count = layer.moe_config.num_logical_experts if settings.ignore else 1
         matrices = [f"{experts}.{expert}{name}" for expert in range(count) for name in MATRICES]
-        named = [name for name in (prefix, experts, *matrices) if self._ignored(name, settings)]
+        named = [name for name in matrices if self._ignored(name, settings)]
         if named:
             raise ConfigError(
-                f"blockfp8 serves all experts in FP8: expected ignore without {named[0]}; or, for all of them, {IN_16_BITS}"
+                f"blockfp8 serves all experts of a layer alike: expected ignore without {named[0]}, or with {experts}"
             )
         return BlockFp8ExpertsMethod(
             settings, layer.moe_config, prefix, serialized=self.serialized, shadow=self.shadow
         )
+
+    def _experts_kept_because(self, settings: Settings, layer: RoutedExperts, prefix: str) -> str | None:
+        """Why the experts of a layer stay in 16 bits; None if they do not."""
+        if any(self._ignored(name, settings) for name in (prefix, prefix.removesuffix(".routed_experts"))):
+            return ASKED
+        if layer.apply_router_weight_on_input:
+            return "their input is weighted"
+        odd = not_defined(layer.moe_config)
+        return odd and f"FP8 does not define {odd} yet"
 
     def _kv_cache_method(self, settings: Settings, cache_dtype: str) -> QuantizeMethodBase | None:
         if not cache_dtype.startswith("fp8"):

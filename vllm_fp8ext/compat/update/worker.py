@@ -67,11 +67,13 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     if current_platform.is_cpu():
         cpu_conv.install()
 
-    from vllm_fp8ext.compat.update import encoder_layers
+    from vllm_fp8ext.compat.update import encoder_layers, latent_weights
     from vllm_fp8ext.compat.update.model import kept_layers, recorded_checkpoint
+    from vllm_fp8ext.compat.update.mxfp4_checkpoints import dequantized_mxfp4
     from vllm_fp8ext.compat.update.repeated_tensors import no_tensor_twice
 
     encoder_layers.install()
+    latent_weights.install()
     settings, on_gpu = Settings.parse(config.additional_config), current_platform.is_cuda()
     runner = worker.model_runner
     original = runner.load_model
@@ -79,7 +81,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     def load(*inner: Any, **named: Any) -> Any:
         live = settings.staging != "none"
         recording: Any = recorded_checkpoint() if live else contextlib.nullcontext()
-        with recording as recorded, no_tensor_twice():
+        with dequantized_mxfp4(config.model_config), recording as recorded, no_tensor_twice():
             result = original(*inner, **named)
         if get_tensor_model_parallel_rank() == 0:
             for line in report(kept_layers(_models(runner))):
@@ -172,6 +174,7 @@ def _run(rank: Any, method: str, args: tuple[Any, ...]) -> RankResult:
 
 
 def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
+    from vllm_fp8ext.compat.update import latent_weights
     from vllm_fp8ext.compat.update.model import checkpoint_specs, initialize_shadow, require_no_copies
     from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
     from vllm_fp8ext.compat.update.tied_layers import is_tied, tie_alike
@@ -192,6 +195,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
     model = runner.get_model()
     device = next(model.parameters()).device
     with torch.inference_mode(False), torch.no_grad():
+        latent_weights.follow_updates(model)
         shadow = initialize_shadow(config, device)
         untried = untried_layers(shadow, Settings.parse(config.additional_config))
         require_no_copies(shadow)
