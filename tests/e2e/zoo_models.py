@@ -304,6 +304,108 @@ def _qwen3_5_vl() -> Any:
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
+def _latent() -> list[Family]:
+    """Latent attention, with the only latent that the CPU's attention takes; a CPU with AMX would pack its weights away."""
+    heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    shared = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    shared |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
+    sizes = {**NO_TIE, **heads, **shared, "kv_lora_rank": 512}
+    groups = {"q_lora_rank": 128, "n_group": 4, "topk_group": 2}
+    greedy = {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+    options = {"attention_backend": "CPU_MLA"}
+    return [
+        Family(
+            name=name,
+            known_as=known_as,
+            kind=EXPERTS,
+            architecture=architecture,
+            sizes={**sizes, **more},
+            without_head_dim=True,
+            options=options,
+        )
+        for name, known_as, architecture, more in (
+            ("deepseek_v2", "DeepSeek-V2, V2-Lite", "DeepseekV2ForCausalLM", greedy),
+            ("deepseek_v3", "DeepSeek-V3, Kimi-K2, Moonlight", "DeepseekV3ForCausalLM", groups),
+            ("glm4_moe_lite", "GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", groups),
+        )
+    ]
+
+
+def _odd_experts() -> list[Family]:
+    """Experts that are fused in the checkpoint, stay in 16 bits, or have an odd router."""
+    windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    chosen = {**NO_TIE, "num_experts_per_tok": 2, "num_local_experts": 4}
+    return [
+        Family(
+            name="gpt_oss",
+            known_as="gpt-oss",
+            kind=EXPERTS,
+            architecture="GptOssForCausalLM",
+            sizes={**chosen, **windows, "intermediate_size": 384},
+        ),
+        Family(
+            name="granite_moe",
+            known_as="GraniteMoE",
+            kind=EXPERTS,
+            architecture="GraniteMoeForCausalLM",
+            sizes=chosen,
+            without_head_dim=True,
+        ),
+        Family(
+            name="gemma4_moe",
+            known_as="Gemma 4 26B-A4B, text",
+            kind=EXPERTS,
+            architecture="Gemma4ForCausalLM",
+            sizes={
+                **windows,
+                "global_head_dim": 64,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 384,
+                "enable_moe_block": True,
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+            },
+        ),
+        Family(
+            name="minimax_m2",
+            known_as="MiniMax-M2",
+            kind=EXPERTS,
+            architecture="MiniMaxM2ForCausalLM",
+            sizes={**chosen, "rotary_dim": 32, "intermediate_size": 128},
+        ),
+        Family(
+            name="ernie4_5_moe",
+            known_as="ERNIE-4.5-MoE",
+            kind=EXPERTS,
+            architecture="Ernie4_5_MoeForCausalLM",
+            sizes={
+                **NO_TIE,
+                "moe_k": 2,
+                "moe_num_experts": 4,
+                "moe_intermediate_size": 128,
+                "moe_num_shared_experts": 1,
+                "moe_layer_start_index": 1,
+                "moe_layer_end_index": 1,
+            },
+            without_head_dim=True,
+        ),
+        Family(
+            name="llama4",
+            known_as="Llama 4, text",
+            kind=EXPERTS,
+            architecture="Llama4ForCausalLM",
+            sizes={
+                **chosen,
+                "num_experts_per_tok": 1,
+                "intermediate_size_mlp": 256,
+                "interleave_moe_layer_step": 1,
+            },
+            refused="self_attn.q_proj.weight: a view of shape [4, 2, 32, 256] is permuted",
+        ),
+    ]
+
+
 def _towers() -> list[Family]:
     return [
         Family(name="paligemma", known_as="PaliGemma", kind=TOWER, architecture=paligemma),
@@ -497,5 +599,14 @@ def _pooling() -> list[Family]:
 
 
 ZOO: dict[str, Family] = {
-    family.name: family for family in [*_dense(), *_experts(), *_hybrids(), *_towers(), *_pooling()]
+    family.name: family
+    for family in [
+        *_dense(),
+        *_experts(),
+        *_latent(),
+        *_odd_experts(),
+        *_hybrids(),
+        *_towers(),
+        *_pooling(),
+    ]
 }
