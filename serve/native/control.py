@@ -117,6 +117,9 @@ class ControlRoutes:
         """
         client = _client(request)
         body = await body_of(request, "RpcBody", self._backend.bodies)
+        if body["method"].startswith("fp8ext"):
+            message = f"method: expected one of the worker extension, found {body['method']!r:.100}"
+            raise UpdateError("invalid-request", message, status=422)
         if client.vllm_config.parallel_config.worker_extension_cls in (None, ""):
             message = "/collective_rpc: expected a server with --worker-extension-cls, whose methods it calls"
             raise UpdateError("no-worker-extension", message)

@@ -50,9 +50,9 @@ class VersionBody(NativeBody):
 
 
 class RpcBody(NativeBody):  # type: ignore[no-redef]  # pydantic's plugin names its own parameter kwargs
-    """Body of `/collective_rpc`: a public method that is none of this package's, and what it takes."""
+    """Body of `/collective_rpc`: a public method, and what it takes."""
 
-    method: Annotated[str, Field(max_length=256, pattern=r"^(?!fp8ext)[A-Za-z][A-Za-z0-9_]*$")]
+    method: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
 

@@ -34,6 +34,7 @@ class SharedWorkerWrap(WorkerWrap):
         self._model_update_group = SharedGroup(path)
         if not torch.cuda.is_available():
             torch.empty = _on_cpu(torch.empty)  # type: ignore[assignment]
+            torch.cuda.current_stream = lambda *args: None  # type: ignore[assignment,return-value]
 
     def leave(self, path: str) -> None:
         """End what was joined."""

@@ -32,14 +32,22 @@ def without_cuda() -> None:
         return
     for name in ("synchronize", "ipc_collect", "empty_cache", "set_device"):
         setattr(torch.cuda, name, lambda *args: None)
-    torch.accelerator.synchronize = lambda *args: None
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.current_stream = lambda *args: None  # type: ignore[assignment,return-value]
-    torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(uuid=DEVICE)  # type: ignore[assignment,return-value]
 
 
 DEVICE = "a-cpu"
 """In place of the UUID of a GPU."""
+
+
+class SharedTorch:
+    """Stands for torch in a module of a trainer's, which asks for its GPU."""
+
+    cuda = types.SimpleNamespace(
+        current_device=lambda: 0, get_device_properties=lambda index: types.SimpleNamespace(uuid=DEVICE)
+    )
+    accelerator = types.SimpleNamespace(synchronize=lambda: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def from_file(path: str, dtype: str, size: int, *rest: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ Takes a file for what it saw, as JSON, the trainer's name, and the number of ran
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import pickle
@@ -83,17 +84,22 @@ def openrlhf(llm: LLM, tensors: Tensors) -> None:
 
 def skyrl(llm: LLM, tensors: Tensors) -> None:
     llm.collective_rpc("skyrl_start_weight_update", kwargs={"is_checkpoint_format": True})
-    for number, bucket in enumerate(buckets(tensors, 3)):
-        packed = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
-        info = {
-            "names": [name for name, _ in bucket],
-            "dtype_names": ["bfloat16"] * len(bucket),
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
-            "sizes": [tensor.numel() for _, tensor in bucket],
-        }
-        handles = pickle.dumps({DEVICE: handle(FOLDER / f"chunk-{number}", packed)})
-        info["ipc_handles_pickled"] = base64.b64encode(handles).decode()
-        llm.collective_rpc("update_weights_ipc", kwargs={"update_info": info})
+    try:
+        for number, bucket in enumerate(buckets(tensors, 3)):
+            packed = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
+            info = {
+                "names": [name for name, _ in bucket],
+                "dtype_names": ["bfloat16"] * len(bucket),
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+                "sizes": [tensor.numel() for _, tensor in bucket],
+            }
+            handles = pickle.dumps({DEVICE: handle(FOLDER / f"chunk-{number}", packed)})
+            info["ipc_handles_pickled"] = base64.b64encode(handles).decode()
+            llm.collective_rpc("update_weights_ipc", kwargs={"update_info": info})
+    except Exception:
+        with contextlib.suppress(Exception):  # the workers wait for it, and it says once more why
+            llm.collective_rpc("skyrl_finish_weight_update")
+        raise
     llm.collective_rpc("skyrl_finish_weight_update")
 
 

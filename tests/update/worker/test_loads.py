@@ -22,12 +22,13 @@ from vllm_fp8ext.update.worker.stager import Stager
 SHAPES = {"w": (300, 200), "x": (300, 200), "norm": (200,)}
 
 
-@pytest.fixture
-def rank() -> Rank:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def rank(request: pytest.FixtureRequest) -> Rank:
     """One that serves two quantized weights and a norm."""
+    device = torch.device(request.param)
     quantized = {}
     for name in ("w", "x"):
-        codes, scales = quantize_weight.empty_like(torch.empty(SHAPES[name]))
+        codes, scales = quantize_weight.empty_like(torch.empty(SHAPES[name], device=device))
         quantized[name] = QuantizedTarget(codes, scales, torch.bfloat16, "fp32")
     pieces = {
         name: (ShardSlice(0, name, shape, _whole(shape), (0,) * len(shape), len(shape) == 2, "bfloat16"),)
@@ -35,9 +36,9 @@ def rank() -> Rank:
     }
     specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in SHAPES.items()}
     shadow: Any = SimpleNamespace(
-        stager=Stager(pieces, quantized, {"norm": torch.zeros(200, dtype=torch.bfloat16)}),
+        stager=Stager(pieces, quantized, {"norm": torch.zeros(200, dtype=torch.bfloat16, device=device)}),
         manifest=Manifest(specs, frozenset({"unused"}), pieces, "fp32", 1),
-        weight_swap=SimpleNamespace(pairs=[(torch.zeros(1), torch.zeros(1))]),
+        weight_swap=SimpleNamespace(pairs=[(torch.zeros(1, device=device),) * 2]),
     )
     return Rank(shadow, 0, 1, 0, lambda model, after: None)
 
@@ -67,9 +68,9 @@ def require_staged(rank: Rank, tensors: dict[str, Tensor]) -> None:
     stager = rank.shadow.stager
     for name in ("w", "x"):
         codes, scales = reference.quantize_weight(tensors[name], "fp32")
-        assert torch.equal(stager.quantized[name].codes.view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(stager.quantized[name].scales, scales)
-    assert torch.equal(stager.plain["norm"], tensors["norm"])
+        assert torch.equal(stager.quantized[name].codes.cpu().view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(stager.quantized[name].scales.cpu(), scales)
+    assert torch.equal(stager.plain["norm"].cpu(), tensors["norm"])
 
 
 def test_tensors_come_in_any_calls_dtypes_and_layouts(
@@ -77,7 +78,7 @@ def test_tensors_come_in_any_calls_dtypes_and_layouts(
 ) -> None:
     assert loads.load([("norm", tensors["norm"].float()), ("unused", torch.zeros(3))]) == {"norm"}
     assert loads.load([("module.x", tensors["x"].T.contiguous().T)]) == {"x"}
-    lent = tensors["w"].clone()
+    lent = tensors["w"].to(rank.shadow.stager.plain["norm"].device, copy=True)
     loads.load([("w", lent)])
     lent.zero_()
     require_staged(rank, tensors)
