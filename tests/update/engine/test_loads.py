@@ -135,7 +135,7 @@ def test_what_is_wrong_on_any_rank_ends_the_update_on_all() -> None:
     failed = [tensors("b", staged=Failure(kind="out-of-memory", message="no", status=507))]
     assert refused(engine, tensors("b"), other=failed).kind == "out-of-memory"
     assert refused(engine, tensors("b"), other=[]).kind == "rank-mismatch"
-    assert len({session for session, _ in core.permits}) == len(core.permits) == 3
+    assert [len({session for session, _ in core.permits[:count]}) for count in (2, 4, 5)] == [1, 2, 3]
 
 
 def test_a_sender_that_begins_again_must_bring_everything() -> None:
@@ -159,12 +159,11 @@ def test_a_call_that_fails_ends_the_update_and_its_error_stays() -> None:
     assert "the trainer's own" in str(refused(engine, END))
 
 
-def test_ranks_are_told_once_why_nothing_may_come() -> None:
+def test_ranks_are_told_why_nothing_may_come() -> None:
     core = LoadingCore()
     engine = engine_of(core)
     opened: Any = engine.handle("open", {})
-    for _ in range(2):
-        engine.loads.before()
+    engine.loads.before()
     engine.handle("abandon", {"id": opened.id})
     engine.loads.before()
     core.sleeps = True

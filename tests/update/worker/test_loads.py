@@ -87,6 +87,8 @@ def test_tensors_come_in_any_calls_dtypes_and_layouts(
     assert [name for event in events for name, *_ in event.tensors] == ["norm", "unused", "x", "w"]
     assert not any(problems(event) for event in events)
     assert loads.take().events == []
+    with pytest.raises(ForeignLoadError, match="load_weights"):
+        loads.load([("norm", tensors["norm"])])
 
 
 def test_nothing_holds_what_was_loaded(loads: Loads) -> None:
@@ -154,6 +156,7 @@ def test_a_tensor_that_comes_again_begins_an_update(loads: Loads, tensors: dict[
     loads.permit("v", None)
     loads.load([("w", tensors["w"])])
     assert [event.kind for event in loads.take().events] == [LoadKind.TENSORS]
+    loads.permit("v", None)
     loads.begin("initialize_layerwise_reload")
     loads.load([("w", tensors["w"])])
     assert [event.kind for event in loads.take().events] == [LoadKind.BEGIN, LoadKind.TENSORS]

@@ -75,8 +75,6 @@ class LoadedUpdates:
         self._inplace = core.settings.staging == "inplace"
         self._id = uuid.uuid4().hex
         """Id of the update that is open, or will be."""
-        self._told: tuple[Any, ...] | None = None
-        """Id and refusal that the ranks were told last."""
         self._unavailable = False
         """True if the ranks take no updates: they refuse to load."""
         self._failure: str | None = None
@@ -91,13 +89,12 @@ class LoadedUpdates:
             self._id = uuid.uuid4().hex
         refused = self._refused()
         permit = self._id, refused.as_dict() if refused else None
-        if permit == self._told or self._unavailable:
+        if self._unavailable:
             return
         if self._inplace:
             self._core.drain()
         results = self._core.ranks(RankMethod.LOADS_PERMIT, *permit)
         self._unavailable = any(failure.kind == "updates-unavailable" for failure in failures(results))
-        self._told = permit
 
     def _refused(self) -> UpdateError | None:
         """Return why no tensors may come now."""

@@ -7,7 +7,7 @@ kept until then, not raised: a sender that waits for the end of its call would w
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,8 @@ class Loads:
         self._jobs = itertools.count(-1, -1)
         """Numbers of jobs that no engine has: its own count from 1."""
         self._session: str | None = None
+        self._permitted = False
+        """True while the engine knows of a call that may load."""
         self._refused: Failure | None = None
         self._events: list[LoadEvent] = []
         self._ended = False
@@ -78,16 +80,16 @@ class Loads:
         """Tensors of the update that earlier calls have brought, fused ones taken apart."""
 
     def permit(self, session: str, refused: dict[str, Any] | None) -> Accepted:
-        """Take tensors for this update from now on, or refuse them for a reason (`UpdateError.as_dict`)."""
+        """Take tensors for this update until `take`, or refuse them for a reason (`UpdateError.as_dict`)."""
         if session != self._session:
             self._came.clear()
-        self._session = session
+        self._session, self._permitted = session, True
         self._refused = Failure.of(UpdateError.from_dict(refused)) if refused is not None else None
         return Accepted()
 
     def take(self) -> Loaded:
-        """Return what was called since the last question."""
-        events, self._events, self._ended = self._events, [], False
+        """Return what was called since the last permit, which ends with this."""
+        events, self._events, self._ended, self._permitted = self._events, [], False, False
         return Loaded(events=events)
 
     def begin(self, call: str) -> None:
@@ -118,11 +120,12 @@ class Loads:
                 self._came |= call.parts
             return targets
 
-    def _around(self, call: str) -> AbstractContextManager[None]:
-        around = self.around()
-        if self._session is None and self.around is nullcontext:
-            raise ForeignLoadError(call)
-        return around
+    @contextmanager
+    def _around(self, call: str) -> Iterator[None]:
+        with self.around():
+            if not self._permitted:  # by a thread that outlives its call, say
+                raise ForeignLoadError(call)
+            yield
 
     def _begin(self, event: LoadEvent) -> None:
         self._events.append(event)
