@@ -126,3 +126,13 @@ def test_variables_that_are_read_before_a_program_begins_make_it_executed() -> N
 def test_random_numbers_are_not_those_of_another_program() -> None:
     line = ["-c", "import json, numpy; print(json.dumps({'number': numpy.random.random()}))"]
     assert told(line) != told(line)
+
+
+def test_metrics_of_a_program_are_shared_where_it_is_one_of_several(tmp_path: Path) -> None:
+    """As prometheus_client decides it when it is imported."""
+    line = [
+        "-c",
+        "import json, prometheus_client.values as v; print(json.dumps({'name': v.ValueClass.__name__}))",
+    ]
+    shared = told(line, env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)})
+    assert (shared["name"], told(line)["name"]) == ("MmapedValue", "MutexValue")

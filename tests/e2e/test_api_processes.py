@@ -7,7 +7,6 @@ Each client here has one connection, and so one process that answers it.
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,10 +38,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200)]
 
 
 class TwoProcesses(FaultyServer):
-    """A server of two API processes. Its processes import all by themselves: prometheus_client asks then whether it is one
-    of several."""
-
-    popen = subprocess.Popen
+    """A server of two API processes."""
 
     def __init__(self, folder: Path, ranks: int = 1) -> None:
         more = ("--shutdown-timeout", str(SHUTDOWN_SECONDS))
@@ -353,23 +349,23 @@ def test_processes_end_with_their_launcher(tmp_path: Path, both: Both, ended: Ca
         assert not any(path.exists() for path in spools)
 
 
-def test_running_requests_are_answered_when_the_server_is_told_to_end(tmp_path: Path, both: Both) -> None:
-    """Those that end in time as ever, each of the others with an error, at both processes."""
-    with TwoProcesses(tmp_path) as server:
-        server.wait()
-        spools = _spools(*both(server))
-        slow = {"point": "step", "kind": "slow", "rank": 0, "lasting": True, "seconds": 0.05}
-        server.fault.write_text(json.dumps(slow))
-        long = [Stream(server, tokens=1900) for _ in range(4)]
-        short = [Stream(server, tokens=30) for _ in range(4)]
-        os.kill(server.process.pid, signal.SIGTERM)
-        seconds = SHUTDOWN_SECONDS + GRACE_SECONDS
-        for stream in short:
-            stream.wait(seconds)
-            assert (stream.finish, len(stream.token_ids)) == ("length", 30)
-        for stream in long:
-            stream.wait(seconds)
-            assert "error" in (stream.finish or "").lower(), stream.finish
-        assert server.process.wait(seconds) == 0
-        require_nothing_left(server)
-        assert not any(path.exists() for path in spools)
+def test_running_requests_are_answered_when_the_server_is_told_to_end(
+    server: TwoProcesses, both: Both
+) -> None:
+    """Those that end in time as ever, each of the others with an error, at both processes. It ends this file's server."""
+    spools = _spools(*both(server))
+    slow = {"point": "step", "kind": "slow", "rank": 0, "lasting": True, "seconds": 0.05}
+    server.fault.write_text(json.dumps(slow))
+    long = [Stream(server, tokens=1900) for _ in range(4)]
+    short = [Stream(server, tokens=30) for _ in range(4)]
+    os.kill(server.process.pid, signal.SIGTERM)
+    seconds = SHUTDOWN_SECONDS + GRACE_SECONDS
+    for stream in short:
+        stream.wait(seconds)
+        assert (stream.finish, len(stream.token_ids)) == ("length", 30)
+    for stream in long:
+        stream.wait(seconds)
+        assert "error" in (stream.finish or "").lower(), stream.finish
+    assert server.process.wait(seconds) == 0
+    require_nothing_left(server)
+    assert not any(path.exists() for path in spools)

@@ -25,6 +25,7 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.gpu_model_runner",
+    "vllm_fp8ext.demo.server",
     "vllm_fp8ext.layers.quantization",
     "vllm_fp8ext.register",
 )
@@ -43,6 +44,7 @@ def main(folder: str, descriptor: str) -> None:
             # another release of vLLM may lack one: programs import what they need
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        _look_for_features()
     paths = [path for path in sys.path if path not in _paths_of(os.environ)]
     launched = dict(os.environ)
     gc.collect()
@@ -50,6 +52,15 @@ def main(folder: str, descriptor: str) -> None:
     request, seed = serve(socket.socket(fileno=int(descriptor)))
     _settle(request, seed, paths, launched)
     run(request.arguments)
+
+
+def _look_for_features() -> None:
+    """Find out what this vLLM lacks: to read that much of it takes seconds, and every process of a server would."""
+    from vllm_fp8ext.compat import features
+
+    for name in features.features():
+        features.reason_missing(name)
+    features._installed.cache_clear()  # its syntax trees
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -95,8 +106,11 @@ def _settle(request: Request, seed: Seed, paths: Sequence[str], launched: dict[s
     if numpy is not None:
         numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
     _bind_threads(request.environment, launched)
+    values = sys.modules.get("prometheus_client.values")
+    if values is not None:  # it asks when it is imported whether it is one of several processes
+        values.ValueClass = values.get_value_class()
     _fork_what_is_spawned(seed)
-    _fork_what_is_inspected(seed)
+    _fork_what_is_executed(seed)
 
 
 def _paths_of(environment: Any) -> list[str]:
@@ -136,8 +150,8 @@ def _fork_what_is_spawned(seed: Seed) -> None:
     util.spawnv_passfds = fork  # type: ignore[assignment]  # of the same arguments
 
 
-def _fork_what_is_inspected(seed: Seed) -> None:
-    """Fork the process in which vLLM looks at the class of a model that it does not know yet."""
+def _fork_what_is_executed(seed: Seed) -> None:
+    """Fork servers, and the process in which vLLM looks at the class of a model that it does not know yet."""
     from forked_python import processes
 
     processes.fork_from(seed)
@@ -148,3 +162,4 @@ def _fork_what_is_inspected(seed: Seed) -> None:
     registry = sys.modules.get("vllm.model_executor.models.registry")
     if registry is not None:
         registry.subprocess = types.SimpleNamespace(run=run)  # type: ignore[attr-defined]  # all that it uses of it
+    sys.modules["vllm_fp8ext.demo.server"].Server.popen = processes.Popen
