@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_python.processes import run
 
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.demo import run as demo
@@ -30,7 +31,7 @@ def test_demo(tmp_path: Path):
         "--json",
         str(results),
     ]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=580)
+    done = run(line, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(results.read_text())
     assert found["ok"]
