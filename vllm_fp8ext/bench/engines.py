@@ -179,7 +179,7 @@ def _serve(
     lends: Path | None,
     end: Connection,
 ) -> None:
-    os.setsid()
+    os.setpgid(0, 0)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function of ours goes to the workers
     if profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
