@@ -41,6 +41,7 @@ def test_engines_take_turns(tmp_path: Path):
     assert set(ours["compiled_meanwhile"].values()) == {0}
 
 
+@pytest.mark.full
 @pytest.mark.fp8_kv
 def test_engines_one_after_the_other_tell_what_they_compiled(tmp_path: Path):
     """Fingerprints of the ranks of one with an FP8 KV cache are larger than the integers of vLLM's messages, which an engine
@@ -119,6 +120,7 @@ def test_updates_take_turns_with_baselines(tmp_path: Path):
         assert "ratio_bare" not in bare
 
 
+@pytest.mark.full
 @pytest.mark.fp8_kv
 def test_long_responses_with_and_without_an_fp8_kv_cache(tmp_path: Path):
     out = tmp_path / "kv.json"

@@ -29,25 +29,28 @@ from .fault_cells import (
 )
 
 REPRESENTATIVES = {
-    Cell("exception", "chunk", 2, native=True),
+    Cell("exception", "chunk", 1, native=True),
     Cell("exception", "open", 1),
     Cell("exception", "chunk", 1),
     Cell("out of memory", "prepare", 1),
     Cell("exception", "verify", 1),
     Cell("exception", "commit", 1, lasting=True),
     Cell("out of memory", "rollback", 1),
-    Cell("exception", "staging", 2),
+    Cell("exception", "staging", 2, experts=True),
     Cell("exception", "commit", 2, experts=True),
     Cell("exception", "rollback", 2, experts=True),
     Cell("hang", "staging", 1),
-    Cell("kill -9", "staging", 2),
+    Cell("kill -9", "staging", 2, experts=True),
     Cell("hang", "commit", 1),
-    Cell("exception", "commit", 1, lasting=True, processes=2),
 }
-"""Cells that `make test` has."""
+"""Cells that `make test` has: on two servers. Of two API processes `test_api_processes.py` has one."""
 IN_ORDER = sorted((*CELLS, *NATIVE_CELLS), key=lambda cell: (cell.expected == DEAD, cell.kind == "hang"))
 """Those that end their server last: the others share one."""
-SERVERS = (1, False, 1), (2, False, 1), (2, True, 1)
+SERVERS = (
+    pytest.param((1, False, 1), id="TP 1"),
+    pytest.param((2, False, 1), id="TP 2", marks=pytest.mark.full),
+    pytest.param((2, True, 1), id="TP 2, experts"),
+)
 Servers = Callable[[tuple[int, bool, int]], FaultyServer]
 
 
@@ -75,7 +78,7 @@ def _flip_a_bit(server: FaultyServer) -> None:
     server.fault.write_text(json.dumps(fault))
 
 
-@pytest.mark.parametrize("key", SERVERS, ids=["TP 1", "TP 2", "TP 2, experts"])
+@pytest.mark.parametrize("key", SERVERS)
 def test_a_bit_that_flips_is_found(faulty: Servers, key: tuple[int, bool, int]):
     """In weights that an update brought. A rollback does not bring them back unnoticed."""
     server, ranks = faulty(key), key[0]
@@ -99,7 +102,7 @@ def test_a_bit_that_flips_is_found(faulty: Servers, key: tuple[int, bool, int]):
         client.verify()
 
 
-@pytest.mark.parametrize("key", SERVERS, ids=["TP 1", "TP 2", "TP 2, experts"])
+@pytest.mark.parametrize("key", SERVERS)
 def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(faulty: Servers, key: tuple[int, bool, int]):
     """Such weights serve nobody for longer than it takes to find out. The update can be sent again: that heals the server."""
     server, ranks = faulty(key), key[0]
@@ -159,6 +162,24 @@ def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(
         assert server.process.poll() is None
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=() if cell in REPRESENTATIVES else pytest.mark.full, id=str(cell))
+        for cell in IN_ORDER
+    ],
+)
+def test_a_cell_ends_as_it_must(faulty: Servers, cell: Cell) -> None:
+    server = faulty((cell.ranks, cell.experts, cell.processes))
+    try:
+        run(server, cell)
+    except BaseException:
+        server.stop()  # nobody knows what became of it
+        raise
+    if cell.kind == "hang":
+        server.stop()
+
+
 def test_an_engine_that_is_stopped_in_a_commit_is_ended(
     faulty: Servers,
 ) -> None:
@@ -180,21 +201,3 @@ def test_an_engine_that_is_stopped_in_a_commit_is_ended(
     assert server.process.wait(seconds) != 0
     require_nothing_left(server)
     assert "nor did it run at all" in server.log.read_text(errors="replace")
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, marks=() if cell in REPRESENTATIVES else pytest.mark.full, id=str(cell))
-        for cell in IN_ORDER
-    ],
-)
-def test_a_cell_ends_as_it_must(faulty: Servers, cell: Cell) -> None:
-    server = faulty((cell.ranks, cell.experts, cell.processes))
-    try:
-        run(server, cell)
-    except BaseException:
-        server.stop()  # nobody knows what became of it
-        raise
-    if cell.kind == "hang":
-        server.stop()
