@@ -59,9 +59,13 @@ def natives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         yield started
 
 
-@pytest.fixture(params=["tp1", "tp2"])
+@pytest.fixture(params=["tp1", pytest.param("tp2", marks=pytest.mark.full)])
 def native(request: pytest.FixtureRequest, natives: dict[str, Server]) -> Server:
     return on_early(natives[request.param])
+
+
+ON_BOTH = pytest.mark.parametrize("native", ["tp1", "tp2"], indirect=True)
+"""For tests that `make test` has on two ranks, too; it has the others on one."""
 
 
 @pytest.fixture
@@ -136,6 +140,7 @@ def test_tensors_that_lie_unaligned_in_a_bucket(single_trainer: Trainer) -> None
     assert served(single_trainer.server)[norm] == expected(single_trainer.server)[norm]
 
 
+@ON_BOTH
 def test_what_does_not_come_stays_and_is_told(trainer: Trainer) -> None:
     before = served(trainer.server)
     prefix = "model.layers.1.self_attn."
@@ -286,6 +291,7 @@ def test_a_broadcast_of_another_length_is_noticed(single_trainer: Trainer, kept:
     single_trainer.push(late())
 
 
+@ON_BOTH
 def test_a_trainer_that_stops_in_the_middle_of_a_broadcast(trainer: Trainer) -> None:
     """Ranks give it up, and one that is started anew sends again."""
     before, tensors = served(trainer.server), late()
