@@ -83,12 +83,16 @@ def test_rollout_steps_with_an_update_after_each(single: Server, tmp_path: Path,
     assert measured["counted"] == {"ids": 18}
 
 
+@pytest.mark.timeout(1200)
 def test_updates_by_the_clock_under_a_closed_loop(single: Server, tmp_path: Path):
-    measured = load(
-        *(single, tmp_path, "--users", "3", "--time", "14s", "--output-tokens", "uniform:60,200"),
-        *("--update-every", "2", "--slo", "failed_requests<=0"),
-    )
-    updates = made(measured)
+    for seconds in (14, 60, 180):  # a busy machine may need longer until an update meets requests
+        measured = load(
+            *(single, tmp_path, "--users", "3", "--time", f"{seconds}s", "--output-tokens", "uniform:60,200"),
+            *("--update-every", "2", "--slo", "failed_requests<=0"),
+        )
+        updates = made(measured)
+        if any(update["first_new_token_seconds"] and update["running"] for update in updates):
+            break
     assert updates
     assert all(update["pause_seconds"] > 0 for update in updates)
     assert all(update["push_seconds"] >= update["pause_seconds"] for update in updates)
