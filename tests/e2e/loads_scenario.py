@@ -25,6 +25,7 @@ from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 Facts = dict[str, Any]
 NAMES = sorted(dict(stored(LATE)))
+RANKS = int(sys.argv[2])
 FINALIZE, PROCESS = "finalize_layerwise_reload", "process_weights_after_loading"
 
 
@@ -91,8 +92,10 @@ def refusals(trainer: Trainer, weights: Any, served: Callable[[], str], qkv: lis
         "nothing": refusal(lambda: trainer.mark(FINALIZE)),
         "raises": refusal(lambda: trainer.load(LATE, [k], change="raises")),
         "after its end": refusal(lambda: trainer.mark(FINALIZE)),
-        "one rank": refusal(lambda: trainer.llm.collective_rpc("uneven", args=(str(LATE), qkv))),
     }
+    if RANKS > 1:
+        uneven = refusal(lambda: trainer.llm.collective_rpc("uneven", args=(str(LATE), qkv)))
+        facts["refused"]["one rank"] = uneven
     opened = weights.open()
     facts["refused"]["another is open"] = refusal(lambda: trainer.load(LATE))
     weights.abandon(opened.id)
