@@ -28,9 +28,9 @@ def register() -> None:
     Rank.fp8ext_faults = True  # type: ignore[attr-defined]  # a mark of ours
     original = Rank.__init__
 
-    def noted(self: Any, shadow: Any, rank: int, *args: Any) -> None:
+    def noted(self: Any, shadow: Any, rank: int, *args: Any, **more: Any) -> None:
         shadow.stager.fault_rank = shadow.weight_swap.fault_rank = rank
-        original(self, shadow, rank, *args)
+        original(self, shadow, rank, *args, **more)
 
     Rank.__init__ = noted  # type: ignore[method-assign]  # faults are put in here
     _wrap(Updates, "open", "open", lambda self: 0)
