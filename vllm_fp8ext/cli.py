@@ -35,7 +35,7 @@ from vllm_fp8ext.signals import end_on_sigterm
 
 errors = Console(stderr=True)
 
-_EXTRA = "pip install 'vllm-fp8ext[{}] @ git+https://github.com/vllm-fp8ext/vllm-fp8ext'"
+_EXTRA = "pip install '.[{}]' in a clone"
 _SERVER = f"{_EXTRA.format('cuda')}, or [cpu] on a machine without a GPU"
 PACKAGES = {
     **dict.fromkeys(("vllm", "torch", "transformers", "safetensors", "fastapi", "numpy"), _SERVER),
