@@ -206,3 +206,14 @@ def test_all_prompts_are_heard_in_one_pass_each_from_its_first_position() -> Non
 def test_longer_passes_are_cut_finer(tokens: int, layers: int) -> None:
     half = [1] * (tokens // 2)
     assert listened([half, half], 16)[2] == list(range(layers, 17, layers))
+
+
+def test_a_pooling_model_has_no_logits_and_must_be_finite() -> None:
+    class Pooling(Model):
+        compute_logits: Any = None
+
+    model = Pooling()
+    result = score_prompts(model, [[1, 2, 3]], CPU, attend, lambda: None, has_logits=False)
+    assert (result.finite, result.tokens, result.logprob) == (True, 0, 0.0)
+    model.layers[1].mix.weight.data[0, 0] = math.nan
+    assert not score_prompts(model, [[1, 2, 3]], CPU, attend, lambda: None, has_logits=False).finite
