@@ -33,6 +33,11 @@ def experts_page() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def models_page() -> ModuleType:
+    return script("models_page")
+
+
+@pytest.fixture(scope="module")
 def kv_page() -> ModuleType:
     return script("kv_page")
 
