@@ -52,22 +52,28 @@ def cases() -> Cases:
 
 
 def tables(cases: Cases) -> dict[str, str]:
-    """Return the table of each kind by its mark on the page."""
-    return {
-        kind: pages.table(
-            ["family", "class", *COLUMNS], [_row(case) for case in cases if case["kind"] == kind]
-        )
-        for kind in TITLES
+    """Return the table of each kind by its mark on the page; columns of which nothing is known are left out."""
+    return {kind: _table([case for case in cases if case["kind"] == kind]) for kind in TITLES}
+
+
+def _table(cases: Cases) -> str:
+    if not cases:
+        return "No row yet."
+    columns = {
+        title: facts
+        for title, facts in COLUMNS.items()
+        if any(fact in case["facts"] for case in cases for fact in facts)
     }
+    return pages.table(["family", "class", *columns], [_row(case, columns) for case in cases])
 
 
-def _row(case: dict[str, Any]) -> list[str]:
+def _row(case: dict[str, Any], columns: dict[str, tuple[str, ...]]) -> list[str]:
     named = [case["known_as"], f"`{case['architecture']}`" if case["architecture"] else ""]
     if case["skipped"]:
-        return [*named, f"not run: {case['skipped']}", *[""] * (len(COLUMNS) - 1)]
+        return [*named, f"not run: {case['skipped']}", *[""] * (len(columns) - 1)]
     if case["error"]:
-        return [*named, f"refused: {case['refused'] or case['error']}", *[""] * (len(COLUMNS) - 1)]
-    return [*named, *(_cell(case["facts"], facts) for facts in COLUMNS.values())]
+        return [*named, f"refused: {case['refused'] or case['error']}", *[""] * (len(columns) - 1)]
+    return [*named, *(_cell(case["facts"], facts) for facts in columns.values())]
 
 
 def _cell(facts: dict[str, bool], names: tuple[str, ...]) -> str:
