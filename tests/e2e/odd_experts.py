@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen3-VL-MoE": (
         "Qwen3VLMoeForConditionalGeneration",
-        {**CHOSEN, "num_experts": 4, "moe_intermediate_size": 192},
+        {**CHOSEN, "num_experts": 4, "moe_intermediate_size": 192, "norm_topk_prob": True},
     ),
 }
 """Transformers' class of each, and what its configuration has beside `SHAPE`."""
