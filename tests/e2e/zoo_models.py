@@ -311,6 +311,7 @@ def _latent() -> list[Family]:
     shared |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
     sizes = {**NO_TIE, **heads, **shared, "kv_lora_rank": 512}
     groups = {"q_lora_rank": 128, "n_group": 4, "topk_group": 2}
+    scores = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     greedy = {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
     options = {"attention_backend": "CPU_MLA"}
     return [
@@ -325,7 +326,7 @@ def _latent() -> list[Family]:
         )
         for name, known_as, architecture, more in (
             ("deepseek_v2", "DeepSeek-V2, V2-Lite", "DeepseekV2ForCausalLM", greedy),
-            ("deepseek_v3", "DeepSeek-V3, Kimi-K2, Moonlight", "DeepseekV3ForCausalLM", groups),
+            ("deepseek_v3", "DeepSeek-V3, Kimi-K2, Moonlight", "DeepseekV3ForCausalLM", groups | scores),
             ("glm4_moe_lite", "GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", groups),
         )
     ]
