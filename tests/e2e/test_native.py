@@ -25,7 +25,7 @@ from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 from .conftest import OPTIONS, PATIENCE_SECONDS, TWO_RANKS, answering, on_early
 from .gloo_trainer import Beside
-from .native_trainer import TRANSFER, Trainer, free_port
+from .native_trainer import BUCKET, TRANSFER, Trainer, free_port
 from .plugins import HERE, variables
 
 TRAINERS = Path(sys.prefix) / "trainers"
@@ -240,6 +240,8 @@ def test_calls_out_of_order_are_refused(single_native: Server) -> None:
     ("change", "message"),
     [
         ({"world_size": 1}, "world_size: expected 2"),
+        ({"world_size": None}, "expected world_size"),
+        ({"rank_offset": 0}, "rank_offset: expected 1"),
         ({"rank_offset": 9}, "expected world_size 10 or more"),
         ({"master_port": None}, "expected master_address and master_port"),
         ({"master_port": "12"}, "master_port: expected"),
@@ -267,7 +269,13 @@ def test_a_handshake_that_can_not_be_is_refused_at_once(
         ({"shapes": [[-1]]}, "invalid-request"),
         ({"shapes": []}, "invalid-request"),
         ({"names": [""]}, "invalid-request"),
-        ({"ipc_handles_pickled": "gASV"}, "invalid-request"),
+        ({"dtype_names": [7]}, "wrong-dtype"),
+        ({"shapes": [["256"]]}, "invalid-request"),
+        ({"shapes": [[1 << 60]]}, "invalid-request"),
+        ({"packed": "yes"}, "invalid-request"),
+        ({"packed_buffer_size_bytes": 1 << 40}, "invalid-request"),
+        ({"sparse_indices": [[0]]}, "invalid-request"),
+        ({"ipc_handles_pickled": "gASV"}, "pickled-handles"),
     ],
 )
 def test_metadata_that_can_not_be_measured_is_refused(
@@ -288,6 +296,42 @@ def test_a_broadcast_of_another_length_is_noticed(single_trainer: Trainer, kept:
     assert reply.json()["error"]["type"] in ("transfer-failed", "wrong-shape")
     assert served(single_trainer.server) == before
     single_trainer.init()
+    single_trainer.push(late())
+
+
+@ON_BOTH
+@pytest.mark.parametrize("bucket", [BUCKET // 2, BUCKET * 2])
+def test_buckets_that_end_early_or_late(trainer: Trainer, bucket: int) -> None:
+    """The trainer packs otherwise than it said: no rank takes one tensor's bytes for another's."""
+    before = served(trainer.server)
+    trainer.call("/start_weight_update", {})
+    trainer.bucket = bucket
+    error = trainer.send(late()).json()["error"]
+    assert error["type"] == "transfer-failed"
+    assert "expected a broadcast of" in error["message"]
+    trainer.bucket = BUCKET
+    status, kind, message = trainer.refused("/finish_weight_update")
+    assert (status, kind) == (409, "no-update")
+    assert "expected a broadcast of" in message
+    assert served(trainer.server) == before
+    trainer.call("/start_weight_update", {})
+    info = {"names": [], "dtype_names": [], "shapes": []}
+    assert trainer.refused("/update_weights", {"update_info": info})[:2] == (409, "not-initialized")
+    trainer.init()
+    trainer.push(late())
+    assert served(trainer.server) == expected(trainer.server)
+
+
+@pytest.mark.parametrize("shape", [[16, 16], [1, 256], [512], [128]])
+def test_a_shape_that_is_not_the_tensors(single_trainer: Trainer, shape: list[int]) -> None:
+    """It is refused, whether the bytes are as many or not."""
+    before = served(single_trainer.server)
+    single_trainer.call("/start_weight_update", {})
+    reply = single_trainer.send({"model.norm.weight": late()["model.norm.weight"]}, shapes=[shape])
+    assert (reply.status_code, reply.json()["error"]["type"]) == (422, "wrong-shape")
+    assert served(single_trainer.server) == before
+    if shape[-1] in (512, 128):
+        single_trainer.init()
     single_trainer.push(late())
 
 

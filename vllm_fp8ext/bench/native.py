@@ -1,51 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own weight transfer by CUDA IPC, as a rival: the requests that its trainer engine sends
-(`vllm/distributed/weight_transfer/ipc_engine.py`), with generation paused around them as its documentation asks."""
+"""vLLM's own weight transfer by CUDA IPC, by its own trainer engine: to stock servers as a rival, and to ours.
 
-import base64
+`native`: as vLLM's HTTP client sends it, with pickled handles. `native-packed`: the same, of tensors that are copied to a
+buffer. `native-typed`: by this package's client, with typed handles.
+"""
+
+import contextlib
 import json
-import pickle
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
+from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.loadtest.vllm_dev_routes import VllmDevRoutes
+from vllm_fp8ext.serve.adapters.vllm import WeightSyncClient
 
 SERVE = ("--weight-transfer-config", json.dumps({"backend": "ipc"}))
 """Arguments of `vllm serve`."""
-VARIABLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""Handles come pickled."""
+STOCK_VARIABLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Variables of a stock server, which unpickles handles."""
+SETTINGS = {"native_pickled_handles": True}
+"""Settings of a blockfp8 server, which reads them as data."""
 
 
 class Native:
-    """A trainer whose tensors lie on the GPU of the server at `url`."""
+    """A trainer whose tensors lie on a GPU of the server's machine.
 
-    def __init__(self, url: str) -> None:
-        self._routes = VllmDevRoutes(url)
-        self._routes.call("/init_weight_transfer_engine", json={"init_info": {"packed": False}})
+    With a `stock` server generation is paused around an update, and the prefix cache reset, as vLLM's documentation asks.
+    """
 
-    def push(self, tensors: Mapping[str, Tensor]) -> None:
-        """Pause, hand over, reset the prefix cache, resume.
+    def __init__(self, server: Server, way: str, *, stock: bool) -> None:
+        self._server, self._stock = server, stock
+        keyed = server.url if stock else server.url.replace("://", f"://x:{server.key}@", 1)
+        typed = way == "native-typed"
+        client = WeightSyncClient(server.url, server.key) if typed else HTTPVLLMWeightSyncClient(keyed)
+        self._source = _Held()
+        self._engine = IPCTrainerWeightTransferEngine.trainer_init(
+            IPCTrainerInitInfo(rank=0, packed=way == "native-packed"), client=client, source=self._source
+        )
+
+    def push(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+        """Send tensors; seconds of `transfer` from `start` to the answer of `finish`, and of the server's `pause`.
 
         Raises:
             httpx.HTTPError: the server refused.
         """
-        with self._routes.paused():
-            self._routes.call("/start_weight_update")
-            self._routes.call("/update_weights", json={"update_info": _handles(tensors)})
-            self._routes.call("/finish_weight_update")
+        self._source.tensors = tensors
+        with VllmDevRoutes(self._server.url).paused() if self._stock else contextlib.nullcontext():
+            begin = time.monotonic()
+            self._engine.send_weights()
+            seconds = {"transfer": time.monotonic() - begin}
+        seconds["bytes"] = float(sum(tensor.nbytes for tensor in tensors.values()))
+        if not self._stock:
+            with self._server.client() as client:
+                last = client.weights().last_update
+            assert last is not None
+            seconds["pause"] = last.seconds["pause"]
+        return seconds
 
 
-def _handles(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    import torch
-    from torch.multiprocessing.reductions import reduce_tensor
+class _Held(WeightSource):
+    """Tensors that a trainer holds."""
 
-    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in tensors.values()]
-    return {
-        "names": list(tensors),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
-    }
+    tensors: Mapping[str, Tensor]
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.tensors.items())

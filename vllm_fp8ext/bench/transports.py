@@ -3,9 +3,12 @@
 
 from vllm_fp8ext.serve.client.transports.registry import SENDERS
 
+NATIVE = ("native", "native-packed", "native-typed")
+"""Ways of vLLM's own trainer engine (`bench.native`)."""
+
 
 def push_variants() -> tuple[str, ...]:
-    """Return names of all: `http-fp8` quantizes before it sends, `http-plain` sends no checksums."""
+    """Return names of all: `http-fp8` quantizes before it sends, `http-plain` sends no checksums; and `NATIVE`."""
     names: list[str] = []
     for name, transport in SENDERS.items():
         names.append(name)
@@ -13,7 +16,7 @@ def push_variants() -> tuple[str, ...]:
             names.append(f"{name}-fp8")
         if transport.has_checksums:
             names.append(f"{name}-plain")
-    return tuple(names)
+    return (*names, *NATIVE)
 
 
 def tensor_transports() -> tuple[str, ...]:

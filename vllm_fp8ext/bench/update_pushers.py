@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_fp8ext.bench.native import Native
-from vllm_fp8ext.bench.transports import transport_of
+from vllm_fp8ext.bench.transports import NATIVE, transport_of
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.serve.client import Group
 from vllm_fp8ext.serve.schema import Running
@@ -28,8 +27,11 @@ def pusher(
 ) -> Iterator[Push]:
     """Return a function that changes the weights to checkpoint "a" or "b"."""
     folders = dict(zip("ab", checkpoints, strict=True))
+    if transport in NATIVE:
+        yield from _native(transport, server, folders, options, stock=variant == "stock")
+        return
     if variant == "stock":
-        yield from _stock(transport, server, folders, options)
+        yield from _reload(server, folders)
         return
     way: Any = transport_of(transport)
     with server.client() as client, Group() as group:
@@ -59,32 +61,32 @@ def pusher(
             held.clear()
 
 
-def _stock(
-    transport: str, server: Server, folders: dict[str, Path], options: argparse.Namespace
-) -> Iterator[Push]:
-    """Update by vLLM's own means."""
-    if transport == "reload":
-        from vllm_fp8ext.loadtest.weight_updates import StockUpdates
+def _reload(server: Server, folders: dict[str, Path]) -> Iterator[Push]:
+    """Update by vLLM's own reload from files."""
+    from vllm_fp8ext.loadtest.weight_updates import StockUpdates
 
-        stock = {name: StockUpdates(server.url, [path]) for name, path in folders.items()}
+    stock = {name: StockUpdates(server.url, [path]) for name, path in folders.items()}
 
-        def reload(name: str) -> dict[str, float]:
-            done = stock[name].push()
-            if done.error:
-                raise RuntimeError(f"stock vLLM's reload: {done.error}")
-            return {}
-
-        yield reload
-        return
-    native = Native(server.url)
-    held = {name: _in_memory(path, transport, options, fused=False) for name, path in folders.items()}
-
-    def transfer(name: str) -> dict[str, float]:
-        native.push(held[name])
+    def reload(name: str) -> dict[str, float]:
+        done = stock[name].push()
+        if done.error:
+            raise RuntimeError(f"stock vLLM's reload: {done.error}")
         return {}
 
+    yield reload
+
+
+def _native(
+    way: str, server: Server, folders: dict[str, Path], options: argparse.Namespace, *, stock: bool
+) -> Iterator[Push]:
+    """Update by vLLM's own trainer engine."""
+    from vllm_fp8ext.bench.native import Native
+
+    native = Native(server, way, stock=stock)
+    held = {name: _in_memory(path, "ipc", options, fused=False) for name, path in folders.items()}
+
     try:
-        yield transfer
+        yield lambda name: native.push(held[name])
     finally:
         held.clear()
 

@@ -8,9 +8,9 @@ With running requests, updates follow each other without a break for --busy-seco
 those before and after; that is done --windows times, and what was lost over the whole is told, of gaps the longest. Without,
 `http` and `files` take turns with a baseline of the same bytes (`bare`), and `ratio_bare` is the update's time by the
 baseline's.
-`stock` is vLLM's own reload of `fp8_per_block` from files and, with `ipc` among the transports, its own weight transfer by
-CUDA IPC. `http-plain` is `http` without checksums. With `nccl` the server is kept off the last GPU, from which the trainer
-broadcasts.
+`stock` is vLLM's own reload of `fp8_per_block` from files. `native` and `native-packed` are vLLM's own weight transfer by
+CUDA IPC, to our server and to stock's; `native-typed` is the same to ours, with typed handles. `http-plain` is `http` without
+checksums. With `nccl` the server is kept off the last GPU, from which the trainer broadcasts.
 """
 
 import argparse
@@ -31,12 +31,11 @@ from rich.table import Table
 from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
-from vllm_fp8ext.bench.native import SERVE, VARIABLES
 from vllm_fp8ext.bench.options import CommandLine, json_object
 from vllm_fp8ext.bench.peak_memory import PeakMemory
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.bench.servers import server_arguments, wait_for_all
-from vllm_fp8ext.bench.transports import push_variants, transport_of
+from vllm_fp8ext.bench.transports import NATIVE, push_variants, transport_of
 from vllm_fp8ext.bench.update_pushers import Push, pusher
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.serve.schema import Running
@@ -106,12 +105,17 @@ def _parser() -> argparse.ArgumentParser:
 def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path) -> Server:
     longest = max(options.running)
     arguments = server_arguments(longest, options.serve)
+    native = not set(NATIVE).isdisjoint(options.transports)
+    if native:
+        from vllm_fp8ext.bench.native import SERVE, SETTINGS, STOCK_VARIABLES
+
+        arguments += SERVE
     if variant == "stock":
-        native = "ipc" in options.transports
-        arguments += ["--quantization", "fp8_per_block", *(SERVE if native else ())]
-        variables = VARIABLES if native else {}
+        arguments += ["--quantization", "fp8_per_block"]
+        variables = STOCK_VARIABLES if native else {}
         return Server(model, folder / "stock.log", arguments=arguments, variables=variables, stock=True)
     settings = {"allowed_dirs": allowed_dirs(options.checkpoints or [folder / "a"]), **options.settings}
+    settings |= SETTINGS if native else {}
     variables = (
         _without_the_last_gpu() if any(transport_of(name) == "nccl" for name in options.transports) else {}
     )
@@ -136,7 +140,7 @@ def _measure(
     """Cases as they are measured."""
     transports = options.transports
     if variant == "stock":
-        transports = ["reload", *(["ipc"] if "ipc" in transports else [])]
+        transports = ["reload", *(way for way in transports if way in NATIVE and way != "native-typed")]
     weights = itertools.cycle(range(2))
     next(weights)  # the first is served
     for running in options.running:
