@@ -19,6 +19,7 @@ from vllm_fp8ext.serve.schema import PREFIX
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 HTTP_API = PROJECT / "docs" / "http-api.md"
+PROBLEMS = HTTP_API.with_name("problems.md")
 KV_CACHE = HTTP_API.with_name("kv-cache.md")
 CLIENT = PROJECT / "docs" / "client.md"
 PAGES = sorted(
@@ -74,6 +75,16 @@ def table(heading: str, page: Path = HTTP_API) -> set[str]:
     return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
 
 
+def problem_entries() -> list[tuple[str, str, str, str]]:
+    """Return type, status, meaning and remedy of each row of the page of problems."""
+    cells = re.findall(
+        r"^\| `([a-z0-9-]+)` \| (\d{3}) \| ([^|]*?) ?\| ([^|]*?) ?\|",
+        PROBLEMS.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    return [(kind, status, meaning, remedy) for kind, status, meaning, remedy in cells]
+
+
 def defaults(page: Path = HTTP_API) -> dict[str, str]:
     """The second column of the table of settings."""
     section = page.read_text(encoding="utf-8").partition("\n## Settings\n")[2].partition("\n## ")[0]
@@ -124,9 +135,17 @@ def test_every_environment_variable_is_named() -> None:
     assert variables <= table("Environment variables")
 
 
-def test_every_problem_is_named_and_none_beside() -> None:
-    assert problem_kinds(client=False) == table("Problems")
+def test_every_problem_has_one_entry_and_nothing_else_has() -> None:
+    entries = problem_entries()
+    assert sorted(problem_kinds(client=False)) == sorted(kind for kind, *_ in entries)
     assert problem_kinds(client=True) == table("Errors", CLIENT)
+
+
+def test_every_problem_says_what_it_means_and_what_to_do() -> None:
+    entries = problem_entries()
+    assert [kind for kind, _, meaning, remedy in entries if len(meaning) < 5 or len(remedy) < 10] == []
+    remedies = [remedy for *_, remedy in entries]
+    assert len(set(remedies)) == len(remedies)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
