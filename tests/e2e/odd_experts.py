@@ -32,21 +32,6 @@ WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_atte
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssForCausalLM", {**CHOSEN, **WINDOWS, "num_local_experts": 4}),
     "GraniteMoE": ("GraniteMoeForCausalLM", {"num_experts_per_tok": 2, "num_local_experts": 4}),
-    "Gemma 4": (
-        "Gemma4ForCausalLM",
-        {
-            **WINDOWS,
-            "head_dim": 64,
-            "global_head_dim": 64,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 128,
-            "enable_moe_block": True,
-            "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 0,
-        },
-    ),
-    "MiniMax-M2": ("MiniMaxM2ForCausalLM", {**CHOSEN, "num_local_experts": 4, "rotary_dim": 32}),
     "ERNIE-4.5-MoE": (
         "Ernie4_5_MoeForCausalLM",
         {

@@ -367,13 +367,7 @@ def _odd_experts() -> list[Family]:
                 "hidden_size_per_layer_input": 0,
                 "num_kv_shared_layers": 0,
             },
-        ),
-        Family(
-            name="minimax_m2",
-            known_as="MiniMax-M2",
-            kind=EXPERTS,
-            architecture="MiniMaxM2ForCausalLM",
-            sizes={**chosen, "rotary_dim": 32, "intermediate_size": 128},
+            refused="router.per_expert_scale: neither loaded from the checkpoint",
         ),
         Family(
             name="ernie4_5_moe",
