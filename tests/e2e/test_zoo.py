@@ -5,14 +5,19 @@ One of each kind by default; all of them by `pytest -m full tests/e2e/test_zoo.p
 """
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.append(str(Path(__file__).parent))  # as programs import these
+
+from zoo_models import KINDS, ZOO
+
 from .scenarios import run_scenario
 from .vision import has_torchvision
-from .zoo_models import KINDS, ZOO
 
 REPRESENTATIVES = {"qwen3_next", "qwen3_reward", "qwen2_5_vl"}
 """Families that `make test` has; dense ones and mixtures of experts are in other tests there."""
