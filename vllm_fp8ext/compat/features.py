@@ -22,7 +22,7 @@ KEY = "fp8ext_features_off"
 _reasons: dict[str, str | None] = {}
 """Features that were looked for in vLLM: why each is off, or None."""
 _reasons_told: dict[str, dict[str, str]] = {}
-"""What was told last, here or by another process, under `KEY`: why features are off."""
+"""Reasons that were told last, here or by another process, under `KEY`: why features are off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def _missing_here(name: str) -> str | None:
 
 
 def tell(config: Any) -> None:
-    """Write into a `VllmConfig` what is off, for this process, engine core and workers, and log it.
+    """Note in a `VllmConfig` which features are off, for this process, engine core and workers, and log them.
 
     Raises:
         ConfigError: the settings switch off what is no feature, or `core`.
