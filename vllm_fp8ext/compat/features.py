@@ -53,7 +53,7 @@ def _missing_here(name: str) -> str | None:
 
 
 def tell(config: Any) -> None:
-    """Note in a `VllmConfig` which features are off, for this process, engine core and workers, and log them.
+    """Note in a `VllmConfig` which features are off, for all processes of the engine, and log them.
 
     Raises:
         ConfigError: the settings switch off what is no feature, or `core`.
