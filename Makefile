@@ -4,7 +4,7 @@ VENV ?= .venv
 # auto takes the CUDA build of vLLM where there is an NVIDIA GPU, else the CPU build
 BUILD ?= auto
 
-.PHONY: setup demo test test-all test-rest check clean
+.PHONY: setup demo test test-all test-rest check site clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD)
@@ -28,6 +28,13 @@ test-rest:
 
 check: setup
 	@VENV=$(VENV) scripts/check
+
+# the pages as a site with search, in build/site; a link or anchor that leads nowhere stops it
+site:
+	@test -x build/site-venv/bin/mkdocs || $(PYTHON) -m venv build/site-venv
+	@build/site-venv/bin/python -m pip install -q --disable-pip-version-check -r requirements/site.txt
+	@PYTHONPATH=scripts NO_MKDOCS_2_WARNING=1 build/site-venv/bin/mkdocs build --strict
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
