@@ -14,6 +14,7 @@ import pytest
 
 from vllm_fp8ext import environment
 from vllm_fp8ext.config import Settings
+from vllm_fp8ext.kernel_settings import KernelSettings
 from vllm_fp8ext.kv_settings import KvScaleSettings, Policy
 from vllm_fp8ext.serve.schema import PREFIX
 
@@ -126,6 +127,17 @@ def test_every_policy_is_named() -> None:
 def _json(text: str) -> object:
     words = {"null": None, "false": False, "true": True}
     return words[text] if text in words else ast.literal_eval(text)
+
+
+def test_every_setting_of_kernels_is_told_with_its_default() -> None:
+    text = HTTP_API.with_name("performance-method.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(\w+)[^|]*\| ([^|]+?) \|", text.partition("\n## Kernel choice\n")[2], re.MULTILINE
+    )
+    assert {name for name, _ in rows} == set(KernelSettings.model_fields)
+    told = {name: _json(default.strip("`")) for name, default in rows if default in ("`true`", "`false`")}
+    assert told.items() <= KernelSettings().model_dump().items()
+    assert len(told) >= 6
 
 
 def test_every_environment_variable_is_named() -> None:
