@@ -53,7 +53,9 @@ def _missing_here(name: str) -> str | None:
 
 
 def tell(config: Any) -> None:
-    """Note in a `VllmConfig` which features are off, for all processes of the engine, and log them.
+    """Note in a `VllmConfig` which features are off, and log them.
+
+    This process, the engine core and workers heed it.
 
     Raises:
         ConfigError: the settings switch off what is no feature, or `core`.
