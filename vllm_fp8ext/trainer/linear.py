@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer that multiplies what the server serves: the same codes and scales, bit for bit.
+
+With `Q` for quantizing and back, `y = Q(x) Q(W)ᵀ + b`. Gradients go straight through both roundings:
+
+- `dx = Q(dy) Q(W)`: `dy` in groups of 1×128 along N, the weight's 128×128 blocks transposed.
+- `dW = Q(dyᵀ) Q(Q(x)ᵀ)ᵀ`: `dyᵀ` in groups of 1×128 along tokens, `xᵀ` in blocks of 128×128.
+- `db = Σ dy`, not quantized.
+
+With a backward pass in BF16 neither `dy` nor `xᵀ` is quantized. Between the passes a layer keeps codes and scales of `x`,
+about one byte an element. Source: DeepSeek-V3, arXiv 2412.19437, section 3.3, with the blocks that the server's kernels take.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_fp8ext.kernels.gemm.linear import reference_linear
+from vllm_fp8ext.kernels.numerics.quantized import Quantized
+from vllm_fp8ext.kernels.numerics.reference import BLOCK, blocks
+from vllm_fp8ext.trainer.block_product import (
+    BlockWeight,
+    multiply,
+    quantize_blocks,
+    quantize_rows,
+    row_values,
+)
+from vllm_fp8ext.trainer.recipes import FP8_DTYPES, BlockScaling
+
+
+class BlockFp8Linear(nn.Linear):
+    """Linear layer in the server's blockwise FP8, with master weights of any floating dtype.
+
+    Shapes are those of `nn.Linear`: `[…, K]` to `[…, N]`, in the dtype of the input, or autocast's. Inputs are rounded to
+    `recipe.served_dtype`, which is what a server has.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, recipe: BlockScaling, **factory: Any
+    ) -> None:
+        """Make a layer with new weights. `factory`: `device` and `dtype`, as `nn.Linear` takes them."""
+        super().__init__(in_features, out_features, bias, **factory)
+        self.recipe = recipe
+        self._fused: tuple[nn.Linear, ...] = (self,)
+
+    @classmethod
+    def of(cls, layer: nn.Linear, recipe: BlockScaling) -> "BlockFp8Linear":
+        """Return a layer that has the parameters of another one, not copies of them."""
+        made = cls(
+            layer.in_features, layer.out_features, layer.bias is not None, recipe=recipe, device="meta"
+        )
+        made.weight, made.bias = layer.weight, layer.bias
+        return made.train(layer.training)
+
+    def fuse(self, layers: tuple[nn.Linear, ...]) -> None:
+        """Set the layers, from top to bottom, that are one matrix on the server.
+
+        Raises:
+            ValueError: Another number of input features, or this layer is not among them.
+        """
+        if self not in layers or any(layer.in_features != self.in_features for layer in layers):
+            widths = [layer.in_features for layer in layers]
+            raise ValueError(
+                f"layers: expected this one among them, each of {self.in_features} input features, found {widths}"
+            )
+        # a matrix whose parts begin and end with blocks is quantized as its parts are
+        aligned = all(layer.out_features % BLOCK == 0 for layer in layers)
+        self._fused = (self,) if aligned else layers
+
+    @torch.no_grad()
+    def quantized_weight(self) -> BlockWeight:
+        """Quantize the master weight as the server does after a push of it.
+
+        Raises:
+            NonFiniteError: NaN or infinity, on a CPU.
+        """
+        form, dtype = self.recipe.scale_format, self.recipe.served_dtype
+        if len(self._fused) == 1:
+            return quantize_blocks(self.weight.detach().to(dtype), form)
+        whole = quantize_blocks(torch.cat([layer.weight.detach().to(dtype) for layer in self._fused]), form)
+        position = self._fused.index(self)
+        first = sum(layer.out_features for layer in self._fused[:position])
+        last = first + self.out_features
+        return BlockWeight(
+            whole.codes[first:last].contiguous(),
+            whole.scales[first // BLOCK : blocks(last)],
+            first % BLOCK,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply `[…, K]` by the quantized weight: `[…, N]`.
+
+        Raises:
+            ValueError: Another number of columns than the layer's.
+        """
+        if input.shape[-1] != self.in_features:
+            raise ValueError(f"input: expected [..., {self.in_features}], found {list(input.shape)}")
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            flat = input.reshape(-1, self.in_features)
+            out: Tensor = _BlockProduct.apply(
+                flat, self.weight, self.bias, self.quantized_weight(), self.recipe
+            )
+        return out.view(*input.shape[:-1], self.out_features)
+
+
+class _BlockProduct(torch.autograd.Function):
+    """The formulas at the top of this file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: Tensor,
+        master_NK: Tensor,
+        bias_N: Tensor | None,
+        weight: BlockWeight,
+        recipe: BlockScaling,
+    ) -> Tensor:
+        served = x_MK.to(recipe.served_dtype)
+        quantized = quantize_rows(served, recipe.scale_format)
+        if served.is_cuda:
+            out = multiply(quantized, weight, served.dtype, recipe.gemm)
+        else:  # the operator of the server's CPU backend
+            out = reference_linear(served, weight.values(), recipe.scale_format)
+        if bias_N is not None:
+            out = out + bias_N.to(out.dtype)
+        ctx.save_for_backward(*quantized, weight.codes, weight.scales)
+        ctx.offset, ctx.recipe = weight.offset, recipe
+        ctx.dtypes = x_MK.dtype, master_NK.dtype, None if bias_N is None else bias_N.dtype
+        return out.to(x_MK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy_MN,) = gradients
+        codes_MK, scales_MKb, codes_NK, scales_NbKb = ctx.saved_tensors
+        quantized, weight = Quantized(codes_MK, scales_MKb), BlockWeight(codes_NK, scales_NbKb, ctx.offset)
+        dtype, master_dtype, bias_dtype = ctx.dtypes
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        in_blocks = ctx.recipe.backward != "bf16"
+        to_input, to_weight = (
+            (_input_gradient, _weight_gradient) if in_blocks else (_plain_input, _plain_weight)
+        )
+        dx = to_input(dy_MN, weight, ctx.recipe).to(dtype) if needs_x else None
+        dw = to_weight(dy_MN, quantized, ctx.recipe).to(master_dtype) if needs_weight else None
+        db = dy_MN.float().sum(0).to(bias_dtype) if needs_bias else None
+        return dx, dw, db, None, None
+
+
+def _plain_input(dy_MN: Tensor, weight: BlockWeight, _: BlockScaling) -> Tensor:
+    return dy_MN @ weight.values().to(dy_MN.dtype)
+
+
+def _plain_weight(dy_MN: Tensor, x: Quantized, _: BlockScaling) -> Tensor:
+    return dy_MN.T @ row_values(x).to(dy_MN.dtype)
+
+
+def _input_gradient(dy_MN: Tensor, weight: BlockWeight, recipe: BlockScaling) -> Tensor:
+    dy = quantize_rows(dy_MN, recipe.scale_format, FP8_DTYPES[_format(recipe)])
+    if weight.offset:
+        return row_values(dy) @ weight.values()
+    transposed = BlockWeight(weight.codes.T.contiguous(), weight.scales.T.contiguous())
+    return multiply(dy, transposed, torch.promote_types(dy_MN.dtype, torch.bfloat16), recipe.gemm)
+
+
+def _weight_gradient(dy_MN: Tensor, x: Quantized, recipe: BlockScaling) -> Tensor:
+    missing = -dy_MN.shape[0] % BLOCK if dy_MN.is_cuda else 0
+    dy_NM = nn.functional.pad(dy_MN.T, (0, missing)).contiguous()
+    x_KM = nn.functional.pad(row_values(x).T, (0, missing)).contiguous()
+    dy = quantize_rows(dy_NM, recipe.scale_format, FP8_DTYPES[_format(recipe)])
+    return multiply(dy, _finite_blocks(x_KM, recipe), torch.float32, recipe.gemm)
+
+
+def _finite_blocks(x_KM: Tensor, recipe: BlockScaling) -> BlockWeight:
+    """Quantize inputs in blocks; NaN makes gradients NaN, as in other precisions, and raises nothing."""
+    if x_KM.is_cuda or bool(torch.isfinite(x_KM).all()):
+        return quantize_blocks(x_KM, recipe.scale_format)
+    return BlockWeight(
+        torch.zeros_like(x_KM, dtype=torch.float8_e4m3fn),
+        torch.full((blocks(x_KM.shape[0]), blocks(x_KM.shape[1])), torch.nan, device=x_KM.device),
+    )
+
+
+def _format(recipe: BlockScaling) -> Any:
+    return recipe.backward

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer with one FP8 scale per tensor: Transformer Engine's delayed and current scaling.
+
+With `s = fp8_max / amax / 2^margin`, `Q(x) = fp8(clamp(x s)) / s`. Forward `y = Q(x) Q(W)ᵀ + b`, backward `dx = Q(dy) Q(W)`
+and `dW = Q(dy)ᵀ Q(x)`. Delayed scaling takes `amax` from calls before: 0 or a value that is not finite leaves the scale as it
+was, and scales begin at 1. Source: Transformer Engine, `common/recipe` and `pytorch/fp8.py`. Operands are dequantized before
+a product: layers have the recipe's numerics, not its speed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_fp8ext.trainer.recipes import CurrentScaling, DelayedScaling
+
+
+class TensorFp8Linear(nn.Linear):
+    """Linear layer with FP8 operands of one scale each. Shapes and dtypes are those of `nn.Linear`.
+
+    With `DelayedScaling` it has buffers, which `state_dict` holds: `amax_history`, fp32 `[3, history]`, newest last, and
+    `fp8_scales`, fp32 `[3]`; for input, weight and gradient. Calls in training change them.
+    """
+
+    amax_history: Tensor
+    fp8_scales: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: CurrentScaling,
+        **factory: Any,
+    ) -> None:
+        """Make a layer with new weights. `factory`: `device` and `dtype`, as `nn.Linear` takes them."""
+        super().__init__(in_features, out_features, bias, **factory)
+        self.recipe = recipe
+        if isinstance(recipe, DelayedScaling):
+            device = self.weight.device
+            self.register_buffer("amax_history", torch.zeros(3, recipe.history, device=device))
+            self.register_buffer("fp8_scales", torch.ones(3, device=device))
+
+    @classmethod
+    def of(cls, layer: nn.Linear, recipe: CurrentScaling) -> "TensorFp8Linear":
+        """Return a layer that has the parameters of another one, not copies of them."""
+        made = cls(
+            layer.in_features, layer.out_features, layer.bias is not None, recipe=recipe, device="meta"
+        )
+        made.weight, made.bias = layer.weight, layer.bias
+        if isinstance(recipe, DelayedScaling):
+            made.amax_history = torch.zeros(3, recipe.history, device=layer.weight.device)
+            made.fp8_scales = torch.ones(3, device=layer.weight.device)
+        return made.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply `[…, K]` by the quantized weight: `[…, N]`.
+
+        Raises:
+            ValueError: Another number of columns than the layer's.
+        """
+        if input.shape[-1] != self.in_features:
+            raise ValueError(f"input: expected [..., {self.in_features}], found {list(input.shape)}")
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            flat = input.reshape(-1, self.in_features)
+            out: Tensor = _TensorProduct.apply(flat, self.weight, self.bias, self)
+        return out.view(*input.shape[:-1], self.out_features)
+
+    @torch.no_grad()
+    def quantize(self, values: Tensor, which: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return codes of `dtype` and the scale that they were multiplied by, fp32 `[]`.
+
+        `which`: 0 for inputs, 1 for weights, 2 for gradients. Delayed scaling remembers the tensor's amax.
+        """
+        amax = (
+            values.detach().abs().amax().float()
+            if values.numel()
+            else values.new_zeros((), dtype=torch.float32)
+        )
+        limit = torch.finfo(dtype).max
+        if isinstance(self.recipe, DelayedScaling):
+            history = self.amax_history[which]
+            past = history.max() if self.recipe.algorithm == "max" else history[-1]
+            scale = scale_from(past, self.fp8_scales[which], limit, self.recipe.margin)
+            if self.training:
+                self.fp8_scales[which] = scale
+                self.amax_history[which] = torch.cat([history[1:], amax[None]])
+        else:
+            scale = scale_from(amax, torch.ones_like(amax), limit, self.recipe.margin)
+        return (values.float() * scale).clamp(-limit, limit).to(dtype), scale
+
+
+def scale_from(amax: Tensor, previous: Tensor, limit: float, margin: int) -> Tensor:
+    """Return `limit / amax / 2^margin`, fp32; the previous scale where amax is 0 or not finite.
+
+    A quotient beyond fp32 is the largest finite number.
+    """
+    quotient = (limit / amax / 2.0**margin).clamp_max(torch.finfo(torch.float32).max)
+    return torch.where((amax > 0) & torch.isfinite(amax), quotient, previous)
+
+
+class _TensorProduct(torch.autograd.Function):
+    """The formulas at the top of this file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, layer: TensorFp8Linear
+    ) -> Tensor:
+        dtype = layer.recipe.forward_dtype
+        x, x_scale = layer.quantize(x_MK, 0, dtype)
+        weight, weight_scale = layer.quantize(weight_NK, 1, dtype)
+        out = (x.float() @ weight.float().T / (x_scale * weight_scale)).to(x_MK.dtype)
+        ctx.save_for_backward(x, x_scale, weight, weight_scale)
+        ctx.layer = layer
+        ctx.dtypes = x_MK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
+        return out if bias_N is None else out + bias_N.to(out.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy_MN,) = gradients
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        dtype, weight_dtype, bias_dtype = ctx.dtypes
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dy, dy_scale = ctx.layer.quantize(dy_MN, 2, ctx.layer.recipe.backward_dtype)
+        values = dy.float()
+        dx = (values @ weight.float() / (dy_scale * weight_scale)).to(dtype) if needs_x else None
+        dw = (values.T @ x.float() / (dy_scale * x_scale)).to(weight_dtype) if needs_weight else None
+        db = dy_MN.float().sum(0).to(bias_dtype) if needs_bias else None
+        return dx, dw, db, None
