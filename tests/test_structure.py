@@ -82,6 +82,7 @@ TORCH_ALONE = (
     "vllm_fp8ext.trainer.convert",
     "vllm_fp8ext.trainer.correction",
     "vllm_fp8ext.trainer.mismatch",
+    "vllm_fp8ext.trainer.optimizer",
     "vllm_fp8ext.trainer.mismatch_plot",
     "vllm_fp8ext.trainer.trl_adapter",
 )
