@@ -79,6 +79,7 @@ TORCH_ALONE = (
     "vllm_fp8ext.update.engine.engine",
     "vllm_fp8ext.update.transports.receiver",
     "vllm_fp8ext.update.worker.score_prompts",
+    "vllm_fp8ext.trainer.activations",
     "vllm_fp8ext.trainer.convert",
     "vllm_fp8ext.trainer.correction",
     "vllm_fp8ext.trainer.mismatch",
