@@ -71,7 +71,7 @@ class _Bomb:
         torch.ones(2),
         torch.device("cpu"),
     ],
-    ids=str,
+    ids=["system", "eval", "load", "Tensor", "zeros", "values", "device"],
 )
 def test_nothing_of_a_pickle_is_executed(bomb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     content = pickle.dumps([{"gpu": bomb}])
