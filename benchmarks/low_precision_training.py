@@ -49,6 +49,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 IN_FP8 = ("coat_activations", "coat")
 """Variants whose activations are FP8."""
 VARIANTS = ("bf16", *RECIPES, *OPTIMIZERS, "coat_activations")
+SAMPLE = 1 << 14
+"""Values of each parameter's moments, the first ones, whose errors are measured."""
 TAIL = 0.05
 """Share of the steps, the last ones, whose mean is a run's loss."""
 
@@ -101,7 +103,7 @@ def moment_errors(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         for expand in (False, True):
             errors: dict[str, list[Tensor]] = {"first": [], "second": [], "update": []}
             for state in states:
-                exact = state["exp_avg"].float(), state["exp_avg_sq"].float()
+                exact = tuple(state[name].flatten()[:SAMPLE].float() for name in ("exp_avg", "exp_avg_sq"))
                 rounded = [
                     moment_values(quantize_moments(each, form, expand=expand))  # type: ignore[arg-type]
                     for each, form in zip(exact, formats, strict=True)
