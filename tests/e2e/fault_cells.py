@@ -35,7 +35,7 @@ NATIVE_KINDS = ("exception", "kill -9", "hang")
 NATIVE_POINTS = ("init", "open", "chunk", "staging", "prepare", "commit", "verify")
 """In `init_weight_transfer_engine`, `start_weight_update`, `update_weights` before and after it receives, and in the three
 steps of `finish_weight_update`."""
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 15.0
 """Of the servers here: a hang is noticed after this long."""
 GRACE_SECONDS = 15.0
 """Beyond the deadline: vLLM's own way out, on a machine with little to spare."""
