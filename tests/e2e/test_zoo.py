@@ -19,8 +19,8 @@ from zoo_models import KINDS, ZOO
 from .scenarios import run_scenario
 from .vision import has_torchvision
 
-REPRESENTATIVES = {"qwen3_next", "qwen3_reward", "qwen2_5_vl"}
-"""Families that `make test` has; dense ones and mixtures of experts are in other tests there."""
+REPRESENTATIVES = {"qwen3_next", "qwen3_reward"}
+"""Families that `make test` has; dense ones, mixtures of experts and towers are in other tests there."""
 
 Rows = Callable[[str], dict[str, Any]]
 
