@@ -8,12 +8,12 @@ AsyncGRPOTrainer(..., weight_transfer=WeightPush("http://rollout:8000", key))
 """
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.serve.client import Client
+from vllm_fp8ext.serve.client.clients import TIMEOUT
+from vllm_fp8ext.serve.client.flow import Endpoint
 
 
 class WeightPush:
@@ -53,12 +53,14 @@ def use_client(url: str, key: str | None = None, **options: Any) -> Iterator[Non
     """
     from trl.generation import vllm_client, vllm_generation
 
+    endpoint = Endpoint.of(url, key, timeout=TIMEOUT, retries=0)
+
     class PushingClient(vllm_client.VLLMClient):
         """TRL's client, with other methods where weights are sent."""
 
         def __init__(self, base_url: str, **more: Any) -> None:
-            super().__init__(base_url=url, **more)
-            self.session.auth = ("fp8ext", key or os.environ.get(ADMIN_KEY, ""))  # of `/server_info`
+            super().__init__(base_url=endpoint.url, **more)
+            self.session.auth = ("fp8ext", endpoint.key or "")  # of `/server_info`
             self._push = WeightPush(url, key, **options)
 
         def init_communicator(self, device: Any = 0) -> None:

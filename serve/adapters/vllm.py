@@ -7,13 +7,12 @@ engine = IPCTrainerWeightTransferEngine.trainer_init(
 engine.send_weights()
 """
 
-import os
 from typing import Any
 
 import httpx
 
-from vllm_fp8ext.environment import ADMIN_KEY
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.client.flow import Endpoint
 from vllm_fp8ext.update.contract.native_handles import plain
 
 
@@ -24,8 +23,8 @@ class WeightSyncClient:
     """
 
     def __init__(self, base_url: str, key: str | None = None, timeout: float = 300) -> None:
-        self._url, self._timeout = base_url.rstrip("/"), timeout
-        self._auth = ("fp8ext", key or os.environ.get(ADMIN_KEY, ""))
+        endpoint = Endpoint.of(base_url, key, timeout=timeout, retries=0)
+        self._url, self._timeout, self._auth = endpoint.url, timeout, ("fp8ext", endpoint.key or "")
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Introduce the trainer."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import httpx
 
@@ -37,17 +38,19 @@ class Endpoint:
     def of(cls, url: str | None, key: str | None, *, timeout: float, retries: int) -> Self:
         """Take a URL and a key, or those of the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`). A blank key is none.
 
+        The password of a URL, `http://x:KEY@host`, is a key, too: it does not stay in the URL, which errors and logs show.
+
         Raises:
-            ConfigError: the URL has no scheme, or another one than HTTP's, or names a user; the key is not ASCII.
+            ConfigError: the URL has no scheme, or another one than HTTP's, or names a user without a password, or has another
+                key than the one that is given; the key is not ASCII.
         """
-        root = (url or os.environ.get(URL) or DEFAULT_URL).rstrip("/")
+        root, password = _without_password((url or os.environ.get(URL) or DEFAULT_URL).rstrip("/"))
         if not root.lower().startswith(("http://", "https://")):
             raise ConfigError(f"url: expected the server's root, such as {DEFAULT_URL}, found {root}")
-        if "@" in root.split("/")[2]:  # httpx would send it in place of the key
-            raise ConfigError(
-                "url: expected no user and password, found some: the key is what a server asks for"
-            )
-        admin_key = key_of(os.environ.get(ADMIN_KEY)) if key is None else key_of(key, "key")
+        given = key_of(key, "key") if key is not None else key_of(password, "the password of the URL")
+        if password is not None and given != password:
+            raise ConfigError("url: expected no password beside a key, or the same, found another")
+        admin_key = key_of(os.environ.get(ADMIN_KEY)) if key is None and password is None else given
         return cls(url=root, key=admin_key, timeout=timeout, retries=retries)
 
     def request(
@@ -58,6 +61,26 @@ class Endpoint:
         headers |= more.pop("headers", {})
         timeout = self.timeout + (extra_seconds or 0.0)
         return Request(method, self.url + PREFIX + path, headers=headers, timeout=timeout, **more)
+
+
+def _without_password(root: str) -> tuple[str, str | None]:
+    """Take the user and the password out of a URL.
+
+    Raises:
+        ConfigError: a user without a password, or a password with a slash.
+    """
+    scheme, separator, rest = root.partition("://")
+    if not separator:
+        return root.rpartition("@")[2], None
+    host, slash, path = rest.partition("/")
+    users, at, host = host.rpartition("@")
+    _, colon, password = users.partition(":")
+    if at and not (colon and password):
+        raise ConfigError("url: expected no user, or a key as the password of one, found a user alone")
+    _, colon, port = host.rpartition(":")
+    if not at and "@" in path and colon and not (port.isdigit() or port.endswith("]")):
+        raise ConfigError("url: expected a port; / in a password is written %2F")
+    return f"{scheme}://{host}{slash}{path}", unquote(password) if at else None
 
 
 @dataclass(frozen=True)

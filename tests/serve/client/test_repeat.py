@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import ones
 
 from vllm_fp8ext.errors import ConfigError, UpdateError
-from vllm_fp8ext.serve.client import repeat
+from vllm_fp8ext.serve.client import Client, repeat
 from vllm_fp8ext.serve.client.flow import Endpoint
 
 from .conftest import Caller
@@ -185,11 +185,36 @@ def test_a_problem_of_somebody_else_is_none_of_this_api(caller: Caller, opened: 
     assert len(opened.calls) == (2 if status == 503 else 1)
 
 
-@pytest.mark.parametrize("url", ["http://me:TOPSECRT@a", "https://me@a:8000/", "HTTP://me@a/b"])
-def test_a_user_in_a_url_is_refused(url: str) -> None:
-    """It would be sent in place of the key."""
-    with pytest.raises(ConfigError, match="url: expected no user and password") as caught:
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://me:TOPSECRT@a", "expected no password beside a key, or the same"),
+        ("https://me@a:8000/", "found a user alone"),
+        ("HTTP://me:@a/b", "found a user alone"),
+        ("ftp://me:TOPSECRT@a", "expected the server's root, such as .*, found ftp://a"),
+        ("http://me:a/TOPSECRT@a:8000", "/ in a password is written %2F"),
+        ("me:TOPSECRT@a:8000", "expected the server's root, such as .*, found a:8000"),
+    ],
+)
+def test_a_url_that_can_not_be_is_refused_without_its_password(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         Endpoint.of(url, "key", timeout=1.0, retries=0)
+    assert "TOPSECRT" not in str(caught.value)
+
+
+def test_a_key_in_a_url_is_sent_and_never_shown(opened: Server) -> None:
+    """Trainers take URLs alone, and put them into their logs and errors."""
+    endpoint = Endpoint.of("http://x:TOP%2FSECRT@a:1/b/", None, timeout=1.0, retries=0)
+    assert (endpoint.url, endpoint.key) == ("http://a:1/b", "TOP/SECRT")
+    assert "SECRT" not in repr(endpoint)
+    assert Endpoint.of("http://x:same@a", "same", timeout=1.0, retries=0).key == "same"
+    opened.faults["GET /weights"] = [answer(500, b"no")]
+    url = opened.url.replace("://", "://x:TOPSECRT@")
+    with (
+        Client(url, retries=0, transport=httpx.HTTPTransport()) as client,
+        pytest.raises(UpdateError, match="500") as caught,
+    ):
+        client.weights()
     assert "TOPSECRT" not in str(caught.value)
     assert Endpoint.of("http://a:1/x@y", "key", timeout=1.0, retries=0).url == "http://a:1/x@y"
 
