@@ -20,6 +20,7 @@ from .lacking import remove, vllm_without
 
 GONE = {
     "beam_versions": "_render_and_run_requests",
+    "dialect_versions": "messages_full_converter",
     "decode_attention": "_get_scheduler_metadata",
     "decode_step_reuse": "batch_desc",
     "flat_answers": "_create_tokens_logprobs",

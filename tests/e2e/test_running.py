@@ -200,6 +200,31 @@ def test_weight_versions_with_the_openai_client(server: Server, asked: bool):
     openai.close()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_weight_versions_of_responses_and_messages(single: Server, stream: bool):
+    with single.client() as client:
+        client.push(EARLY, version="step 8")
+        served = client.weights()
+    body = {"model": MODEL, "temperature": 0, "stream": stream}
+    question = {"input": "123+456=", "max_output_tokens": 5}
+    said = {"messages": [{"role": "user", "content": "123+456="}], "max_tokens": 5}
+    for path, more, last in (
+        ("/v1/responses", question, "response.completed"),
+        ("/v1/messages", said, "message_delta"),
+    ):
+        reply = httpx.post(f"{single.url}{path}", json={**body, **more}, timeout=120)
+        assert reply.status_code == 200, reply.text
+        if stream:
+            [told] = [part for part in reply.text.split("\n\n") if part.startswith(f"event: {last}\n")]
+            event = json.loads(told.partition("data: ")[2])
+            answer = event.get("response", event)
+        else:
+            answer = reply.json()
+        [span] = answer["weight_versions"]
+        assert (span["version"], span["epoch"], span["start"]) == ("step 8", served.epoch, 0)
+        assert (span["end"], span["instance"]) == (answer["usage"]["output_tokens"], served.instance)
+
+
 def _search(server: Server, choices: list[dict[str, Any]]) -> None:
     """A beam search, of which nothing is streamed."""
     asked = {"use_beam_search": True, "n": 2, "ignore_eos": True}

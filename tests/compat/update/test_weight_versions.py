@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.responses.context import SimpleContext
 from vllm.entrypoints.scale_out.token_in_token_out import protocol
-from vllm.outputs import WeightVersionSpan
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.v1.engine.output_processor import RequestState
 
+from vllm_fp8ext.compat.update.dialect_versions import _spans_in
 from vllm_fp8ext.compat.update.weight_versions import EpochSpan, install
 from vllm_fp8ext.update.contract.labels import Label, Step, first_label
 
@@ -80,3 +82,21 @@ def test_generated_tokens_have_epochs_too(choice: Any, response: Any, more: dict
     expected = {"version": "step 1", "start": 0, "end": 3, "epoch": 1, "instance": "0a1b"}
     assert told["weight_versions"] == [expected]
     assert '"epoch":1,"instance":"0a1b"' in made.model_dump_json()
+
+
+def test_a_response_has_the_spans_of_all_turns() -> None:
+    install()
+    context = SimpleContext()
+    for first, end in ((0, 3), (1, 2)):
+        span = EpochSpan("step", first, end, 4, "0a1b")
+        output = CompletionOutput(0, "", [7] * end, None, None, finish_reason="stop", weight_versions=[span])
+        context.append_output(RequestOutput("r", None, [1], None, [output], True))
+    spans = [(span.start, span.end, span.epoch) for span in context.fp8ext_spans]  # type: ignore[attr-defined]  # ours
+    assert spans == [(0, 3, 4), (4, 5, 4)]
+
+
+@pytest.mark.parametrize(
+    "chunk", ["data: [DONE]", "data: {}", "event: x", 'data: {"choices": [{"weight_versions": null}]}']
+)
+def test_a_chunk_without_spans(chunk: str) -> None:
+    assert _spans_in(chunk) is None

@@ -116,6 +116,10 @@ def install() -> None:
         from vllm_fp8ext.compat.update import beam_versions
 
         beam_versions.install()
+    if is_available("dialect_versions"):
+        from vllm_fp8ext.compat.update import dialect_versions
+
+        dialect_versions.install()
 
 
 def _declare(choice: Any, response: Any) -> None:
